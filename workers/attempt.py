@@ -423,6 +423,7 @@ class Attempt:
                 raise LostMemberError(f"{error} from worker.{peer}") from error
         seconds = time.perf_counter() - start
         self.tally.transferred("receive", KINDS_OF_TRANSFERS[kind], seconds=seconds)
+        context.meter.received(tensors)
         arrived = context.channel.arrival_s(key)
         if arrived is not None:
             self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)

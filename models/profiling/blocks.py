@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TypeVar
@@ -21,18 +22,19 @@ import numpy as np
 import torch
 
 from penstock.models.data.batch import MicroBatch
-from penstock.models.profiling.memory import (
-    MemoryMeasure,
-    RunForward,
-    measure_drops,
-    measure_memory,
-)
+from penstock.models.profiling.drops import DropMeasure, NeededBy, measure_drops
+from penstock.models.profiling.memory import MemoryMeasure, RunForward, measure_memory
 from penstock.models.profiling.operators import OperatorProbe
 from penstock.models.runtime import HIDDEN, Borrowed, BoundBlock, ModelRuntime, StageOutput
-from penstock.models.saved_activations import BoundWeights, SavePolicy
+from penstock.models.saved_activations import BoundWeights, SavedActivations, SavePolicy
 from penstock.models.storing import Storing
 from penstock.models.torch_device import torch_device
-from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile
+from penstock.protocol.plan.profile import (
+    KindProfile,
+    LinearFit,
+    OperatorProfile,
+    SourceProfile,
+)
 from penstock.shm.table import BlockTable
 
 _T = TypeVar("_T")
@@ -93,12 +95,14 @@ class StageMeasure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorMeasure:
-    """One operator of a block: seconds of its forward, bytes that its dropping saves."""
+class OperatorsMeasure:
+    """The operators of a block for a micro-batch of ``tokens``: seconds of their forwards by name,
+    and what dropping them saves.
+    """
 
-    name: str
-    seconds: float
-    kept_bytes: float
+    tokens: int
+    seconds: Mapping[str, float]
+    drops: DropMeasure
 
 
 _SECONDS = ("forward_s", "recompute_s", "backward_input_s", "backward_s")
@@ -154,7 +158,7 @@ class BlockBench:
             ),
         )
 
-    def operators(self, block: int, micro_batch: int) -> tuple[OperatorMeasure, ...]:
+    def operators(self, block: int, micro_batch: int) -> OperatorsMeasure:
         """Returns the operators of one block, see :mod:`penstock.models.profiling.operators`."""
         blocks = range(block, block + 1)
         batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
@@ -163,11 +167,33 @@ class BlockBench:
         for _ in range(1 + _LEAST_REPEATS):
             with probe.watching():
                 self._forward(bound, inputs, batch, autograd=True)
-        saved = measure_drops(self._storing_forward(bound, inputs, batch), probe.seconds)
-        return tuple(
-            OperatorMeasure(name=name, seconds=seconds, kept_bytes=saved[name])
-            for name, seconds in probe.seconds.items()
+        given = [tensor.untyped_storage().data_ptr() for tensor in inputs.values()]
+        with self._dropping(block, micro_batch, probe.seconds) as activations:
+            drops = measure_drops(activations, given)
+        return OperatorsMeasure(
+            tokens=micro_batch * self._sequence_length, seconds=probe.seconds, drops=drops
         )
+
+    def kept_bytes(self, block: int, micro_batch: int, drop: Iterable[str]) -> int:
+        """Returns what a forward of one block keeps of activations without some operators'
+        outputs.
+        """
+        with self._dropping(block, micro_batch, drop) as activations:
+            return activations.bytes
+
+    @contextmanager
+    def _dropping(
+        self, block: int, micro_batch: int, drop: Iterable[str]
+    ) -> Iterator[SavedActivations]:
+        """Runs a forward of one block; what it keeps lives as long as the context."""
+        batch, inputs = (
+            self._batch(micro_batch),
+            self._inputs(range(block, block + 1), micro_batch),
+        )
+        run = self._storing_forward([self._bind(block)], inputs, batch)
+        output = run(policy=SavePolicy(drop=frozenset(drop)))
+        assert output.stored is not None and output.stored.activations is not None
+        yield output.stored.activations
 
     def _forward(
         self,
@@ -290,7 +316,7 @@ def measure_kinds(
     each.
     """
     measures: dict[str, list[StageMeasure]] = {}
-    operators: dict[str, list[tuple[int, tuple[OperatorMeasure, ...]]]] = {}
+    operators: dict[str, list[OperatorsMeasure]] = {}
     for kind, stages in _representatives(table).items():
         for micro_batch in micro_batches:
             for blocks in stages:
@@ -299,12 +325,9 @@ def measure_kinds(
                 )
                 measures.setdefault(kind, []).append(bench.measure(blocks, micro_batch))
             found = bench.operators(stages[0].start, micro_batch)
-            operators.setdefault(kind, []).append((measures[kind][-1].tokens, found))
+            operators.setdefault(kind, []).append(found)
     instruction_s = _overhead([m for found in measures.values() for m in found])
-    kinds = {
-        kind: _kind(found, instruction_s, _operators(operators[kind]))
-        for kind, found in measures.items()
-    }
+    kinds = {kind: _kind(found, operators[kind], instruction_s) for kind, found in measures.items()}
     return BlocksMeasured(kinds=kinds, instruction_s=instruction_s)
 
 
@@ -335,7 +358,7 @@ def _overhead(measures: Sequence[StageMeasure]) -> float:
 
 
 def _kind(
-    measures: Sequence[StageMeasure], instruction_s: float, operators: tuple[OperatorProfile, ...]
+    measures: Sequence[StageMeasure], operators: Sequence[OperatorsMeasure], instruction_s: float
 ) -> KindProfile:
     def seconds(name: str) -> LinearFit:
         return LinearFit.through(
@@ -354,7 +377,8 @@ def _kind(
         backward_weight_s=LinearFit.through(
             [(m.tokens, weight_s(m) / m.num_blocks) for m in measures]
         ),
-        operators=operators,
+        operators=_operators(operators),
+        sources=_sources(operators),
         **{
             field.name: LinearFit.through(
                 [(m.tokens, getattr(m.memory, field.name)) for m in single]
@@ -368,19 +392,35 @@ def _per_block(seconds: float, measure: StageMeasure, instruction_s: float) -> f
     return max(0.0, seconds - instruction_s) / measure.num_blocks
 
 
-def _operators(
-    measures: Sequence[tuple[int, tuple[OperatorMeasure, ...]]],
-) -> tuple[OperatorProfile, ...]:
+def _operators(measures: Sequence[OperatorsMeasure]) -> tuple[OperatorProfile, ...]:
     """Returns lines, in tokens, through the measures of each operator."""
-    names = dict.fromkeys(m.name for _, found in measures for m in found)
-    profiles = []
-    for name in names:
-        points = [(tokens, m) for tokens, found in measures for m in found if m.name == name]
-        profiles.append(
-            OperatorProfile(
-                name=name,
-                forward_s=LinearFit.through([(tokens, m.seconds) for tokens, m in points]),
-                activation_bytes=LinearFit.through([(t, m.kept_bytes) for t, m in points]),
-            )
+    names = dict.fromkeys(name for found in measures for name in found.seconds)
+    return tuple(
+        OperatorProfile(
+            name=name,
+            forward_s=LinearFit.through(
+                [(m.tokens, m.seconds[name]) for m in measures if name in m.seconds]
+            ),
+            activation_bytes=LinearFit.through(
+                [(m.tokens, m.drops.saved.get(name, 0.0)) for m in measures]
+            ),
         )
-    return tuple(profiles)
+        for name in names
+    )
+
+
+def _sources(measures: Sequence[OperatorsMeasure]) -> tuple[SourceProfile, ...]:
+    """Returns lines, in tokens, through the bytes that are kept to make dropped outputs again."""
+    keys: dict[tuple[str, NeededBy], None] = {}
+    for measure in measures:
+        keys |= dict.fromkeys(measure.drops.sources)
+    return tuple(
+        SourceProfile(
+            operator=operator,
+            needed_by=needed_by,
+            num_bytes=LinearFit.through(
+                [(m.tokens, m.drops.sources.get((operator, needed_by), 0.0)) for m in measures]
+            ),
+        )
+        for operator, needed_by in keys
+    )

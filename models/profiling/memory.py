@@ -72,18 +72,6 @@ def measure_memory(
     )
 
 
-def measure_drops(forward: RunForward, operators: Iterable[str]) -> dict[str, float]:
-    """Returns the bytes that dropping each of ``operators`` saves, by name."""
-
-    def kept_bytes(drop: frozenset[str]) -> float:
-        output = forward(policy=SavePolicy(drop=drop))
-        assert output.stored is not None and output.stored.activations is not None
-        return float(output.stored.activations.bytes)
-
-    everything = kept_bytes(frozenset())
-    return {name: everything - kept_bytes(frozenset({name})) for name in operators}
-
-
 def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, float]:
     """Returns the bytes that a forward keeps, its input among them, those that it needs meanwhile
     beyond these and its output, and those of its output.

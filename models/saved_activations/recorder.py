@@ -20,7 +20,7 @@ import torch
 
 from penstock.models.saved_activations.collection import SavedTensor, SavedTensors, view_of
 from penstock.models.saved_activations.operators import OperatorTracker
-from penstock.models.saved_activations.slots import Blank, StorageSlot, storage_of
+from penstock.models.saved_activations.slots import Blank, SlotView, StorageSlot, storage_of
 from penstock.models.saved_activations.tape import RecordedCall, RecordedKernel, Tape, tensors_in
 from penstock.models.torch_internals import OpOverload, TorchDispatchMode, key_of, schema_of
 
@@ -73,11 +73,20 @@ class _Seen:
     """A kernel that has run: what it read, what it returned, and which of that is new memory."""
 
     call: RecordedCall
+    operator: str
     name: str
-    label: str
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
     new: list[bool]
+
+    @property
+    def label(self) -> str:
+        """What errors call its outputs."""
+        return f"{self.operator} ({self.name})"
+
+    def recorded(self, tape: Tape, reads: list[SavedTensor]) -> RecordedKernel:
+        """Returns what the tape remembers."""
+        return RecordedKernel(tape=tape, operator=self.operator, call=self.call, reads=reads)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -115,11 +124,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in changed:
             self._protect(storage)
         if operator in self._drop and all(self.tape.made(s) is not None for s in changed):
-            return self._record(func, args, kwargs, changed, traits, f"{operator} ({traits.name})")
+            return self._record(func, args, kwargs, changed, traits, operator)
         result = func(*args, **kwargs)
         for storage in changed:
             self.tape.leave(storage)
         return result
+
+    def save(self, tensor: torch.Tensor) -> SavedTensor:
+        """Returns the same as :meth:`view`, for a tensor that the backward reads."""
+        found = self.view(tensor)
+        if isinstance(found, SlotView):
+            found.slot.saved = True
+        return found
 
     def view(self, tensor: torch.Tensor) -> SavedTensor:
         """Returns where the tensor, of any shape and dtype, will be found; its memory is held if
@@ -144,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         changed: list[torch.UntypedStorage],
         traits: _Traits,
-        label: str,
+        operator: str,
     ) -> Any:
         inputs = list(tensors_in((args, kwargs)))
         device = inputs[0].device if inputs else torch.device("cpu")
@@ -157,15 +173,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {key_of(s) for t in inputs if (s := storage_of(t)) is not None}
         new = [(s := storage_of(t)) is not None and key_of(s) not in known for t in outputs]
         if changed:
-            node = self._add(RecordedKernel(tape=self.tape, call=call, reads=reads))
-            self._note_changes(node, changed, label)
+            node = self._add(
+                RecordedKernel(tape=self.tape, operator=operator, call=call, reads=reads)
+            )
+            self._note_changes(node, changed, f"{operator} ({traits.name})")
             node.makes = [None] * len(outputs)
         elif any(new):  # otherwise a view
             self._note_outputs(
                 _Seen(
                     call=call,
+                    operator=operator,
                     name=traits.name,
-                    label=label,
                     inputs=inputs,
                     outputs=outputs,
                     new=new,
@@ -193,14 +211,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = [is_new and not apart[i] for i, is_new in enumerate(seen.new)]
         if any(apart):
             reads = [self._blank(tensor) for tensor in seen.inputs]
-            self._note_made(
-                RecordedKernel(tape=self.tape, call=seen.call, reads=reads), seen, apart
-            )
+            self._note_made(seen.recorded(self.tape, reads), seen, apart)
         if any(others):
             reads = [self.view(tensor) for tensor in seen.inputs]
-            self._note_made(
-                RecordedKernel(tape=self.tape, call=seen.call, reads=reads), seen, others
-            )
+            self._note_made(seen.recorded(self.tape, reads), seen, others)
 
     def _note_made(self, node: RecordedKernel, seen: _Seen, made: list[bool]) -> None:
         self._add(node)

@@ -32,13 +32,14 @@ class StorageSlot:
 
     ``movable``: an activation, which counts and may be swapped; otherwise a reference to something
     that outlives the forward. ``order`` numbers the slots of a forward from 0; ``label`` names the
-    slot in errors. States: ``_storage`` is set (present), ``_elsewhere`` alone is set (swapped
+    slot in errors; ``saved``: the backward reads it (otherwise only kernels that run again do).
+    States: ``_storage`` is set (present), ``_elsewhere`` alone is set (swapped
     out), ``maker`` is set (dropped), or none of them (discarded).
     """
 
     __slots__ = (
         "__weakref__", "_arrival", "_elsewhere", "_storage", "device", "label", "maker", "movable",
-        "num_bytes", "order",
+        "num_bytes", "order", "saved",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +48,7 @@ class StorageSlot:
         self.order = order
         self.label = label
         self.movable = movable
+        self.saved = False
         self.device = storage.device
         self.num_bytes = storage.nbytes()
         self.maker: Maker | None = None

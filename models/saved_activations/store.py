@@ -30,7 +30,7 @@ from penstock.models.saved_activations.collection import SavedTensor, SavedTenso
 from penstock.models.saved_activations.operators import OperatorTracker
 from penstock.models.saved_activations.recorder import Recorder
 from penstock.models.saved_activations.slots import StorageSlot, chosen
-from penstock.models.saved_activations.tape import Tape
+from penstock.models.saved_activations.tape import RecordedKernel, Tape
 from penstock.models.saved_activations.weights import BoundWeights
 from penstock.models.torch_device import Allocate, CopyStream, PlainCopies, host_memory
 
@@ -72,6 +72,16 @@ class SavedActivations:
         and what is dropped or swapped out. Falls while the backward proceeds.
         """
         return sum(slot.num_bytes for slot in self._activations() if slot.present)
+
+    @property
+    def slots(self) -> list[StorageSlot]:
+        """What was saved of activations, or is needed to make that again, wherever it is."""
+        return self._activations()
+
+    @property
+    def kernels(self) -> list[RecordedKernel]:
+        """The kernels that will run again, in the order of the forward."""
+        return [kernel for tape in self._tapes for kernel in tape.kernels]
 
     @property
     def bytes_elsewhere(self) -> int:
@@ -158,7 +168,7 @@ class SavedActivations:
         self._running = True
         with ExitStack() as stack:
             stack.callback(self._end)  # runs last: the recorder has seen the last kernel by then
-            stack.enter_context(saved_tensors_hooks(self._recorder.view, _tensor))
+            stack.enter_context(saved_tensors_hooks(self._recorder.save, _tensor))
             if self._records:
                 stack.enter_context(self._tracker.watching())
                 stack.enter_context(self._recorder)

@@ -92,13 +92,15 @@ class RecordedCall:
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class RecordedKernel:
-    """A kernel that was recorded. It lives as long as a slot that it makes is needed.
+    """A kernel of ``operator`` that was recorded. It lives as long as a slot that it makes is
+    needed.
 
     ``makes``: the slot of each tensor that it returns (None: nobody's, or not new). ``changes``:
     slots whose storage it changed, and the slots that stand for the result.
     """
 
     tape: Tape
+    operator: str
     call: RecordedCall
     reads: Sequence[SavedTensor]
     makes: list[weakref.ref[StorageSlot] | None] = field(default_factory=list)
@@ -139,6 +141,11 @@ class Tape:
         found = self._made.get(key_of(storage))
         return None if found is None else found[1]
 
+    @property
+    def kernels(self) -> list[RecordedKernel]:
+        """The recorded kernels whose results are still needed, in the order in which they ran."""
+        return [node for reference in self._nodes if (node := reference()) is not None]
+
     def add(self, node: RecordedKernel) -> None:
         """Append the next kernel, in the order in which they ran."""
         self._nodes.append(weakref.ref(node))
@@ -176,7 +183,7 @@ class Tape:
             SavedActivationError: a kernel reads something that is swapped out, or a weight that is
                 not bound; nothing has run then.
         """
-        nodes = deque(node for reference in self._nodes if (node := reference()) is not None)
+        nodes = deque(self.kernels)
         for node in nodes:
             for view in node.reads:
                 view.check()

@@ -28,13 +28,31 @@ from penstock.protocol.sums import added
 class OperatorCost:
     """One operator of a block, for one micro-batch.
 
-    ``activation_bytes``: what its dropping saves until the backward. ``forward_s``: what making it
-    again costs.
+    ``activation_bytes``: what the backward reads of its outputs, which its dropping saves until
+    then. ``forward_s``: what making it again costs.
     """
 
     name: str
     forward_s: float
     activation_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSource:
+    """Outputs of ``operator`` that the backward does not read, but a recomputation may.
+
+    For one micro-batch ``num_bytes`` of them are kept where all operators of one set in
+    ``needed_by`` are dropped, and ``operator`` (empty: nothing that could be dropped) is not.
+    """
+
+    operator: str
+    needed_by: tuple[tuple[str, ...], ...]
+    num_bytes: float
+
+    def kept_bytes(self, drop: frozenset[str]) -> float:
+        """Returns the bytes that are kept where these operators are dropped."""
+        asked = any(drop.issuperset(names) for names in self.needed_by)
+        return self.num_bytes if asked and self.operator not in drop else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +104,7 @@ class BlockCost:
     systems that do not keep it on the host).
 
     ``operators`` make up ``forward_s`` and ``activation_bytes``; empty where they are not known.
+    ``sources``: what is kept instead where some of them are dropped.
     """
 
     forward_s: float = 0.0
@@ -103,6 +122,7 @@ class BlockCost:
     gradient_bytes: float = 0.0
     static_bytes: float = 0.0
     operators: tuple[OperatorCost, ...] = ()
+    sources: tuple[RecomputeSource, ...] = ()
     workspaces: Workspaces | None = None
 
     @property
@@ -142,8 +162,17 @@ class BlockCost:
 
     def drop_bytes(self, drop: Iterable[str]) -> float:
         """Returns the bytes that dropping the outputs of some operators saves, per micro-batch."""
+        return self.remade_bytes(drop) - self.source_bytes(drop)
+
+    def remade_bytes(self, drop: Iterable[str]) -> float:
+        """Returns the bytes that making dropped outputs again adds, per micro-batch."""
         names = frozenset(drop)
         return added(op.activation_bytes for op in self.operators if op.name in names)
+
+    def source_bytes(self, drop: Iterable[str]) -> float:
+        """Returns the bytes that are kept only to make dropped outputs again, per micro-batch."""
+        names = frozenset(drop)
+        return added(source.kept_bytes(names) for source in self.sources)
 
     def kept_on_device(self) -> BlockCost:
         """Returns the cost with weights, gradients and what the optimizer works on in device
@@ -173,6 +202,9 @@ class BlockCost:
                 replace(operator, activation_bytes=operator.activation_bytes * factor)
                 for operator in self.operators
             ),
+            sources=tuple(
+                replace(source, num_bytes=source.num_bytes * factor) for source in self.sources
+            ),
         )
 
     def __add__(self, other: BlockCost) -> BlockCost:
@@ -184,6 +216,7 @@ class BlockCost:
             workspace_bytes=max(self.workspace_bytes, other.workspace_bytes),
             constant_bytes=max(self.constant_bytes, other.constant_bytes),
             operators=self.operators + other.operators,
+            sources=self.sources + other.sources,
             workspaces=_one_after_the_other(self, other),
         )
 
@@ -231,7 +264,14 @@ _SUMMED = tuple(
     field.name
     for field in fields(BlockCost)
     if field.name
-    not in ("output_bytes", "workspace_bytes", "constant_bytes", "operators", "workspaces")
+    not in (
+        "output_bytes",
+        "workspace_bytes",
+        "constant_bytes",
+        "operators",
+        "sources",
+        "workspaces",
+    )
 )
 
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.planner.cost.cluster import Cluster
-from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost, Workspaces
+from penstock.planner.cost.costs import (
+    BlockCost,
+    Costs,
+    OperatorCost,
+    RecomputeSource,
+    Workspaces,
+)
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import KindProfile, MachineProfile, Profile
 from penstock.protocol.platforms.registry import Platform
@@ -21,8 +27,10 @@ _GRADIENT_ITEMSIZE = 4
 """Gradients accumulate in fp32 on the device, whatever they are published in."""
 
 _COMPUTE_ITEMSIZE_OF_CPUS = 4
-_SCALARS_BYTES = 4096
-"""Losses and other single numbers, which are kept until the end of an attempt."""
+_SINGLE_BYTES = 4096 + 5056
+"""Losses and other single numbers, which are kept until the end of an attempt, and the state of a
+CPU's random generator, which chunks of the loss keep while they run again.
+"""
 
 _GPU_MACHINE = MachineProfile(
     instruction_s=2.0e-5,
@@ -214,7 +222,7 @@ def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: in
         output_bytes=kind.output_bytes.at(tokens),
         activation_bytes=kind.activation_bytes.at(tokens),
         deferred_bytes=kind.deferred_bytes.at(tokens),
-        constant_bytes=kind.constant_bytes.at(tokens) + _SCALARS_BYTES,
+        constant_bytes=kind.constant_bytes.at(tokens) + _SINGLE_BYTES,
         workspace_bytes=workspaces.greatest,
         workspaces=workspaces,
         operators=tuple(
@@ -224,6 +232,14 @@ def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: in
                 activation_bytes=operator.activation_bytes.at(tokens),
             )
             for operator in kind.operators
+        ),
+        sources=tuple(
+            RecomputeSource(
+                operator=source.operator,
+                needed_by=source.needed_by,
+                num_bytes=source.num_bytes.at(tokens),
+            )
+            for source in kind.sources
         ),
     )
 

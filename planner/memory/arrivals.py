@@ -1,9 +1,9 @@
 """How early tensors may arrive: as soon as their senders can have got so far.
 
 A device posts a receive shortly before it needs the tensor, but its peer sends when the tensor is
-made, which may be long before. Where inboxes are in the device's memory (CPU workers), the tensor
-counts from then on. How far a peer can be depends on what it waits for: only an instruction that
-takes a tensor from another device waits for one.
+made, which may be long before. Until the receive, it waits in the host's memory. How far a peer can
+be depends on what it waits for: only an instruction that takes a tensor from another device waits
+for one.
 """
 
 from __future__ import annotations

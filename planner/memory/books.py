@@ -12,6 +12,8 @@ from typing import Any
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.layout import StageLayout
 from penstock.protocol.plan.instructions import (
+    Backward,
+    BackwardInput,
     BackwardWeight,
     Forward,
     Instruction,
@@ -91,9 +93,26 @@ class Sizes:
     def workspace_of(self, instruction: Any) -> float:
         """Returns the bytes that a compute instruction needs while it runs."""
         num_bytes = self.stage(instruction).workspace_of(instruction)
+        if isinstance(instruction, Forward) and instruction.drop:  # they go when their block ends
+            blocks = self.layout.forward[instruction.stage].blocks
+            num_bytes += max(self.blocks[b].remade_bytes(instruction.drop) for b in blocks)
+        if isinstance(instruction, Recompute):  # what it reads goes while it runs
+            drop = self.facts.drops.get((instruction.stage, instruction.micro_batch), ())
+            num_bytes += self.backward[instruction.stage].source_bytes(drop)
         if isinstance(instruction, BackwardWeight):
             num_bytes += self.joined_bytes(instruction)
+        if isinstance(instruction, Backward | BackwardInput):
+            num_bytes += self.inner_gradient_bytes(instruction.stage)
         return num_bytes
+
+    def inner_gradient_bytes(self, stage: int) -> float:
+        """Returns the bytes of the gradient between the blocks of a backward stage. Where the stage
+        makes one of its own input, that one's room is free until then.
+        """
+        blocks = self.layout.backward[stage].blocks
+        if len(blocks) == 1 or not self.layout.is_first_backward(stage):
+            return 0.0
+        return self.costs.input_bytes(blocks.start + 1)
 
     def joined_bytes(self, work: BackwardWeight) -> float:
         """Returns the bytes of copies that concatenation makes at a time: at most those of a block,

@@ -3,9 +3,9 @@
 Counted are weight buffers; gradients, accumulated in fp32; kept activations (less what was dropped,
 plus what was made again, less what is swapped out, plus what peers swapped to here); what a
 BACKWARD_INPUT leaves for its BACKWARD_WEIGHT; checkpoints; tensors that arrive or wait to be sent
-(receives from their posting on, or from when they may be in an inbox that is in the device's
-memory: :mod:`penstock.planner.memory.arrivals`; sends until they are issued); workspace while
-compute runs; and what devices keep all the time. Shared memory and the table of a configuration:
+(receives from their posting on: before, a message waits in the host's memory, see
+:func:`inbox_peaks`; sends until they are issued); workspace while compute runs; and what devices
+keep all the time. Shared memory and the table of a configuration:
 :mod:`penstock.planner.memory.table`; memory over *time* is the simulator's.
 """
 
@@ -103,6 +103,21 @@ def swapped_peaks(plan: Plan, costs: Costs) -> tuple[float, ...]:
     return tuple(max(footprint.host_bytes, default=0.0) for footprint in footprints(plan, costs))
 
 
+def inbox_peaks(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """Returns the bytes of host memory that messages to each device need at most: those that came
+    before it posted their receives. The plan must be valid.
+    """
+    sizes = Sizes(plan, StageLayout.of(plan), costs)
+    waiting: list[list[_Change]] = [[] for _ in plan.programs]
+    for device, tensor, earliest, posted in early_arrivals(plan.programs):
+        num_bytes = sizes.of_tensor(tensor.kind, tensor.stage)
+        waiting[device] += [(earliest, num_bytes), (posted, -num_bytes)]
+    return tuple(
+        max(_with_guests((0.0,) * len(program), changes), default=0.0)
+        for program, changes in zip(plan.programs, waiting, strict=True)
+    )
+
+
 def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
     """Returns every device's bytes along its program. The plan must be valid.
 
@@ -113,10 +128,6 @@ def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
     sizes = Sizes(plan, layout, costs)
     books = [MemoryBooks(sizes, program) for program in plan.programs]
     guests = _guests(plan, layout, [own.swaps for own in books])
-    if not costs.separate_memory:  # inboxes are in the devices' memory
-        for device, tensor, earliest, posted in early_arrivals(plan.programs):
-            num_bytes = sizes.of_tensor(tensor.kind, tensor.stage)
-            guests[device] += [(earliest, num_bytes), (posted, -num_bytes)]
     return tuple(
         Footprint(
             weight_bytes=tuple(own.weights),

@@ -12,7 +12,7 @@ from enum import StrEnum
 from math import ceil
 
 from penstock.planner.cost.costs import Costs
-from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints
+from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints, inbox_peaks
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import ownership, storage
@@ -27,8 +27,8 @@ class MemoryKind(StrEnum):
     SHM = "shm"
     """/dev/shm of a node (part of its RAM; locked when devices are GPUs)."""
     HOST = "host"
-    """Private RAM of a CPU worker; of any worker, what it swaps out; of an optimizer, what it
-    pulls.
+    """Private RAM of a CPU worker, and messages to it; of any worker, what it swaps out; of an
+    optimizer, what it pulls.
     """
     DEVICE = "device"
     """Memory of a GPU."""
@@ -89,6 +89,8 @@ def device_rows(config: Config, plan: Plan, costs: Costs) -> tuple[MemoryRow, ..
     """Returns the memory of all devices, and of hosts for what they swap out."""
     all_footprints = footprints(plan, costs)
     rows = list(_swap_rows(config, all_footprints))
+    if not config.cluster.platform.own_memory:
+        rows += _inbox_rows(config, plan, costs)
     resource = MemoryKind.DEVICE if config.cluster.platform.own_memory else MemoryKind.HOST
     for device, footprint in enumerate(all_footprints):
         rows += _device_rows(f"device {device}", resource, footprint.peak)
@@ -109,6 +111,22 @@ def _swap_rows(config: Config, all_footprints: Sequence[Footprint]) -> Iterable[
                 resource=MemoryKind.HOST,
                 use="swapped activations",
                 num_bytes=ceil(swapped),
+            )
+
+
+def _inbox_rows(config: Config, plan: Plan, costs: Costs) -> Iterable[MemoryRow]:
+    """Yields the host memory for messages that come before they are received: of all devices of a
+    node.
+    """
+    workers, peaks = config.cluster.workers, inbox_peaks(plan, costs)
+    for node, node_config in enumerate(config.cluster.nodes):
+        waiting = added(peaks[node * workers : (node + 1) * workers])
+        if waiting:
+            yield MemoryRow(
+                place=f"node {node_config.name}",
+                resource=MemoryKind.HOST,
+                use="early messages",
+                num_bytes=ceil(waiting),
             )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from penstock.planner.cost.costs import BlockCost
 from penstock.planner.layout import Order, OrderedInstruction, Residency
@@ -63,6 +64,7 @@ def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
     dropped = [frozenset(step.operator for step in stage) for stage in steps]
     least = _with_drops(schedule, dropped)
     peaks = device_peaks(lower(least), context.costs)
+    in_flight = [_in_flight(order) for order in schedule.orders]
     for device, order in enumerate(schedule.orders):
         room = limit - peaks[device].total_bytes
         if room < 0.0:
@@ -71,8 +73,13 @@ def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
                 f" bytes with everything dropped, the limit is {limit:.4g}; use more stages,"
                 " smaller micro-batches, or spipe with recompute full"
             )
-        for stage, operator in _affordable(schedule, order, steps, room):
-            dropped[stage] -= {operator}
+        for stage, operator in _wishes(order, steps):
+            more = costs[stage].drop_bytes(dropped[stage])
+            more -= costs[stage].drop_bytes(dropped[stage] - {operator})
+            needed = more * in_flight[device][stage]
+            if needed <= room:
+                room -= needed
+                dropped[stage] -= {operator}
     return _with_drops(schedule, dropped)
 
 
@@ -98,30 +105,24 @@ def _steps(cost: BlockCost) -> tuple[_Step, ...]:
     for operator in cost.operators:
         seconds[operator.name] += operator.forward_s
         num_bytes[operator.name] += operator.activation_bytes
+    made = {source.operator for source in cost.sources}
     steps = (
         _Step(operator=name, seconds=seconds[name], num_bytes=num_bytes[name])
         for name in seconds
-        if num_bytes[name] > 0.0
+        if num_bytes[name] > 0.0 or name in made
     )
-    return tuple(sorted(steps, key=lambda step: -step.seconds / step.num_bytes))
+    return tuple(sorted(steps, key=lambda step: -step.seconds / (step.num_bytes or inf)))
 
 
-def _affordable(
-    schedule: Schedule, order: Order, steps: list[tuple[_Step, ...]], room: float
-) -> Iterator[tuple[int, str]]:
-    """Yields (stage, operator) to keep on a device, until nothing more fits.
+def _wishes(order: Order, steps: list[tuple[_Step, ...]]) -> Iterator[tuple[int, str]]:
+    """Yields (stage, operator) to keep on a device, in the order in which they are tried.
 
     The dearest operator of all stages comes first, and among equals the first stage. So devices
     choose alike, and stages that run at the same time stay equally long.
     """
-    in_flight = _in_flight(order)
-    wishes = [(rank, stage) for stage in in_flight for rank in range(len(steps[stage]))]
-    for rank, stage in sorted(wishes):
-        step = steps[stage][rank]
-        needed = step.num_bytes * in_flight[stage]
-        if needed <= room:
-            room -= needed
-            yield stage, step.operator
+    stages = _in_flight(order)
+    for rank, stage in sorted((rank, s) for s in stages for rank in range(len(steps[s]))):
+        yield stage, steps[stage][rank].operator
 
 
 def _in_flight(order: Order) -> Mapping[int, int]:

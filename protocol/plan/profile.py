@@ -3,10 +3,11 @@
 Written by :mod:`penstock.models.profiling.profile`, read by the planner
 (:mod:`penstock.planner.cost.profile` makes costs of it). The file is JSON, versioned and bounded::
 
-    {"format": 4, "device": "…", "sequence_length": 256, "micro_batch": 1,
+    {"format": 5, "device": "…", "sequence_length": 256, "micro_batch": 1,
      "machine": {"instruction_s": 0.0001, "fetch_bandwidth": null, …},
      "kinds": {"layer": {"forward_s": [slope, intercept], …,
-                         "operators": [{"name": "norm", "forward_s": […], …}]}},
+                         "operators": [{"name": "norm", "forward_s": […], …}],
+                         "sources": [{"operator": "norm", "needed_by": [["qkv"]], …}]}},
      "table": {…}}
 
 Fits are per token; ``null`` stands for a bandwidth that is no limit. Every number is finite and
@@ -60,6 +61,17 @@ class OperatorProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceProfile:
+    """Outputs of an operator that only recomputation reads; fields as in
+    :class:`~penstock.planner.cost.costs.RecomputeSource`.
+    """
+
+    operator: str
+    needed_by: tuple[tuple[str, ...], ...]
+    num_bytes: LinearFit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KindProfile:
     """One kind of block, per micro-batch as functions of its tokens.
 
@@ -67,7 +79,7 @@ class KindProfile:
     that of a forward without a graph, ``graph`` that of one with. ``constant_bytes``: what the
     first of all forwards leaves for all others (masks, rotary tables), once for all blocks.
     ``operators``: those that were told apart, in the order in which they run; they need not make up
-    the whole block.
+    the whole block. ``sources``: what has to be kept where some of them are dropped, others not.
     """
 
     forward_s: LinearFit
@@ -84,6 +96,7 @@ class KindProfile:
     backward_weight_workspace_bytes: LinearFit
     constant_bytes: LinearFit
     operators: tuple[OperatorProfile, ...] = ()
+    sources: tuple[SourceProfile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +149,7 @@ class Profile:
         return self.sequence_length * self.micro_batch
 
 
-PROFILE_FORMAT = 4
+PROFILE_FORMAT = 5
 """Written to and required in profile JSON."""
 
 MAX_PROFILE_BYTES = 64 << 20
@@ -144,9 +157,12 @@ _MAX_NUMBER = 1e18
 _MAX_COUNT = 10**9
 _MAX_KINDS = 1000
 _MAX_OPERATORS = 64
+_MAX_SOURCES = 256
 _OPERATOR_NAME = re.compile(r"[a-z0-9_]{1,32}")
 
-_FITS = tuple(field.name for field in fields(KindProfile) if field.name != "operators")
+_FITS = tuple(
+    field.name for field in fields(KindProfile) if field.name not in ("operators", "sources")
+)
 _RATES = tuple(field.name for field in fields(MachineProfile))
 _TIMES = ("instruction_s", "latency_s")
 _BLOCK_NUMBERS = (
@@ -235,6 +251,14 @@ def _kind_to_dict(kind: KindProfile) -> dict[str, Any]:
         }
         for operator in kind.operators
     ]
+    found["sources"] = [
+        {
+            "operator": source.operator,
+            "needed_by": source.needed_by,
+            "num_bytes": _fit_to_list(source.num_bytes),
+        }
+        for source in kind.sources
+    ]
     return found
 
 
@@ -259,24 +283,50 @@ def _machine(value: Any) -> MachineProfile:
 
 
 def _kind(where: str, value: Any) -> KindProfile:
-    entry = _object(where, value, (*_FITS, "operators"))
+    entry = _object(where, value, (*_FITS, "operators", "sources"))
     operators = _bounded(f"{where}.operators", entry["operators"], list, _MAX_OPERATORS)
+    sources = _bounded(f"{where}.sources", entry["sources"], list, _MAX_SOURCES)
     return KindProfile(
         **{name: _fit(f"{where}.{name}", entry[name]) for name in _FITS},
         operators=tuple(_operator(f"{where}.operators", item) for item in operators),
+        sources=tuple(_source(f"{where}.sources", item) for item in sources),
     )
 
 
 def _operator(where: str, value: Any) -> OperatorProfile:
     entry = _object(where, value, ("name", "forward_s", "activation_bytes"))
-    name = _text(f"{where}.name", entry["name"], 32)
-    if not _OPERATOR_NAME.fullmatch(name):
-        raise ConfigError(f"profile: {where}.name is {name!r}, expected a-z, 0-9 and _")
+    name = _operator_name(f"{where}.name", entry["name"])
     return OperatorProfile(
         name=name,
         forward_s=_fit(f"{where}.{name}.forward_s", entry["forward_s"]),
         activation_bytes=_fit(f"{where}.{name}.activation_bytes", entry["activation_bytes"]),
     )
+
+
+def _source(where: str, value: Any) -> SourceProfile:
+    entry = _object(where, value, ("operator", "needed_by", "num_bytes"))
+    sets = _bounded(f"{where}.needed_by", entry["needed_by"], list, _MAX_SOURCES)
+    return SourceProfile(
+        # What nobody can make again has no operator.
+        operator=""
+        if entry["operator"] == ""
+        else _operator_name(f"{where}.operator", entry["operator"]),
+        needed_by=tuple(
+            tuple(
+                _operator_name(f"{where}.needed_by", name)
+                for name in _bounded(f"{where}.needed_by", names, list, _MAX_OPERATORS)
+            )
+            for names in sets
+        ),
+        num_bytes=_fit(f"{where}.num_bytes", entry["num_bytes"]),
+    )
+
+
+def _operator_name(where: str, value: Any) -> str:
+    name = _text(where, value, 32)
+    if not _OPERATOR_NAME.fullmatch(name):
+        raise ConfigError(f"profile: {where} is {name!r}, expected a-z, 0-9 and _")
+    return name
 
 
 def _fit(where: str, value: Any) -> LinearFit:

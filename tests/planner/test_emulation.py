@@ -184,7 +184,9 @@ FIT = LinearFit(slope=1e-5)
 
 def profile_file(path: Path) -> Path:
     table = Emulation.of(config("emulated:analytic:V100-32:gpt3-125m")).table
-    kind = KindProfile(**{f.name: FIT for f in fields(KindProfile) if f.name != "operators"})
+    kind = KindProfile(
+        **{f.name: FIT for f in fields(KindProfile) if f.name not in ("operators", "sources")}
+    )
     machine = MachineProfile(
         instruction_s=1e-4,
         fetch_bandwidth=1e10,

@@ -16,7 +16,8 @@ from penstock.daemons.node.preparing.prospect import look_ahead
 from penstock.planner.configured import config_context, config_prices, trainable_plan
 from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
 from penstock.planner.memory.arrivals import early_arrivals
-from penstock.planner.memory.footprint import device_peaks, footprints
+from penstock.planner.memory.footprint import device_peaks, inbox_peaks
+from penstock.planner.memory.table import MemoryKind
 from penstock.planner.pipeline import try_plan
 from penstock.planner.tensors import Tensor, TensorKind
 from penstock.protocol.config.schema import Config
@@ -182,14 +183,19 @@ def test_tensors_arrive_as_soon_as_their_senders_can_have_made_them() -> None:
     ]
 
 
-def test_only_inboxes_in_the_devices_memory_count(
+def test_messages_wait_in_the_hosts_memory_until_they_are_received(
     measured: Callable[..., Config], make_table: Tables
 ) -> None:
+    """Device 0 can send all its outputs of the warm-up, and of what follows, before device 1 asks;
+    two receives are posted ahead.
+    """
     config, table = measured(recompute="full"), make_table(8)
     plan = trainable_plan(config, table)
-    costs = config_prices(config, table).costs
-    here, apart = (
-        footprints(plan, replace(costs, separate_memory=separate))[1].activation_bytes
-        for separate in (False, True)
-    )
-    assert all(a >= b for a, b in zip(here, apart, strict=True)) and here != apart
+    waiting = inbox_peaks(plan, config_prices(config, table).costs)
+    message_bytes = config_prices(config, table).costs.input_bytes(1)
+    assert all(num_bytes % message_bytes == 0.0 for num_bytes in waiting)
+    assert waiting[1] > 0.0
+    rows = look_ahead(config, table, run_id=None).rows
+    (row,) = [row for row in rows if row.use == "early messages"]
+    assert (row.place, row.resource) == ("node n0", MemoryKind.HOST)
+    assert row.num_bytes == sum(waiting)

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from penstock.planner.cost.cluster import Cluster
-from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost, Workspaces
+from penstock.planner.cost.costs import (
+    BlockCost,
+    Costs,
+    OperatorCost,
+    RecomputeSource,
+    Workspaces,
+)
 from penstock.planner.cost.profile import (
     CPU_GUESS,
     GPU_GUESS,
@@ -30,6 +36,7 @@ from penstock.protocol.plan.profile import (
     MachineProfile,
     OperatorProfile,
     Profile,
+    SourceProfile,
     from_json,
     to_json,
 )
@@ -71,6 +78,10 @@ _LAYER = KindProfile(
             name="norm", forward_s=LinearFit(slope=0.5), activation_bytes=LinearFit(slope=1.5)
         ),
     ),
+    sources=(
+        SourceProfile(operator="qkv", needed_by=(("norm",),), num_bytes=LinearFit(slope=0.5)),
+        SourceProfile(operator="", needed_by=(("norm", "qkv"),), num_bytes=LinearFit(slope=1.0)),
+    ),
 )
 
 
@@ -106,7 +117,7 @@ def test_costs_of_a_table(profile: Profile) -> None:
         activation_bytes=60.0,
         deferred_bytes=40.0,
         workspace_bytes=40.0,
-        constant_bytes=5.0 + 4096,
+        constant_bytes=5.0 + 4096 + 5056,
         workspaces=Workspaces(
             forward=10.0, graph=20.0, backward=38.0, backward_input=40.0, backward_weight=9.0
         ),
@@ -115,6 +126,10 @@ def test_costs_of_a_table(profile: Profile) -> None:
         device_gradient_bytes=4096,
         gradient_bytes=4096,
         operators=(OperatorCost(name="norm", forward_s=5.0, activation_bytes=15.0),),
+        sources=(
+            RecomputeSource(operator="qkv", needed_by=(("norm",),), num_bytes=5.0),
+            RecomputeSource(operator="", needed_by=(("norm", "qkv"),), num_bytes=10.0),
+        ),
     )
     assert block_costs(profile.table, profile, tokens=10) == Costs(
         blocks=(block,) * 2, instruction_s=0.5
@@ -170,7 +185,7 @@ def _changed(data: dict[str, Any], path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 1, "profile: format is 1, this version reads 4; run penstock profile again"),
+        ("format", 1, "profile: format is 1, this version reads 5; run penstock profile again"),
         ("extra", 1, "profile: profile: found keys format, device"),
         ("device", 5, "device is 5, expected a text up to 200 long"),
         ("micro_batch", 0, "micro_batch is 0, expected a count of 1 or more"),
@@ -185,6 +200,10 @@ def _changed(data: dict[str, Any], path: str, value: Any) -> str:
         ("kinds.layer.forward_s", [1, "2"], "kinds.layer.forward_s is '2', expected a number"),
         ("kinds.layer.operators.0.name", "Norm", "operators.name is 'Norm', expected a-z, 0-9"),
         ("kinds.layer.operators", [{}] * 65, "kinds.layer.operators is 65 entries"),
+        ("kinds.layer.sources.0.operator", "Q", "sources.operator is 'Q', expected a-z, 0-9"),
+        ("kinds.layer.sources.0.operator", [], "sources.operator is []"),
+        ("kinds.layer.sources.0.needed_by", ["norm"], "sources.needed_by is 'norm', expected at"),
+        ("kinds.layer.sources", [{}] * 257, "kinds.layer.sources is 257 entries"),
         ("table.blocks.1.output_bytes", "x", "table.blocks[1].output_bytes is 'x', expected a"),
         ("table.blocks.0.frozen_elements", [], "table: "),
         ("table.blocks", {"a": 1}, "table: not a block table"),
@@ -206,7 +225,7 @@ def test_bad_files_name_what_is_wrong(
         ("[" * 100_000, "profile: not valid JSON"),
         ("[]", "profile: profile: found no object; expected format, device"),
         ("{}", "profile: format is None"),
-        ('{"format": 4}', "profile: profile: found keys format; expected format, device"),
+        ('{"format": 5}', "profile: profile: found keys format; expected format, device"),
     ],
 )
 def test_what_is_no_profile(text: str, message: str) -> None:

@@ -48,6 +48,9 @@ from tests.worker import test_emulated_plans as emulated
 from tests.worker.cluster import SEQUENCE, Cluster, build_cluster, make_config
 
 NEAR = 0.05
+"""Of emulated devices, whose copies take time."""
+TOO_HIGH = 0.03
+"""Share by which a planned peak may be above what is measured; it is never below."""
 MODEL = {"hidden_size": 64, "intermediate_size": 128}
 NONE = {"recompute": "none"}
 PLANS: dict[str, dict[str, Any]] = {
@@ -151,14 +154,14 @@ def errors_of(stack: ExitStack, name: str, settings: dict[str, Any]) -> list[flo
 @pytest.mark.parametrize("name", PLANS)
 def test_peaks_are_those_of_the_plan(stack: ExitStack, name: str) -> None:
     errors = errors_of(stack, name, PLANS[name])
-    assert max(map(abs, errors)) <= NEAR, errors
+    assert 0.0 <= min(errors) and max(errors) <= TOO_HIGH, errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_peaks_of_more_plans(stack: ExitStack, name: str) -> None:
     errors = errors_of(stack, name, MORE[name])
-    assert max(map(abs, errors)) <= NEAR, errors
+    assert 0.0 <= min(errors) and max(errors) <= TOO_HIGH, errors
 
 
 def test_storages_count_once_while_they_live() -> None:

@@ -227,10 +227,10 @@ class Inbox:
         with self._changed:
             return tuple(k for k in self._tensors if (k.phase, k.attempt) == (phase, attempt))
 
-    def held(self) -> tuple[NamedTensors, ...]:
+    def held(self) -> dict[TransferKey, NamedTensors]:
         """Returns the tensors of all that arrived and was not taken."""
         with self._changed:
-            return tuple(self._tensors.values())
+            return dict(self._tensors)
 
     def __len__(self) -> int:
         with self._changed:

@@ -29,7 +29,15 @@ def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
     for batch in attempt.job.batches[:1]:
         called_with = attempt.context.runtime.called_with(batch)
         yield from ((Use.CONSTANTS, tensor) for tensor in called_with)
-    for tensors in (*held.tensors.values(), *attempt.context.transport.inbox.held()):
+    # What came before its receive was posted waits in host memory, as before any device.
+    job = attempt.job
+    arrived = [
+        tensors
+        for key, tensors in attempt.context.transport.inbox.held().items()
+        if (key.phase, key.attempt) == (job.phase, job.number)
+        and (key.kind, key.stage, key.micro_batch) in held.posted
+    ]
+    for tensors in (*held.tensors.values(), *arrived):
         yield from ((Use.TRANSFERS, tensor) for tensor in tensors.values())
 
 
@@ -55,6 +63,9 @@ class NoMeter:
     def attempt(self) -> AbstractContextManager[None]:
         """Nothing to do."""
         return nullcontext()
+
+    def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do."""
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
         """Nothing to do."""
@@ -88,6 +99,16 @@ class StorageMeter:
                 yield
         finally:
             self._named.clear()  # shared memory could not be unmapped
+
+    def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Count tensors that another thread made: a graph may have them before the instruction
+        ends.
+        """
+        for tensor in tensors.values():
+            storage = tensor.untyped_storage()
+            if not self._ledger.knows(storage):
+                self._ledger.made(storage, Use.TRANSFERS)
+                self._named[key_of(storage)] = Use.TRANSFERS, None
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
         """Take in what operators do not show, and see what the instruction needed at most."""

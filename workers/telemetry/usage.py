@@ -76,6 +76,9 @@ class Meter(Protocol[AttemptT]):
     def attempt(self) -> AbstractContextManager[None]:
         """An attempt runs inside."""
 
+    def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Tensors of any shape were taken from the channel, and are the attempt's from now on."""
+
     def executed(self, instruction: Instruction, attempt: AttemptT) -> None:
         """An instruction has run.
 

@@ -24,6 +24,7 @@ from penstock.planner.passes.obscura.recompute import (
     LOOKAHEAD,
     RecomputeProblem,
     RecomputeSolution,
+    Source,
     StageProblem,
     StageTimes,
     SwapStyle,
@@ -75,15 +76,18 @@ def recompute_problem(schedule: Schedule, context: PassContext, grain: Grain) ->
     orders = stage_orders(schedule)
     last = adjusted_stages(schedule)[-1]
     stages = [costs.of(stage.blocks) for stage in layout.forward[: last + 1]]
+    sources = tuple(dict.fromkeys((s.operator, s.needed_by) for c in stages for s in c.sources))
     sizes = {op.name: op.activation_bytes for stage in stages for op in stage.operators}
-    operators = tuple(sorted(name for name, size in sizes.items() if size > 0.0))
+    made = {source.operator for stage in stages for source in stage.sources}
+    operators = tuple(sorted(name for name, size in sizes.items() if size > 0.0 or name in made))
     limit = context.memory_limit_bytes
     assert limit is not None
     times = execution_times(stage_times(schedule, context), layout.num_microbatches, last)
     return RecomputeProblem(
         operators=operators,
+        sources=sources,
         stages=tuple(
-            _stage_problem(order, schedule, context, operators, last, grain)
+            _stage_problem(order, schedule, context, operators, sources, last, grain)
             for order in orders[: last + 1]
         ),
         num_microbatches=layout.num_microbatches,
@@ -124,6 +128,7 @@ def _stage_problem(
     schedule: Schedule,
     context: PassContext,
     operators: tuple[str, ...],
+    sources: tuple[Source, ...],
     last: int,
     grain: Grain,
 ) -> StageProblem:
@@ -140,9 +145,13 @@ def _stage_problem(
         forward_s=cost.forward_s + costs.instruction_s,
         backward_s=cost.backward_s + costs.instruction_s,
         operator_s=tuple(cost.drop_seconds((name,)) for name in operators),
-        operator_bytes=tuple(cost.drop_bytes((name,)) for name in operators),
+        operator_bytes=tuple(cost.remade_bytes((name,)) for name in operators),
+        source_bytes=tuple(
+            added(s.num_bytes for s in cost.sources if (s.operator, s.needed_by) == source)
+            for source in sources
+        ),
         remade_bytes=tuple(
-            {tuple(part.drop_bytes((name,)) for name in operators): None for part in parts}
+            {tuple(part.remade_bytes((name,)) for name in operators): None for part in parts}
         ),
         activation_bytes=cost.activation_bytes,
         fixed_bytes=fixed_bytes(costs, blocks),
@@ -178,9 +187,9 @@ def _apply(
 def swap_rule(problem: RecomputeProblem, solution: RecomputeSolution, stage: int) -> SwapRule:
     """Returns what a solution means for the order of a stage."""
     at, swap = problem.stages[stage], solution.swap
-    dropped = zip(problem.operators, at.operator_bytes, strict=True)
-    kept = at.activation_bytes - added(size for name, size in dropped if name in solution.drop)
-    moved_s = kept * swap.fraction / problem.bandwidth(swap.style)
+    moved_s = (
+        problem.kept_bytes(stage, solution.drop) * swap.fraction / problem.bandwidth(swap.style)
+    )
     pace = ceil(moved_s / at.forward_s - _ROUNDING) if at.forward_s > 0.0 else 1
     return SwapRule(
         evicted=problem.evicted(stage, swap),

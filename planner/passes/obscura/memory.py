@@ -72,7 +72,7 @@ def stage_memory(
         kept, remade = added(inputs), max(costs.of(part).activation_bytes for part in parts)
     else:
         kept = cost.activation_bytes - cost.drop_bytes(recompute.drop)
-        remade = max(costs.of(part).drop_bytes(recompute.drop) for part in parts)
+        remade = max(costs.of(part).remade_bytes(recompute.drop) for part in parts)
     return StageMemory(fixed_bytes=fixed_bytes(costs, blocks), kept_bytes=kept, remade_bytes=remade)
 
 

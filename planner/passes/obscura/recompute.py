@@ -23,11 +23,13 @@ ours does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+
+from penstock.protocol.sums import added
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Values of beta that are tried where a fraction can be swapped."""
@@ -120,11 +122,18 @@ class Swap:
     fraction: float = 0.0
 
 
+Source = tuple[str, tuple[tuple[str, ...], ...]]
+"""An operator whose outputs must be kept if it is not dropped, but all operators of one of these
+sets are (:class:`penstock.planner.cost.costs.RecomputeSource`).
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProblem:
     """What the program knows of one adjusted stage.
 
-    ``operator_s`` and ``operator_bytes``: seconds and bytes of each candidate operator.
+    ``operator_s`` and ``operator_bytes``: seconds and bytes of each candidate operator;
+    ``source_bytes``: bytes of each source.
     ``remade_bytes``: rows of bytes by operator; recomputation holds at most what the greediest row
     makes (one row for a whole stage, one per block otherwise). ``held``: micro-batches in flight
     (mu). ``peer``: the stage that takes its blocks, with ``peer_bytes`` free; ``None`` where there
@@ -139,6 +148,7 @@ class StageProblem:
     activation_bytes: float
     fixed_bytes: float
     held: int
+    source_bytes: tuple[float, ...] = ()
     peer: int | None = None
     peer_bytes: float = 0.0
 
@@ -156,6 +166,19 @@ class RecomputeProblem:
     limit_bytes: float
     host_bandwidth: float
     peer_bandwidth: float
+    sources: tuple[Source, ...] = ()
+
+    def kept_bytes(self, stage: int, drop: Collection[str]) -> float:
+        """Returns the bytes that a stage keeps of a micro-batch (a^adj) where operators are
+        dropped.
+        """
+        at, names = self.stages[stage], frozenset(drop)
+        dropped = zip(self.operators, at.operator_bytes, strict=True)
+        kept = at.activation_bytes - added(size for name, size in dropped if name in names)
+        for (operator, needed_by), size in zip(self.sources, at.source_bytes, strict=True):
+            asked = any(names.issuperset(several) for several in needed_by)
+            kept += size if asked and operator not in names else 0.0
+        return kept
 
     @property
     def last_adjusted(self) -> int:
@@ -252,15 +275,16 @@ class _Rows:
     """The program as arrays: ``matrix @ x <= limits``.
 
     Variables: x of every operator (0 or 1), C_adj, then for every stage T_s and the two terms of
-    T_s^C. Seconds are in units of T_{k+1} or a forward, bytes in units of the limit, so that the
-    solver's tolerances fit.
+    T_s^C, then u of every source (1 where it must be kept). Seconds are in units of T_{k+1} or a
+    forward, bytes in units of the limit, so that the solver's tolerances fit.
     """
 
     def __init__(self, problem: RecomputeProblem, swap: Swap) -> None:
         self._problem = problem
         self._swap = swap
         operators, stages = len(problem.operators), len(problem.stages)
-        size = operators + 1 + 3 * stages
+        size = operators + 1 + 3 * stages + len(problem.sources)
+        self._sources = slice(size - len(problem.sources), size)
         self._pace = operators
         self.second = problem.following_s or max(s.forward_s for s in problem.stages) or 1.0
         self.objective = np.zeros(size)
@@ -270,6 +294,7 @@ class _Rows:
         self.upper = np.array([1.0] * operators + [np.inf] * (size - operators))
         self.matrix: list[np.ndarray] = []
         self.limits: list[float] = []
+        self._add_sources()
         for index in range(stages):
             self._add_times(index)
             self._add_memory(index)
@@ -287,6 +312,19 @@ class _Rows:
             row[place] += np.asarray(value, dtype=float)
         self.matrix.append(row)
         self.limits.append(limit / unit)
+
+    def _add_sources(self) -> None:
+        """Adds when sources must be kept: the sum of x of a set, less what is one too few of it and
+        x of the source's own operator, is at most u.
+        """
+        places = {name: index for index, name in enumerate(self._problem.operators)}
+        for index, (operator, needed_by) in enumerate(self._problem.sources):
+            kept = (self._sources.start + index, -1.0)
+            made = [(places[operator], -1.0)] if operator in places else []
+            for names in needed_by:
+                if places.keys() >= set(names):
+                    asked = [(places[name], 1.0) for name in names]
+                    self._add(len(names) - 1.0, 1.0, *asked, *made, kept)
 
     def _add_times(self, index: int) -> None:
         problem, second = self._problem, self.second
@@ -317,13 +355,17 @@ class _Rows:
         room = problem.limit_bytes - stage.fixed_bytes - held * stage.activation_bytes
         for row in stage.remade_bytes:
             terms = (np.array(row) - held * sizes) / problem.limit_bytes
-            self._add(room, problem.limit_bytes, (operators, terms))
+            more = held * np.array(stage.source_bytes) / problem.limit_bytes
+            self._add(room, problem.limit_bytes, (operators, terms), (self._sources, more))
         if self._swap.style is SwapStyle.PEER and evicted:
             # In the steady phase one more leaves before one comes back.
             guests = evicted + 1
             spare = stage.peer_bytes - guests * stage.activation_bytes
             self._add(
-                spare, problem.limit_bytes, (operators, -guests * sizes / problem.limit_bytes)
+                spare,
+                problem.limit_bytes,
+                (operators, -guests * sizes / problem.limit_bytes),
+                (self._sources, guests * np.array(stage.source_bytes) / problem.limit_bytes),
             )
 
     def _add_transfers(self, index: int) -> None:
@@ -335,20 +377,28 @@ class _Rows:
         per_byte = swap.fraction / problem.bandwidth(swap.style)
         block_s = stage.activation_bytes * per_byte
         saved = np.array(stage.operator_bytes) * per_byte / second
+        more = np.array(stage.source_bytes) * per_byte / second
         after, evicted = problem.last_adjusted - index, problem.evicted(index, swap)
         busy = stage.forward_s + stage.backward_s
-        self._add(busy - block_s, second, (operators, -saved - remake))
+        self._add(busy - block_s, second, (operators, -saved - remake), (self._sources, more))
         forwards = evictions_of(stage) // evicted
-        self._add(forwards * stage.forward_s - block_s, second, (operators, -saved))
+        self._add(
+            forwards * stage.forward_s - block_s,
+            second,
+            (operators, -saved),
+            (self._sources, more),
+        )
         self._add(
             evicted * (stage.forward_s - block_s) + after * stage.backward_s,
             second,
             (operators, -evicted * saved - after * remake),
+            (self._sources, evicted * more),
             (t + 1, -1.0),
         )
         self._add(
             evicted * (stage.backward_s - block_s),
             second,
             (operators, -evicted * (saved + remake)),
+            (self._sources, evicted * more),
             (t + 2, -1.0),
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+import torch
 
 from penstock.models.gpu import Gpu
 from penstock.models.runtime import ModelRuntime
@@ -38,6 +40,9 @@ class CudaMeter:
         yield
         most = self._gpu.peak_bytes
         self.peak = MemoryPeak(num_bytes=most, usage=Usage({Use.ACTIVATIONS: most}))
+
+    def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do: what is received is counted with all else."""
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
         """Nothing to do: the allocator counts."""

@@ -16,6 +16,8 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 from penstock.planner.cost.costs import BlockCost
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.resources import PlanFacts, StateKind, TensorKind, boundary
@@ -57,6 +59,9 @@ class EmulatedMeter:
         self.peak, self._before = None, {}
         yield
         self._before = {}
+
+    def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do: what is received is counted with all else."""
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
         """What was there before and what is there now were there together.

@@ -1,0 +1,90 @@
+"""What dropping operators saves of a block's activations, for every set of operators.
+
+Savings do not add up: what is dropped is made again from something, and where the backward itself
+does not read that something, it is kept for that purpose alone (the input of a dropout, say). It is
+kept no longer once the operator that makes it is dropped, too. One forward that drops everything
+shows all of it: which kernels would run again, what they read, and what the backward reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.models.saved_activations import SavedActivations
+from penstock.models.saved_activations.slots import SlotView, StorageSlot
+from penstock.models.saved_activations.tape import RecordedKernel
+
+NeededBy = tuple[tuple[str, ...], ...]
+"""Sets of operators, sorted: all of one set must be dropped for something to be read again."""
+
+_Sets = frozenset[frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropMeasure:
+    """Bytes of one micro-batch: ``saved`` by operator, what the backward reads of its outputs;
+    ``sources``, by operator and :data:`NeededBy`, what is kept of its outputs only to make dropped
+    ones again.
+    """
+
+    saved: Mapping[str, float]
+    sources: Mapping[tuple[str, NeededBy], float]
+
+
+def measure_drops(activations: SavedActivations, given: Iterable[int]) -> DropMeasure:
+    """Returns what dropping saves, from a forward of one block that has dropped all operators.
+
+    ``given`` are addresses of storages that the block got and did not make: its input.
+    """
+    needs = _needs(activations.kernels)
+    addresses = frozenset(given)
+    saved: defaultdict[str, float] = defaultdict(float)
+    sources: defaultdict[tuple[str, NeededBy], float] = defaultdict(float)
+    for slot in activations.slots:
+        operator = _maker(slot)
+        if slot.present and slot.bytes_now().data_ptr() in addresses:
+            continue
+        if slot.saved:
+            saved[operator] += slot.num_bytes
+        elif needed_by := _sorted(needs.get(slot, frozenset()), without=operator):
+            sources[operator, needed_by] += slot.num_bytes
+    saved.pop("", None)  # nobody can drop it
+    return DropMeasure(saved=dict(saved), sources=dict(sources))
+
+
+def _needs(kernels: list[RecordedKernel]) -> dict[StorageSlot, _Sets]:
+    """Returns the slots that kernels read, and the sets of operators that ask for each."""
+    needs: dict[StorageSlot, _Sets] = {}
+    for kernel in reversed(kernels):
+        wanted: set[frozenset[str]] = set()
+        for slot in _made(kernel):
+            wanted |= {frozenset()} if slot.saved else needs.get(slot, frozenset())
+        asking = {names | {kernel.operator} for names in wanted}
+        for view in kernel.reads:
+            if isinstance(view, SlotView):
+                needs[view.slot] = _smallest({*needs.get(view.slot, ()), *asking})
+    return needs
+
+
+def _made(kernel: RecordedKernel) -> Iterator[StorageSlot]:
+    references = [*kernel.makes, *(after for _, after in kernel.changes)]
+    for reference in references:
+        slot = None if reference is None else reference()
+        if slot is not None:
+            yield slot
+
+
+def _smallest(sets: set[frozenset[str]]) -> _Sets:
+    """Returns the sets that contain no other one: those ask for it already."""
+    return frozenset(one for one in sets if not any(other < one for other in sets))
+
+
+def _sorted(sets: _Sets, *, without: str) -> NeededBy:
+    """Returns the sets without an operator: what drops the source itself does not keep it."""
+    return tuple(sorted(tuple(sorted(names)) for names in sets if without not in names))
+
+
+def _maker(slot: StorageSlot) -> str:
+    return slot.maker.operator if isinstance(slot.maker, RecordedKernel) else ""
