@@ -24,8 +24,8 @@ from tests.worker import cluster
 from tests.worker.test_peaks import TOO_HIGH, profile_of, use_plan
 
 SHARES = (0.7, 0.42, 0.25)
-"""Of the way from full recomputation to none: the first asks for CMB on the first device, the second
-for early forwards and swaps there, the third for early forwards on two devices.
+"""Of the way from full recomputation to none. The first asks for the CMB strategy on the first
+device, the second for early forwards and swaps there, the third for early forwards on two devices.
 """
 
 MODELS: dict[str, dict[str, Any]] = {
