@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,31 @@ from penstock.client.planning.outputs import blocks_text, heading, stages_text
 from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.daemons.node.preparing.prospect import Prospect, look_ahead
+from penstock.planner.configured import build_plan
 from penstock.planner.memory.table import MemoryRow
 from penstock.planner.pipeline import try_plan
 from penstock.planner.render import Caption, timeline
+from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.planner.simulate import Simulation
 from penstock.planner.validate.check import program_grid
+from penstock.protocol.config.execution import DeviceUpdates
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.placement import check_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The plan of a configuration, how long an attempt takes, and what memory it needs."""
+    """The plan of a configuration, how long an attempt takes, and what memory it needs.
+
+    ``forms_s``: seconds of a step by what devices do with the blocks that they update, where
+    ``schedule.device_updates`` is auto.
+    """
 
     prospect: Prospect
     simulation: Simulation
     measured: bool
     modelled: bool = False
+    forms_s: Mapping[DeviceUpdates, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report for ``--json``."""
@@ -37,6 +45,7 @@ class PlanReport:
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "parameters": self.prospect.table.num_parameters,
             **({"choice": self.prospect.choice} if self.prospect.choice else {}),
+            **self._updates(),
             **self.simulation.summary(),
             "memory": [
                 {
@@ -58,6 +67,30 @@ class PlanReport:
                 for need in self.prospect.needs
             ],
         }
+
+    def _updates(self) -> dict[str, Any]:
+        plan, flushed = self.prospect.plan, self.prospect.plan.flushed
+        if not plan.updates:
+            return {}
+        found: dict[str, Any] = {
+            "previewed": sorted(plan.updates.keys() - set(flushed)),
+            "flushed": list(flushed),
+        }
+        if self.forms_s:
+            found["simulated_s"] = {form.value: seconds for form, seconds in self.forms_s.items()}
+        return {"device_updates": found}
+
+    def _update_lines(self) -> Iterator[str]:
+        """Yields which blocks devices update and how, and why so if that was to be chosen."""
+        plan = self.prospect.plan
+        if plan.updates:
+            previewed = sorted(plan.updates.keys() - set(plan.flushed))
+            yield f"devices preview  {blocks_text(previewed)}"
+            yield f"devices flush    {blocks_text(plan.flushed)}"
+        if self.forms_s:
+            forms = ", ".join(f"{form} {seconds:.4g} s" for form, seconds in self.forms_s.items())
+            taken = DeviceUpdates.FLUSH if plan.flushed else DeviceUpdates.PREVIEW
+            yield f"device updates   auto took {taken}; a step takes, simulated: {forms}"
 
     @property
     def caption(self) -> Caption:
@@ -83,6 +116,7 @@ class PlanReport:
                 f"forward stages   {stages_text(plan.forward_stages)}",
                 f"backward stages  {stages_text(plan.backward_stages)}",
                 f"settled early    {blocks_text(plan.settled_early)}",
+                *self._update_lines(),
                 "",
                 timeline(simulation, width=max(20, width - 16)).rstrip(),
                 "",
@@ -118,7 +152,23 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
         simulation=try_plan(prospect.plan, prospect.context),
         measured=config.schedule.profile is not None,
         modelled=config.cluster.platform.models_time,
+        forms_s=_forms_s(prospect),
     )
+
+
+def _forms_s(prospect: Prospect) -> dict[DeviceUpdates, float]:
+    """Returns the seconds of a step in both forms of updates on devices, if auto was to choose."""
+    config, found = prospect.config, {}
+    if config.schedule.device_updates is not DeviceUpdates.AUTO or not prospect.plan.updates:
+        return {}
+    for form in (DeviceUpdates.PREVIEW, DeviceUpdates.FLUSH):
+        schedule = config.schedule.model_copy(update={"device_updates": form})
+        other = config.model_copy(update={"schedule": schedule})
+        plan = build_plan(other, prospect.table, prospect.context)
+        if is_to_choose(other):
+            plan = choose_settled_early(plan, prospect.context)
+        found[form] = try_plan(plan, prospect.context).makespan_s
+    return found
 
 
 def _rows(rows: Sequence[MemoryRow]) -> str:

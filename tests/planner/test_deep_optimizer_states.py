@@ -15,6 +15,8 @@ from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.update_rates import (
     UpdateRates,
     cpu_subgroups_per_gpu,
+    device_rate,
+    flushing,
     preview_ratio,
     preview_stride,
     preview_throughput,
@@ -27,6 +29,7 @@ from penstock.planner.passes.deep_optimizer_states import subgroups_on_gpu
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
+from penstock.protocol.config.execution import DeviceUpdates
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Update
 from penstock.protocol.plan.semantics import Lane
@@ -248,3 +251,71 @@ def test_updates_are_inserted_once() -> None:
     schedule = PASSES["device-update"].run(_spipe(context), context)
     with pytest.raises(ConfigError, match="interleave-updates: spipe has updates on devices"):
         PASSES["interleave-updates"].run(schedule, context)
+
+
+# ---- flushing ----
+
+
+def _flushing(cluster: Cluster, form: DeviceUpdates = DeviceUpdates.FLUSH) -> PassContext:
+    return replace(_context(cluster), device_updates=form)
+
+
+def test_a_flush_goes_both_ways() -> None:
+    """26 bytes over PCIe and of the host's memory: 14/12 of a second a GPU and 1 G parameters."""
+    both = flushing(NODE)
+    assert device_rate(both) == pytest.approx(12 / 14 * 1e9, rel=2e-3)
+    assert preview_throughput(both, PREVIEW_SETTLE, 2) == pytest.approx(2e9, rel=2e-3)
+    narrow = replace(both, dram_bandwidth=26e9)
+    assert preview_throughput(narrow, PREVIEW_SETTLE, 1) == pytest.approx(1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["interleave-updates", "device-update"])
+def test_updates_are_flushed_where_that_is_asked_for(name: str) -> None:
+    context = _flushing(NODE)
+    plan = lower(PASSES[name].run(_spipe(context), context))
+    validate(plan)
+    assert plan.updates and plan.flushed == tuple(sorted(plan.updates))
+
+
+def test_residents_are_not_flushed() -> None:
+    context = replace(_flushing(NODE), update_stride=2, resident_share=0.25)
+    schedule = PASSES["interleave-updates"].run(_spipe(context), context)
+    assert _residents(schedule) == [0, 1]
+    assert not {0, 1}.intersection(lower(schedule).flushed) and lower(schedule).flushed
+    flushed = lower(schedule)
+    broken = [replace(i, flush=True) if isinstance(i, Update) else i for i in flushed.programs[0]]
+    with pytest.raises(ConfigError, match=r"state that stays on the device .* is not flushed"):
+        validate(replace(flushed, programs=(tuple(broken), *flushed.programs[1:])))
+
+
+def test_nobody_settles_what_is_flushed() -> None:
+    context = replace(_flushing(NODE), update_stride=1)
+    schedule = PASSES["interleave-updates"].run(_spipe(context), context)
+    simulation = simulate(lower(schedule), context.costs, context.cluster, optimizer=PREVIEW_SETTLE)
+    assert not [span for span in simulation.spans if span.lane is Lane.OPTIMIZER]
+    previewed = PASSES["interleave-updates"].run(
+        _spipe(context), replace(context, device_updates=DeviceUpdates.PREVIEW)
+    )
+    settling = simulate(lower(previewed), context.costs, context.cluster, optimizer=PREVIEW_SETTLE)
+    assert [span for span in settling.spans if span.lane is Lane.OPTIMIZER]
+
+
+@pytest.mark.parametrize(
+    ("node", "flushes"),
+    [
+        pytest.param(replace(NODE, optimizer_rate=0.1e9), True, id="slow cores"),
+        pytest.param(NODE, False, id="settles are hidden"),
+    ],
+)
+def test_auto_takes_the_form_with_the_shorter_step(node: Cluster, flushes: bool) -> None:
+    """Cores that cannot settle during the next forward gain; else less has to go back."""
+    chosen = _flushing(node, DeviceUpdates.AUTO)
+    schedule = PASSES["interleave-updates"].run(_spipe(chosen), chosen)
+    assert bool(lower(schedule).flushed) is flushes
+    steps = {}
+    for form in (DeviceUpdates.PREVIEW, DeviceUpdates.FLUSH):
+        context = _flushing(node, form)
+        plan = lower(PASSES["interleave-updates"].run(_spipe(context), context))
+        simulation = simulate(plan, context.costs, node, optimizer=PREVIEW_SETTLE)
+        steps[form] = simulation.makespan_s
+    assert (steps[DeviceUpdates.FLUSH] < steps[DeviceUpdates.PREVIEW]) is flushes
