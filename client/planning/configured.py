@@ -70,7 +70,7 @@ class PlanReport:
 
     def _updates(self) -> dict[str, Any]:
         plan, flushed = self.prospect.plan, self.prospect.plan.flushed
-        if not plan.updates:
+        if not plan.updates and not self.forms_s:
             return {}
         found: dict[str, Any] = {
             "previewed": sorted(plan.updates.keys() - set(flushed)),
@@ -89,8 +89,11 @@ class PlanReport:
             yield f"devices flush    {blocks_text(plan.flushed)}"
         if self.forms_s:
             forms = ", ".join(f"{form} {seconds:.4g} s" for form, seconds in self.forms_s.items())
-            taken = DeviceUpdates.FLUSH if plan.flushed else DeviceUpdates.PREVIEW
-            yield f"device updates   auto took {taken}; a step takes, simulated: {forms}"
+            taken = "flush" if plan.flushed else "preview" if plan.updates else "none"
+            yield (
+                f"device updates   auto took {taken}, {self.simulation.makespan_s:.4g} s a step"
+                f" (simulated; {forms})"
+            )
 
     @property
     def caption(self) -> Caption:
@@ -159,7 +162,7 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
 def _forms_s(prospect: Prospect) -> dict[DeviceUpdates, float]:
     """Returns the seconds of a step in both forms of updates on devices, if auto was to choose."""
     config, found = prospect.config, {}
-    if config.schedule.device_updates is not DeviceUpdates.AUTO or not prospect.plan.updates:
+    if config.schedule.device_updates is not DeviceUpdates.AUTO:
         return {}
     for form in (DeviceUpdates.PREVIEW, DeviceUpdates.FLUSH):
         schedule = config.schedule.model_copy(update={"device_updates": form})

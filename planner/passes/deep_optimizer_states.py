@@ -166,15 +166,21 @@ class _Updated(Protocol):
 
 
 def _in_form(schedule: Schedule, context: PassContext, updated: _Updated) -> Schedule:
-    """Returns the schedule with updates in the form that the context asks for. With ``auto`` they
-    flush where that makes the simulated step shorter by :data:`WORTH_FLUSHING`.
+    """Returns the schedule with updates in the form that the context asks for.
+
+    With ``auto`` they flush where that makes the simulated step shorter by :data:`WORTH_FLUSHING`.
+    Where nothing says how many blocks devices update, a schedule without updates is tried, too.
     """
     wanted = context.device_updates
     if wanted is not DeviceUpdates.AUTO:
         return updated(schedule, context, flush=wanted is DeviceUpdates.FLUSH)
     previewed, flushed = (updated(schedule, context, flush=flush) for flush in (False, True))
     before_s, after_s = (_step_s(one, context) for one in (previewed, flushed))
-    return flushed if after_s < (1.0 - WORTH_FLUSHING) * before_s else previewed
+    best, best_s = previewed, before_s
+    if after_s < (1.0 - WORTH_FLUSHING) * before_s:
+        best, best_s = flushed, after_s
+    given = context.update_stride is not None or context.resident_share > 0.0
+    return best if given or best_s <= _step_s(schedule, context) else schedule
 
 
 def _step_s(schedule: Schedule, context: PassContext) -> float:

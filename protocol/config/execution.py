@@ -137,7 +137,8 @@ class ScheduleConfig(Section):
         " them: preview, write their next weights, and the CPU takes the step into their state"
         " after the commit; flush, write their next state as well, beside the committed one, so"
         " that the CPU has nothing to do with them, for a second copy of their state in host memory"
-        " (Deep Optimizer States; docs/OPTIMIZER.md); auto, what makes the simulated step shorter.",
+        " (Deep Optimizer States; docs/OPTIMIZER.md); auto, what makes the simulated step shorter,"
+        " which may be no updates on devices if no stride or share is given.",
     )
     file: Path | None = Field(
         default=None,

@@ -250,6 +250,30 @@ def test_blocks_settled_early_are_shown_and_travel_with_the_plan(tmp_path: Path)
     assert (code, json.loads(out)["settled_early"]) == (0, early), err
 
 
+def test_the_form_of_updates_that_auto_took_is_explained(tmp_path: Path) -> None:
+    """With cores as slow as the paper's and one micro-batch a device, state is flushed."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "{model: {dtype: bf16}, data: {path: '@stdlib', tokenizer: byte, sequence_length: 2048},"
+        " train: {steps: 2, micro_batch: 1, global_batch: 2}, optimizer: {grad_dtype: bf16},"
+        " schedule: {scheme: 1f1b, passes: [interleave-updates], device_updates: auto},"
+        " emulation: {scale: '1/100000', machine: {optimizer_rate: 1.0e+9}},"
+        " cluster: {workers: 2, device: 'emulated:analytic:H100:llama2-7b'}}"
+    )
+    code, out, err = penstock("plan", str(file))
+    assert code == 0, err
+    [line] = [line for line in out.splitlines() if line.startswith("device updates")]
+    code, out, _ = penstock("plan", str(file), "--json")
+    found = json.loads(out)["device_updates"]
+    assert found["flushed"] and not found["previewed"]
+    forms = found["simulated_s"]
+    assert forms["flush"] < forms["preview"]
+    assert line == (
+        f"device updates   auto took flush, {forms['flush']:.4g} s a step (simulated; preview"
+        f" {forms['preview']:.4g} s, flush {forms['flush']:.4g} s)"
+    )
+
+
 def test_simulate_refuses_what_does_not_go_together(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     planned(f"--scheme gpipe --devices 2 --micro-batches 2 --out {plan}")

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from bench.papers.deep_optimizer_states import FIGURE_16, H100, H100_BUSY, V100
+from bench.papers.deep_optimizer_states.rates import FIGURE_16, H100, H100_BUSY, V100
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import ADVANCE, PREVIEW_SETTLE, Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
@@ -304,14 +304,14 @@ def test_nobody_settles_what_is_flushed() -> None:
     ("node", "flushes"),
     [
         pytest.param(replace(NODE, optimizer_rate=0.1e9), True, id="slow cores"),
-        pytest.param(NODE, False, id="settles are hidden"),
+        pytest.param(replace(NODE, optimizer_rate=0.5e9), False, id="settles are hidden"),
     ],
 )
 def test_auto_takes_the_form_with_the_shorter_step(node: Cluster, flushes: bool) -> None:
     """Cores that cannot settle during the next forward gain; else less has to go back."""
     chosen = _flushing(node, DeviceUpdates.AUTO)
     schedule = PASSES["interleave-updates"].run(_spipe(chosen), chosen)
-    assert bool(lower(schedule).flushed) is flushes
+    assert bool(lower(schedule).flushed) is flushes and lower(schedule).updates
     steps = {}
     for form in (DeviceUpdates.PREVIEW, DeviceUpdates.FLUSH):
         context = _flushing(node, form)
@@ -319,3 +319,13 @@ def test_auto_takes_the_form_with_the_shorter_step(node: Cluster, flushes: bool)
         simulation = simulate(plan, context.costs, node, optimizer=PREVIEW_SETTLE)
         steps[form] = simulation.makespan_s
     assert (steps[DeviceUpdates.FLUSH] < steps[DeviceUpdates.PREVIEW]) is flushes
+
+
+def test_auto_leaves_blocks_to_a_cpu_that_is_faster_unless_a_stride_is_given() -> None:
+    """A slow way to the host, and cores that are done when the last gradient comes."""
+    node = replace(NODE, optimizer_rate=8e9, offload_bandwidth=1e9, dram_bandwidth=1e13)
+    context = _flushing(node, DeviceUpdates.AUTO)
+    schedule = _spipe(context)
+    assert PASSES["interleave-updates"].run(schedule, context) is schedule
+    given = replace(context, update_stride=2.0)
+    assert lower(PASSES["interleave-updates"].run(schedule, given)).updates

@@ -1,7 +1,5 @@
-"""Deep Optimizer States' numbers beside ours (Maurya et al., Middleware 2024).
-
-Equation 1 for the paper's two machines, figure 16's order of update throughputs, TwinFlow's static
-ratio (figure 10), and our counterpart of the equation. The model itself:
+"""Equation 1 for the paper's two machines, figure 16's order of update throughputs, TwinFlow's
+static ratio (figure 10), and our counterpart of the equation. The model itself:
 :mod:`penstock.planner.cost.update_rates`.
 """
 
@@ -58,11 +56,6 @@ FIGURE_16: tuple[tuple[str, int | None], ...] = (
     ("0 % (ZeRO-3)", None),
 )
 """Shares of updates on the GPU, from the fastest to the slowest in the paper, and their strides."""
-
-
-def tables() -> tuple[PaperTable, ...]:
-    """Returns all tables, in the order of the paper."""
-    return equation_1(), figure_16(), strides_on_v100(), figure_10(), ours()
 
 
 def equation_1() -> PaperTable:
