@@ -1,7 +1,7 @@
 """Cost and memory of the split backward beside the unsplit one and beside torch's own split.
 
     python -m bench.split_backward [--kinds llama gpt2 bert mamba resnet] [--device cpu]
-        [--rounds 7] [--resnet-152]
+        [--rounds 7] [--resnet-152] [--record bench/papers/data/two_bp_stages.json]
 
 A stage from hidden states to hidden states (pictures to features) per kind, in training mode. Each
 round runs forward and backward unsplit, split, split with reductions deferred, and by
@@ -19,10 +19,13 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import json
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,6 +249,46 @@ def report_concatenation(stage: Stage, clock: Callable[[], float], rounds: int) 
     )
 
 
+def measure(stage: Stage, rounds: int) -> dict[str, Any]:
+    """Returns medians in ms of processor time: forward and backward unsplit; forward, p1 and p2
+    split; p2 of four micro-batches looped and concatenated. And MiB kept by a forward, and between
+    the halves.
+    """
+    clock = time.process_time
+    for parameter in stage.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rows: list[dict[str, float]] = []
+    for _ in range(rounds + 1):  # the first warms up
+        unsplit, split = StageRun(stage, clock), StageRun(stage, clock)
+        unsplit.unsplit()
+        split.split(lambda: None, reductions=False)
+        forward, first, second = split.seconds
+        row = {
+            "forward_ms": unsplit.seconds[0],
+            "backward_ms": unsplit.seconds[1],
+            "split_forward_ms": forward,
+            "p1_ms": first - forward,  # the first half is timed with its forward
+            "p2_ms": second,
+        }
+        for name, concatenate in (("looped_ms", False), ("concatenated_ms", True)):
+            stores = [StageRun(stage, clock).first_half() for _ in range(_MICRO_BATCHES)]
+            start = clock()
+            run_together(stores, concatenate=concatenate)
+            row[name] = clock() - start
+        rows.append(row)
+    medians = {name: 1e3 * statistics.median(r[name] for r in rows[1:]) for name in rows[0]}
+    return {**medians, "forward_mib": forward_mib(stage), "kept_mib": kept_mib(stage, WAYS[0][1])}
+
+
+def record(path: Path, rounds: int) -> None:
+    """Measure the 2BP paper's four kinds for its page, and write what was found."""
+    found: dict[str, Any] = {"machine": f"{platform.machine()}, one thread", "kinds": {}}
+    for kind in ("llama", "bert", "mamba", "resnet"):
+        found["kinds"][kind] = measure(make_stage(kind, full_resnet=False), rounds)
+        print(kind, found["kinds"][kind], flush=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure the kinds asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -254,6 +297,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--resnet-152", action="store_true", help="the full depth")
+    parser.add_argument("--record", type=Path, help="write what 2BP's page reads, and no more")
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     device = torch.device(arguments.device)
@@ -268,6 +312,9 @@ def main() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+    if arguments.record is not None:
+        record(arguments.record, arguments.rounds)
+        return
     print("kind    way              B ms   BI/B   BW/B  sum/B    F/F kept MiB   of MiB")
     for kind in arguments.kinds:
         stage = make_stage(kind, full_resnet=arguments.resnet_152)

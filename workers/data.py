@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from penstock.models.data.batch import MicroBatch
 from penstock.models.data.chunks import Checksums
-from penstock.models.data.objectives import Masked, NextToken, Objective, Own
+from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import MASKED, NEXT_TOKEN
+from penstock.protocol.config.values import MASKED
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.run.seal import read_sealed
 
@@ -177,8 +177,6 @@ def _objective(config: Config, meta: dict[str, Any]) -> Objective:
                 "data.document_masks: true: needs the id of the token that ends a document; give"
                 " eos_token_id in model.hf, or data.path instead of data.tokens"
             )
-    if data.objective == NEXT_TOKEN:
-        return NextToken(eos=eos)
     if data.objective == MASKED:
         return Masked(
             mask=meta["mask"],
@@ -187,7 +185,7 @@ def _objective(config: Config, meta: dict[str, Any]) -> Objective:
             seed=config.run.seed,
             eos=eos,
         )
-    return Own.named(data.objective)
+    return own_objective(data.objective) or NextToken(eos=eos)
 
 
 def _permuted(indices: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:

@@ -116,21 +116,24 @@ class Own:
 
     function: Callable[[NDArray[np.int64]], MicroBatch]
 
-    @classmethod
-    def named(cls, path: str) -> Own:
-        """Returns the function ``package.module:function``.
-
-        Raises:
-            ConfigError: there is none, or its module cannot be imported.
-        """
-        module, _, name = path.partition(":")
-        try:
-            return cls(getattr(importlib.import_module(module), name))
-        except Exception as error:  # whatever the user's module does
-            raise ConfigError(
-                f"data.objective = {path!r}: cannot import it: {reason(error)}"
-            ) from error
-
     def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
         """Returns what the function makes of the tokens."""
         return self.function(tokens)
+
+
+def own_objective(name: str) -> Objective | None:
+    """Returns the user's function that ``data.objective`` names, ``package.module:function``; None
+    for one of Penstock's own.
+
+    Raises:
+        ConfigError: there is no such function, or its module cannot be imported.
+    """
+    module, colon, function = name.partition(":")
+    if not colon:
+        return None
+    try:
+        return Own(getattr(importlib.import_module(module), function))
+    except Exception as error:  # whatever the user's module does
+        raise ConfigError(
+            f"data.objective = {name!r}: cannot import it: {reason(error)}"
+        ) from error

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from penstock.models.data.batch import MicroBatch
+from penstock.models.data.objectives import Objective
 from penstock.models.profiling.drops import DropMeasure, NeededBy, measure_drops
 from penstock.models.profiling.memory import MemoryMeasure, RunForward, measure_memory
 from penstock.models.profiling.operators import OperatorProbe
-from penstock.models.runtime import HIDDEN, Borrowed, BoundBlock, ModelRuntime, StageOutput
+from penstock.models.runtime import Borrowed, BoundBlock, ModelRuntime, StageOutput
 from penstock.models.saved_activations import BoundWeights, SavedActivations, SavePolicy
 from penstock.models.storing import Storing
 from penstock.models.torch_device import torch_device
@@ -119,7 +120,10 @@ class BlockBench:
         compute_dtype: torch.dtype,
         sequence_length: int,
         budget_s: float,
+        objective: Objective | None = None,
     ) -> None:
+        """``objective``: a function of the user's that makes micro-batches, None: next tokens."""
+        self._objective = objective
         self._runtime = runtime
         self._device = device
         self._dtype = compute_dtype
@@ -248,6 +252,9 @@ class BlockBench:
 
     def _batch(self, micro_batch: int) -> MicroBatch:
         shape = (micro_batch, self._sequence_length)
+        if self._objective is not None:
+            # Zeros, since nobody knows which tokens may be labels.
+            return self._objective(np.zeros((shape[0], shape[1] + 1), dtype=np.int64), 0)
         random = np.random.default_rng(0)
         vocab_size = self._runtime.table.vocab_size
         return MicroBatch(
@@ -256,13 +263,17 @@ class BlockBench:
         )
 
     def _inputs(self, blocks: range, micro_batch: int) -> dict[str, torch.Tensor]:
-        """Returns what the block before hands on, (micro_batch, sequence, hidden), made by running
-        the embedding.
+        """Returns what the block before hands on, (micro_batch, sequence, hidden) or what a model
+        of the user's has instead, made by running the first block of each kind before ``blocks``.
         """
-        if blocks.start == 0:
-            return {}
-        embedded = self._forward([self._bind(0)], {}, self._batch(micro_batch), autograd=False)
-        return {HIDDEN: embedded.tensors[HIDDEN]}
+        inputs: dict[str, torch.Tensor] = {}
+        seen = {self._runtime.table.blocks[blocks.start].kind} if blocks.start else set()
+        for block in self._runtime.table.blocks[: blocks.start]:
+            if block.kind not in seen:
+                seen.add(block.kind)
+                bound, batch = [self._bind(block.index)], self._batch(micro_batch)
+                inputs = dict(self._forward(bound, inputs, batch, autograd=False).tensors)
+        return inputs
 
     def _bind(self, index: int) -> BoundBlock:
         if index not in self._bound:

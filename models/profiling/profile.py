@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from penstock.models.binding import TORCH_DTYPES
+from penstock.models.data.objectives import own_objective
 from penstock.models.data.tokenizer import open_tokenizer
 from penstock.models.profiling.blocks import BlockBench, Progress, measure_kinds
 from penstock.models.profiling.machine import (
@@ -71,6 +72,7 @@ def measure(
             compute_dtype=compute_dtype,
             sequence_length=config.data.sequence_length,
             budget_s=budget_s,
+            objective=own_objective(config.data.objective),
         )
         blocks = measure_kinds(bench, table, micro_batches, progress)
         machine = _machine(config, device, blocks.instruction_s, progress)

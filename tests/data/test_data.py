@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.models.data.batch import MicroBatch
-from penstock.models.data.objectives import Masked, NextToken, Own
+from penstock.models.data.objectives import Masked, NextToken, Own, own_objective
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.workers.data import TokenDataset, micro_batches
 
@@ -150,11 +150,12 @@ def test_masks_follow_from_the_sample_alone(token_file) -> None:
 
 
 def test_an_objective_of_ones_own(token_file) -> None:
-    own = Own.named(f"{__name__}:halves")
+    own = Own(halves)
     (batch,), counted = micro_batches(dataset(token_file, 4, shuffle=False, objective=own), 0, 1, 1)
     assert batch.input_ids.tolist() == [[0, 1]] and counted == 2
     with pytest.raises(ConfigError, match=r"data.objective = 'no.such:thing': cannot import it"):
-        Own.named("no.such:thing")
+        own_objective("no.such:thing")
+    assert isinstance(own_objective("json:loads"), Own) and own_objective("masked") is None
 
 
 def halves(tokens: np.ndarray) -> MicroBatch:

@@ -6,31 +6,23 @@ schemes that the paper does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 
 from bench.papers.page import PaperTable
 from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.memory.orders import peak_bytes
 from penstock.planner.orders.timing import seconds_of
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.schedule import Schedule
 from penstock.planner.schemes import RecomputeMode
-from penstock.planner.simulate import simulate
 from penstock.protocol.plan.resources import PlanFacts
 
-_PLAIN_2BP = ("split-backward", "fill-bubbles", "concatenate")
-
-
-def tables() -> tuple[PaperTable, ...]:
-    """Returns table 1, measured gains, figure 5 and other schemes."""
-    return (table_1(), measured_gains(), figure_5(), other_schemes())
+PLAIN_2BP = ("split-backward", "fill-bubbles", "concatenate")
 
 
 def _unit_context(
@@ -55,7 +47,7 @@ def _unit_context(
     )
 
 
-def _schedule(
+def make_schedule(
     scheme: str,
     devices: int,
     micro_batches: int,
@@ -68,7 +60,7 @@ def _schedule(
     return build_schedule(request, block_work)
 
 
-def _run(names: tuple[str, ...], schedule: Schedule, context: PassContext) -> Schedule:
+def run_passes(names: tuple[str, ...], schedule: Schedule, context: PassContext) -> Schedule:
     for name in names:
         schedule = PASSES[name].run(schedule, context)
     return schedule
@@ -122,9 +114,9 @@ def table_1() -> PaperTable:
     rows: list[tuple[str, ...]] = []
     for formula in _FORMULAS:
         for n in (2, 4, 8, 16):
-            schedule = _schedule(formula.scheme, n, formula.micro_batches(n), [1.0] * n)
+            schedule = make_schedule(formula.scheme, n, formula.micro_batches(n), [1.0] * n)
             context = _unit_context(schedule)
-            split = _run(_PLAIN_2BP, schedule, context)
+            split = run_passes(PLAIN_2BP, schedule, context)
             bubbles = (
                 formula.bubble(n),
                 _bubble(schedule, context),
@@ -145,124 +137,16 @@ def table_1() -> PaperTable:
     )
 
 
+def exact_rows() -> tuple[int, int]:
+    """Returns how many rows of table 1 are exactly ours, and how many there are."""
+    rows = table_1().rows
+    return sum(row[2] == row[3] and row[4] == row[5] for row in rows), len(rows)
+
+
 def _bubble(schedule: Schedule, context: PassContext) -> Fraction:
     seconds = seconds_of(PlanFacts.of(schedule.layout, schedule.orders), context.costs)
     busy = sum(Fraction(seconds(i)) for order in schedule.orders for i in order)
     return 1 - busy / (schedule.layout.num_devices * Fraction(makespan_s(schedule, context)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gain:
-    """A measured gain that the text states."""
-
-    where: str
-    gpu: str
-    model: str
-    devices: int
-    scheme: str
-    paper: float
-    sequence_length: int
-    micro_batch: int
-
-    @property
-    def micro_batches(self) -> int:
-        """How many micro-batches the gain was measured with: N, or 2N."""
-        return self.devices * (2 if self.scheme == "1f1b-2" else 1)
-
-
-def _bert(devices: int, scheme: str, paper: float) -> _Gain:
-    return _Gain(
-        where="figure 6",
-        gpu="V100-16",
-        model="bert-large",
-        devices=devices,
-        scheme=scheme,
-        paper=paper,
-        sequence_length=512,
-        micro_batch=2,
-    )
-
-
-_GAINS = (
-    _Gain(
-        where="figure 3",
-        gpu="A100-40",
-        model="llama2-7b",
-        devices=4,
-        scheme="1f1b",
-        paper=1.70,
-        sequence_length=1024,
-        micro_batch=1,
-    ),
-    _Gain(
-        where="figure 3",
-        gpu="A100-40",
-        model="bert-large",
-        devices=4,
-        scheme="1f1b",
-        paper=1.26,
-        sequence_length=512,
-        micro_batch=2,
-    ),
-    _bert(4, "1f1b", 1.21),
-    _bert(8, "1f1b", 1.20),
-    _bert(16, "1f1b", 1.18),
-    _bert(4, "1f1b-2", 1.15),
-    _bert(8, "1f1b-2", 1.14),
-    _bert(16, "1f1b-2", 1.11),
-)
-
-
-def measured_gains() -> PaperTable:
-    """Returns measured gains beside simulated ones."""
-    formulas: Mapping[str, _Formula] = MappingProxyType({f.scheme: f for f in _FORMULAS})
-    rows: list[tuple[str, ...]] = []
-    for gain in _GAINS:
-        analytic = analytic_costs(
-            gain.gpu,
-            gain.model,
-            sequence_length=gain.sequence_length,
-            micro_batch=gain.micro_batch,
-            offloaded=False,
-            flash=False,
-            devices_per_node=4,
-        )
-        costs, cluster = analytic.costs, analytic.cluster
-        work = [block.forward_s for block in costs.blocks]
-        schedule = _schedule(gain.scheme, gain.devices, gain.micro_batches, work)
-        hop_s = max(b.output_bytes for b in costs.blocks) / cluster.peer_bandwidth
-        context = PassContext(costs=costs, cluster=cluster, hop_s=hop_s + cluster.latency_s)
-        split = _run(_PLAIN_2BP, schedule, context)
-        seconds = [simulate(lower(s), costs, cluster).pipeline_s for s in (schedule, split)]
-        formula = formulas[gain.scheme]
-        n = gain.devices
-        ideal = (1 - formula.split_bubble(n)) / (1 - formula.bubble(n))
-        rows.append(
-            (
-                f"{gain.model}, {gain.gpu}",
-                gain.where,
-                str(n),
-                formula.name,
-                f"{gain.paper:.2f}",
-                f"{float(ideal):.2f}",
-                f"{seconds[0] / seconds[1]:.2f}",
-            )
-        )
-    return PaperTable(
-        title="2BP: measured gains",
-        text=(
-            "Throughput with 2BP over throughput without. *Table 1*: the paper's own theory."
-            " *Ours*: simulated with analytic costs, nothing fitted; Transformer-7b is taken to be"
-            " LLaMA2-7B, the BERT-like model of figure 6 to be BERT-Large (24 layers instead of"
-            " 32), 512 tokens. With 4 equal stages, as many micro-batches and free transfers, no p1"
-            " and p2 can gain more than 7 (f + p1 + p2) / (4 (f + p1 + p2) + 3 f), which is 1.40"
-            " with a backward of two forwards. A gain of 1.70 would take a backward of 24 forwards:"
-            " it is no effect of the schedule alone, and is not reached here. The text does not"
-            " say which schedule the 1.26 of BERT-Large belongs to; 1F1B-1 is assumed."
-        ),
-        columns=("model", "source", "N", "schedule", "paper", "table 1", "ours"),
-        rows=tuple(rows),
-    )
 
 
 _DEFERRED = 0.5
@@ -270,16 +154,16 @@ _DEFERRED = 0.5
 
 def figure_5() -> PaperTable:
     """Returns what 2BP takes of memory, and three ways to take it back."""
-    schedule = _schedule("1f1b-2", 4, 8, [1.0] * 4)
+    schedule = make_schedule("1f1b-2", 4, 8, [1.0] * 4)
     context = _unit_context(schedule, deferred=_DEFERRED)
     limited = _unit_context(schedule, deferred=_DEFERRED, memory=4.0)
-    plain = _run(_PLAIN_2BP, schedule, context)
+    plain = run_passes(PLAIN_2BP, schedule, context)
     ways = (
         ("unsplit", schedule),
         ("2BP of the paper", plain),
-        ("flush half-way (figure 5)", _run(("flush-half",), plain, context)),
-        ("limit-deferred, 4 activations", _run(("limit-deferred",), plain, limited)),
-        ("2bp", _run(("2bp",), schedule, context)),
+        ("flush half-way (figure 5)", run_passes(("flush-half",), plain, context)),
+        ("limit-deferred, 4 activations", run_passes(("limit-deferred",), plain, limited)),
+        ("2bp", run_passes(("2bp",), schedule, context)),
     )
     rows: list[tuple[str, ...]] = []
     for name, way in ways:
@@ -299,6 +183,11 @@ def figure_5() -> PaperTable:
     )
 
 
+def figure_5_peaks() -> dict[str, float]:
+    """Returns the activations that the fullest device holds, by the way of :func:`figure_5`."""
+    return {row[0]: max(map(float, row[2:])) for row in figure_5().rows}
+
+
 def other_schemes() -> PaperTable:
     """Returns 2BP on schemes beyond the paper."""
     rows: list[tuple[str, ...]] = []
@@ -315,10 +204,10 @@ def other_schemes() -> PaperTable:
     ):
         modes: tuple[RecomputeMode, ...] = ("full",) if scheme == "spipe" else ("none", "full")
         for mode in modes if scheme != "bpipe" else ("none",):
-            schedule = _schedule(scheme, 8, 16, [1.0] * 48, mode)
+            schedule = make_schedule(scheme, 8, 16, [1.0] * 48, mode)
             context = _unit_context(schedule)
             before_s = makespan_s(schedule, context)
-            after_s = makespan_s(_run(("2bp",), schedule, context), context)
+            after_s = makespan_s(run_passes(("2bp",), schedule, context), context)
             gain = before_s / after_s
             rows.append((scheme, mode, f"{before_s:.4g}", f"{after_s:.4g}", f"{gain:.3f}"))
     return PaperTable(
