@@ -40,7 +40,7 @@ _RESNET_CUT = (10, 14, 14, 12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class TrainedModel:
     """One of the paper's models: ``unit`` is what its rate counts, ``units`` of them a sample."""
 
     name: str
@@ -53,7 +53,7 @@ class Model:
 
 
 MODELS = (
-    Model(
+    TrainedModel(
         name="Transformer-7b",
         key="llama2-7b",
         gpu="A100-40",
@@ -61,7 +61,7 @@ MODELS = (
         units=1024,
         unit="tokens/s",
     ),
-    Model(
+    TrainedModel(
         name="BERT-Large",
         key="bert-large",
         gpu="A100-40",
@@ -69,7 +69,7 @@ MODELS = (
         units=512,
         unit="tokens/s",
     ),
-    Model(
+    TrainedModel(
         name="Mamba-1.4b",
         key="mamba-1.4b",
         gpu="A100-80",
@@ -77,7 +77,7 @@ MODELS = (
         units=1024,
         unit="tokens/s",
     ),
-    Model(name="ResNet152", gpu="A100-40", micro_batch=8, units=1, unit="pictures/s"),
+    TrainedModel(name="ResNet152", gpu="A100-40", micro_batch=8, units=1, unit="pictures/s"),
 )
 """Table 2. Sequence lengths of BERT and Mamba are not stated: 512, BERT's own, and 1,024."""
 
@@ -132,7 +132,7 @@ def figure_3(name: str, schedule: str) -> Pair:
     return _pair(built, costs, cluster, model.gpu, moved, 4 * each * model.micro_batch)
 
 
-def _costs(model: Model, micro_batch: int) -> tuple[Costs, Cluster]:
+def _costs(model: TrainedModel, micro_batch: int) -> tuple[Costs, Cluster]:
     if model.key is None:
         assert sum(DEPTHS) == sum(_RESNET_CUT)
         cluster = analytic_costs(
