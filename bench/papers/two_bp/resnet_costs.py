@@ -16,6 +16,7 @@ from penstock.planner.cost.analytic import INSTRUCTION_S
 from penstock.planner.cost.block_maker import BANDWIDTH_SHARE
 from penstock.planner.cost.catalogue import GPUS, Gpu
 from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.cost.frameworks import Framework
 from penstock.protocol.sums import added
 
 _BYTES = 4.0
@@ -63,6 +64,7 @@ class Convolution:
 class _Maker:
     gpu: Gpu
     pictures: int
+    framework: Framework
 
     def block(
         self,
@@ -86,11 +88,14 @@ class _Maker:
         moved_back += 5 * out_bytes if sums else 0.0
         kept = in_bytes + added(c.out_bytes * (2 if c.activated else 1) for c in convolutions)
         parameters = added(c.parameters for c in convolutions)
+        # Convolution, norm and activation; sum and activation at the end. p2 adds to the gradients.
+        launches = 3 * len(convolutions) + 2 * sums
+        forward_s = self._launched(forward + self._moving(moved), launches)
         return BlockCost(
-            forward_s=forward + self._moving(moved),
-            recompute_s=forward + self._moving(moved),
-            backward_input_s=products + self._moving(moved_back),
-            backward_weight_s=products,
+            forward_s=forward_s,
+            recompute_s=forward_s,
+            backward_input_s=self._launched(products + self._moving(moved_back), launches),
+            backward_weight_s=self._launched(products, 2 * len(convolutions)),
             output_bytes=n * out_bytes,
             activation_bytes=n * (kept + (out_bytes if sums else 0.0)),
             # The input and the output gradient of each convolution.
@@ -107,6 +112,9 @@ class _Maker:
         moved = conv.in_bytes + conv.out_bytes + _BYTES * conv.parameters / self.pictures
         return max(self.pictures * conv.flops / rate, self._moving(moved))
 
+    def _launched(self, seconds: float, launches: int) -> float:
+        return max(seconds, launches * self.framework.launch_s)
+
     def _moving(self, picture_bytes: float) -> float:
         return self.pictures * picture_bytes / (self.gpu.memory_bandwidth * BANDWIDTH_SHARE)
 
@@ -116,11 +124,11 @@ _WIDTHS = (256, 512, 1024, 2048)
 _STEM_WIDTH, _CLASSES, _SHOWN_SIDE = 64, 1000, 224
 
 
-def resnet_152(gpu: str, pictures: int) -> Costs:
+def resnet_152(gpu: str, pictures: int, framework: Framework) -> Costs:
     """Returns costs of ResNet-152 (He et al. 2015) for micro-batches of so many pictures of 224 x
-    224: the stem, 50 bottlenecks, and the head.
+    224: the stem, 50 bottlenecks, and the head. Of ``framework`` only launches count.
     """
-    maker = _Maker(gpu=GPUS[gpu], pictures=pictures)
+    maker = _Maker(gpu=GPUS[gpu], pictures=pictures, framework=framework)
     side, width_in = _SHOWN_SIDE // 4, _STEM_WIDTH
     stem = Convolution(
         width_in=3, width_out=_STEM_WIDTH, taps=7, side_in=_SHOWN_SIDE, side_out=_SHOWN_SIDE // 2

@@ -17,6 +17,7 @@ from penstock.planner.cost.analytic import Host, analytic_costs
 from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import Costs
+from penstock.planner.cost.frameworks import IDEAL, Framework
 from penstock.planner.passes import PassContext
 from penstock.planner.schedule import Schedule, lower, schedule_of
 from penstock.planner.simulate import Simulation, simulate
@@ -116,7 +117,7 @@ class Pair:
 
 
 @cache
-def figure_3(name: str, schedule: str) -> Pair:
+def figure_3(name: str, schedule: str, framework: Framework = IDEAL) -> Pair:
     """Returns one of the paper's models under one of its schedules, on 4 GPUs."""
     model = next(model for model in MODELS if model.name == name)
     scheme, each = SCHEDULES[schedule]
@@ -124,7 +125,7 @@ def figure_3(name: str, schedule: str) -> Pair:
     # The naive way takes 4 micro-batches as one; with pictures in turns, for the norms' sake.
     whole = scheme == "naive" and not pictures
     micro_batches = 1 if whole else 4 * each
-    costs, cluster = _costs(model, model.micro_batch * (4 if whole else 1))
+    costs, cluster = _costs(model, model.micro_batch * (4 if whole else 1), framework)
     layers = len(costs.blocks) - 2
     cut = _RESNET_CUT if pictures else (layers // 4,) * 4
     moved = _SGD_MOVED_BYTES if pictures else _ADAM_MOVED_BYTES
@@ -132,15 +133,20 @@ def figure_3(name: str, schedule: str) -> Pair:
     return _pair(built, costs, cluster, model.gpu, moved, 4 * each * model.micro_batch)
 
 
-def _costs(model: TrainedModel, micro_batch: int) -> tuple[Costs, Cluster]:
+def _costs(model: TrainedModel, micro_batch: int, framework: Framework) -> tuple[Costs, Cluster]:
     if model.key is None:
         assert sum(DEPTHS) == sum(_RESNET_CUT)
         cluster = analytic_costs(
             model.gpu, "bert-large", sequence_length=1, micro_batch=1, devices_per_node=4
         ).cluster
-        return resnet_152(model.gpu, micro_batch), cluster
+        return resnet_152(model.gpu, micro_batch, framework), cluster
     return _language_model(
-        model.gpu, model.key, model.units, micro_batch, flash=model.key.startswith("mamba")
+        model.gpu,
+        model.key,
+        model.units,
+        micro_batch,
+        flash=model.key.startswith("mamba"),
+        framework=framework,
     )
 
 
@@ -150,6 +156,7 @@ def _language_model(
     sequence_length: int,
     micro_batch: int,
     *,
+    framework: Framework,
     flash: bool = False,
     layers: int | None = None,
     host: Host | None = None,
@@ -164,6 +171,7 @@ def _language_model(
         layers=layers,
         devices_per_node=4,
         host=host,
+        framework=framework,
     )
     blocks = (
         replace(block, static_bytes=_MOMENTS_BYTES * block.parameters)
@@ -205,12 +213,14 @@ def _pair(
 
 
 @cache
-def scaled(devices: int, schedule: str, layers: int) -> Pair:
+def scaled(devices: int, schedule: str, layers: int, framework: Framework = IDEAL) -> Pair:
     """Returns the BERT-like model with so many layers on so many V100s, four a node (figures 6 and
     7).
     """
     scheme, each = SCHEDULES[schedule]
-    costs, cluster = _language_model("V100-16", "bert-32", 512, 2, layers=layers, host=_CIRRUS)
+    costs, cluster = _language_model(
+        "V100-16", "bert-32", 512, 2, layers=layers, host=_CIRRUS, framework=framework
+    )
     built = make_schedule(scheme, devices, devices * each, _work((layers // devices,) * devices))
     return _pair(built, costs, cluster, "V100-16", _ADAM_MOVED_BYTES, 2 * devices * each)
 
@@ -226,14 +236,21 @@ def unfilled_gain(name: str) -> float:
     return (pair.plain.pipeline_s + pair.optimizer_s) / (late_s + pair.optimizer_s)
 
 
-def ideal_gain(name: str) -> float:
+def ideal_gain(name: str, framework: Framework) -> float:
     """Returns what 1F1B-1 on 4 equal stages could gain with free transfers and a p1 that takes
     nothing: 7 (f + b) / (4 (f + b) + 3 f), with the model's forward f and backward b.
     """
-    costs = figure_3(name, "1F1B-1").plain.costs
+    costs = figure_3(name, "1F1B-1", framework).plain.costs
     f = added(block.forward_s for block in costs.blocks)
     b = added(block.backward_s for block in costs.blocks)
     return 7 * (f + b) / (4 * (f + b) + 3 * f)
+
+
+def backward_for(gain: float) -> float:
+    """Returns how many forwards long a backward would have to be for :func:`ideal_gain` to be as
+    large as ``gain``.
+    """
+    return 7 * (gain - 1) / (7 - 4 * gain)
 
 
 def fits(pair: Pair, gpu: str = "V100-16") -> tuple[bool, bool]:
@@ -242,8 +259,8 @@ def fits(pair: Pair, gpu: str = "V100-16") -> tuple[bool, bool]:
     return pair.peaks[0] <= room, pair.peaks[1] <= room
 
 
-def rate(name: str) -> float:
+def rate(name: str, framework: Framework = IDEAL) -> float:
     """Returns the tokens or pictures a second of 1F1B-1 with 2BP (table 3)."""
     model = next(model for model in MODELS if model.name == name)
-    pair = figure_3(name, "1F1B-1")
+    pair = figure_3(name, "1F1B-1", framework)
     return pair.samples * model.units / pair.split_s
