@@ -75,7 +75,7 @@ class AnalyticCosts:
 
 def analytic_costs(
     gpu: str,
-    model: str,
+    model: str | LanguageModel,
     *,
     sequence_length: int,
     micro_batch: int,
@@ -94,19 +94,20 @@ def analytic_costs(
 ) -> AnalyticCosts:
     """Returns costs for micro-batches of ``micro_batch`` sequences of ``sequence_length`` tokens.
 
-    ``offloaded``: the optimizer's state is in host memory and gradients accumulate in fp32;
-    otherwise the device keeps 12 bytes a parameter of optimizer state all the time
-    (``static_bytes``) beside weights and gradients of ``itemsize`` bytes: 16 bytes a parameter in
-    all, or 18 with ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given.
-    ``layers``: as many instead of the model's own number. ``framework``: how kernels run.
-    ``tensor_parallel``: a device of the plan is a group of so many GPUs, each of which has its part
-    of every layer (Megatron's way, without sequence parallelism): costs and bytes are those of one
-    of them, sums between them pass over NVLink or, where a group is larger than a node, over NICs.
+    ``model``: named, or a shape; ``layers``: as many instead of its own number. ``offloaded``: the
+    optimizer's state is in host memory and gradients accumulate in fp32; otherwise the device keeps
+    12 bytes a parameter of optimizer state all the time (``static_bytes``) beside weights and
+    gradients of ``itemsize`` bytes: 16 bytes a parameter in all, or 18 with
+    ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given. ``framework``: how
+    kernels run. ``tensor_parallel``: a device of the plan is a group of so many GPUs, each of which
+    has its part of every layer (Megatron's way, without sequence parallelism): costs and bytes are
+    those of one of them, sums pass over NVLink or, where a group is larger than a node, over NICs.
 
     Raises:
         ConfigError: unknown GPU or model, or an impossible number; says what is accepted.
     """
-    chip, language_model = _named("GPU", gpu, GPUS), _named("model", model, MODELS)
+    chip = _named("GPU", gpu, GPUS)
+    language_model = _named("model", model, MODELS) if isinstance(model, str) else model
     if layers is not None:
         language_model = replace(language_model, num_layers=layers)
     share = chip.efficiency if efficiency is None else efficiency
@@ -123,7 +124,8 @@ def analytic_costs(
             itemsize=itemsize,
             gradient_itemsize=gradient_itemsize or (4 if offloaded else itemsize),
             flash=flash,
-            fused=framework.fused or not language_model.gated,
+            fused_norms=framework.fused_norms or not language_model.gated,
+            fused_rotary=framework.fused_rotary,
         ),
         share=share,
         offloaded=offloaded,

@@ -29,8 +29,9 @@ _TILE_ITEMSIZE = 2.0
 class Framework:
     """A way of running kernels.
 
-    ``tiles``: products take whole waves of tiles over the multiprocessors. ``fused``: RMSNorm and
-    the rotary embedding are one kernel each; otherwise about eight and ten, the norm's in fp32.
+    ``tiles``: products take whole waves of tiles over the multiprocessors. ``fused_norms``: RMSNorm
+    is one kernel, otherwise eight, in fp32; ``fused_rotary``: so is the rotary embedding, otherwise
+    ten.
     ``gradient_adds``: the sum over micro-batches of weight gradients is a kernel of its own.
     ``launch_s``: seconds of the host for each kernel; a block takes no less than all of its
     launches. ``blocking``: a device computes nothing while it sends or receives.
@@ -38,24 +39,32 @@ class Framework:
 
     name: str
     tiles: bool = False
-    fused: bool = True
+    fused_norms: bool = True
+    fused_rotary: bool = True
     gradient_adds: bool = False
     launch_s: float = 0.0
     blocking: bool = False
 
 
 IDEAL = Framework(name="ideal")
-EAGER = Framework(name="eager", tiles=True, fused=False, gradient_adds=True, launch_s=1.0e-5)
+EAGER = Framework(
+    name="eager",
+    tiles=True,
+    fused_norms=False,
+    fused_rotary=False,
+    gradient_adds=True,
+    launch_s=1.0e-5,
+)
 """PyTorch without compilation on a host that launches 100,000 kernels a second."""
 MEGATRON_DEEPSPEED = Framework(
     name="megatron-deepspeed",
     tiles=True,
-    fused=False,
+    fused_rotary=False,
     gradient_adds=True,
     launch_s=1.0e-5,
     blocking=True,
 )
-"""The same with DeepSpeed's pipeline engine, whose sends and receives block."""
+"""With Megatron's kernels for norms, and DeepSpeed's pipeline engine, whose sends block."""
 
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
     {one.name: one for one in (IDEAL, EAGER, MEGATRON_DEEPSPEED)}

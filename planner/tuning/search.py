@@ -5,14 +5,18 @@ stages; then passes on the best of it. The search is pure and deterministic: the
 the same table. What a candidate costs is decided by its plan
 (:mod:`penstock.planner.pipeline`, :mod:`penstock.planner.configured`) and the simulator.
 
-Not everything is simulated. A candidate is left out when the weights it keeps cannot fit, when its
-devices would need more memory than the limit (counted on the lowered plan), or when no order of its
-work could beat the candidates in the table.
+Not everything is simulated, and little is planned. Candidates wait in line by the least that they
+could take (:mod:`penstock.planner.tuning.floors`), first by where their stages are, then by their
+order; who comes to the front is planned and simulated. The search is over when the first in line
+cannot beat the last in the table, so that the table is that of an exhaustive search. A candidate is
+left out when the weights it keeps cannot fit, or when its devices would need more memory than the
+limit (counted on its order, then on the lowered plan).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
@@ -22,11 +26,10 @@ from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.sources import Prices
 from penstock.planner.layout import Residency
 from penstock.planner.memory.footprint import device_peaks, swapped_peaks
-from penstock.planner.orders.bounds import lower_bound_s
 from penstock.planner.pipeline import PlanContext
-from penstock.planner.schedule import schedule_of
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
+from penstock.planner.tuning.floors import Floors, ordered
 from penstock.planner.tuning.space import Candidate, Space
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
@@ -97,6 +100,19 @@ class Outcome:
         )
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Waiting:
+    """A candidate in line: the seconds that it takes at least come first, then the length of its
+    program. ``is_ordered``: nothing more is known without its plan.
+    """
+
+    floor_s: float
+    length: int
+    key: tuple[Any, ...]
+    candidate: Candidate = field(compare=False)
+    is_ordered: bool = field(compare=False)
+
+
 @dataclass(slots=True, kw_only=True)
 class Search:
     """The best outcomes so far, ``keep`` at most, and why others are not among them.
@@ -116,25 +132,88 @@ class Search:
     _best_of: dict[str, Outcome] = field(default_factory=dict)
     _too_large: list[tuple[float, Candidate]] = field(default_factory=list)
     _contexts: dict[int, PlanContext] = field(default_factory=dict)
+    _floors: dict[int, Floors] = field(default_factory=dict)
+    _splits: dict[str, bool] = field(default_factory=dict)
 
     def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
         """Tries the grid, then the passes of the space on the best of it."""
         candidates = space.candidates()
         refinements = len(space.pass_sets) * (BEST + SCHEMES_REFINED + RESCUED)
-        for done, candidate in enumerate(candidates):
-            progress(done, len(candidates) + refinements, self.best)
-            self.consider(candidate)
+        self._try(candidates, progress, len(candidates) + refinements)
         refined = [
             replace(base, request=replace(base.request, passes=passes))
             for base in self._bases()
             for passes in space.pass_sets
         ]
         total = len(candidates) + len(refined)
-        for done, candidate in enumerate(refined):
-            progress(len(candidates) + done, total, self.best)
-            self.consider(candidate)
+        self._try(refined, lambda done, _, best: progress(len(candidates) + done, total, best), 0)
         self._settle_early()
         progress(total, total, self.best)
+
+    def _try(self, candidates: Sequence[Candidate], progress: Progress, of: int) -> None:
+        """Tries candidates that could be among the best, those that could be fastest first."""
+        line = [self._waiting(candidate) for candidate in candidates]
+        heapq.heapify(line)
+        done = 0
+        while line:
+            first = heapq.heappop(line)
+            if not first.is_ordered and not self._too_slow(first.floor_s):
+                again = self._in_order(first)
+                if again is not None:
+                    heapq.heappush(line, again)
+                    continue
+            progress(done, of, self.best)
+            done += 1
+            if first.is_ordered:
+                self._consider(first)
+            elif self._too_slow(first.floor_s):
+                self._leave_out("slower")
+                self.num_tried += 1
+
+    def _waiting(self, candidate: Candidate) -> _Waiting:
+        context = self._context(candidate)
+        floors = self._floors.setdefault(candidate.micro_batch, Floors(context=context))
+        floors.splits = self._splits
+        try:
+            floor_s = floors.seconds(candidate)
+        except ValueError:
+            floor_s = 0.0  # its plan will say what is impossible
+        return _Waiting(
+            floor_s=floor_s,
+            length=candidate.length,
+            key=candidate.key,
+            candidate=candidate,
+            is_ordered=bool(candidate.request.passes),
+        )
+
+    def _in_order(self, first: _Waiting) -> _Waiting | None:
+        """Returns a candidate with the floor of its order; nothing if that is all there is to say,
+        which is then noted.
+        """
+        candidate = first.candidate
+        context = self._context(candidate)
+        if _kept_bytes(candidate, context.prices.costs) > self.device_bytes:
+            self._refuse("device memory")
+            return None
+        try:
+            found = ordered(candidate, context)
+        except ConfigError:
+            self._refuse("impossible")
+            return None
+        self._splits[candidate.request.scheme] = found.splits
+        floor_s = max(first.floor_s, found.seconds)
+        if found.device_bytes > self.device_bytes:
+            self._too_large.append((floor_s, candidate))
+            self._refuse("device memory")
+            return None
+        return replace(first, floor_s=floor_s, is_ordered=True)
+
+    def _refuse(self, why: str) -> None:
+        self.num_tried += 1
+        self._leave_out(why)
+
+    def _leave_out(self, why: str) -> None:
+        self.left_out[why] = self.left_out.get(why, 0) + 1
 
     def _settle_early(self) -> None:
         """Has it chosen for all that could become the best: what it shortens is the tail."""
@@ -173,42 +252,42 @@ class Search:
 
     def consider(self, candidate: Candidate) -> None:
         """Tries a candidate; it stays if it is among the best."""
-        context = self._context(candidate)
+        self._consider(self._waiting(candidate))
+
+    def _consider(self, waiting: _Waiting) -> None:
         self.num_tried += 1
         try:
-            outcome = self._tried(candidate, context)
+            outcome = self._tried(waiting)
         except ConfigError as error:
             memory = str(error).startswith("memory.device_limit")
             outcome = "device memory" if memory else "impossible"
         except CapacityError:
             outcome = "memory of the machine"
         if isinstance(outcome, str):
-            self.left_out[outcome] = self.left_out.get(outcome, 0) + 1
+            self._leave_out(outcome)
             return
-        scheme = candidate.request.scheme
+        scheme = waiting.candidate.request.scheme
         known = self._best_of.setdefault(scheme, outcome)
         self._best_of[scheme] = min(known, outcome, key=lambda o: o.rank)
         if any(map(outcome.is_like, self.outcomes)):
-            self.left_out["the same"] = self.left_out.get("the same", 0) + 1
+            self._leave_out("the same")
             return
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: o.rank)
         del self.outcomes[self.keep :]
 
-    def _tried(self, candidate: Candidate, context: PlanContext) -> Outcome | str:
+    def _tried(self, waiting: _Waiting) -> Outcome | str:
         """Returns the outcome, or why there is none."""
+        candidate = waiting.candidate
+        context = self._context(candidate)
         costs = context.prices.costs
         if _kept_bytes(candidate, costs) > self.device_bytes:
             return "device memory"
-        if self._too_slow(_work_s(candidate, costs)):
+        if self._too_slow(waiting.floor_s):
             return "slower"
         plan = self.tuned.plan(candidate, context)
-        schedule = schedule_of(plan)
-        bound_s = lower_bound_s(schedule.layout, schedule.orders, costs)
-        if self._too_slow(bound_s):
-            return "slower"
         device_bytes = max(peak.total_bytes for peak in device_peaks(plan, costs))
         if device_bytes > self.device_bytes:
-            self._too_large.append((bound_s, candidate))
+            self._too_large.append((waiting.floor_s, candidate))
             return "device memory"
         host_bytes = self.tuned.host_bytes(plan, context)
         if host_bytes > self.host_bytes:
@@ -273,12 +352,6 @@ def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
         for block in costs.blocks
     )
     return kept / candidate.request.num_devices
-
-
-def _work_s(candidate: Candidate, costs: Costs) -> float:
-    """Returns the seconds of forwards and backwards alone, shared out evenly."""
-    once = added(block.forward_s + block.backward_s for block in costs.blocks)
-    return once * candidate.request.num_microbatches / candidate.request.num_devices
 
 
 def host_bytes(

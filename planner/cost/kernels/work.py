@@ -61,7 +61,7 @@ class Shape:
 
     ``itemsize``: bytes of an activation or weight; ``gradient_itemsize``: of an accumulated
     weight gradient; ``flash``: attention without stored scores, state spaces without stored states;
-    ``fused``: RMSNorm and rotary embeddings are one kernel each.
+    ``fused_norms``, ``fused_rotary``: RMSNorm, and the rotary embedding, are one kernel each.
     """
 
     sequence_length: int
@@ -69,7 +69,8 @@ class Shape:
     itemsize: int = 2
     gradient_itemsize: int = 4
     flash: bool = True
-    fused: bool = True
+    fused_norms: bool = True
+    fused_rotary: bool = True
 
     @property
     def tokens(self) -> int:
@@ -88,7 +89,7 @@ def norm(shape: Shape, hidden: float, operator: str = "norm") -> Kernel:
     the weight; 36 bytes a number forward, 62 backward. The input in fp32 and the normalized one are
     kept too.
     """
-    if shape.fused:
+    if shape.fused_norms:
         return elementwise(
             operator, shape, reads=hidden, writes=hidden, backward_reads=2 * hidden, kept=hidden
         )
@@ -105,7 +106,7 @@ def rotary(operator: str, shape: Shape, width: float) -> Kernel:
     """Returns the rotary embedding of queries and keys, ``width`` numbers a token together; not
     fused it is two products, a negation, a concatenation and a sum of each.
     """
-    if shape.fused:
+    if shape.fused_rotary:
         return elementwise(operator, shape, reads=width, writes=width)
     work = KernelWork(moved_bytes=shape.bytes_of(10.5 * width), launches=10.0)
     return Kernel(operator=operator, forward=work, input_gradient=work)
