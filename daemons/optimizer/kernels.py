@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,8 @@ class Kernels:
         remote: RemoteGradients,
     ) -> None:
         self._pool = pool
+        # For blocks with two copies of their state; its threads begin with the first of them.
+        self._copying = ThreadPoolExecutor(pool.num_threads, thread_name_prefix="optimizer-copy")
         self._config = config
         self._undo = memory.control.undo_area
         self._arrays = {
@@ -160,6 +163,7 @@ class Kernels:
 
     def close(self) -> None:
         """Let go of all views of shared memory: it cannot be unmapped while one exists."""
+        self._copying.shutdown()
         self._arrays.clear()
         self._undo.release()
 
@@ -187,7 +191,7 @@ class Kernels:
         arrays, version = self._arrays[work.block], work.update.version
         _native.hold(
             self._pool,
-            **_led_on(arrays, version - 1, version, begun=spans is not None),
+            **self._led_on(arrays, version - 1, version, begun=spans is not None),
             grads=arrays.gradients(version),
             hyper=work.update.hyper(self._config),
             weights=arrays.weights[version % 2],
@@ -220,7 +224,7 @@ class Kernels:
         arrays = self._arrays[work.block]
         run(
             self._pool,
-            **_led_on(arrays, before, after, begun=spans is not None),
+            **self._led_on(arrays, before, after, begun=spans is not None),
             grads=arrays.gradients(work.update.version),
             hyper=work.update.hyper(self._config),
             ranges=arrays.ranges,
@@ -233,7 +237,7 @@ class Kernels:
         arrays, pending, version = self._arrays[work.block], work.pending, work.update.version
         status = _native.advance(
             self._pool,
-            **_led_on(arrays, pending.version - 1, pending.version),
+            **self._led_on(arrays, pending.version - 1, pending.version),
             pending_grads=arrays.gradients(pending.version),
             pending_hyper=pending.hyper(self._config),
             grads=arrays.gradients(version),
@@ -245,6 +249,22 @@ class Kernels:
             tag=sweep_tag(work.block, pending.version),
         )
         return _status(status)
+
+    def _led_on(
+        self, arrays: BlockArrays, before: int, after: int, *, begun: bool = False
+    ) -> dict[str, Any]:
+        """Returns the arguments of a sweep that leads the state from version ``before`` to
+        ``after``.
+
+        It works in place. A block with two copies of its state has the later version in the other
+        one, which gets the earlier state first, unless the sweep had ``begun`` when it was cut
+        short: the undo area is armed behind this copy only.
+        """
+        if len(arrays.states) == 1:
+            return arrays.state(before)
+        if not begun:
+            arrays.copy_of(after).fill(arrays.copy_of(before), self._copying)
+        return arrays.state(after)
 
     def _gradient_status(self, work: GradientStatus) -> SweepStatus:
         grads = self._arrays[work.block].gradients(work.version)
@@ -260,20 +280,6 @@ class Kernels:
             weights=arrays.weights[work.version % 2],
             weights_dtype=arrays.weights_dtype,
         )
-
-
-def _led_on(arrays: BlockArrays, before: int, after: int, *, begun: bool = False) -> dict[str, Any]:
-    """Returns the arguments of a sweep that leads the state from version ``before`` to ``after``.
-
-    It works in place. A block with two copies of its state has the later version in the other one,
-    which gets the earlier state first, unless the sweep had ``begun`` when it was cut short: the
-    undo area is armed behind this copy only.
-    """
-    if len(arrays.states) == 1:
-        return arrays.state(before)
-    if not begun:
-        arrays.copy_of(after).fill(arrays.copy_of(before))
-    return arrays.state(after)
 
 
 def _grads(

@@ -12,8 +12,11 @@ step still to be settled is adopted only with the same values
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,6 +101,14 @@ class SweepStatus:
     sum_squares: float
 
 
+_PIECE = 1 << 22
+"""Elements that a thread copies at a time; NumPy lets others run meanwhile."""
+
+
+def _copy(target: Array, values: Array, piece: slice) -> None:
+    target[piece] = values[piece]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateArrays:
     """One copy of a block's state, (elements,) each. ``master``: fp32, or of a split one the lower
@@ -112,10 +123,14 @@ class StateArrays:
         """Master, then the optimizer's arrays."""
         return (self.master, *self.arrays)
 
-    def fill(self, source: StateArrays) -> None:
-        """Copy another copy's content."""
+    def fill(self, source: StateArrays, threads: ThreadPoolExecutor | None = None) -> None:
+        """Copy another copy's content; with ``threads`` in pieces, one of each thread at a time."""
         for target, values in zip(self.all, source.all, strict=True):
-            target[:] = values
+            if threads is None:
+                target[:] = values
+                continue
+            pieces = (slice(i, i + _PIECE) for i in range(0, len(target), _PIECE))
+            deque(threads.map(partial(_copy, target, values), pieces), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

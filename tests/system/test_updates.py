@@ -5,6 +5,7 @@ CPU does, whoever is killed meanwhile.
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,19 +87,24 @@ def test_kills_inside_flushes_leave_the_same_bytes(runner: Any, clipped_run: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_flushed_state_is_saved_and_resumed_without_flushing(
+@pytest.mark.timeout(400)
+def test_a_flushed_state_is_saved_and_resumed_in_other_forms(
     runner: Any, clipped_run: Path
 ) -> None:
-    """Saved at an odd version, which lies in the second copy; then all on the CPU, and back."""
-    flushing = configured(runner, clipped_run, H.merge(CHANGES, {"train": {"steps": 17}}))
-    run_dir = runner.train(flushing)
-    for steps, changes in ((26, CHANGES), (36, {**CHANGES, "schedule": resumed_plan(runner)})):
-        runner.configure("run", H.merge(changes, {"train": {"steps": steps}}))
-        runner.train(flushing)
+    """Interrupted twice: with flushes, then with all blocks on the CPU, then with flushes again."""
+    interrupted(runner.start(configured(runner, clipped_run, CHANGES)), 5)
+    plan = RunDirectory(runner.root / "run").plan
+    assert plan.flushed
+    interrupted(runner.start(runner.configure("run", CHANGES)), 14)
+    assert not RunDirectory(runner.root / "run").plan.updates
+    run_dir = runner.train(configured(runner, clipped_run, CHANGES))
+    assert RunDirectory(run_dir).plan.flushed == plan.flushed
     assert H.state_bytes(run_dir) == H.state_bytes(clipped_run)
 
 
-def resumed_plan(runner: Any) -> dict[str, Any]:
-    """The schedule of :func:`configured`'s file."""
-    return {"file": str(runner.root / "updates.json")}
+def interrupted(run: Any, step: int) -> None:
+    """Ctrl-C behind a step: the state is saved."""
+    H.wait_for_step(run, step)
+    os.kill(run.process.pid, signal.SIGINT)
+    code, output = run.wait(120)
+    assert code == 130, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
