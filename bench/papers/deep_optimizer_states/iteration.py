@@ -11,7 +11,7 @@ the paper's text, table 1 and H100's data sheet, and none is fitted to its resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -163,11 +163,26 @@ def iteration(
     )
 
 
-def speed_up(model: Model, system: System = DEEP, **settings: float) -> float:
-    """Iterations of a system for one of ZeRO-3 (with residents: of TwinFlow)."""
-    base = replace(ZERO_3, resident=system.resident)
-    before, after = (iteration(model, one, **settings).total_s for one in (base, system))  # type: ignore[arg-type]
+def speed_up(
+    model: Model,
+    system: System = DEEP,
+    *,
+    gpus: int = 4,
+    micro_batch: int = 1,
+    cores: float = PAPERS_CORES,
+) -> float:
+    """Returns iterations of a system for one of ZeRO-3 (with residents: of TwinFlow)."""
+    before, after = (
+        iteration(model, one, gpus=gpus, micro_batch=micro_batch, cores=cores).total_s
+        for one in (replace(ZERO_3, resident=system.resident), system)
+    )
     return before / after
+
+
+def as_range(values: Iterable[float]) -> str:
+    """Returns the least and the greatest of some values as text, with one decimal."""
+    found = [f"{value:.1f}" for value in sorted(values)]
+    return found[0] if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
 
 def gradients() -> PaperTable:
