@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
 from transformers.utils import logging
 
 from penstock.models.binding import pack
@@ -32,6 +32,8 @@ _COMMON = {
 _GROUPED = {**_COMMON, "intermediate_size": 48, "num_key_value_heads": 2}
 _EXPERTS = {**_GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_NO_ENCODER_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODERS = ("bert", "roberta", "modernbert")
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
     "gpt2": {**_COMMON, **_NO_DROPOUT},
@@ -60,6 +62,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
     "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4},
+    "bert": {**_COMMON, "intermediate_size": 48, **_NO_ENCODER_DROPOUT},
+    "roberta": {
+        **_COMMON,
+        "intermediate_size": 48,
+        "pad_token_id": 1,
+        **_NO_ENCODER_DROPOUT,
+    },
+    "modernbert": {**_COMMON, "intermediate_size": 48, "local_attention": 4},
     "phimoe": {
         **_GROUPED,
         "num_local_experts": 4,
@@ -74,7 +85,11 @@ def make_config(model_type: str, *, freeze: Sequence[str] = (), **changes: Any) 
     return parse_config(
         {
             "model": {"hf": {"model_type": model_type, **ARCHITECTURES[model_type], **changes}},
-            "data": {"path": "@stdlib", "sequence_length": 16},
+            "data": {
+                "path": "@stdlib",
+                "sequence_length": 16,
+                "objective": "masked" if model_type in ENCODERS else "next-token",
+            },
             "train": {"freeze": list(freeze)},
         }
     )
@@ -185,7 +200,8 @@ def make_case(model_type: str, *, freeze: Sequence[str] = (), **changes: Any) ->
     table = build_table(config, hf_config)
     eager = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
     torch.manual_seed(7)
-    original = AutoModelForCausalLM.from_config(hf_config, **eager)
+    kind = AutoModelForMaskedLM if model_type in ENCODERS else AutoModelForCausalLM
+    original = kind.from_config(hf_config, **eager)
     with torch.no_grad():
         for parameter in original.parameters():
             parameter.mul_(3.0).add_(torch.randn_like(parameter), alpha=0.05)
@@ -217,7 +233,7 @@ def make_batch(rows: int = 2, length: int = 12, seed: int = 3) -> MicroBatch:
 
 def original_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
     """The summed cross-entropy of the Hugging Face model itself."""
-    logits = model(input_ids=torch.from_numpy(batch.input_ids), use_cache=False).logits
+    logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
     return torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(),
         torch.from_numpy(batch.labels).flatten(),

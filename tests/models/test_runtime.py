@@ -21,6 +21,8 @@ ALSO = ("qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt", "granite", 
 LISTS = ("openai-gpt",)
 """Layers that return lists."""
 EXPERTS = ("qwen3_moe", "mixtral", "qwen3_next", "olmoe", "phimoe")
+OTHERS = ("mamba", "bert", "roberta", "modernbert")
+"""A state space, and encoders, whose list of layers may be an encoder's inside the model."""
 
 
 def assert_same_gradients(case, tolerance: float = 1e-6) -> None:
@@ -48,7 +50,7 @@ def test_recomputed_stages_match_the_model(
     assert_same_gradients(case)
 
 
-@pytest.mark.parametrize("model_type", [*ALSO, *LISTS, *EXPERTS])
+@pytest.mark.parametrize("model_type", [*ALSO, *LISTS, *EXPERTS, *OTHERS])
 def test_other_architectures_match_too(model_type, make_case, make_batch, original_loss) -> None:
     case = make_case(model_type)
     batch = make_batch()
