@@ -1,5 +1,6 @@
 """Models of other kinds than decoders of attention layers through real daemons: the plain loop's
-losses and weights, and the same bytes whether the backward is split or not.
+losses and weights, and the same bytes whether the backward is split or not. The gate has those
+without pictures in ``tests/worker/test_kinds.py``.
 """
 
 from __future__ import annotations
@@ -112,8 +113,10 @@ def loop_of(kind: str) -> Callable[[Path], ReferenceLoop]:
     return PicturesLoop if kind == PICTURES else ReferenceLoop
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", [*KINDS, PICTURES])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind", [PICTURES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)]
+)
 def test_a_split_run_is_the_plain_loop(runner: H.Runner, kind: str) -> None:
     layers = 4 if kind == PICTURES else 2
     split = trained(runner, kind, ["split-backward"], steps=6, layers=layers)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import zmq
 from prometheus_client import CollectorRegistry
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
 
 from penstock._native import undo_bytes
 from penstock.daemons.memory.metrics import MemoryMetrics
@@ -26,6 +26,7 @@ from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.planner.configured import build_plan
 from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.config.values import MASKED, NEXT_TOKEN
 from penstock.protocol.plan.instructions import Program
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
@@ -98,13 +99,14 @@ def make_config(
     device: str = "cpu",
     transport: str = "auto",
     pin_memory: bool = True,
+    objective: str = NEXT_TOKEN,
 ) -> Config:
     """A small configuration; ``workers`` counts all devices."""
     return parse_config(
         {
             "run": {"seed": 7},
             "model": {"hf": LLAMA | (hf or {}), **(model or {})},
-            "data": {"path": "@stdlib", "sequence_length": SEQUENCE},
+            "data": {"path": "@stdlib", "sequence_length": SEQUENCE, "objective": objective},
             "train": {
                 "global_batch": 2 * micro_batches,
                 "micro_batch": 2,
@@ -250,7 +252,9 @@ class Cluster:
 
     def reference(self, job: Job) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss sum and gradients of a plain loop over the same weights."""
-        model = AutoModelForCausalLM.from_config(self.hf_config, dtype=torch.float32)
+        masked = self.config.data.objective == MASKED
+        kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+        model = kind.from_config(self.hf_config, dtype=torch.float32)
         model.train()
         parameters = dict(model.named_parameters())
         with torch.no_grad():
@@ -258,7 +262,7 @@ class Cluster:
                 parameters[name].copy_(value)
         total = 0.0
         for batch in job.batches:
-            logits = model(input_ids=torch.from_numpy(batch.input_ids), use_cache=False).logits
+            logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
             labels = torch.from_numpy(batch.labels).flatten()
             loss = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), labels, reduction="sum", ignore_index=-100

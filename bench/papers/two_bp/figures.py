@@ -253,8 +253,8 @@ def runs_table() -> PaperTable:
             " = 2, where table 1 allows 1.29 and 1.15. Seconds of unsplit over split steps, the"
             " fastest of each, of runs that took turns; peaks of the worker that held most;"
             " simulations with `penstock profile`. The two cores were shared: *load* is that of the"
-            " whole machine, so workers often did not run side by side, and what a split saves of"
-            " waiting is hardly to be seen. Losses of all steps are compared bit by bit. Recorded"
+            " whole machine, so workers often did not run side by side, and single ratios are"
+            " rough. Losses of all steps are compared bit by bit. Recorded"
             " by `python -m bench.papers.two_bp.runs`."
         ),
         columns=(
