@@ -161,7 +161,7 @@ def _faster() -> PaperTable:
             " micro-batches of 1, full recomputation, costs from data sheets): all updates on the"
             " CPU, ours, and the paper's form, with strides by the rates; in brackets the share of"
             " blocks on GPUs. What the CPU does itself advances or is settled early, whichever is"
-            " shorter. `schedule.device_updates: auto` takes the shorter of the two forms."
+            " shorter. `schedule.device_updates: auto` takes the shortest of the three."
         ),
         columns=(
             "machine",
