@@ -254,7 +254,9 @@ def runs_table() -> PaperTable:
             " fastest of each, of runs that took turns; peaks of the worker that held most;"
             " simulations with `penstock profile`. The two cores were shared: *load* is that of the"
             " whole machine, so workers often did not run side by side, and single ratios are"
-            " rough. Losses of all steps are compared bit by bit. Recorded"
+            " rough. ResNet is cut by its parameters, which lie where pictures are small, so one"
+            " worker has most of the work and little waits; its many small operators make a split"
+            " forward slower. Losses of all steps are compared bit by bit. Recorded"
             " by `python -m bench.papers.two_bp.runs`."
         ),
         columns=(
