@@ -73,6 +73,24 @@ class Floors:
         splits = "2bp" in request.passes or self.splits.get(request.scheme, True)
         return max(device.least_s(splits) for device in self._devices(candidate))
 
+    def device_bytes(self, candidate: Candidate) -> float:
+        """Returns bytes that some device cannot do without where weights stay on devices: those of
+        its stages, and what one backward needs of one micro-batch.
+        """
+        request, scheme = candidate.request, SCHEMES[candidate.request.scheme]
+        resident = scheme.residency is Residency.RESIDENT and not scheme.shards_weights
+        if not resident or request.drop or not _SAME_STAGES.issuperset(request.passes):
+            return 0.0
+        _, num_backward = candidate.stages
+        placed = scheme.place(*candidate.stages, request.num_devices).backward
+        stages = self._stages(num_backward)
+        kept, graphs = [0.0] * request.num_devices, [0.0] * request.num_devices
+        for number, device in enumerate(placed):
+            stage = stages[number % num_backward]
+            kept[device] += stage.weight_bytes + stage.device_gradient_bytes + stage.static_bytes
+            graphs[device] = max(graphs[device], stage.activation_bytes)
+        return max(one + other for one, other in zip(kept, graphs, strict=True))
+
     def _devices(self, candidate: Candidate) -> Sequence[_Load]:
         request, scheme = candidate.request, SCHEMES[candidate.request.scheme]
         num_devices, count = request.num_devices, request.num_microbatches

@@ -192,7 +192,8 @@ class Search:
         """
         candidate = first.candidate
         context = self._context(candidate)
-        if _kept_bytes(candidate, context.prices.costs) > self.device_bytes:
+        least_bytes = self._floors[candidate.micro_batch].device_bytes(candidate)
+        if max(least_bytes, _kept_bytes(candidate, context.prices.costs)) > self.device_bytes:
             self._refuse("device memory")
             return None
         try:

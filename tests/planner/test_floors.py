@@ -65,6 +65,7 @@ def test_no_plan_beats_its_floors(scheme: str, stops_early: bool) -> None:
         assert found.seconds <= step_s, one
         needed = max(peak.total_bytes for peak in device_peaks(plan, prices.costs))
         assert found.device_bytes <= needed * (1 + 1e-9), one
+        assert floors.device_bytes(one) <= needed * (1 + 1e-9), one
 
 
 @pytest.mark.parametrize("passes", known_pass_sets(), ids="+".join)
