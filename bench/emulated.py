@@ -32,7 +32,8 @@ from typing import Any
 
 import yaml
 
-from bench.papers import obscura_testbed, spipe_testbed
+from bench.papers import spipe_testbed
+from bench.papers.obscura import testbed as obscura_testbed
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.passes import PASSES, PassContext

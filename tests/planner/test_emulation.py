@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.papers.obscura_testbed import SEQUENCE_LENGTH, PaperCase
+from bench.papers.obscura.testbed import SEQUENCE_LENGTH, PaperCase
 from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.daemons.node.preparing.prospect import look_ahead

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.papers.obscura import bubble_table, strawman_table
-from bench.papers.obscura_testbed import (
+from bench.papers.obscura.testbed import (
     MEMORY_BYTES,
     PaperCase,
     SimulatedRun,
@@ -19,6 +18,7 @@ from bench.papers.obscura_testbed import (
     paper_obscura,
     strawman,
 )
+from bench.papers.obscura.units import bubble_table, strawman_table
 from penstock.planner.passes.obscura.shape import adjusted_stages, stage_orders
 
 _LAYERS = {"18B": 56, "23B": 72, "28B": 88}

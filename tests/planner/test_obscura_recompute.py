@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from bench.papers.obscura import unit_schedule
+from bench.papers.obscura.units import unit_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.memory.footprint import device_peaks

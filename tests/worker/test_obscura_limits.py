@@ -1,16 +1,27 @@
 """Obscura under limits on real small models: plans are accepted and run, no device goes above the
 limit, and each device's planned peak is at most 3 % above what is measured, and never below.
+
+    python -m tests.worker.test_obscura_limits [--rounds 5]
+
+does the same with larger models and micro-batches, times attempts under the three limits in turns,
+and records them in ``bench/papers/data/obscura_runs.json`` for ``docs/PAPERS.md``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bench.papers.obscura.runs import keep, row_of
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.planner.configured import config_prices, trainable_plan
@@ -50,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Three families; GPT-2 has dropouts, Qwen3 norms of queries and keys, and a tied head."""
+WIDTHS = ("n_embd", "hidden_size", "intermediate_size", "head_dim")
 OBSCURA = {"recompute": "none", "passes": ["obscura"]}
 
 
@@ -60,23 +72,38 @@ def stack() -> Iterator[ExitStack]:
 
 
 class Limited:
-    """One model on four devices, with its profile."""
+    """One model on four devices, with its profile; ``width``: how much wider than in ``MODELS``,
+    ``micro_batch``: sequences in one, ``budget_s``: of each quantity that is profiled.
+    """
 
-    def __init__(self, model: str, folder: Path) -> None:
-        self._hf = {"vocab_size": cluster.LLAMA["vocab_size"], **MODELS[model]}
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        *,
+        width: int = 1,
+        micro_batch: int = 2,
+        budget_s: float = 0.0,
+    ) -> None:
+        hf = {"vocab_size": cluster.LLAMA["vocab_size"], **MODELS[model]}
+        widths = {key: width * hf[key] for key in WIDTHS if key in hf}
+        self._hf, self._micro_batch = {**hf, **widths}, micro_batch
         config = self.config({"recompute": "none"}, None)
-        (folder / "profile.json").write_text(to_json(profile_of(config)))
-        self._profile = {"profile": str(folder / "profile.json")}
+        file = folder / f"{model}.json"
+        file.write_text(to_json(profile_of(config, budget_s)))
+        self._profile = {"profile": str(file)}
         hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
         self.table: BlockTable = build_table(config, hf_config)
 
     def config(self, schedule: dict[str, Any], limit: int | None) -> Config:
-        """Eight micro-batches of two sequences, 1F1B."""
+        """Eight micro-batches, 1F1B."""
         keys = {**schedule, **getattr(self, "_profile", {})}
         made = cluster.make_config(workers=4, micro_batches=8, schedule=keys)
         memory = made.memory.model_copy(update={"device_limit": limit})
         model = made.model.model_copy(update={"hf": self._hf})
-        return made.model_copy(update={"memory": memory, "model": model})
+        sizes = {"micro_batch": self._micro_batch, "global_batch": 8 * self._micro_batch}
+        train = made.train.model_copy(update=sizes)
+        return made.model_copy(update={"memory": memory, "model": model, "train": train})
 
     def peaks(self, config: Config, plan: Plan) -> list[float]:
         """Planned bytes of each device."""
@@ -141,3 +168,45 @@ def test_three_limits_of_other_families(stack: ExitStack, tmp_path: Path, model:
     plans = [check(stack, limited, share) for share in SHARES]
     assert all(map(drops, plans))
     assert any(map(relaxes, plans)) and any(map(swaps, plans))
+
+
+def record(model: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Returns a row a limit, with a run a round: attempts under the three limits in turns."""
+    limited = Limited(model, folder, width=3, micro_batch=20, budget_s=0.2)
+    limits = [limited.limit(share) for share in SHARES]
+    configs = [limited.config(OBSCURA, limit) for limit in limits]
+    with ExitStack() as stack:
+        made = [cluster.build_cluster(stack, config) for config in configs]
+        meters = [use_plan(one, one.plan) for one in made]
+        rows = [
+            row_of(model, config, limited.table, one.plan)
+            for config, one in zip(configs, made, strict=True)
+        ]
+        for attempt in range(1, rounds + 2):  # the first fills caches
+            for one, meter, row in zip(made, meters, rows, strict=True):
+                job = one.job(attempt=attempt)
+                started_s = time.perf_counter()
+                one.train(job)
+                step_s = time.perf_counter() - started_s
+                peak = max(m.peak.num_bytes for m in meter if m.peak is not None)
+                if attempt > 1:
+                    row["runs"].append({"peak": peak, "step_s": step_s})
+    return rows
+
+
+def main() -> None:
+    """Record all models."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        for model in MODELS:
+            rows = record(model, Path(folder), options.rounds)
+            keep(model, rows)
+            for row in rows:
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -86,8 +86,9 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-def profile_of(config: Config) -> Profile:
+def profile_of(config: Config, budget_s: float = 0.0) -> Profile:
     """What ``penstock profile`` says of the model; the machine is of no interest."""
+    micro_batch = config.train.micro_batch
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
     table = build_table(config, hf_config)
     cpu = torch.device("cpu")
@@ -96,14 +97,14 @@ def profile_of(config: Config) -> Profile:
         device=cpu,
         compute_dtype=torch.float32,
         sequence_length=SEQUENCE,
-        budget_s=0.0,
+        budget_s=budget_s,
     )
     return Profile(
         device="here",
         sequence_length=SEQUENCE,
-        micro_batch=2,
+        micro_batch=micro_batch,
         machine=CPU_GUESS.machine,
-        kinds=measure_kinds(bench, table, (1, 2), lambda _: None).kinds,
+        kinds=measure_kinds(bench, table, (micro_batch // 2, micro_batch), lambda _: None).kinds,
         table=table,
     )
 

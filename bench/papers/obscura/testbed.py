@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.catalogue import MODELS
@@ -229,32 +229,38 @@ def _peak(program: Program, totals: Sequence[float], surplus: float) -> float:
     return most
 
 
+@cache
 def dapple(case: PaperCase) -> SimulatedRun:
     """Runs 1F1B that keeps everything."""
     return run(case, case.schedule("1f1b", NONE), Grain.BLOCK)
 
 
+@cache
 def dapple_plus(case: PaperCase) -> SimulatedRun:
     """Runs 1F1B with full recomputation on all stages: what others are compared with."""
     return run(case, case.schedule("1f1b", FULL), Grain.BLOCK)
 
 
+@cache
 def ohp_cmb(case: PaperCase) -> SimulatedRun:
     """Runs 1F1B that recomputes the cost-effective operators on all stages."""
     return run(case, case.schedule("1f1b", case.operators("cmb")), Grain.BLOCK)
 
 
+@cache
 def bpipe(case: PaperCase, recompute: Recomputation = NONE) -> SimulatedRun:
     """Runs BPipe."""
     return run(case, case.schedule("bpipe", recompute), Grain.BLOCK)
 
 
+@cache
 def bpipe_that_fits(case: PaperCase) -> SimulatedRun:
     """Runs BPipe, with MLP recomputation where it does not fit without."""
     plain = bpipe(case)
     return plain if plain.fits else bpipe(case, case.operators("mlp"))
 
 
+@cache
 def strawman(case: PaperCase) -> SimulatedRun:
     """Runs the strawman: stages over the limit recompute fully, and run forwards early (section
     3.2).
@@ -264,12 +270,14 @@ def strawman(case: PaperCase) -> SimulatedRun:
     return run(case, migrate_forwards(identified, case.context), Grain.BLOCK)
 
 
+@cache
 def paper_obscura(case: PaperCase) -> SimulatedRun:
     """Runs Obscura as the paper does."""
     start = case.schedule("1f1b", NONE)
     return run(case, obscura(start, case.context, grain=Grain.BLOCK), Grain.BLOCK)
 
 
+@cache
 def our_obscura(case: PaperCase) -> SimulatedRun:
     """Runs Obscura on this system: RECOMPUTE does not wait for gradients, and makes a whole
     stage.
@@ -277,6 +285,7 @@ def our_obscura(case: PaperCase) -> SimulatedRun:
     return run(case, obscura(case.schedule("1f1b", NONE), case.context), Grain.STAGE)
 
 
+@cache
 def ours(case: PaperCase) -> SimulatedRun:
     """Returns the faster that fits of Obscura with any number of swaps, and the same with split
     backwards.
@@ -293,6 +302,7 @@ def ours(case: PaperCase) -> SimulatedRun:
     return min((one for one in runs if one.fits), key=lambda one: one.seconds)
 
 
+@cache
 def ablation(case: PaperCase, last: int) -> tuple[SimulatedRun, ...]:
     """Runs DR, DR+SAR, and DR+SAR+CB as printed and with the fastest partition, with the adjusted
     stages 0 … ``last`` (section 9.6).
