@@ -244,17 +244,18 @@ _WORKSPACES: Mapping[type[Instruction], str] = MappingProxyType(
 
 def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | None:
     """While the first computes, the second keeps nothing: not yet in forwards, no longer in
-    backwards.
+    backwards. Its gradient is there then, which nobody but the first takes.
     """
     if second.workspaces is None:
         return None
     early, late = first.workspaces or Workspaces(), second.workspaces
     kept, left = second.activation_bytes, second.deferred_bytes
+    between = first.output_bytes
     return Workspaces(
         forward=max(early.forward, late.forward),
         graph=max(early.graph - kept, late.graph),
-        backward=max(early.backward - kept, late.backward),
-        backward_input=max(early.backward_input - (kept - left), late.backward_input),
+        backward=max(early.backward - kept + between, late.backward),
+        backward_input=max(early.backward_input - (kept - left) + between, late.backward_input),
         backward_weight=max(early.backward_weight - left, late.backward_weight),
     )
 

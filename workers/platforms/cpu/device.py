@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from penstock.models.torch_device import SwapStreams, torch_device
+from penstock.models.torch_device import SwapStreams, host_memory, torch_device
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from penstock.workers.platforms.base import BufferPool, Copied, HostArray, Stamp, as_tensor
@@ -119,8 +119,10 @@ class CpuDevice:
         """Nothing is under way."""
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors: they are in host memory."""
-        return dict(tensors)
+        """Returns copies: messages wait in the host's memory until they are sent, however late that
+        is, and not in what counts as the device's.
+        """
+        return {name: _host_copy(tensor) for name, tensor in tensors.items()}
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors: the device computes in host memory."""
@@ -133,3 +135,9 @@ class CpuDevice:
     def arrival_s(self, complete_s: float | None) -> float | None:
         """Returns when the message was complete."""
         return complete_s
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    source = tensor.detach()
+    copy = host_memory(source.numel() * source.itemsize).view(source.dtype).view(source.shape)
+    return copy.copy_(source)
