@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -241,7 +242,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
         for batch in options.micro_batches:
             for row in measure(model, folder, batch, options.steps):
                 known[batch, row["way"]] = row
-                print(batch, row["way"], json.dumps(overheads(row)), flush=True)
+                sys.stderr.write(f"{batch} {row['way']} {json.dumps(overheads(row))}\n")
         record = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, load"
             f" {os.getloadavg()[1]:.0f} of this and other work",
