@@ -87,7 +87,7 @@ def simulated_s(row: Row) -> float:
     """Seconds of an attempt on the machine: as simulated with a core for each device, or those of
     all their work on the cores that there are.
     """
-    return float(max(row["simulated_s"], row.get("work_s", 0.0) / row.get("cores", 1)))
+    return float(max(row["simulated_s"], row["work_s"] / row["cores"]))
 
 
 def same_order(rows: Sequence[Row]) -> bool:
