@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.shelf import prepared
+from tests.shelf import Shelf, prepared
 from tests.system import conftest as H
 from tests.system.faults import Cast, draw
 from tests.system.striking import DisturbedRun
@@ -148,9 +148,11 @@ def tally(seed: int) -> Iterator[Counter[str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, shelf: Shelf
+) -> Iterator[Callable[[str], Path]]:
     """Name of a configuration -> directory of its undisturbed run, made when it is asked for."""
-    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"))
+    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"), shelf)
     finished: dict[str, Path] = {}
 
     def run_dir(name: str) -> Path:
