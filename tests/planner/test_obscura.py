@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.papers.obscura import (
+from bench.papers.obscura.units import (
     converted_bubbles,
     overhead,
     recomputing,
