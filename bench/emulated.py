@@ -32,8 +32,9 @@ from typing import Any
 
 import yaml
 
-from bench.papers import spipe_testbed
 from bench.papers.obscura import testbed as obscura_testbed
+from bench.papers.spipe_cluster import systems, testbed
+from bench.papers.spipe_cluster.measured import Workload, measured
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.passes import PASSES, PassContext
@@ -102,23 +103,24 @@ class EmulatedRun:
 
 def spipe(billions: int) -> Experiment:
     """SPipe, table 2 and figure 9: one node of four V100, 16 sequences in micro-batches of 2."""
-    workload = spipe_testbed.Workload(
-        billions=billions, sequence=1024, nodes=1, micro_batch=2, mini_batch=16
-    )
-    bed, runs = spipe_testbed.analytic(workload), spipe_testbed.measured()[workload]
-    blocking = spipe_testbed.with_blocking_transfers(bed.costs)
+    workload = Workload(billions=billions, sequence=1024, nodes=1, micro_batch=2, mini_batch=16)
+    bed, runs = testbed.analytic(workload), measured()[workload]
+    blocking = testbed.with_blocking_transfers(bed.costs)
+    share = testbed.efficiency(testbed.V100, workload.micro_batch * workload.sequence)
+    # Forward and backward send, recomputation does not; workers know one overhead for all.
+    instruction_s = blocking.instruction_s + 2.0 / 3.0 * blocking.sending_s
 
-    def case(system: spipe_testbed.System) -> EmulatedCase:
-        plan = spipe_testbed.plan_of(
+    def case(system: systems.System) -> EmulatedCase:
+        plan = systems.plan_of(
             system, bed.model.num_layers, workload.num_devices, workload.num_microbatches
         )
         return EmulatedCase(
             name=system.name,
             make=lambda emulation: plan,
             emulation={
-                "instruction_s": blocking.instruction_s,
-                "optimizer_bytes": system.optimizer.tail_bytes,
-                "optimizer_start": str(system.optimizer.start),
+                "instruction_s": instruction_s,
+                "optimizer_bytes": system.optimizer().tail_bytes,
+                "optimizer_start": str(system.optimizer().start),
             },
         )
 
@@ -129,14 +131,14 @@ def spipe(billions: int) -> Experiment:
     return Experiment(
         name=f"spipe-{billions}b",
         title=f"SPipe, LLaMA-2 {billions}B on 4 V100",
-        device=f"analytic:V100-PCIE-32:spipe-{billions}b:efficiency={spipe_testbed.EFFICIENCY}",
+        device=f"analytic:V100-PCIE-32:spipe-{billions}b:efficiency={share:.4g}",
         workers=workload.num_devices,
         sequence=workload.sequence,
         micro_batch=workload.micro_batch,
         time_scale=0.5,
         machine={"dram_bandwidth": bed.cluster.dram_bandwidth, "device_memory_bytes": 32 * 2**30},
-        cases=tuple(map(case, spipe_testbed.SYSTEMS.values())),
-        ratios=(ratio("Mobius", "1.26"), ratio("Megatron", "1.31")),
+        cases=tuple(map(case, systems.SYSTEMS.values())),
+        ratios=(ratio("Mobius", "1.31"), ratio("Megatron", "1.26")),
     )
 
 

@@ -24,7 +24,9 @@ from typing import Any
 
 from bench import emulated
 from bench.emulated import EmulatedCase, Experiment, configuration, trained
-from bench.papers import spipe_testbed
+from bench.papers.spipe_cluster.measured import Workload
+from bench.papers.spipe_cluster.systems import SYSTEMS, plan_of
+from bench.papers.spipe_cluster.testbed import analytic
 from penstock.client.watching.step_report import StepReport
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.traces.causes import Resource
@@ -104,12 +106,10 @@ def streamed_weights() -> SavingsCase:
 def two_nodes() -> SavingsCase:
     """SPipe's plan on two nodes of two V100 behind slow NICs."""
     experiment = emulated.spipe(10)
-    workload = spipe_testbed.Workload(
-        billions=10, sequence=1024, nodes=1, micro_batch=2, mini_batch=16
-    )
-    system = spipe_testbed.SYSTEMS["SPipe"]
-    bed = spipe_testbed.analytic(workload)
-    plan = spipe_testbed.plan_of(system, bed.model.num_layers, 4, workload.num_microbatches)
+    workload = Workload(billions=10, sequence=1024, nodes=1, micro_batch=2, mini_batch=16)
+    system = SYSTEMS["SPipe"]
+    bed = analytic(workload)
+    plan = plan_of(system, bed.model.num_layers, 4, workload.num_microbatches)
     machine = {**experiment.machine, "nic_bandwidth": 2e9}
     return SavingsCase(
         experiment=replace(experiment, nodes=2, machine=machine, time_scale=0.2),

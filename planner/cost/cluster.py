@@ -24,6 +24,11 @@ class Cluster:
     ``dram_bandwidth``: of a node, shared by copies, transfers through the host, and the optimizer's
     threads. ``latency_s`` of a message.
 
+    ``numa_domains``: parts into which a node's memory channels and cores are split (NPS of an EPYC,
+    sockets), where processes are bound to theirs: gradients of a device, and the optimizer's work
+    on them, stay in the domain of its own, with as large a share of ``dram_bandwidth`` and
+    ``optimizer_rate``.
+
     ``optimizer_rate``: parameters/s that all optimizer cores of a node can process if DRAM is no
     limit. ``preview_speed``, ``settle_speed``: how many times as fast they preview, or settle, as
     they do both in one sweep. ``device_optimizer_rate``: parameters/s of an UPDATE on a device,
@@ -48,6 +53,7 @@ class Cluster:
     read_bandwidth: float | None = None
     dram_bandwidth: float = inf
     latency_s: float = 0.0
+    numa_domains: int = 1
     optimizer_rate: float = inf
     preview_speed: float = 1.0
     settle_speed: float = 1.0
@@ -63,6 +69,11 @@ class Cluster:
     def node_of(self, device: int) -> int:
         """Returns the node that a device is in."""
         return device // self.devices_per_node
+
+    def domain_of(self, device: int) -> int:
+        """Returns the NUMA domain that a device is bound to, numbered over all nodes."""
+        inside = device % self.devices_per_node * self.numa_domains // self.devices_per_node
+        return self.node_of(device) * self.numa_domains + inside
 
     def switch_of(self, device: int) -> int:
         """Returns the PCIe switch that a device is on, numbered over all nodes."""
@@ -95,12 +106,17 @@ class OptimizerModel:
     none). A sweep runs at ``Cluster.optimizer_rate``, or slower where its share of DRAM bandwidth
     is less.
 
+    ``stage_rate``: parameters/s that the threads of one stage's step reach, where every stage has
+    its own and steps run side by side (SPipe, section 4); ``inf``: a domain's cores work on one
+    unit after the other.
+
     ``early``: how the blocks in ``Plan.settled_early`` are done; ``None``: like all others.
     """
 
     start: OptimizerStart = OptimizerStart.OFFLOAD
     tail_bytes: float = 30.0
     settle_bytes: float = 0.0
+    stage_rate: float = inf
     early: OptimizerModel | None = None
 
 

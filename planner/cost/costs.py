@@ -260,6 +260,9 @@ def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | No
     )
 
 
+_SENT = (Forward, Backward, BackwardInput)
+"""Instructions whose result goes to another stage."""
+
 _COMPUTED = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
 _SUMMED = tuple(
     field.name
@@ -280,6 +283,9 @@ _SUMMED = tuple(
 class Costs:
     """All blocks, and the fixed overhead of each compute instruction in seconds.
 
+    ``sending_s``: how much longer an instruction takes whose result is sent, where compute waits
+    for transfers.
+
     ``separate_memory``: devices do not compute in the host's, so that OFFLOAD_GRADIENTS copies,
     beside what follows it, and UPDATE needs buffers; otherwise the sums are gone when the former
     has run, and the latter works where the state is.
@@ -287,6 +293,7 @@ class Costs:
 
     blocks: tuple[BlockCost, ...]
     instruction_s: float = 0.0
+    sending_s: float = 0.0
     separate_memory: bool = True
 
     def of(self, blocks: range) -> BlockCost:
@@ -295,6 +302,10 @@ class Costs:
         if key not in self._stages:
             self._stages[key] = sum((self.blocks[i] for i in blocks), start=BlockCost())
         return self._stages[key]
+
+    def overhead_s(self, kind: type[Instruction]) -> float:
+        """Returns the overhead of a class of compute instructions."""
+        return self.instruction_s + (self.sending_s if kind in _SENT else 0.0)
 
     def faster(self, factor: float) -> Costs:
         """Returns costs of devices that compute ``factor`` times as fast; their overhead stays."""

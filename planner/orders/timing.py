@@ -211,19 +211,21 @@ def seconds_of(facts: PlanFacts, costs: Costs) -> Callable[[OrderedInstruction],
     """Returns a function that says how many seconds an instruction occupies the compute stream;
     swaps and updates occupy none of it.
     """
-    by_stage, fixed_s = stage_seconds(facts.layout, costs), costs.instruction_s
+    by_stage = stage_seconds(facts.layout, costs)
+    overhead_s = {kind: costs.overhead_s(kind) for kind in by_stage}
     again_s: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def remake_s(stage: int, drop: tuple[str, ...]) -> float:
         if (stage, drop) not in again_s:
             cost = costs.of(facts.layout.backward[stage].blocks)
-            again_s[stage, drop] = cost.drop_seconds(drop) + fixed_s
+            again_s[stage, drop] = cost.drop_seconds(drop) + overhead_s[Recompute]
         return again_s[stage, drop]
 
     def seconds(instruction: OrderedInstruction) -> float:
         per_stage = by_stage.get(type(instruction))
         if per_stage is None:
             return 0.0
+        fixed_s = overhead_s[type(instruction)]
         stage: int = instruction.stage  # type: ignore[union-attr]  # it computes
         if type(instruction) is Recompute:
             drop = facts.drops.get((stage, instruction.micro_batch))

@@ -15,6 +15,7 @@ from penstock.planner.passes import (
     obscura,
     own,
     spipe,
+    swapping,
     two_bp,
 )
 from penstock.planner.passes.base import Pass, PassContext
@@ -27,6 +28,7 @@ _ALL: tuple[Pass, ...] = (
     *deep_optimizer_states.PASSES,
     *own.PASSES,
     *keeping.PASSES,
+    *swapping.PASSES,
 )
 
 PASSES: Mapping[str, Pass] = MappingProxyType({one.name: one for one in _ALL})

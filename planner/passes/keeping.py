@@ -56,13 +56,13 @@ def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
         ConfigError: stages are not coupled, costs name no operators, activations are swapped, or
             there is too little memory even with everything dropped.
     """
-    _require_operators(schedule, context)
+    require_operators(schedule, context, "keep-what-fits")
     limit = context.memory_limit_bytes
     limit = context.cluster.device_memory_bytes if limit is None else limit
     costs = [context.costs.of(stage.blocks) for stage in schedule.layout.forward]
     steps = [_steps(cost) for cost in costs]
     dropped = [frozenset(step.operator for step in stage) for stage in steps]
-    least = _with_drops(schedule, dropped)
+    least = with_drops(schedule, dropped)
     peaks = device_peaks(lower(least), context.costs)
     in_flight = [_in_flight(order) for order in schedule.orders]
     for device, order in enumerate(schedule.orders):
@@ -80,10 +80,15 @@ def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
             if needed <= room:
                 room -= needed
                 dropped[stage] -= {operator}
-    return _with_drops(schedule, dropped)
+    return with_drops(schedule, dropped)
 
 
-def _require_operators(schedule: Schedule, context: PassContext) -> None:
+def require_operators(schedule: Schedule, context: PassContext, name: str) -> None:
+    """Checks that a pass of this ``name`` can choose operators to drop in a schedule.
+
+    Raises:
+        ConfigError: stages are not coupled, costs name no operators, or activations are swapped.
+    """
     layout = schedule.layout
     swaps = any(isinstance(i, SwapOut | SwapIn) for order in schedule.orders for i in order)
     coupled = all(map(layout.is_coupled, range(len(layout.forward))))
@@ -95,7 +100,7 @@ def _require_operators(schedule: Schedule, context: PassContext) -> None:
     )
     for wrong, reason in problems:
         if wrong:
-            raise ConfigError(f"passes: keep-what-fits: {schedule.scheme}: {reason}")
+            raise ConfigError(f"passes: {name}: {schedule.scheme}: {reason}")
 
 
 def _steps(cost: BlockCost) -> tuple[_Step, ...]:
@@ -143,7 +148,15 @@ def _in_flight(order: Order) -> Mapping[int, int]:
     return most
 
 
-def _with_drops(schedule: Schedule, dropped: list[frozenset[str]]) -> Schedule:
+def operators_by_worth(cost: BlockCost) -> tuple[str, ...]:
+    """Returns the names of what can be dropped, the dearest to make again per byte first."""
+    return tuple(step.operator for step in _steps(cost))
+
+
+def with_drops(schedule: Schedule, dropped: list[frozenset[str]]) -> Schedule:
+    """Returns the schedule with forwards that drop these operators, by forward stage, and with
+    recomputations where there are any.
+    """
     drops = [tuple(sorted(names)) for names in dropped]
     orders = tuple(tuple(_selective(order, drops)) for order in schedule.orders)
     streamed = schedule.residency is Residency.STREAMED

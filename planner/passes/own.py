@@ -29,7 +29,7 @@ from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, all_forward_all_backward
 from penstock.planner.schemes.spipe import SCHEME
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.instructions import Forward, Keep
+from penstock.protocol.plan.instructions import Backward, Forward, Keep
 from penstock.protocol.plan.plan import StageRange
 
 STAGES_PER_DEVICE = (1, 2, 3, 4, 6)
@@ -116,11 +116,11 @@ def estimate_s(layout: StageLayout, costs: Costs) -> float:
     load_s: dict[int, float] = defaultdict(float)
     hops_s = [0.0]
     for stage in layout.forward[:-1]:
-        hops_s.append(costs.of(stage.blocks).forward_s + costs.instruction_s)
+        hops_s.append(costs.of(stage.blocks).forward_s + costs.overhead_s(Forward))
         load_s[stage.device] += hops_s[-1]
     for stage in layout.backward:
         cost = costs.of(stage.blocks)
-        hops_s.append(cost.backward_s + costs.instruction_s)
+        hops_s.append(cost.backward_s + costs.overhead_s(Backward))
         load_s[stage.device] += hops_s[-1] + cost.recompute_s + costs.instruction_s
     skew_s = (layout.num_devices - 1) * max(hops_s)
     return max(load_s.values()) * layout.num_microbatches + skew_s

@@ -43,17 +43,18 @@ def add_compute(context: Context, *, stops_early: bool) -> None:
 
 def _seconds(context: Context, stops_early: bool) -> Floats:
     columns = context.columns
-    seconds = np.zeros(len(columns.codes))
+    seconds, overhead = np.zeros(len(columns.codes)), np.zeros(len(columns.codes))
     for kind, table in stage_seconds(context.layout, context.costs).items():
         rows = columns.rows(kind)
         seconds[rows] = np.array(table)[columns.stages[rows]]
+        overhead[rows] = context.costs.overhead_s(kind)
     weights = columns.rows(BackwardWeight)
     seconds[weights] *= columns.map(weights, lambda work: len(work.micro_batches))
     if context.facts.drops:
         _make_dropped_again(context, seconds)
     if stops_early:
         _stop_at_last_checkpoint(context, seconds)
-    return seconds[columns.computes] + context.costs.instruction_s
+    return seconds[columns.computes] + overhead[columns.computes]
 
 
 def _make_dropped_again(context: Context, seconds: Floats) -> None:

@@ -42,7 +42,7 @@ class Context:
     def of(cls, plan: Plan, costs: Costs, cluster: Cluster) -> Context:
         """Returns a context in which nothing is lowered yet."""
         columns, layout = Columns.of(plan.programs), StageLayout.of(plan)
-        num_nodes = cluster.node_of(plan.num_devices - 1) + 1
+        num_optimizers = cluster.domain_of(plan.num_devices - 1) + 1 + len(layout.backward)
         return cls(
             plan=plan,
             layout=layout,
@@ -50,7 +50,7 @@ class Context:
             costs=costs,
             cluster=cluster,
             columns=columns,
-            queues=Queues(num_devices=plan.num_devices, num_nodes=num_nodes),
+            queues=Queues(num_devices=plan.num_devices, num_optimizers=num_optimizers),
             network=Network(cluster),
             builder=GraphBuilder(),
             facts=PlanFacts(layout=layout, drops=_drops(columns)),

@@ -37,7 +37,7 @@ class Queues:
     """Numbers of queues: each serves one task at a time."""
 
     num_devices: int
-    num_nodes: int
+    num_optimizers: int
 
     def compute(self, device: Any) -> Any:
         """Returns the queue of a device's compute stream."""
@@ -55,14 +55,14 @@ class Queues:
         """Returns the queue of what a device sends to its neighbour in rings."""
         return 3 * self.num_devices + device
 
-    def optimizer(self, node: Any) -> Any:
-        """Returns the queue of a node's optimizer cores."""
-        return 4 * self.num_devices + node
+    def optimizer(self, index: Any) -> Any:
+        """Returns the queue of optimizer cores: of a NUMA domain, or behind these of a stage."""
+        return 4 * self.num_devices + index
 
     @property
     def barriers(self) -> int:
         """The queue of tasks that take no time."""
-        return 4 * self.num_devices + self.num_nodes
+        return 4 * self.num_devices + self.num_optimizers
 
     def link(self, source: Any, target: Any) -> Any:
         """Returns the queue of the ordered channel from one device to another."""

@@ -9,7 +9,7 @@ bandwidth is a limit of the route), the PCIe switch, the NIC of a node, and its 
   switches, and DRAM twice: written and read.
 - Between nodes both NICs; with ``peer_through_host`` also links, switches, and the DRAM of each
   node twice.
-- The optimizer's threads use DRAM.
+- The optimizer's threads use DRAM, of their NUMA domain where a node has several.
 
 What is unlimited costs nothing and does not appear.
 """
@@ -75,11 +75,14 @@ class Network:
             return self._route(self._cluster.read_bandwidth, dram)
         return self._route(inf, (*dram, *self._nics(source, target)))
 
-    def optimizer(self, node: int, bytes_per_second: float) -> int:
-        """Returns the route of a node's optimizer through its DRAM; its threads alone would reach
-        ``bytes_per_second``.
+    def optimizer(self, domain: int, bytes_per_second: float) -> int:
+        """Returns the route of the optimizer of a NUMA domain through its DRAM; its threads alone
+        would reach ``bytes_per_second``.
         """
-        dram = self._resource("dram", node, self._cluster.dram_bandwidth)
+        cluster, parts = self._cluster, self._cluster.numa_domains
+        dram = self._resource("dram", domain // parts, cluster.dram_bandwidth)
+        if parts > 1:
+            dram = (*dram, *self._resource("channels", domain, cluster.dram_bandwidth / parts))
         return self._route(bytes_per_second, dram)
 
     def arrays(self) -> dict[str, Any]:

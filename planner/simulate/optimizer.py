@@ -38,10 +38,11 @@ from penstock.protocol.sums import added
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
     """``rows`` and tasks (``copies``) of the offloads that bring gradients; ``way``: how its blocks
-    are done.
+    are done; ``domain``: the NUMA domain, numbered over all nodes, that it is done in.
     """
 
     node: int
+    domain: int
     blocks: tuple[int, ...]
     rows: tuple[int, ...]
     copies: tuple[int, ...]
@@ -121,18 +122,19 @@ def _units(context: Context, offloads: Offloads, optimizer: OptimizerModel) -> l
         rows_of[block].append(row)
     grouped: dict[tuple[tuple[int, ...], tuple[int, ...], int, bool], list[int]] = defaultdict(list)
     for block, rows in rows_of.items():
-        node = cluster.node_of(context.reduction.owner_device(block))
+        domain = cluster.domain_of(context.reduction.owner_device(block))
         copies = tuple(offloads[row, block] for row in rows)
-        grouped[tuple(rows), copies, node, block in early].append(block)
+        grouped[tuple(rows), copies, domain, block in early].append(block)
     units = [
         _Unit(
-            node=node,
+            node=domain // cluster.numa_domains,
+            domain=domain,
             blocks=tuple(blocks),
             rows=rows,
             copies=copies,
             way=(optimizer.early or optimizer) if apart else optimizer,
         )
-        for (rows, copies, node, apart), blocks in grouped.items()
+        for (rows, copies, domain, apart), blocks in grouped.items()
     ]
     return sorted(units, key=lambda unit: int(columns.stages[unit.rows[0]]), reverse=True)
 
@@ -145,19 +147,21 @@ def _add_sweeps(context: Context, sweeps: list[_Sweep], label: Label) -> Ints:
     """Adds sweeps of nodes' cores; without limit of DRAM they take the time of the cores."""
     cluster, network = context.cluster, context.network
     nodes = np.array([one.unit.node for one in sweeps], dtype=np.int64)
+    queues = np.array([_queue(context, one.unit) for one in sweeps], dtype=np.int64)
     seconds, amounts = np.zeros(len(sweeps)), np.zeros(len(sweeps))
     routes = np.full(len(sweeps), -1, dtype=np.int32)
     for index, one in enumerate(sweeps):
-        rate = cluster.optimizer_rate * one.speed
+        rate = cluster.optimizer_rate / cluster.numa_domains * one.speed
+        rate = min(rate, one.unit.way.stage_rate)
         if one.bytes_each > 0.0 and not isinf(cluster.dram_bandwidth):
             amounts[index] = one.parameters * one.bytes_each
-            routes[index] = network.optimizer(one.unit.node, rate * one.bytes_each)
+            routes[index] = network.optimizer(one.unit.domain, rate * one.bytes_each)
         else:
             seconds[index] = one.parameters / rate
     return context.builder.add(
         len(sweeps),
         lane=Lane.OPTIMIZER,
-        queues=context.queues.optimizer(nodes),
+        queues=context.queues.optimizer(queues),
         origins=np.array([one.unit.rows[0] for one in sweeps], dtype=np.int64),
         places=nodes,
         label=label,
@@ -166,6 +170,15 @@ def _add_sweeps(context: Context, sweeps: list[_Sweep], label: Label) -> Ints:
         routes=routes,
         unordered=True,
     )
+
+
+def _queue(context: Context, unit: _Unit) -> int:
+    """Returns the queue of the domain's cores, or of the threads that the unit's stage has."""
+    if isinf(unit.way.stage_rate):
+        return unit.domain
+    cluster = context.cluster
+    domains = cluster.domain_of(context.plan.num_devices - 1) + 1
+    return domains + int(context.columns.stages[unit.rows[0]])
 
 
 def _await_gradients(context: Context, units: list[_Unit], sweeps: Ints) -> None:

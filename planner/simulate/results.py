@@ -103,6 +103,14 @@ class Simulation:
         return float(self.times.ends[self._computes].max(initial=0.0))
 
     @cached_property
+    def offloaded_s(self) -> float:
+        """The end of the devices' work with copies of gradients to the host, in seconds; what is
+        after it only host cores do.
+        """
+        offloads = self.tasks.lanes == tuple(Lane).index(Lane.OFFLOAD)
+        return max(self.pipeline_s, float(self.times.ends[offloads].max(initial=0.0)))
+
+    @cached_property
     def devices(self) -> tuple[DeviceTimes, ...]:
         """How long each device computes."""
         busy = np.bincount(

@@ -35,7 +35,7 @@ from penstock.planner.passes.obscura.shape import NONE, StageOrder, adjusted_sta
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.instructions import SwapIn, SwapOut
+from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut
 from penstock.protocol.sums import added
 
 _ROUNDING = 1e-9
@@ -115,8 +115,8 @@ def stage_times(schedule: Schedule, context: PassContext) -> tuple[StageTimes, .
             remake_s += costs.instruction_s
         found.append(
             StageTimes(
-                forward_s=cost.forward_s + costs.instruction_s,
-                backward_s=cost.backward_s + costs.instruction_s,
+                forward_s=cost.forward_s + costs.overhead_s(Forward),
+                backward_s=cost.backward_s + costs.overhead_s(Backward),
                 recompute_s=remake_s,
             )
         )
@@ -142,8 +142,8 @@ def _stage_problem(
         used = order_memory(layout, costs, stage_orders(schedule)[peer], grain)
         room = (context.memory_limit_bytes or 0.0) - used
     return StageProblem(
-        forward_s=cost.forward_s + costs.instruction_s,
-        backward_s=cost.backward_s + costs.instruction_s,
+        forward_s=cost.forward_s + costs.overhead_s(Forward),
+        backward_s=cost.backward_s + costs.overhead_s(Backward),
         operator_s=tuple(cost.drop_seconds((name,)) for name in operators),
         operator_bytes=tuple(cost.remade_bytes((name,)) for name in operators),
         source_bytes=tuple(

@@ -48,6 +48,7 @@ from penstock.planner.passes.obscura.shape import (
 from penstock.planner.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.instructions import Forward
 
 COST_EFFECTIVE = frozenset({"norm", "silu", "gelu", "mul"})
 """The operators of the CMB strategy by name (sections 8 and 9.1)."""
@@ -205,4 +206,4 @@ def _alternating(order: StageOrder) -> tuple[int, ...]:
 
 def _forward_s(schedule: Schedule, context: PassContext, stage: int) -> float:
     costs = context.costs
-    return costs.of(schedule.layout.forward[stage].blocks).forward_s + costs.instruction_s
+    return costs.of(schedule.layout.forward[stage].blocks).forward_s + costs.overhead_s(Forward)

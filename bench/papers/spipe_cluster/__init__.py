@@ -1,0 +1,1 @@
+"""The clusters of the SPipe paper: machines, systems, constants, predictions, our plans."""

@@ -1,0 +1,262 @@
+"""Keep or swap: activations that devices cannot keep are swapped to the host, or made again.
+
+Ours, for schedules whose forward and backward stages are coupled. Obscura's integer program
+(:mod:`.obscura`) swaps some micro-batches of 1F1B; here every order is taken as it is, and the
+newest rule of paging decides: of what is on a device, that goes whose backward is furthest away
+(Belady), and it comes back as early as a copy takes. What is cheap to make again is not copied: the
+operators to drop are chosen so that neither compute nor the copies take longer than they must,
+within the host's memory. One choice holds for all stages, so that they stay equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+
+from penstock.planner.cost.costs import BlockCost
+from penstock.planner.layout import ComputeInstruction, Order, OrderedInstruction
+from penstock.planner.memory.footprint import footprints
+from penstock.planner.passes.base import Pass, PassContext
+from penstock.planner.passes.keeping import operators_by_worth, require_operators, with_drops
+from penstock.planner.schedule import Schedule, lower
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.instructions import (
+    Backward,
+    BackwardInput,
+    Forward,
+    Recompute,
+    SwapIn,
+    SwapOut,
+)
+from penstock.protocol.sums import added
+
+STATE_BYTES = 20.0
+"""Host memory of a parameter's state: two slots of 16-bit weights and of gradients, and an fp32
+master with two moments.
+"""
+
+_SLACK = 2
+"""Activations for which room is left while they are on their way out."""
+
+_TRIES = 6
+"""How often the room for activations is narrowed where a device is over the limit."""
+
+
+def keep_or_swap(schedule: Schedule, context: PassContext) -> Schedule:
+    """Drops the operators that are cheapest to make again, swaps what then does not fit.
+
+    Dropping none, the cheapest, the two cheapest, … operators are compared by the longest of all
+    devices' compute and copies; the first that fits is taken.
+
+    Raises:
+        ConfigError: stages are not coupled, costs name no operators, activations are swapped
+            already, or nothing fits the memory of devices and hosts.
+    """
+    require_operators(schedule, context, "keep-or-swap")
+    worth = operators_by_worth(context.costs.of(range(schedule.layout.num_blocks)))
+    choices = [
+        with_drops(schedule, [frozenset(worth[kept:])] * len(schedule.layout.forward))
+        for kept in range(len(worth), -1, -1)
+    ]
+    rooms = _rooms(choices[-1], context)
+    compared = [(_longest_s(choice, rooms, context), index) for index, choice in enumerate(choices)]
+    for longest_s, index in sorted(compared):
+        if longest_s < inf:
+            made = _fitting(choices[index], rooms, context)
+            if made is not None:
+                return made
+    raise ConfigError(
+        f"passes: keep-or-swap: {schedule.scheme} fits neither the devices nor the hosts; use more"
+        " stages, smaller micro-batches, or a scheme with recompute full"
+    )
+
+
+def _limit(context: PassContext) -> float:
+    limit = context.memory_limit_bytes
+    return context.cluster.device_memory_bytes if limit is None else limit
+
+
+def _rooms(schedule: Schedule, context: PassContext) -> list[float]:
+    """Returns the bytes that each device has for activations, beside the most of all else."""
+    return [
+        _limit(context)
+        - max(t - a for t, a in zip(one.total_bytes, one.activation_bytes, strict=True))
+        for one in footprints(lower(schedule), context.costs)
+    ]
+
+
+def _longest_s(schedule: Schedule, rooms: Sequence[float], context: PassContext) -> float:
+    """Returns the longest seconds of compute, or of copies one way, of a device; ``inf`` where not
+    even what is at work fits.
+    """
+    placed = _place_all(schedule, rooms, context)
+    return max((one.longest_s for one in placed), default=inf)
+
+
+def _place_all(
+    schedule: Schedule, rooms: Sequence[float], context: PassContext
+) -> tuple[_Placed, ...]:
+    """Returns all devices' orders with swaps; none where one does not fit."""
+    placed = []
+    for device, order in enumerate(schedule.orders):
+        one = _place(schedule, device, order, rooms[device], context)
+        if one is None:
+            return ()
+        placed.append(one)
+    return tuple(placed)
+
+
+def _fitting(schedule: Schedule, rooms: Sequence[float], context: PassContext) -> Schedule | None:
+    """Returns the schedule with swaps within the memory of devices and hosts, or None.
+
+    What else a device holds while activations are there is known when swaps are placed: where it is
+    over the limit then, there is less room for them.
+    """
+    limit = _limit(context)
+    for _ in range(_TRIES):
+        placed = _place_all(schedule, rooms, context)
+        if not placed:
+            return None
+        made = replace(schedule, orders=tuple(one.order for one in placed))
+        found = footprints(lower(made), context.costs)
+        over = [max(0.0, max(one.total_bytes) - limit) for one in found]
+        if not any(over):
+            fits = _hosts_fit(schedule, context, [max(one.host_bytes) for one in found])
+            return made if fits else None
+        rooms = [room - excess for room, excess in zip(rooms, over, strict=True)]
+    return None
+
+
+def _hosts_fit(schedule: Schedule, context: PassContext, swapped: Sequence[float]) -> bool:
+    """Returns whether hosts have room for what their devices swap, beside the model's state."""
+    cluster = context.cluster
+    nodes = -(-len(swapped) // cluster.devices_per_node)
+    parameters = added(block.parameters for block in context.costs.blocks)
+    room = cluster.host_memory_bytes - STATE_BYTES * parameters / nodes
+    return all(
+        added(
+            num_bytes for device, num_bytes in enumerate(swapped) if cluster.node_of(device) == node
+        )
+        <= room
+        for node in range(nodes)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """An order with swaps; ``longest_s``: its compute, or its copies in the busier direction."""
+
+    order: Order
+    longest_s: float
+
+
+_Graph = tuple[int, int]
+"""Stage and micro-batch of what a forward keeps."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pager:
+    """Walks through an order with room for ``room`` bytes of kept activations.
+
+    ``uses``: where each is needed; ``here``: what is on the device; ``away``: what is not.
+    ``ahead``: so many compute instructions before it is needed a copy starts.
+    """
+
+    order: Order
+    sizes: Mapping[int, float]
+    uses: Mapping[_Graph, int]
+    room: float
+    ahead: int
+    here: dict[_Graph, float] = field(default_factory=dict)
+    away: set[_Graph] = field(default_factory=set)
+    moved_bytes: float = 0.0
+
+    def run(self) -> Iterator[OrderedInstruction]:
+        """Yields the instructions, with swaps among them."""
+        due = sorted(self.uses, key=self.uses.__getitem__)
+        first = 0
+        for position, instruction in enumerate(self.order):
+            while first < len(due) and self.uses[due[first]] < position:
+                first += 1
+            for graph in due[first : first + self.ahead + _SLACK]:
+                if graph in self.away and self.uses[graph] - position <= self.ahead:
+                    yield from self._load(graph, position)
+            yield instruction
+            if isinstance(instruction, Forward):
+                kept = (instruction.stage, instruction.micro_batch)
+                self.here[kept] = self.sizes[instruction.stage]
+                yield from self._make_room(position, 0.0)
+            elif isinstance(instruction, Backward | BackwardInput):
+                self.here.pop((instruction.stage, instruction.micro_batch), None)
+
+    def _load(self, graph: _Graph, position: int) -> Iterator[OrderedInstruction]:
+        yield from self._make_room(position, self.sizes[graph[0]])
+        self.away.remove(graph)
+        self.here[graph] = self.sizes[graph[0]]
+        yield SwapIn(stage=graph[0], micro_batch=graph[1], fraction=1.0)
+
+    def _make_room(self, position: int, needed: float) -> Iterator[OrderedInstruction]:
+        held = added(self.here.values()) + needed
+        while held > self.room:
+            furthest = max(self.here, key=self.uses.__getitem__, default=None)
+            if furthest is None or self.uses[furthest] - position <= self.ahead:
+                return
+            held -= self.here.pop(furthest)
+            self.away.add(furthest)
+            self.moved_bytes += self.sizes[furthest[0]]
+            yield SwapOut(stage=furthest[0], micro_batch=furthest[1], fraction=1.0)
+
+
+def _place(
+    schedule: Schedule, device: int, order: Order, room: float, context: PassContext
+) -> _Placed | None:
+    """Returns a device's order with swaps, or None where not even what is at work fits."""
+    layout, costs, cluster = schedule.layout, context.costs, context.cluster
+    stages = {s: costs.of(layout.forward[s].blocks) for s in layout.forward_stages_on(device)}
+    drops = {i.stage: i.drop for i in order if isinstance(i, Forward)}
+    sizes = {s: cost.activation_bytes - cost.drop_bytes(drops[s]) for s, cost in stages.items()}
+    uses: dict[_Graph, int] = {}
+    for position, i in enumerate(order):
+        if isinstance(i, Recompute | Backward | BackwardInput):
+            uses.setdefault((i.stage, i.micro_batch), position)
+    compute_s = added(
+        _seconds(i, stages, drops) + costs.overhead_s(type(i))
+        for i in order
+        if isinstance(i, ComputeInstruction)
+    )
+    bandwidth = min(cluster.fetch_bandwidth, cluster.offload_bandwidth)
+    largest = max(sizes.values(), default=0.0)
+    copy_s, each_s = largest / bandwidth, compute_s / max(len(order), 1)
+    room -= _SLACK * largest
+    if room < largest:
+        return None
+    pager = _Pager(
+        order=order,
+        sizes=sizes,
+        uses=uses,
+        room=room,
+        ahead=ceil(2.0 * copy_s / each_s) + 1 if each_s > 0.0 else 1,
+    )
+    with_swaps = tuple(pager.run())
+    return _Placed(order=with_swaps, longest_s=max(compute_s, pager.moved_bytes / bandwidth))
+
+
+def _seconds(
+    instruction: ComputeInstruction,
+    stages: Mapping[int, BlockCost],
+    drops: Mapping[int, tuple[str, ...]],
+) -> float:
+    cost = stages[instruction.stage]
+    if isinstance(instruction, Recompute):
+        return cost.drop_seconds(drops[instruction.stage])
+    return cost.seconds_of(type(instruction))
+
+
+PASSES = (
+    Pass(
+        name="keep-or-swap",
+        summary="recompute what is cheap to make again, swap what does not fit (ours)",
+        run=keep_or_swap,
+    ),
+)
