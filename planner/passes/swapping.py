@@ -116,19 +116,18 @@ def _fitting(schedule: Schedule, rooms: Sequence[float], context: PassContext) -
     limit = _limit(context)
     for _ in range(_TRIES):
         placed = _place_all(schedule, rooms, context)
-        if not placed:
+        if not placed or not _hosts_fit(context, [one.host_bytes for one in placed]):
             return None
         made = replace(schedule, orders=tuple(one.order for one in placed))
         found = footprints(lower(made), context.costs)
         over = [max(0.0, max(one.total_bytes) - limit) for one in found]
         if not any(over):
-            fits = _hosts_fit(schedule, context, [max(one.host_bytes) for one in found])
-            return made if fits else None
+            return made
         rooms = [room - excess for room, excess in zip(rooms, over, strict=True)]
     return None
 
 
-def _hosts_fit(schedule: Schedule, context: PassContext, swapped: Sequence[float]) -> bool:
+def _hosts_fit(context: PassContext, swapped: Sequence[float]) -> bool:
     """Returns whether hosts have room for what their devices swap, beside the model's state."""
     cluster = context.cluster
     nodes = -(-len(swapped) // cluster.devices_per_node)
@@ -145,10 +144,13 @@ def _hosts_fit(schedule: Schedule, context: PassContext, swapped: Sequence[float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """An order with swaps; ``longest_s``: its compute, or its copies in the busier direction."""
+    """An order with swaps; ``longest_s``: its compute, or its copies in the busier direction;
+    ``host_bytes``: the most that is on the host.
+    """
 
     order: Order
     longest_s: float
+    host_bytes: float
 
 
 _Graph = tuple[int, int]
@@ -168,8 +170,11 @@ class _Pager:
     uses: Mapping[_Graph, int]
     room: float
     ahead: int
-    here: dict[_Graph, float] = field(default_factory=dict)
+    here: set[_Graph] = field(default_factory=set)
     away: set[_Graph] = field(default_factory=set)
+    held_bytes: float = 0.0
+    away_bytes: float = 0.0
+    most_away_bytes: float = 0.0
     moved_bytes: float = 0.0
 
     def run(self) -> Iterator[OrderedInstruction]:
@@ -185,26 +190,37 @@ class _Pager:
             yield instruction
             if isinstance(instruction, Forward):
                 kept = (instruction.stage, instruction.micro_batch)
-                self.here[kept] = self.sizes[instruction.stage]
+                self._take(kept)
                 yield from self._make_room(position, 0.0)
             elif isinstance(instruction, Backward | BackwardInput):
-                self.here.pop((instruction.stage, instruction.micro_batch), None)
+                self._let_go((instruction.stage, instruction.micro_batch))
+
+    def _take(self, graph: _Graph) -> None:
+        self.here.add(graph)
+        self.held_bytes += self.sizes[graph[0]]
+
+    def _let_go(self, graph: _Graph) -> None:
+        if graph in self.here:
+            self.here.remove(graph)
+            self.held_bytes -= self.sizes[graph[0]]
 
     def _load(self, graph: _Graph, position: int) -> Iterator[OrderedInstruction]:
         yield from self._make_room(position, self.sizes[graph[0]])
         self.away.remove(graph)
-        self.here[graph] = self.sizes[graph[0]]
+        self.away_bytes -= self.sizes[graph[0]]
+        self._take(graph)
         yield SwapIn(stage=graph[0], micro_batch=graph[1], fraction=1.0)
 
     def _make_room(self, position: int, needed: float) -> Iterator[OrderedInstruction]:
-        held = added(self.here.values()) + needed
-        while held > self.room:
+        while self.held_bytes + needed > self.room:
             furthest = max(self.here, key=self.uses.__getitem__, default=None)
             if furthest is None or self.uses[furthest] - position <= self.ahead:
                 return
-            held -= self.here.pop(furthest)
+            self._let_go(furthest)
             self.away.add(furthest)
             self.moved_bytes += self.sizes[furthest[0]]
+            self.away_bytes += self.sizes[furthest[0]]
+            self.most_away_bytes = max(self.most_away_bytes, self.away_bytes)
             yield SwapOut(stage=furthest[0], micro_batch=furthest[1], fraction=1.0)
 
 
@@ -239,7 +255,11 @@ def _place(
         ahead=ceil(2.0 * copy_s / each_s) + 1 if each_s > 0.0 else 1,
     )
     with_swaps = tuple(pager.run())
-    return _Placed(order=with_swaps, longest_s=max(compute_s, pager.moved_bytes / bandwidth))
+    return _Placed(
+        order=with_swaps,
+        longest_s=max(compute_s, pager.moved_bytes / bandwidth),
+        host_bytes=pager.most_away_bytes,
+    )
 
 
 def _seconds(

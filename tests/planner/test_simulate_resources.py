@@ -181,6 +181,35 @@ def test_optimizers_of_a_node_share_its_cores() -> None:
     assert (shared.makespan_s, shared.optimizer_tail_s) == (23.0, 19.0)
 
 
+def test_numa_domains_have_their_share_of_cores_and_channels() -> None:
+    """Bound to halves of the node, each device's pass takes 20 s of half its cores, beside the
+    other's; by DRAM, 100 bytes at 5 a second, as long.
+    """
+    plan = by_hand(TWO_DEVICES, (0, 1))
+    costs = Costs(blocks=(BlockCost(forward_s=1.0, backward_input_s=1.0, parameters=10.0),) * 2)
+    cores = Cluster(devices_per_node=2, optimizer_rate=1.0, numa_domains=2)
+    channels = Cluster(devices_per_node=2, dram_bandwidth=10.0, numa_domains=2)
+    ten = OptimizerModel(tail_bytes=10.0)
+    for cluster, optimizer in ((cores, ADVANCE), (channels, ten)):
+        simulation = simulate(plan, costs, cluster, optimizer=optimizer)
+        assert uses(simulation, Lane.OPTIMIZER) == [("U 1", 0, 3.0, 23.0), ("U 0", 0, 4.0, 24.0)]
+    assert [channels.domain_of(device) for device in range(4)] == [0, 1, 2, 3]
+    halves = replace(channels, devices_per_node=4)
+    assert [halves.domain_of(device) for device in range(5)] == [0, 0, 1, 1, 2]
+
+
+def test_stages_with_threads_of_their_own_step_side_by_side() -> None:
+    """Each of two stages could update 1 parameter a second; from 4 on they share 10 bytes/s."""
+    cluster = Cluster(devices_per_node=1, dram_bandwidth=10.0)
+    costs = Costs(blocks=(replace(WORK, gradient_bytes=0.0),) * 2)
+    alone = OptimizerModel(tail_bytes=10.0, stage_rate=0.5)
+    simulation = simulate(by_hand(TWO_STAGES, (0, 0)), costs, cluster, optimizer=alone)
+    assert uses(simulation, Lane.OPTIMIZER) == [("U 1", 0, 3.0, 7.0), ("U 0", 0, 4.0, 8.0)]
+    both = OptimizerModel(tail_bytes=10.0, stage_rate=1.0)
+    simulation = simulate(by_hand(TWO_STAGES, (0, 0)), costs, cluster, optimizer=both)
+    assert uses(simulation, Lane.OPTIMIZER) == [("U 1", 0, 3.0, 6.0), ("U 0", 0, 4.0, 7.0)]
+
+
 def test_sweeps_run_in_the_order_in_which_gradients_come() -> None:
     """Those of block 0 at 4, those of block 1 only at 5; both before they are settled."""
     early, late = (

@@ -41,7 +41,7 @@ def predicted(system: str, workload: Workload, bed: TestBed) -> Prediction:
     return predict(SYSTEMS[name], workload, bed)
 
 
-def test_bed(cluster: str) -> TestBed:
+def bed_of(cluster: str) -> TestBed:
     """Returns the test-bed of a cluster: ``v100``, or as the artifact writes it, ``spipe-v100``.
 
     Raises:
@@ -85,11 +85,11 @@ def compare(rows: Sequence[Row]) -> tuple[Compared, ...]:
     """Predicts every row.
 
     Raises:
-        ConfigError: as :func:`predicted` and :func:`test_bed`.
+        ConfigError: as :func:`predicted` and :func:`bed_of`.
     """
     return tuple(
         Compared(
-            row=row, prediction=predicted(row.system, row.workload, test_bed(row.cluster or "v100"))
+            row=row, prediction=predicted(row.system, row.workload, bed_of(row.cluster or "v100"))
         )
         for row in rows
     )
@@ -118,7 +118,7 @@ def _lines(compared: Sequence[Compared]) -> Iterator[str]:
             f"{_percent(error):>8}" for error in (one.error, one.gpu_error, one.tail_error)
         )
         yield (
-            f"{one.row.system:<10}{test_bed(one.row.cluster or 'v100').name:<9}{w.billions:>8}"
+            f"{one.row.system:<10}{bed_of(one.row.cluster or 'v100').name:<9}{w.billions:>8}"
             f"{w.micro_batch:>6}{w.mini_batch:>5}{w.nodes:>6}{w.sequence:>6}{measured:>10}"
             f"{made.iteration_s:>10.2f}{errors}{made.peak_gb:>9.1f}  {'yes' if made.fits else 'no'}"
         )
@@ -206,7 +206,7 @@ def _compare(asked: argparse.Namespace) -> None:
     rows = [
         {
             "system": one.row.system,
-            "cluster": test_bed(one.row.cluster or "v100").name,
+            "cluster": bed_of(one.row.cluster or "v100").name,
             **asdict(one.row.workload),
             "measured_s": one.row.run.iteration_s if one.row.run else None,
             "measured_gpu_s": one.row.run.gpu_s if one.row.run else None,

@@ -15,7 +15,7 @@ forward (26), by all cores of a node, which are not bound to parts of it. Fused,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
@@ -285,14 +285,14 @@ def _recomputed_share(schedule: Schedule, costs: Costs) -> float:
     return again / costs.of(range(schedule.layout.num_blocks)).forward_s
 
 
-def record(found: Mapping[tuple[Workload, bool], Found]) -> None:
+def record(found: Iterable[Found]) -> None:
     """Writes what was found, with four digits."""
     rows = [
         {
             name: float(f"{value:.4g}") if isinstance(value, float) else value
             for name, value in asdict(one).items()
         }
-        for one in found.values()
+        for one in found
     ]
     RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
