@@ -44,6 +44,9 @@ Section 3, figure 2.
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "PAPERS.md"
+SLOW = ("obscura", "spipe")
+"""Papers whose page takes long to compute: its numbers are tested with them."""
+
 STALE = "docs/PAPERS.md is not what is computed now: run `make papers`, and look at what changed"
 
 
@@ -110,7 +113,7 @@ def test_missing_papers_are_named_at_the_end(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n == "obscura" else n for n in PAPERS],
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PAPERS],
 )
 def test_the_documents_numbers_are_those_computed_now(name: str) -> None:
     """Every number of the paper's section: whoever changes one, changes the document."""

@@ -25,6 +25,9 @@ from penstock.planner.schedule import lower
 from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
 
+pytestmark = pytest.mark.xdist_group("SPipe's runs")
+"""What they simulate is kept by the process that has it."""
+
 SMALLEST = Workload(billions=10, sequence=1024, nodes=1, micro_batch=2, mini_batch=16)
 
 

@@ -85,7 +85,7 @@ def test_nothing_moves_where_everything_fits(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("share", [0.8, 0.55])
+@pytest.mark.parametrize("share", [0.8, 0.65])
 def test_what_does_not_fit_goes_to_the_host_and_comes_back(scheme: str, share: float) -> None:
     """Links are fast: nothing dear is made again, and every copy out has one in."""
     schedule = schedule_of(scheme)
