@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bench.papers import rollback
 from bench.papers.page import PaperTable, claims_table
 from bench.papers.spipe_cluster.batches import batch_table
 from bench.papers.spipe_cluster.claims import claims
@@ -21,4 +22,5 @@ def tables() -> tuple[PaperTable, ...]:
         batch_table(),
         ablation_table(),
         *ours_tables(),
+        *rollback.tables(),
     )
