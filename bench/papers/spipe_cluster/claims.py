@@ -120,7 +120,7 @@ def _comparison() -> tuple[Claim, ...]:
     for (cluster, over), printed in PAPER_SPEEDUPS.items():
         rows.append(
             Claim(
-                where=f"abstract, sections 1 and 5.2, {'figure 9' if cluster == 'v100' else '10'}",
+                where=f"abstract, section 5.2, figure {9 if cluster == 'v100' else 10}",
                 says=f"{printed:.2f} over {over}, {'V100' if cluster == 'v100' else 'RTX 3090'}",
                 get=f"{simulated_speedup(over, cluster):.2f}",
                 evidence=Evidence.FITTED if cluster == "v100" else Evidence.SIMULATED,
