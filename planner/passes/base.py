@@ -33,6 +33,12 @@ class PassContext:
     resident_share: float = 0.0
     device_updates: DeviceUpdates = DeviceUpdates.PREVIEW
 
+    @property
+    def device_limit_bytes(self) -> float:
+        """The memory limit, or without one the device's memory."""
+        limit = self.memory_limit_bytes
+        return self.cluster.device_memory_bytes if limit is None else limit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:

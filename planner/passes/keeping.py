@@ -57,8 +57,7 @@ def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
             there is too little memory even with everything dropped.
     """
     require_operators(schedule, context, "keep-what-fits")
-    limit = context.memory_limit_bytes
-    limit = context.cluster.device_memory_bytes if limit is None else limit
+    limit = context.device_limit_bytes
     costs = [context.costs.of(stage.blocks) for stage in schedule.layout.forward]
     steps = [_steps(cost) for cost in costs]
     dropped = [frozenset(step.operator for step in stage) for stage in steps]

@@ -72,15 +72,10 @@ def keep_or_swap(schedule: Schedule, context: PassContext) -> Schedule:
     )
 
 
-def _limit(context: PassContext) -> float:
-    limit = context.memory_limit_bytes
-    return context.cluster.device_memory_bytes if limit is None else limit
-
-
 def _rooms(schedule: Schedule, context: PassContext) -> list[float]:
     """Returns the bytes that each device has for activations, beside the most of all else."""
     return [
-        _limit(context)
+        context.device_limit_bytes
         - max(t - a for t, a in zip(one.total_bytes, one.activation_bytes, strict=True))
         for one in footprints(lower(schedule), context.costs)
     ]
@@ -113,7 +108,7 @@ def _fitting(schedule: Schedule, rooms: Sequence[float], context: PassContext) -
     What else a device holds while activations are there is known when swaps are placed: where it is
     over the limit then, there is less room for them.
     """
-    limit = _limit(context)
+    limit = context.device_limit_bytes
     for _ in range(_TRIES):
         placed = _place_all(schedule, rooms, context)
         if not placed or not _hosts_fit(context, [one.host_bytes for one in placed]):

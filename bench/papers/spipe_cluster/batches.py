@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from statistics import fmean
 
 from bench.papers.page import PaperTable
-from bench.papers.spipe_cluster.measured import DATA, Workload, measured
+from bench.papers.spipe_cluster.measured import DATA, Workload, measured, write_rows
 from bench.papers.spipe_cluster.systems import SYSTEMS, predict
 
 RECORD = DATA / "spipe_batches.json"
@@ -95,16 +95,11 @@ def recorded() -> tuple[Speedups, ...]:
 
 def average(figure: int, size: int, what: str) -> float:
     """Returns the mean speed-up over the models that fit."""
-    return _mean(
+    return fmean(
         getattr(one, what)
         for one in recorded()
         if (one.figure, one.size) == (figure, size) and one.fits
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = tuple(values)
-    return sum(found) / len(found)
 
 
 def batch_table() -> PaperTable:
@@ -148,11 +143,7 @@ def batch_table() -> PaperTable:
 
 def main() -> int:
     """Simulates and records."""
-    rows = [
-        {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in asdict(one).items()}
-        for one in simulate_all()
-    ]
-    RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_rows(RECORD, map(asdict, simulate_all()))
     return 0
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 
 from bench.papers.page import PaperTable
 from bench.papers.spipe_cluster import zero3
@@ -38,7 +38,7 @@ def mean_error(system: str, what: str = "error", figure: int = 9) -> float:
 def measured_speedup(over: str) -> float:
     """Returns the average of SPipe's measured speed-ups over another system."""
     runs = by_workload(iter(figure_9()))
-    return _mean(
+    return fmean(
         systems[over].iteration_s / systems["SPipe"].iteration_s
         for systems in runs.values()
         if over in systems
@@ -60,7 +60,7 @@ def simulated_speedup(over: str, cluster: str = "v100", *, needs: bool = False) 
         wanted = theirs.fits and ours.fits if needs else over in ran[workload]
         if wanted:
             speedups.append(theirs.iteration_s / ours.iteration_s)
-    return _mean(speedups)
+    return fmean(speedups)
 
 
 def figure_9_table() -> PaperTable:
@@ -204,8 +204,3 @@ def memory_table() -> PaperTable:
         columns=("system", "peak, paper", "here", "GPUs done, paper, s", "here"),
         rows=tuple(rows),
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = tuple(values)
-    return sum(found) / len(found)

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from penstock.protocol.errors import ConfigError
 
@@ -176,3 +178,12 @@ def by_workload(rows: Iterator[Row]) -> dict[Workload, dict[str, MeasuredRun]]:
         if row.run is not None:
             runs.setdefault(row.workload, {})[row.system] = row.run
     return runs
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Records what a search or a series of simulations found, with four digits."""
+    rounded = [
+        {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in row.items()}
+        for row in rows
+    ]
+    path.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from bench.papers.spipe_cluster.measured import DATA, DEVICES_PER_NODE, Workload
+from bench.papers.spipe_cluster.measured import DATA, DEVICES_PER_NODE, Workload, write_rows
 from bench.papers.spipe_cluster.systems import SYSTEMS, USABLE_SHARE, plan_of
 from bench.papers.spipe_cluster.testbed import V100, analytic, efficiency, with_blocking_transfers
 from penstock.planner.build import ScheduleRequest, build_schedule
@@ -286,15 +286,8 @@ def _recomputed_share(schedule: Schedule, costs: Costs) -> float:
 
 
 def record(found: Iterable[Found]) -> None:
-    """Writes what was found, with four digits."""
-    rows = [
-        {
-            name: float(f"{value:.4g}") if isinstance(value, float) else value
-            for name, value in asdict(one).items()
-        }
-        for one in found
-    ]
-    RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    """Writes what was found."""
+    write_rows(RECORD, map(asdict, found))
 
 
 @lru_cache(maxsize=1)

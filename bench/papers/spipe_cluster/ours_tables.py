@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from statistics import fmean
 from types import MappingProxyType
 
 from bench.papers.page import PaperTable
@@ -65,7 +66,7 @@ def parts() -> Mapping[str, Mapping[Workload, float]]:
 
 def mean_part(name: str) -> float:
     """Returns the mean speed-up over Mobius as it is, of all 16 workloads."""
-    return _mean(
+    return fmean(
         predict(SYSTEMS["Mobius"], workload).iteration_s / seconds
         for workload, seconds in parts()[name].items()
     )
@@ -79,18 +80,18 @@ def parts_table() -> PaperTable:
             name,
             f"{seconds[example]:.2f}",
             f"{mean_part(name):.3f}",
-            f"{_mean(parts()['SPipe'][w] / s for w, s in seconds.items()):.3f}",
+            f"{fmean(parts()['SPipe'][w] / s for w, s in seconds.items()):.3f}",
         )
         for name, seconds in parts().items()
     ]
     kernels = {w: _kernels_s(w) for w in measured()}
-    bound = _mean(predict(SYSTEMS["Mobius"], w).iteration_s / s for w, s in kernels.items())
+    bound = fmean(predict(SYSTEMS["Mobius"], w).iteration_s / s for w, s in kernels.items())
     rows.append(
         (
             "bound: kernels alone, shared out equally",
             f"{kernels[example]:.2f}",
             f"{bound:.3f}",
-            f"{_mean(parts()['SPipe'][w] / s for w, s in kernels.items()):.3f}",
+            f"{fmean(parts()['SPipe'][w] / s for w, s in kernels.items()):.3f}",
         )
     )
     return PaperTable(
@@ -123,17 +124,17 @@ def found(*, blocking: bool) -> tuple[Found, ...]:
 
 def mean_best(*, blocking: bool) -> float:
     """Returns our mean speed-up over Mobius at its best, both with a fused step."""
-    return _mean(one.mobius_s / one.best_s for one in found(blocking=blocking))
+    return fmean(one.mobius_s / one.best_s for one in found(blocking=blocking))
 
 
 def mean_full_of_bound(*, blocking: bool) -> float:
     """Returns how near we come to kernels alone where everything is recomputed."""
-    return _mean(one.kernels_full_s / one.full_s for one in found(blocking=blocking))
+    return fmean(one.kernels_full_s / one.full_s for one in found(blocking=blocking))
 
 
 def mean_bound(what: str, *, blocking: bool) -> float:
     """Returns the mean of Mobius's seconds over a bound's, by the name of its field."""
-    return _mean(one.mobius_s / getattr(one, what) for one in found(blocking=blocking))
+    return fmean(one.mobius_s / getattr(one, what) for one in found(blocking=blocking))
 
 
 def same_step_table(*, blocking: bool) -> PaperTable:
@@ -145,11 +146,11 @@ def same_step_table(*, blocking: bool) -> PaperTable:
             "mean",
             "",
             "",
-            f"{_mean(one.mobius_s / one.spipe_s for one in of):.3f}",
-            f"{_mean(one.mobius_s / one.full_s for one in of):.3f}",
+            f"{fmean(one.mobius_s / one.spipe_s for one in of):.3f}",
+            f"{fmean(one.mobius_s / one.full_s for one in of):.3f}",
             f"**{mean_best(blocking=blocking):.3f}**",
             "",
-            f"{100 * _mean(one.recomputed for one in of):.0f} %",
+            f"{100 * fmean(one.recomputed for one in of):.0f} %",
             "",
             "",
             f"{mean_bound('kernels_full_s', blocking=blocking):.3f}",
@@ -204,8 +205,3 @@ def _same_step_row(one: Found) -> tuple[str, ...]:
         f"{one.mobius_s / one.kernels_full_s:.3f}",
         f"{one.mobius_s / one.kernels_none_s:.3f}",
     )
-
-
-def _mean(values: Iterable[float]) -> float:
-    gathered = tuple(values)
-    return sum(gathered) / len(gathered)
