@@ -12,19 +12,18 @@ Everything is read below a root directory, so that machines can be tried that ar
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from penstock.shm.mounts import parse_mounts
 from penstock.shm.topology import format_cpus, parse_cpus
 
 ROOT = Path("/")
 MACHINE = "the machine"
 _NO_LIMIT_BYTES = 1 << 60
 """Groups of the first generation say a number near 2**63 for "no limit"."""
-_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class MemoryUnknownError(Exception):
@@ -158,14 +157,11 @@ class ControlGroups:
     def _mounts(self) -> Mapping[str, tuple[Path, str]]:
         """Controller -> where its tree is mounted, and which group is its topmost there."""
         found: dict[str, tuple[Path, str]] = {}
-        for line in _lines(self.root / "proc" / self.process / "mountinfo"):
-            before, _, after = line.partition(" - ")
-            kind, _, options = [*after.split(" ", 2), "", ""][:3]
-            if kind not in ("cgroup", "cgroup2"):
+        for mount in parse_mounts(_lines(self.root / "proc" / self.process / "mountinfo")):
+            if mount.kind not in ("cgroup", "cgroup2"):
                 continue
-            shown, point = (_unescaped(word) for word in before.split()[3:5])
-            place = (self.root / point.lstrip("/"), shown)
-            for controller in options.split(",") if kind == "cgroup" else ("",):
+            place = (self.root / mount.point.lstrip("/"), mount.root)
+            for controller in mount.options if mount.kind == "cgroup" else ("",):
                 found.setdefault(controller, place)
         return found
 
@@ -299,8 +295,3 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except (FileNotFoundError, PermissionError):
         return []
-
-
-def _unescaped(word: str) -> str:
-    """Returns a path of mountinfo, where blanks are octal numbers."""
-    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), word)

@@ -16,6 +16,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
        104  owner boot id (16)     memoryd                 memoryd, doctor
        120  epoch                  optimizerd (Begin)      all
        128  committed version      optimizerd, memoryd     workers, memoryd
+       136  generation             memoryd (restore)       memoryd
        256  record of even version optimizerd, memoryd     optimizerd, memoryd
        384  record of odd version  optimizerd, memoryd     optimizerd, memoryd
        512  sweep: active          optimizerd              optimizerd (recovery)
@@ -26,7 +27,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
             +0 state version       optimizerd, memoryd     optimizerd, memoryd, workers (UPDATE)
             +8 version in slot 0   optimizerd, memoryd     workers, memoryd, fetchd
            +16 version in slot 1   optimizerd, memoryd     workers, memoryd, fetchd
-           +24 unused
+           +24 pinned version + 1 memoryd                 optimizerd; 0: none
            +32 ready words, one per contribution (at most 12): (epoch << 32) | attempt
                                    the worker that computes it; optimizerd, fetchd read
           +128 sequence of slot 0  as its version          fetchd
@@ -37,6 +38,11 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
           +256 sequences of gradients, copy 1: the same
                                    the worker that computes it; fetchd reads
 
+A partner's replica (:func:`penstock.shm.layout.replica_layout`) has a control segment of the same
+layout, which its mirrord alone writes and reads: INVALID state versions are those of blocks that it
+has no state of, weight slots are unused, and the sequence of a contribution is the attempt whose
+gradients that copy holds.
+
 A sequence only ever grows, over skips and restores too: odd from before the first byte of an array
 is written until after the last. So whoever reads it even, then the array, then the same number has
 read what was there at one time (:mod:`penstock.protocol.wire.onesided`); a version or a ready word
@@ -44,8 +50,10 @@ may say the same twice about other bytes.
 
 A state version may be committed + 1 where blocks step in place; the record of that version is then
 what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.machine.arithmetic`). memoryd
-writes versions and records only during a restore, when optimizerd is drained. A record is eight
-payload words and their CRC-32; one cut short by a kill fails its checksum and counts as absent.
+writes versions and records only during a restore, when optimizerd is drained. A pin holds back
+whatever would overwrite the state of the pinned version (:mod:`penstock.daemons.memory.pinning`).
+A record is eight payload words and their CRC-32; one cut short by a kill fails its checksum and
+counts as absent.
 
 Words are stored with release and loaded with acquire order: whoever reads a version, a ready word
 or the incarnation also sees the bytes that were written before it.
@@ -79,8 +87,8 @@ INVALID_VERSION = 2**64 - 1
 
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
 _INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
-_EPOCH, _COMMITTED, _RECORDS, _SWEEP = 120, 128, 256, 512
-_RECORD_BYTES, _READY = 128, 32
+_EPOCH, _COMMITTED, _GENERATION, _RECORDS, _SWEEP = 120, 128, 136, 256, 512
+_RECORD_BYTES, _PIN, _READY = 128, 24, 32
 BLOCK_BYTES = 384
 """Of the words of one block."""
 _SLOT_SEQUENCES, _FROZEN_SEQUENCE, _GRADIENT_SEQUENCES = 128, 144, 160
@@ -284,6 +292,15 @@ class ControlView:
         self._store(_INCARNATION, incarnation)
 
     @property
+    def generation(self) -> int:
+        """How often the memory was filled from a partner in this incarnation."""
+        return self._load(_GENERATION)
+
+    def set_generation(self, generation: int) -> None:
+        """Before the incarnation, which says that all is there."""
+        self._store(_GENERATION, generation)
+
+    @property
     def epoch(self) -> int:
         """Epoch of the last Begin."""
         return self._load(_EPOCH)
@@ -359,6 +376,15 @@ class ControlView:
         """After a sweep wrote the last element of the block's state."""
         self._store(self._block(block), version)
 
+    def pin(self, block: int) -> int | None:
+        """Returns the version of the block's state that is not to be overwritten; None: any is."""
+        word = self._load(self._block(block) + _PIN)
+        return word - 1 if word else None
+
+    def set_pin(self, block: int, version: int | None) -> None:
+        """Pin the state of ``version``; None: let it go."""
+        self._store(self._block(block) + _PIN, 0 if version is None else version + 1)
+
     def slot_version(self, block: int, slot: int) -> int:
         """Returns the version whose weights the slot holds, or :data:`INVALID_VERSION`."""
         return self._load(self._block(block) + 8 + 8 * slot)
@@ -422,6 +448,14 @@ class ControlView:
         """After the last write, before the ready word."""
         self._end(self._gradient_sequence(block, copy, contribution))
 
+    def held(self, block: int, copy: int, contribution: int) -> int:
+        """Returns, of a replica, the attempt whose gradients are whole in this copy; 0 for none."""
+        return self._load(self._gradient_sequence(block, copy, contribution))
+
+    def set_held(self, block: int, copy: int, contribution: int, attempt: int) -> None:
+        """0 before the first write into the copy, the attempt after the last."""
+        self._store(self._gradient_sequence(block, copy, contribution), attempt)
+
     def set_ready(self, block: int, contribution: int, *, epoch: int, attempt: int) -> None:
         """The writer of the contribution has written its last byte."""
         self._store(
@@ -459,12 +493,12 @@ class ControlView:
         sees a byte that is written from now on beside an older number.
         """
         number = self._load(sequence)
-        self._store(sequence, number + 1 + number % 2)
+        self._store(sequence, (number + 1 + number % 2) % 2**64)
 
     def _end(self, sequence: int) -> None:
         """To the next even number."""
         number = self._load(sequence)
-        self._store(sequence, number + 2 - number % 2)
+        self._store(sequence, (number + 2 - number % 2) % 2**64)
 
     def _load(self, offset: int) -> int:
         return load_u64(self._buffer, offset)

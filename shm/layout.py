@@ -207,6 +207,35 @@ class NodeLayout:
         )
 
 
+def replica_layout(table: BlockTable, ownership: Ownership, owner: int) -> NodeLayout:
+    """Lay out what a partner keeps of node ``owner``: the state of its blocks, with masters of
+    their own, and room for all contributions to two versions. Weights and frozen weights are not
+    mirrored: they follow from masters, and from the model.
+    """
+    builder = _Builder()
+    for block in table.blocks:
+        if ownership.owner[block.index] != owner:
+            continue
+        for name, itemsize in _state(table, TWO_COPIES):
+            size = block.trainable_elements * itemsize
+            builder.add(SegmentKind.STATE, (block.index, name, 0, 0), size)
+        for copy in range(GRADIENT_COPIES):
+            for k in range(len(ownership.computed_on[block.index])):
+                size = block.trainable_elements * table.grad_dtype.itemsize
+                builder.add(SegmentKind.GRADS, (block.index, "grads", copy, k), size)
+    placed = ["replica", _storage(table), ownership.owner, ownership.computed_on, owner]
+    return NodeLayout(
+        node=owner,
+        arrays=builder.arrays,
+        sizes=builder.finish(),
+        contributions=tuple(map(len, ownership.computed_on)),
+        gradient_copies=(GRADIENT_COPIES,) * len(table.blocks),
+        state_copies=(1,) * len(table.blocks),
+        storage=TWO_COPIES,
+        digest=hashlib.sha256(json.dumps(placed, sort_keys=True).encode()).digest(),
+    )
+
+
 def _state(table: BlockTable, storage: Storage) -> list[tuple[str, int]]:
     """Returns the names and bytes an element of a block's state arrays."""
     master = ("low", 2) if storage.split_master else ("master", 4)

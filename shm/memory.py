@@ -169,15 +169,17 @@ class NodeMemory:
             control = ControlView.open(
                 segments[name].buffer, run_id=spec.run_id, digest=spec.digest
             )
-            if control.undo_bytes != spec.undo_bytes:
+            found = (control.num_blocks, control.undo_bytes)
+            if found != (expected := (len(spec.table.blocks), spec.undo_bytes)):
                 raise VersionMismatchError(
-                    f"segment {name} has an undo area of {control.undo_bytes} bytes, this Penstock"
-                    f" uses {spec.undo_bytes}"
+                    f"segment {name} has words of {found[0]} blocks and an undo area of {found[1]}"
+                    f" bytes, this Penstock uses {expected[0]} and {expected[1]}"
                 )
             for kind, size in spec.layout.sizes.items():
                 if size and kind in kinds:
-                    found = Segment.attach(spec.name(kind), size, writable=writable)
-                    segments[spec.name(kind)] = found
+                    segments[spec.name(kind)] = Segment.attach(
+                        spec.name(kind), size, writable=writable
+                    )
         except BaseException:
             for segment in segments.values():
                 segment.close()

@@ -59,6 +59,19 @@ def is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] == "T"
 
 
+def parent_of(pid: int) -> int:
+    """Returns the pid of a process's parent; 0 for one that is gone, and for the first of all."""
+    fields = _stat(pid)
+    return 0 if fields is None else int(fields[1])
+
+
+def descends_from(pid: int, elder: int) -> bool:
+    """Returns whether a process is ``elder``, or has it among its living ancestors."""
+    while pid not in (0, elder):
+        pid = parent_of(pid)
+    return pid == elder
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUsage:
     """What a living process has used: CPU time of all its threads, and memory of its own (what it

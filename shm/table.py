@@ -196,9 +196,9 @@ class BlockTable:
                 state_arrays=tuple(data.pop("state_arrays")),
                 **data,
             )
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            table.validate()
+        except (LookupError, ArithmeticError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a block table: {error!r}") from error
-        table.validate()
         return table
 
     @property

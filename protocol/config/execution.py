@@ -288,7 +288,13 @@ class ClusterConfig(Section):
     max_restarts: int = Field(
         default=20,
         ge=0,
-        description="Each process is replaced so many times before the run gives up.",
+        description="A process that was replaced so many times within an hour in which no step was"
+        " committed is not replaced again, and the run ends.",
+    )
+    preload: bool = Field(
+        default=True,
+        description="Each node keeps two processes that have imported what others need, and fork"
+        " them: a process that is lost is back sooner. False: all are started from nothing.",
     )
     grace_seconds: Seconds | None = Field(
         default=None,
@@ -363,6 +369,13 @@ class MemoryConfig(Section):
     )
     device_limit: Size | None = Field(
         default=None, description="A plan may use so much memory of each device."
+    )
+    mirror: Literal["none", "partner"] = Field(
+        default="none",
+        description="partner: each node's partner, the next one in `cluster.nodes`, keeps a replica"
+        " of its optimizer state and steps it along, so that a node that is lost with its memory"
+        " costs no step. It takes the memory of that state once more, and the gradients go over the"
+        " network (docs/MIRROR.md).",
     )
 
 

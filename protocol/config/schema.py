@@ -77,6 +77,32 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _mirror_needs_a_partner(self) -> Config:
+        if self.memory.mirror == "none":
+            return self
+        hosts = [node.host for node in self.cluster.nodes]
+        if len(hosts) < 2:
+            raise ValueError(
+                "memory.mirror partner needs another node to keep the replica, and cluster.nodes"
+                " has one; name two or more, or use mirror none"
+            )
+        beside = {a for a, b in zip(hosts, hosts[1:] + hosts[:1], strict=True) if a == b}
+        shared = sorted(host for host in beside if host != "localhost" and host[:4] != "127.")
+        if shared:
+            raise ValueError(
+                f"memory.mirror partner: a node and its partner, the next one in cluster.nodes, are"
+                f" both on {shared[0]}, and would be lost together; order the nodes so that"
+                " neighbours have different hosts"
+            )
+        if self.optimizer.rollback != "exact":
+            raise ValueError(
+                f"optimizer.rollback {self.optimizer.rollback} keeps one copy of gradients, which"
+                " the next attempt overwrites before a partner has them (memory.mirror partner);"
+                " use rollback exact, or mirror none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rollback_of_scaled_losses(self) -> Config:
         scaled = DType.FP16 in (self.model.dtype, self.optimizer.grad_dtype)
         if self.optimizer.rollback == "arithmetic" and scaled:
@@ -107,6 +133,11 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Returns the directory in which the run keeps its files."""
         return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+
+    @property
+    def mirrors(self) -> bool:
+        """Returns whether each node keeps a replica of another one's state."""
+        return self.memory.mirror == "partner"
 
     @property
     def num_workers(self) -> int:

@@ -227,6 +227,11 @@ class TrainConfig(Section):
     keep_snapshots: Annotated[int, Unit("saved states")] = Field(
         default=2, ge=1, description="So many saved states are kept; older ones are removed."
     )
+    keep_every: Steps = Field(
+        default=0,
+        ge=0,
+        description="Saved states whose step is a multiple of this are kept, too; 0: none.",
+    )
     max_skips: Attempts = Field(
         default=20,
         ge=1,

@@ -362,6 +362,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: write section.key=value, such as train.steps=100")
     try:
         value = yaml.safe_load(text)
+    except RecursionError as error:
+        raise ConfigError(f"--set {key}: is nested too deeply") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {key}: {text!r} is not valid YAML: {reason(error)}") from error
     target = data

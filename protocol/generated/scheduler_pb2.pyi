@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MemberMessage(_message.Message):
-    __slots__ = ("hello", "heartbeat", "fenced", "drained", "restored", "ready", "block_status", "attempt_done", "amended", "settled", "saved", "evaluation_done", "failed", "cut_off")
+    __slots__ = ("hello", "heartbeat", "fenced", "drained", "restored", "ready", "block_status", "attempt_done", "amended", "settled", "saved", "evaluation_done", "failed", "cut_off", "attempt_heard", "pinned", "mirrored")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,9 @@ class MemberMessage(_message.Message):
     EVALUATION_DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CUT_OFF_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_HEARD_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    MIRRORED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     heartbeat: Heartbeat
     fenced: Fenced
@@ -36,16 +39,20 @@ class MemberMessage(_message.Message):
     evaluation_done: EvaluationDone
     failed: Failed
     cut_off: CutOff
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cut_off: _Optional[_Union[CutOff, _Mapping]] = ...) -> None: ...
+    attempt_heard: AttemptHeard
+    pinned: Pinned
+    mirrored: Mirrored
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cut_off: _Optional[_Union[CutOff, _Mapping]] = ..., attempt_heard: _Optional[_Union[AttemptHeard, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., mirrored: _Optional[_Union[Mirrored, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "nonce", "peers")
+    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "nonce", "machine", "peers")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DATA_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member: str
@@ -53,8 +60,9 @@ class Hello(_message.Message):
     epoch: int
     data_endpoint: str
     nonce: int
+    machine: str
     peers: Peers
-    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., nonce: _Optional[int] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., nonce: _Optional[int] = ..., machine: _Optional[str] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
 
 class Peers(_message.Message):
     __slots__ = ("members",)
@@ -85,28 +93,46 @@ class Fenced(_message.Message):
     def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ..., death: _Optional[str] = ...) -> None: ...
 
 class MemoryState(_message.Message):
-    __slots__ = ("incarnation", "committed")
+    __slots__ = ("incarnation", "committed", "generation")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     committed: int
-    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ReplicaState(_message.Message):
+    __slots__ = ("incarnation", "committed", "attempt", "complete")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    committed: int
+    attempt: int
+    complete: bool
+    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., attempt: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class Drained(_message.Message):
-    __slots__ = ("epoch", "memory")
+    __slots__ = ("epoch", "memory", "replica")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     memory: MemoryState
-    def __init__(self, epoch: _Optional[int] = ..., memory: _Optional[_Union[MemoryState, _Mapping]] = ...) -> None: ...
+    replica: ReplicaState
+    def __init__(self, epoch: _Optional[int] = ..., memory: _Optional[_Union[MemoryState, _Mapping]] = ..., replica: _Optional[_Union[ReplicaState, _Mapping]] = ...) -> None: ...
 
 class Restored(_message.Message):
-    __slots__ = ("epoch", "incarnation")
+    __slots__ = ("epoch", "incarnation", "damaged")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     incarnation: int
-    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    damaged: str
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., damaged: _Optional[str] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("epoch",)
@@ -129,6 +155,14 @@ class BlockStatus(_message.Message):
     sum_squares: float
     seconds: float
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., block: _Optional[int] = ..., finite: _Optional[bool] = ..., sum_squares: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class AttemptHeard(_message.Message):
+    __slots__ = ("epoch", "attempt")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class AttemptDone(_message.Message):
     __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds", "peak_device_bytes", "tail_seconds", "device_limit_bytes")
@@ -168,6 +202,16 @@ class Settled(_message.Message):
     version: int
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
+class Mirrored(_message.Message):
+    __slots__ = ("epoch", "attempt", "blocks_missing")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    blocks_missing: int
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., blocks_missing: _Optional[int] = ...) -> None: ...
+
 class SavedFile(_message.Message):
     __slots__ = ("name", "bytes", "sha256")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -179,16 +223,30 @@ class SavedFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class Saved(_message.Message):
-    __slots__ = ("epoch", "version", "files", "error")
+    __slots__ = ("epoch", "version", "files", "error", "number", "write_seconds")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WRITE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: int
     files: _containers.RepeatedCompositeFieldContainer[SavedFile]
     error: str
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SavedFile, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
+    number: int
+    write_seconds: float
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SavedFile, _Mapping]]] = ..., error: _Optional[str] = ..., number: _Optional[int] = ..., write_seconds: _Optional[float] = ...) -> None: ...
+
+class Pinned(_message.Message):
+    __slots__ = ("epoch", "version", "number")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    version: int
+    number: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class EvaluationDone(_message.Message):
     __slots__ = ("epoch", "evaluation", "loss_sum", "loss_tokens")
@@ -261,30 +319,42 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Fence(_message.Message):
-    __slots__ = ("member", "pid")
+    __slots__ = ("member", "pid", "cause")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     member: str
     pid: int
-    def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    cause: str
+    def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "saving", "cause")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SAVING_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    saving: int
+    cause: str
+    def __init__(self, epoch: _Optional[int] = ..., saving: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("epoch", "incarnation", "source", "version")
+    __slots__ = ("epoch", "incarnation", "source", "version", "partner", "record", "generation")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTNER_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     incarnation: int
     source: str
     version: int
-    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., source: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    partner: str
+    record: Record
+    generation: int
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., source: _Optional[str] = ..., version: _Optional[int] = ..., partner: _Optional[str] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Record(_message.Message):
     __slots__ = ("version", "attempt", "decision", "coefficient", "inverse_loss_scale", "learning_rate", "bias_step", "incarnation")
@@ -383,22 +453,26 @@ class Skip(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers_seconds: _Optional[float] = ..., optimizer_seconds: _Optional[float] = ...) -> None: ...
 
 class Settle(_message.Message):
-    __slots__ = ("epoch", "version")
+    __slots__ = ("epoch", "version", "record")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: int
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    record: Record
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("epoch", "version", "directory")
+    __slots__ = ("epoch", "version", "directory", "number")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: int
     directory: str
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., directory: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., directory: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Evaluate(_message.Message):
     __slots__ = ("epoch", "evaluation", "base_version", "batches")
@@ -445,7 +519,7 @@ class SnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "doing", "report")
+    __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "doing", "report", "blocks_missing", "gone_seconds", "why", "next")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -453,6 +527,10 @@ class MemberStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    GONE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     member: str
     state: str
     pid: int
@@ -460,10 +538,14 @@ class MemberStatus(_message.Message):
     restarts: int
     doing: Heartbeat
     report: AttemptDone
-    def __init__(self, member: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., silent_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., doing: _Optional[_Union[Heartbeat, _Mapping]] = ..., report: _Optional[_Union[AttemptDone, _Mapping]] = ...) -> None: ...
+    blocks_missing: int
+    gone_seconds: float
+    why: str
+    next: str
+    def __init__(self, member: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., silent_seconds: _Optional[float] = ..., restarts: _Optional[int] = ..., doing: _Optional[_Union[Heartbeat, _Mapping]] = ..., report: _Optional[_Union[AttemptDone, _Mapping]] = ..., blocks_missing: _Optional[int] = ..., gone_seconds: _Optional[float] = ..., why: _Optional[str] = ..., next: _Optional[str] = ...) -> None: ...
 
 class Happening(_message.Message):
-    __slots__ = ("number", "age_seconds", "kind", "step", "seconds", "text", "steps_lost")
+    __slots__ = ("number", "age_seconds", "kind", "step", "seconds", "text", "steps_lost", "cause")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +553,7 @@ class Happening(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     STEPS_LOST_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     number: int
     age_seconds: float
     kind: str
@@ -478,10 +561,11 @@ class Happening(_message.Message):
     seconds: float
     text: str
     steps_lost: int
-    def __init__(self, number: _Optional[int] = ..., age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ..., text: _Optional[str] = ..., steps_lost: _Optional[int] = ...) -> None: ...
+    cause: str
+    def __init__(self, number: _Optional[int] = ..., age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ..., text: _Optional[str] = ..., steps_lost: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "run_name", "phase", "epoch", "version", "attempt", "steps", "last_metrics_json", "members", "message", "eta_seconds", "plan_scheme", "saved_version", "has_saved", "inputs", "happenings", "pausing", "phase_seconds")
+    __slots__ = ("run_id", "run_name", "phase", "epoch", "version", "attempt", "steps", "last_metrics_json", "members", "message", "eta_seconds", "plan_scheme", "saved_version", "has_saved", "inputs", "happenings", "pausing", "phase_seconds", "saving_version")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_NAME_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -500,6 +584,7 @@ class StatusReply(_message.Message):
     HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
     PAUSING_FIELD_NUMBER: _ClassVar[int]
     PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAVING_VERSION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     run_name: str
     phase: str
@@ -518,7 +603,8 @@ class StatusReply(_message.Message):
     happenings: _containers.RepeatedCompositeFieldContainer[Happening]
     pausing: bool
     phase_seconds: float
-    def __init__(self, run_id: _Optional[str] = ..., run_name: _Optional[str] = ..., phase: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., steps: _Optional[int] = ..., last_metrics_json: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., message: _Optional[str] = ..., eta_seconds: _Optional[float] = ..., plan_scheme: _Optional[str] = ..., saved_version: _Optional[int] = ..., has_saved: _Optional[bool] = ..., inputs: _Optional[str] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., pausing: _Optional[bool] = ..., phase_seconds: _Optional[float] = ...) -> None: ...
+    saving_version: int
+    def __init__(self, run_id: _Optional[str] = ..., run_name: _Optional[str] = ..., phase: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., steps: _Optional[int] = ..., last_metrics_json: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., message: _Optional[str] = ..., eta_seconds: _Optional[float] = ..., plan_scheme: _Optional[str] = ..., saved_version: _Optional[int] = ..., has_saved: _Optional[bool] = ..., inputs: _Optional[str] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., pausing: _Optional[bool] = ..., phase_seconds: _Optional[float] = ..., saving_version: _Optional[int] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ("message",)

@@ -22,7 +22,7 @@ MEMORY: tuple[Metric, ...] = (
         "penstock_memoryd_requests",
         "Answered requests for leases, for where fetchd is (agent), and for arrays of blocks.",
         {
-            "kind": ("lease", "agent", "weights", "frozen", "grads"),
+            "kind": ("lease", "agent", "weights", "frozen", "grads", "state", "words"),
             "status": ("ok", "wait", "error"),
         },
         sparse=True,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from penstock.protocol.metrics.every import EVERY
 from penstock.protocol.metrics.fetch import FETCH
 from penstock.protocol.metrics.memory import MEMORY
+from penstock.protocol.metrics.mirror import MIRROR
 from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.observer import OBSERVER
 from penstock.protocol.metrics.optimizer import OPTIMIZER
@@ -22,6 +23,7 @@ PROCESSES: Mapping[str, Sequence[Metric]] = {
     "schedulerd": SCHEDULER,
     "memoryd": MEMORY,
     "optimizerd": OPTIMIZER,
+    "mirrord": MIRROR,
     "worker": WORKER,
     "fetchd": FETCH,
     "node": NODE,

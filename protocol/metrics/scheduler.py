@@ -23,6 +23,7 @@ PHASES = (
     "running",
     "deciding",
     "amending",
+    "mirroring",
     "settling",
     "saving",
     "evaluating",

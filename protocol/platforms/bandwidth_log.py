@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import mmap
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.protocol import world
 from penstock.protocol.run.files import hold, make_directory, writing
 
 ENTRIES = 128
@@ -113,7 +112,7 @@ class NicReservations:
             hold(self._file.fileno(), num_nodes * 16)
         self._map = mmap.mmap(self._file.fileno(), num_nodes * 16)
         self._free_at: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64)
-        self._mutex = threading.Lock()
+        self._mutex = world.lock()
 
     @classmethod
     def of_run(cls, run_dir: Path, num_nodes: int) -> NicReservations:
@@ -162,13 +161,13 @@ class NodeReads:
 
     def __call__(self, num_bytes: int, cancelled: Callable[[], bool]) -> None:
         """Return when so many bytes that just arrived would have. Used on one thread at a time."""
-        now = time.monotonic()
+        now = world.monotonic()
         waited_for_turn = now - self._ended_at < _TURN_S
         left_s, end = num_bytes / self.bytes_per_s, self._ended_at if waited_for_turn else now
         while left_s > 0.0 and not cancelled():
             part_s = min(left_s, _PART_S)
             _, end = self.board.occupy(end, part_s, source=None, target=self.node)
-            time.sleep(max(0.0, end - time.monotonic()))
+            world.sleep(max(0.0, end - world.monotonic()))
             left_s -= part_s
         self._ended_at = end
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.protocol.errors import ExitCode, ending_code
-from penstock.protocol.run.files import write_atomically, writing
+from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically, writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RunEnd:
     def read(cls, run_dir: Path) -> RunEnd | None:
         """Returns how the run in ``run_dir`` ended; None without a note that can be read."""
         try:
-            fields = json.loads(end_path(run_dir).read_text(encoding="utf-8"))
+            fields = parse_json(end_path(run_dir).read_bytes())
             return cls(
                 reason=str(fields["reason"]),
                 code=ending_code(int(fields["code"])),
@@ -47,7 +47,7 @@ class RunEnd:
                 failed=bool(fields["failed"]),
                 written_s=float(fields["written_s"]),
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, *DAMAGED):
             return None  # memory is then kept, and whoever waits goes on waiting
 
 

@@ -11,12 +11,16 @@ import ctypes
 import errno
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from penstock.protocol.errors import CapacityError, ConfigError, PenstockError, StateError
+
+DAMAGED = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
+"""What comes of taking values out of JSON that says something else than it should."""
 
 _FALLOC_FL_KEEP_SIZE = 1
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -198,3 +202,10 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Returns whether a value of JSON is a number that fits into 64 bits of floating point."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max

@@ -37,6 +37,8 @@ class LogFile(logging.Handler):
         super().__init__()
         self.dropped = 0
         """Records that were not written, in all."""
+        self.cause = ""
+        """The failure that the process recovers from: its records have it, as a field."""
         self._path = path
         self._descriptor: int | None = None
         self._unmentioned = 0
@@ -49,6 +51,8 @@ class LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append one line; before it, how many could not be."""
+        if self.cause:
+            vars(record).setdefault("cause", self.cause)
         lines = self.format(record) + "\n"
         if self._unmentioned:
             lines = self.format(self._mention()) + "\n" + lines
@@ -99,6 +103,15 @@ def open_log(path: Path) -> LogFile:
         raise StateError(f"{path}: a directory is where a log is due; move it away")
     make_directory(path.parent)
     return LogFile(path)
+
+
+def recover_from(cause: str) -> None:
+    """From now on records of this process belong to ``cause``, until it is empty: one failure is
+    one story in the logs of all processes.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogFile):
+            handler.cause = cause
 
 
 class DroppedLines(Collector):

@@ -27,6 +27,11 @@ def optimizerd_name(node: str) -> str:
     return f"optimizerd.{node}"
 
 
+def mirrord_name(node: str) -> str:
+    """Member name of the process on a node that keeps the replica of another one's state."""
+    return f"mirrord.{node}"
+
+
 def fetchd_name(node: str) -> str:
     """Name of a node's fetchd; it is no member: a run goes on without it."""
     return f"fetchd.{node}"
@@ -35,6 +40,11 @@ def fetchd_name(node: str) -> str:
 def metricsd_name(node: str) -> str:
     """Name of a node's metricsd; it is no member: a run goes on without it."""
     return f"metricsd.{node}"
+
+
+def preloader_name(kind: str, node: str) -> str:
+    """Name of a node's preloader of a kind; it is no member: others are spawned without it."""
+    return f"preload-{kind}.{node}"
 
 
 def node_member_name(node: str) -> str:
@@ -75,6 +85,23 @@ def node_index(config: Config, node_name: str) -> int:
     return names.index(node_name)
 
 
+def partner_of(config: Config, node: int) -> int:
+    """Index of the node that keeps the replica of ``node``: the next one, in a ring."""
+    return (node + 1) % len(config.cluster.nodes)
+
+
+def mirrored_by(config: Config, node: int) -> int:
+    """Index of the node whose replica ``node`` keeps."""
+    return (node - 1) % len(config.cluster.nodes)
+
+
+def replica_name(keeper: str, owner: str) -> str:
+    """What stands for a node's name in names of segments that hold a replica; no node is called
+    so, since names of nodes have no dots.
+    """
+    return f"{keeper}.{owner}"
+
+
 def expected_members(config: Config) -> tuple[str, ...]:
     """Returns all members an epoch needs."""
     members = []
@@ -84,6 +111,8 @@ def expected_members(config: Config) -> tuple[str, ...]:
             memoryd_name(node.name),
             optimizerd_name(node.name),
         ]
+        if config.mirrors:
+            members.append(mirrord_name(node.name))
         members += [worker_name(device) for device in devices_of_node(config, index)]
     return tuple(members)
 
@@ -138,7 +167,8 @@ def storage(config: Config, plan: Plan) -> Storage:
     if optimizer.rollback == "arithmetic":
         # Steps in place leave nothing for which gradients would have to stay.
         single = range(plan.num_blocks)
-    elif split:  # and devices update none of the blocks: protocol.executable
+    elif split and not config.mirrors:  # and devices update none of the blocks: protocol.executable
+        # A partner pulls gradients, and does not see the owner's words: two copies then.
         single = plan.settled_early
     return Storage(split_master=split, single_gradients=tuple(single), flushed=plan.flushed)
 

@@ -11,16 +11,17 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol import world
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.run.files import is_no_room, unforeseen
 from penstock.protocol.run.logs import open_log
 
 _PR_SET_PDEATHSIG = 1
+_PR_GET_PDEATHSIG = 2
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -74,6 +75,14 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
+def parent_to_die_with() -> int | None:
+    """Returns the pid of the parent whose death ends this process; None where nobody's does."""
+    number = ctypes.c_int(0)
+    if ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number)) != 0 or not number.value:
+        return None
+    return os.getppid()
+
+
 def run_main(main: Callable[[], int | None], run_dir: Path) -> int:
     """Run the main function of a process of the run in ``run_dir``; its exit code, 0 for None.
 
@@ -121,4 +130,4 @@ def tool_main(work: Callable[[], None], place: Path, parent_pid: int | None) -> 
 
 def monotonic_s() -> float:
     """Returns the time in seconds, by the clock that deadlines use."""
-    return time.monotonic()
+    return world.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -18,10 +19,10 @@ from penstock.protocol.errors import ConfigError, ProtocolError, StateError, rea
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
 from penstock.protocol.run.files import holds_text, make_directory, parse_json, write_atomically
-from penstock.protocol.run.names import ownership, storage
+from penstock.protocol.run.names import ownership, partner_of, replica_name, storage
 from penstock.protocol.run.seal import SEAL, read_sealed, seal_text
 from penstock.protocol.security.token import TOKEN_FILE, ensure_token
-from penstock.shm.layout import NodeLayout
+from penstock.shm.layout import NodeLayout, replica_layout
 from penstock.shm.memory import MemorySpec
 from penstock.shm.table import BlockTable
 
@@ -178,6 +179,21 @@ class RunDirectory:
             layout=NodeLayout.compute(self.table, owners, node, storage(self.config, self.plan)),
             undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
             step_terms=step_terms(self.config),
+        )
+
+    def replica_spec(self, owner: int) -> MemorySpec:
+        """Returns the names and layout of the replica of a node's state, which its partner keeps.
+
+        Raises:
+            StateError: plan, table and configuration do not belong together.
+        """
+        nodes, spec = self.config.cluster.nodes, self.memory_spec(owner)
+        keeper = nodes[partner_of(self.config, owner)].name
+        owners = ownership(self.config, self.table, self.plan)
+        return dataclasses.replace(
+            spec,
+            node_name=replica_name(keeper, nodes[owner].name),
+            layout=replica_layout(self.table, owners, owner),
         )
 
     def seal(self, fixed: Mapping[str, Any]) -> None:

@@ -25,8 +25,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from penstock.protocol import world
 from penstock.protocol.run.files import append_whole
 
 FORMAT = 1
@@ -142,10 +141,10 @@ class TraceOrigin:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return cls(
             member=member,
-            pid=os.getpid(),
+            pid=world.pid(),
             boot_id=boot_id,
             monotonic_s=now_s(),
-            realtime_s=time.time(),
+            realtime_s=world.wall(),
         )
 
     @property
@@ -188,7 +187,7 @@ _Row: TypeAlias = tuple[TraceLane, str, str, int, float, float, float]
 
 def now_s() -> float:
     """Returns the clock of traces in seconds; on Linux ``time.perf_counter`` reads the same one."""
-    return time.monotonic()
+    return world.monotonic()
 
 
 class TraceLog:
@@ -203,7 +202,7 @@ class TraceLog:
         self._every = every
         self._rows: deque[_Row] = deque()
         self._starts: dict[tuple[str, str], str] = {}
-        self._lock = threading.Lock()
+        self._lock = world.lock()
         self._begun = False
 
     @classmethod

@@ -5,7 +5,7 @@ with the run's token.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,8 @@ import grpc
 
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.security.addresses import check_addresses, is_loopback
 from penstock.protocol.security.folders import KeyFolder, checked_folder, node_folder
 from penstock.protocol.security.identity import SCHEDULER_HOST, Identity, Role
@@ -25,6 +27,18 @@ TOKEN_KEY = "penstock-token"
 Options = Sequence[tuple[str, int]]
 
 
+class Joined(Protocol):
+    """A member's stream that was begun.
+
+    To iterate yields the scheduler's messages; ``grpc.RpcError`` says how it broke.
+    """
+
+    def __iter__(self) -> Iterator[pb.SchedulerMessage]: ...
+
+    def cancel(self) -> object:
+        """End it now."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
     """A channel, and the metadata that each call on it carries. ``check`` is to be called before
@@ -34,6 +48,16 @@ class Connection:
     channel: grpc.Channel
     metadata: tuple[tuple[str, str], ...] = ()
     check: Callable[[], None] = lambda: None
+
+    def join(self, requests: Iterator[pb.MemberMessage]) -> Joined:
+        """Begin a member's stream, with what ``requests`` yields; it is asked on another thread."""
+        stub = rpc.MembershipStub(self.channel)  # type: ignore[no-untyped-call]  # generated
+        joined: Joined = stub.Join(requests, metadata=self.metadata)
+        return joined
+
+    def close(self) -> None:
+        """End the connection and all calls on it."""
+        self.channel.close()
 
 
 class Access(Protocol):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import zmq
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -199,7 +200,7 @@ def _read_authority(folder: Path) -> _Authority:
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
         authority = x509.load_pem_x509_certificate(certificate)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{folder}: damaged keys: {reason(error)}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{folder / 'ca.key'}: is no key of penstock keys make")

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     PublicFormat,
@@ -156,7 +156,7 @@ class KeyFolder:
             matches = leaf.public_key().public_bytes(*form) == private.public_key().public_bytes(
                 *form
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"{self.path}: damaged keys: {reason(error)}") from error
         if not matches:
             raise _Unmatched(
@@ -164,7 +164,7 @@ class KeyFolder:
             )
         try:
             leaf.verify_directly_issued_by(authority)
-        except (ValueError, TypeError, InvalidSignature) as error:
+        except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
             raise ConfigError(
                 f"{self.path}: {self._names[1]} was not issued by the authority in ca.pem; take all"
                 " files from one penstock keys make"

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+import struct
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.protocol import world
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ProtocolError
 from penstock.protocol.run.logs import Complaints
@@ -199,7 +200,7 @@ class CurveAccess:
                 f"{folder}: curve.public is not the public key of curve.secret; take both from one"
                 " penstock keys make"
             )
-        self._lock = threading.Lock()  # of what follows: doors and connecting threads share it
+        self._lock = world.lock()  # of what follows: doors and connecting threads share it
         self._complaints = Complaints(_log)
         self._files: dict[Path, tuple[int, int]] = {}
         self._node_of: dict[bytes, str] = {}
@@ -252,7 +253,7 @@ class CurveAccess:
     def _owner(self, key: bytes) -> str | None:
         """Returns the node that a key belongs to."""
         with self._lock:
-            if time.monotonic() - self._looked_s > _REREAD_S:
+            if world.monotonic() - self._looked_s > _REREAD_S:
                 try:
                     self._look()
                 except ConfigError as error:
@@ -261,7 +262,7 @@ class CurveAccess:
 
     def _look(self) -> None:
         """Read the list of peers if a file has changed, or come, or gone."""
-        self._looked_s = time.monotonic()
+        self._looked_s = world.monotonic()
         folder = self._folder / "peers"
         try:
             found = {
@@ -323,8 +324,8 @@ class Door:
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._closing = world.event()
+        self._thread = world.thread(target=self._run, name="door", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -440,7 +441,7 @@ def _decoded(path: Path, text: bytes) -> bytes:
     """Returns the 32 bytes of a key that is written as ZeroMQ's Z85."""
     try:
         key = z85.decode(text)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, struct.error):  # the last: five characters of over 32 bits
         key = b""
     if len(text) != _KEY_TEXT_BYTES or len(key) != 32:
         raise ConfigError(f"{path}: is no key; take it from penstock keys make again")

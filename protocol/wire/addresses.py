@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import socket as sockets
-import time
 from collections.abc import Callable
 from typing import Any
 
 import zmq
+
+from penstock.protocol import world
 
 LOOK_S = 1.0
 
@@ -30,13 +31,13 @@ class HomeAddress:
         """
         self.host = host
         self.number = sockets.gethostbyname(host)
-        self._look_s = time.monotonic() + LOOK_S
+        self._look_s = world.monotonic() + LOOK_S
 
     def moved(self) -> bool:
         """Returns whether the name means another address of this machine from now on, and the one
         before is gone; looks once in :data:`LOOK_S` seconds, and may wait for a name server then.
         """
-        now_s = time.monotonic()
+        now_s = world.monotonic()
         if now_s < self._look_s:
             return False
         self._look_s = now_s + LOOK_S

@@ -8,12 +8,12 @@ where it or the peer's is not there memoryd is asked, and fetchd again a while l
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import zmq
 
+from penstock.protocol import world
 from penstock.protocol.config.schema import Config
 from penstock.protocol.security.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.blocks import BlockClient, Pace
@@ -91,9 +91,9 @@ class CountedFetcher:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         """See :class:`Fetcher`."""
-        start_s = time.monotonic()
+        start_s = world.monotonic()
         self._blocks.fetch(address, request, out, timeout_s=timeout_s, cancelled=cancelled)
-        self._fetched("zmq", memoryview(out).nbytes, time.monotonic() - start_s)
+        self._fetched("zmq", memoryview(out).nbytes, world.monotonic() - start_s)
 
     def close(self) -> None:
         """See :class:`Fetcher`."""
@@ -126,24 +126,24 @@ class OneSidedFetcher:
         view = memoryview(out)
         if not view.nbytes:
             return
-        start_s = time.monotonic()
+        start_s = world.monotonic()
         if start_s >= self._again_s.get(address, 0.0):
             try:
                 self._staged.fetch(
                     address, request, view.cast("B"), timeout_s=timeout_s, cancelled=cancelled
                 )
             except AwayError as error:
-                self._again_s[address] = time.monotonic() + RETRY_S
+                self._again_s[address] = world.monotonic() + RETRY_S
                 self._say(address, "zmq", f"memoryd is asked, by ZeroMQ: {error}")
             else:
                 self._say(address, "nixl", "read from its memory, by NIXL")
                 if self._pace is not None:
                     self._pace(view.nbytes, cancelled)
-                self._fetched("nixl", view.nbytes, time.monotonic() - start_s)
+                self._fetched("nixl", view.nbytes, world.monotonic() - start_s)
                 return
-        left_s = max(0.1, timeout_s - (time.monotonic() - start_s))
+        left_s = max(0.1, timeout_s - (world.monotonic() - start_s))
         self._blocks.fetch(address, request, out, timeout_s=left_s, cancelled=cancelled)
-        self._fetched("zmq", view.nbytes, time.monotonic() - start_s)
+        self._fetched("zmq", view.nbytes, world.monotonic() - start_s)
 
     def close(self) -> None:
         """See :class:`Fetcher`."""

@@ -8,6 +8,7 @@ else, so arbitrary bytes never crash a daemon. Which socket carries what: ``docs
 from __future__ import annotations
 
 import dataclasses
+import struct
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -145,18 +146,22 @@ class BlockRequest:
     ``array`` is ``weights`` (at ``version``; answered only when complete and committed), ``frozen``
     (once there is a model in memory), or ``grads`` (contribution ``contribution`` of copy
     ``version % 2``; answered only when its ready word says (epoch, attempt) or later: a committed
-    copy stays as it is while the next attempt fills the other). A range has at most
-    :data:`MAX_RANGE_BYTES`: large arrays are asked for piece by piece, so that neither side holds
-    more than a few ranges in its queues.
+    copy stays as it is while the next attempt fills the other). ``state`` is the array ``name`` of
+    a block's state, ``low`` and ``high`` of a split master, answered while the state is at
+    ``version`` and no sweep leads it on; ``words`` are those that say so (:class:`StateWords`):
+    equal ones before and after mean that what was read in between is of that version. A range has
+    at most :data:`MAX_RANGE_BYTES`: large arrays are asked for piece by piece, so that neither side
+    holds more than a few ranges in its queues.
     """
 
     run_id: str
     epoch: int
     attempt: int
-    array: Literal["weights", "frozen", "grads"]
+    array: Literal["weights", "frozen", "grads", "state", "words"]
     block: int
     version: int
     contribution: int
+    name: str = ""
     offset: int = 0
     num_bytes: int = 0
 
@@ -167,7 +172,35 @@ class BlockRequest:
             return (self.block, "weights", self.version % 2, 0)
         if self.array == "grads":
             return (self.block, "grads", self.version % 2, self.contribution)
+        if self.array == "state" and self.name == "high":
+            return (self.block, "weights", self.version % 2, 0)
+        if self.array == "state":
+            return (self.block, self.name, 0, 0)
         return (self.block, "frozen", 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateWords:
+    """What ``words`` of a block are: the memory's incarnation, and the version of its state,
+    :data:`~penstock.shm.control.INVALID_VERSION` while a sweep leads that on.
+    """
+
+    incarnation: int
+    state_version: int
+
+    def pack(self) -> bytes:
+        """Returns 16 bytes, little-endian."""
+        return _STATE_WORDS.pack(self.incarnation, self.state_version)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> StateWords:
+        """Returns the words of 16 bytes."""
+        incarnation, state_version = _STATE_WORDS.unpack(data)
+        return cls(incarnation=incarnation, state_version=state_version)
+
+
+_STATE_WORDS = struct.Struct("<2Q")
+STATE_WORDS_BYTES = _STATE_WORDS.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +325,7 @@ def encode(header: Header) -> bytes:
     Raises:
         ProtocolError: it would be larger than :data:`MAX_HEADER_BYTES`.
     """
-    body = [type(header).__name__, dataclasses.asdict(header)]
+    body = [type(header).__name__, _fields_of(header)]
     data: bytes = msgpack.packb(body, use_bin_type=True)
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(f"{body[0]}: header of {len(data)} bytes, limit {MAX_HEADER_BYTES}")
@@ -319,6 +352,17 @@ def decode(data: bytes | memoryview, *expected: type[H]) -> H:
         names = " or ".join(kind.__name__ for kind in expected)
         raise ProtocolError(f"expected {names}, got {_clip(body[0])}")
     return typing.cast(H, _build(kind, body[1]))
+
+
+def _fields_of(message: Any) -> dict[str, Any]:
+    """``dataclasses.asdict`` without its copies of every value."""
+    return {name: _plain(getattr(message, name)) for name in _HINTS[type(message)]}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return [_plain(item) for item in value]
+    return _fields_of(value) if type(value) in _HINTS else value
 
 
 def _build(kind: type[Any], fields: dict[Any, Any]) -> Any:

@@ -23,8 +23,6 @@ import socket as sockets
 import struct
 import sys
 import termios
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +30,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.protocol import world
 from penstock.protocol.run.logs import Complaints
 
 LOOK_S = 0.02
@@ -53,12 +52,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """``connection_bytes``: brought by a connection since its last message; ``total_bytes``: by all
-    together; ``connections``: at a time. Strangers may bring :data:`STRANGER_BYTES` each.
+    together; ``silent_bytes``: by all together that never sent a whole message; ``connections``: at
+    a time. Strangers may bring :data:`STRANGER_BYTES` each.
     """
 
     connections: int
     connection_bytes: int
     total_bytes: int
+    silent_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +106,23 @@ class Guard:
         self._connections: dict[int, _Connection] = {}  # oldest first
         self._heard: set[int] = set()
         self._have_cut = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+        self._closing = world.event()
+        self._thread = world.thread(target=self._run, name="guard", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def where_possible(
+        cls,
+        socket: zmq.Socket[Any],
+        bounds: Bounds,
+        cut: Callable[[], None] = lambda: None,
+        *,
+        said_to_strangers: int | None = None,
+    ) -> Guard | None:
+        """Returns a guard; None in a world whose sockets are not the kernel's."""
+        if not world.here().guards_sockets:
+            return None
+        return cls(socket, bounds, cut, said_to_strangers=said_to_strangers)
 
     def heard(self, frame: zmq.Frame) -> None:
         """A message came with this frame; called by the thread that received it."""
@@ -178,9 +193,16 @@ class Guard:
                 self._end(descriptor, f"{connection.received} bytes without being let in")
             elif connection.pending > self.bounds.connection_bytes:
                 self._end(descriptor, f"{connection.pending} bytes without a whole message")
-        while sum(c.pending for c in self._connections.values()) > self.bounds.total_bytes:
-            largest = max(self._connections, key=lambda d: self._connections[d].pending)
-            self._end(largest, f"over {self.bounds.total_bytes} bytes without whole messages")
+        self._bound_together(self.bounds.total_bytes, silent=False)
+        self._bound_together(self.bounds.silent_bytes, silent=True)
+
+    def _bound_together(self, limit_bytes: int, *, silent: bool) -> None:
+        """Cut the largest for as long as all, or all ``silent`` ones, have brought too much."""
+        found = {d: c.pending for d, c in self._connections.items() if c.silent or not silent}
+        while sum(found.values()) > limit_bytes:
+            largest = max(found, key=found.__getitem__)
+            del found[largest]
+            self._end(largest, f"over {limit_bytes} bytes without whole messages")
 
     def _count(self, connection: _Connection) -> None:
         """Ask the kernel what a connection has brought, and what it has heard.
@@ -213,7 +235,7 @@ class Guard:
     def _clean_up(self) -> None:
         """Give back what connections took that were cut."""
         if self._have_cut:
-            time.sleep(LOOK_S)  # libzmq frees what it kept on a thread of its own
+            world.sleep(LOOK_S)  # libzmq frees what it kept on a thread of its own
             _give_back_memory()
             self._have_cut = False
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
 
+from penstock.protocol import world
 from penstock.protocol.errors import PenstockError, ProtocolError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.run.logs import recover_from
 from penstock.protocol.security.access import Access, Connection
 
 FIRST_BACKOFF_S = 0.05
@@ -91,20 +90,20 @@ class MemberLink:
         self._access = access
         self._trouble = ""  # with the last stream, said once; of the connecting thread
         self._hello = hello
-        self._nonce = secrets.randbits(64)
+        self._nonce = world.random_bits(64)
         self._interval_s = heartbeat_interval_s
         self._silence_timeout_s = silence_timeout_s
         self._listener = listener
         self._doing = doing
-        self._inbox: queue.SimpleQueue[pb.SchedulerMessage | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of _stream and _heard_s; nothing waits while it is held
+        self._inbox: queue.SimpleQueue[pb.SchedulerMessage | None] = world.queue()
+        self._lock = world.lock()  # of _stream and _heard_s; nothing waits while it is held
         self._stream: _SchedulerStream | None = None
         self._failure: Exception | None = None
-        self._heard_s = time.monotonic()
-        self._closing = threading.Event()
+        self._heard_s = world.monotonic()
+        self._closing = world.event()
         self._threads = [
-            threading.Thread(target=self._connect_and_read, name="member-link", daemon=True),
-            threading.Thread(target=self._beat, name="member-heartbeat", daemon=True),
+            world.thread(target=self._connect_and_read, name="member-link", daemon=True),
+            world.thread(target=self._beat, name="member-heartbeat", daemon=True),
         ]
 
     def start(self) -> None:
@@ -164,9 +163,9 @@ class MemberLink:
         if stream is not None:
             stream.finish()
         started = [thread for thread in self._threads if thread.ident is not None]
-        deadline = time.monotonic() + timeout_s
+        deadline = world.monotonic() + timeout_s
         for thread in started:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+            thread.join(timeout=max(0.0, deadline - world.monotonic()))
         for thread in started:
             self._cut_until_ended(thread)
         self._inbox.put(None)
@@ -210,6 +209,7 @@ class MemberLink:
             stream.finish()
         try:
             for message in stream.messages():
+                _follow_story(message)
                 if self._listener is not None:
                     self._listener(message)
                 self._inbox.put(message)
@@ -234,9 +234,9 @@ class MemberLink:
         told where this process listened before its machine's address changed.
         """
         sequence = 0
-        last_tick = time.monotonic()
+        last_tick = world.monotonic()
         while not self._closing.wait(self._interval_s):
-            now, previous, last_tick = time.monotonic(), last_tick, time.monotonic()
+            now, previous, last_tick = world.monotonic(), last_tick, world.monotonic()
             with self._lock:
                 stream = self._stream
             if stream is None:
@@ -255,6 +255,23 @@ class MemberLink:
             stream.put(pb.MemberMessage(heartbeat=_heartbeat(sequence, self._doing())))
 
 
+_ORDINARY = frozenset(("run_attempt", "evaluate"))
+
+
+def _follow_story(message: pb.SchedulerMessage) -> None:
+    """Logs name the failure from the Drain that it leads to until ordinary work goes on."""
+    kind = message.WhichOneof("body")
+    if kind == "drain" and message.drain.cause:
+        recover_from(message.drain.cause)
+        _log.info("drained for epoch %d", message.drain.epoch)
+    elif kind == "fence":
+        fence = message.fence
+        extra = {"cause": fence.cause, "child_pid": fence.pid}
+        _log.info("ordered to fence %s", fence.member, extra=extra)
+    elif kind in _ORDINARY:
+        recover_from("")
+
+
 def _heartbeat(sequence: int, doing: Doing) -> pb.Heartbeat:
     return pb.Heartbeat(
         sequence=sequence,
@@ -270,14 +287,13 @@ class _SchedulerStream:
     def __init__(self, connection: Connection, hello: pb.Hello) -> None:
         self.answered = False
         self.data_endpoint = hello.data_endpoint
-        self.last_heard = time.monotonic()
+        self.last_heard = world.monotonic()
         self.end_reason = "closed by the scheduler"
-        self._outgoing: queue.SimpleQueue[pb.MemberMessage | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[pb.MemberMessage | None] = world.queue()
         self._outgoing.put(pb.MemberMessage(hello=hello))
         self._writer: threading.Thread | None = None
-        self._channel = connection.channel
-        stub = rpc.MembershipStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        self._call = stub.Join(self._requests(), metadata=connection.metadata)
+        self._connection = connection
+        self._call = connection.join(self._requests())
 
     def put(self, message: pb.MemberMessage) -> None:
         if self._outgoing.qsize() >= MAX_QUEUED:
@@ -287,7 +303,7 @@ class _SchedulerStream:
             self._outgoing.put(message)
 
     def heard(self) -> None:
-        self.last_heard = time.monotonic()
+        self.last_heard = world.monotonic()
 
     def messages(self) -> Iterator[pb.SchedulerMessage]:
         """Yields everything but heartbeats, until the stream ends for whatever reason."""
@@ -313,11 +329,11 @@ class _SchedulerStream:
         """Free the channel and wait for gRPC's writing thread, which waits in :meth:`_requests`."""
         self._call.cancel()
         self.finish()
-        self._channel.close()
+        self._connection.close()
         if self._writer is not None:
             self._writer.join(timeout=5.0)
 
     def _requests(self) -> Iterator[pb.MemberMessage]:
-        self._writer = threading.current_thread()
+        self._writer = world.current_thread()
         while (message := self._outgoing.get()) is not None:
             yield message

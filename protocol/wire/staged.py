@@ -12,10 +12,10 @@ import dataclasses
 import mmap
 import os
 import socket as sockets
-import time
 from collections import deque
 from collections.abc import Callable
 
+from penstock.protocol import world
 from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError
 from penstock.protocol.security.token import peer_process
 from penstock.protocol.wire.blocks import FetchCancelledError
@@ -71,7 +71,7 @@ class StagedClient:
             AwayError: no fetchd here or there, or it ended; ask memoryd.
             LostMemberError, FetchCancelledError, ProtocolError: as :class:`BlockClient` does.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = world.monotonic() + timeout_s
         try:
             if self._connection is None:
                 self._connection = _Connection(self._address)
@@ -79,7 +79,7 @@ class StagedClient:
             while not fetch.finished:
                 if cancelled():
                     raise FetchCancelledError(f"block {request.block} from {address}: cancelled")
-                if time.monotonic() >= deadline_s:
+                if world.monotonic() >= deadline_s:
                     raise LostMemberError(
                         f"{request.array} of block {request.block} from {address}:"
                         f" {fetch.num_received} of {len(out)} bytes after {timeout_s:g} s"
@@ -169,7 +169,7 @@ class _StagedFetch:
         self._asked: dict[int, tuple[int, int]] = {}  # serial -> (slot, offset)
         self._free = list(range(connection.num_slots))
         self._waits = 0
-        self._answered_s = time.monotonic()
+        self._answered_s = world.monotonic()
         self._begin()
 
     @property
@@ -184,7 +184,7 @@ class _StagedFetch:
             self._ask(self._to_ask.popleft())
             window -= 1
         reply = self._connection.receive(_POLL_S)
-        now_s = time.monotonic()
+        now_s = world.monotonic()
         if reply is None:
             if now_s - self._answered_s > ANSWER_TIMEOUT_S:
                 raise AwayError(f"fetchd of this node says nothing for {ANSWER_TIMEOUT_S:g} s")
@@ -214,7 +214,7 @@ class _StagedFetch:
         self._free.append(slot)
         if reply.status in ("wait", "torn"):
             if reply.status == "wait":
-                time.sleep(_PAUSES_S[min(self._waits, len(_PAUSES_S) - 1)])
+                world.sleep(_PAUSES_S[min(self._waits, len(_PAUSES_S) - 1)])
                 self._waits += 1
             self._to_ask.appendleft(offset)
             return

@@ -17,7 +17,7 @@ from penstock.protocol.wire.guard import Bounds, Guard, own_user_only
 from tests.protocol.hostile import HostilePeer
 
 MIB = 2**20
-BOUNDS = Bounds(connections=4, connection_bytes=4 * MIB, total_bytes=6 * MIB)
+BOUNDS = Bounds(connections=4, connection_bytes=4 * MIB, total_bytes=6 * MIB, silent_bytes=6 * MIB)
 
 
 def resident() -> int:
@@ -120,6 +120,28 @@ def test_all_together_are_bounded_and_the_largest_goes_first(server: Server) -> 
         peer.close()
 
 
+def test_those_that_never_sent_a_message_have_less_room() -> None:
+    bounds = Bounds(connections=9, connection_bytes=MIB, total_bytes=4 * MIB, silent_bytes=MIB)
+    server = Server(bounds)
+    friend = HostilePeer("127.0.0.1", server.port, b"PUSH")
+    peers = [HostilePeer("127.0.0.1", server.port, b"PUSH") for _ in range(3)]
+    try:
+        friend.socket.sendall(b"\0\x05hello")
+        assert server.received.acquire(timeout=20.0)
+        time.sleep(0.1)  # the guard looks
+        friend.send_parts(1000, MIB * 3 // 4)
+        for number, peer in enumerate(peers):
+            assert peer.send_parts(1000, MIB * 3 // 4), number
+        server.wait_cut(2)
+        friend.socket.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            friend.socket.recv(10)
+    finally:
+        for peer in (friend, *peers):
+            peer.close()
+        server.close()
+
+
 def test_too_many_connections_cost_the_oldest_that_never_said_anything(server: Server) -> None:
     friend = server.context.socket(zmq.PUSH)
     friend.connect(server.address)
@@ -141,7 +163,7 @@ def test_too_many_connections_cost_the_oldest_that_never_said_anything(server: S
 
 
 def test_who_spoke_before_the_guard_saw_them_come_is_not_silent() -> None:
-    server = Server(Bounds(connections=2, connection_bytes=MIB, total_bytes=MIB))
+    server = Server(Bounds(connections=2, connection_bytes=MIB, total_bytes=MIB, silent_bytes=MIB))
     friend = server.context.socket(zmq.PUSH)
     silent: list[socket.socket] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import stat
@@ -22,6 +23,9 @@ NODE_FILES = {
     *("ca.pem", "tls.pem", "tls.key", "server.pem", "server.key", "metrics.sha256"),
     *("curve.public", "curve.secret", "peers", "peers/a.public", "peers/b.public"),
 }
+
+ELLIPTIC = bytes.fromhex("2a8648ce3d0201")
+"""The object identifier of elliptic curves in a key (RFC 5480), as DER writes it."""
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,22 @@ def test_keys_that_others_may_read_and_foreign_or_damaged_ones_are_refused(
     key.unlink()
     with pytest.raises(ConfigError, match=r"tls.key: cannot read it: No such file"):
         node_folder(other, "my.run", "a")
+
+
+def test_keys_of_an_algorithm_that_nobody_knows_are_damaged_ones(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make(keys, "my.run", ["a"])
+    for path, again in (
+        (keys / "node.a/tls.key", lambda: node_folder(keys, "my.run", "a")),
+        (keys / "authority/ca.key", lambda: renew(keys)),
+    ):
+        begin, *lines, end = path.read_text().splitlines()
+        found = base64.b64decode("".join(lines))
+        unknown = found.replace(ELLIPTIC, ELLIPTIC[:-2] + b"\x7f\x7f")
+        assert unknown != found
+        path.write_text(f"{begin}\n{base64.b64encode(unknown).decode()}\n{end}\n")
+        with pytest.raises(ConfigError, match=r"damaged keys: Unknown key type"):
+            again()
 
 
 def test_renewed_keys_are_read_without_a_restart_and_expired_ones_are_not(tmp_path: Path) -> None:

@@ -93,8 +93,11 @@ def test_stop_signal_never_deadlocks_with_its_handler(own_signals: None) -> None
 
 def test_children_die_with_their_parent() -> None:
     child = (
-        "import sys, time; from penstock.protocol.run.process import die_with_parent;"
-        "die_with_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)"
+        "import os, sys, time;"
+        "from penstock.protocol.run.process import die_with_parent, parent_to_die_with;"
+        "assert parent_to_die_with() is None; die_with_parent(int(sys.argv[1]));"
+        "assert parent_to_die_with() == os.getppid();"
+        "print('up', flush=True); time.sleep(60)"
     )
     parent = (
         "import os, subprocess, sys;"

@@ -1,0 +1,107 @@
+"""Lets only processes of its node talk to a local ZeroMQ socket.
+
+The kernel keeps other users away from it (:func:`penstock.protocol.wire.guard.own_user_only`).
+Whatever else this user runs on the machine is a stranger, too: libzmq keeps frames of a message
+without a last one for as long as they come, with 32 bytes of memory for a byte. So this asks the
+kernel who is at the other end of each new connection, and cuts those of strangers. What came before
+that is beyond its control: it takes the time in which a thread wakes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket as sockets
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from penstock.protocol import world
+from penstock.protocol.run.logs import Complaints
+from penstock.protocol.run.process import parent_to_die_with
+from penstock.protocol.security.token import peer_process
+from penstock.shm.process import descends_from
+
+_LOOK_S = 1.0
+"""So often it looks whether it is to end, if nobody comes and the socket's end is not told."""
+
+_log = logging.getLogger(__name__)
+
+
+class Neighbours:
+    """Watches who connects to one bound local socket, on a thread of its own.
+
+    A neighbour is this process's parent, or descends from it: a node has started all of its
+    processes, and those of another node have no business on a local socket.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any], *, elder: int) -> None:
+        """Start to watch. ``elder``: the process that started this one and all neighbours."""
+        self._address = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._elder = elder
+        self._socket = socket
+        self._complaints = Complaints(_log)
+        self._closing = world.event()
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED
+        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(events)
+        self._thread = world.thread(target=self._run, name="neighbours", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def where_possible(cls, socket: zmq.Socket[Any]) -> Neighbours | None:
+        """Returns who watches over a socket of this process; None where no node has started it, and
+        in a world whose sockets are not the kernel's.
+        """
+        node = parent_to_die_with() if world.here().guards_sockets else None
+        return None if node is None else cls(socket, elder=node)
+
+    def close(self) -> None:
+        """Stop watching, before the socket is closed; its thread may be receiving."""
+        self._closing.set()
+        # First this: the thread waits for events, of which the last says that there are no more.
+        self._socket.disable_monitor()
+        self._thread.join()
+        self._monitor.close(linger=0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._monitor.poll(round(_LOOK_S * 1000)):
+                event: Any = recv_monitor_message(self._monitor)
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    self._accepted(event["value"])
+
+    def _accepted(self, descriptor: int) -> None:
+        try:
+            connection = sockets.socket(fileno=os.dup(descriptor))
+        except OSError:
+            return  # it has gone already
+        with connection:
+            # Gone, and the descriptor is another's?
+            if connection.family != sockets.AF_UNIX or _endpoint_of(connection) != self._address:
+                return
+            pid, _ = peer_process(connection)
+            if not descends_from(pid, self._elder):
+                self._complaints.say(
+                    f"{self._address}: cut the connection of process {pid}, which is none of its"
+                    " node"
+                )
+                _cut(connection)
+
+
+def _endpoint_of(connection: sockets.socket) -> str:
+    """Returns where a connection was accepted, as ZeroMQ writes it."""
+    try:
+        name = connection.getsockname()
+    except OSError:
+        return ""
+    # The names of abstract sockets are bytes that begin with a zero.
+    return f"ipc://@{name[1:].decode()}" if isinstance(name, bytes) else f"ipc://{name}"
+
+
+def _cut(connection: sockets.socket) -> None:
+    """libzmq sees the connection end, and drops what it kept of it."""
+    try:
+        connection.shutdown(sockets.SHUT_RDWR)
+    except OSError:
+        _log.debug("a stranger had gone already")
