@@ -6,7 +6,6 @@ Everything that must be gone at its end is in :class:`Attempt`; what outlives it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from penstock.models.saved_activations import SavedActivations, SavePolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
 from penstock.models.torch_device import SwapStreams
+from penstock.protocol import world
 from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
 from penstock.protocol.plan.plan import Plan
@@ -237,9 +237,9 @@ class Attempt:
         context = self.context
         tensors = self.take(kind, stage, micro_batch)
         key = self._key(kind, stage, micro_batch)
-        start = time.perf_counter()
+        start = world.perf_counter()
         context.channel.send(peer, key, tensors, context.abort, context.timeout_s)
-        seconds = time.perf_counter() - start
+        seconds = world.perf_counter() - start
         self.tally.transferred("send", KINDS_OF_TRANSFERS[kind], seconds=seconds)
 
     def storing(self, stage: int, micro_batch: int, drop: Sequence[str] = ()) -> Storing | None:
@@ -357,18 +357,18 @@ class Attempt:
         Raises:
             UnusedWorkError: naming what is left.
         """
-        context, start = self.context, time.perf_counter()
+        context, start = self.context, world.perf_counter()
         with context.progress.awaiting("the last gradients to leave", IdleCause.GRADIENTS):
             context.device.finish()
-        gone = time.perf_counter()
+        gone = world.perf_counter()
         self.timeline.resolve(self.tally)
         context.account.waited(IdleCause.GRADIENTS, gone - start)
         if context.updates is not None:
-            start = time.perf_counter()
+            start = world.perf_counter()
             awaited = f"updates of blocks {context.updates.under_way}"
             with context.progress.awaiting(awaited, IdleCause.OPTIMIZER):
                 context.updates.finish(context.abort)
-            end = time.perf_counter()
+            end = world.perf_counter()
             self.update_s = end - start
             context.account.computed("update", start, end)
         channel = self.context.channel
@@ -409,19 +409,19 @@ class Attempt:
     def record_peak(self, peak: MemoryPeak | None) -> None:
         """The most memory that the device held, if it was measured."""
         if peak is not None:
-            at = time.perf_counter() if peak.at_s is None else peak.at_s
+            at = world.perf_counter() if peak.at_s is None else peak.at_s
             text = f"{peak.num_bytes:.0f} {peak.during or ''}".rstrip()
             self._trace(TraceLane.MEMORY, text, at, at)
 
     def _receive(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> NamedTensors:
         key, context = self._key(kind, stage, micro_batch), self.context
-        start = time.perf_counter()
+        start = world.perf_counter()
         with self._awaiting(f"{key} from worker.{peer}", _CAUSES[kind]):
             try:
                 tensors = context.channel.take(key, context.abort, context.timeout_s)
             except LostMemberError as error:
                 raise LostMemberError(f"{error} from worker.{peer}") from error
-        seconds = time.perf_counter() - start
+        seconds = world.perf_counter() - start
         self.tally.transferred("receive", KINDS_OF_TRANSFERS[kind], seconds=seconds)
         context.meter.received(tensors)
         arrived = context.channel.arrival_s(key)
@@ -432,12 +432,12 @@ class Attempt:
     @contextmanager
     def _awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
         """The instruction under way waits inside for what others make."""
-        start = time.perf_counter()
+        start = world.perf_counter()
         try:
             with self.context.progress.awaiting(what, cause):
                 yield
         except BaseException:
-            self.timeline.waited_in_vain(cause, time.perf_counter() - start)
+            self.timeline.waited_in_vain(cause, world.perf_counter() - start)
             raise
         self.timeline.inputs_are_here(cause)
 
@@ -461,7 +461,7 @@ class Attempt:
         )
         owner = context.ownership.owner[block]
         context.transport.notify(owner, message, context.abort, context.timeout_s)
-        published = time.perf_counter()
+        published = world.perf_counter()
         self._trace(TraceLane.OFFLOAD, f"{block} {contribution}", published, published)
 
     def _await_settled(self, block: int) -> None:

@@ -10,7 +10,6 @@ own. No torch here; who writes token files is in :mod:`penstock.models.data.prep
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from penstock.models.data.objectives import Masked, NextToken, Objective, own_ob
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import MASKED
 from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.run.files import DAMAGED, parse_json
 from penstock.protocol.run.seal import read_sealed
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class TokenDataset:
             StateError: there is no such split, or its files are damaged.
         """
         try:
-            meta = json.loads(read_sealed(data_dir.parent, f"{data_dir.name}/meta.json"))[split]
+            meta = parse_json(read_sealed(data_dir.parent, f"{data_dir.name}/meta.json"))[split]
             path = data_dir / meta["path"]
             checksums = None
             if "sums" in meta:
@@ -105,7 +105,7 @@ class TokenDataset:
                 objective=_objective(config, meta),
                 checksums=checksums,
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *DAMAGED) as error:
             raise StateError(
                 f"{data_dir}: no usable {split} split ({error!r}); delete the directory and start"
                 " again"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Mapping, Set
 
 import zmq
 
+from penstock.protocol import world
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -82,7 +81,7 @@ def bind_transport(
     node = nodes[node_of_device(files.config, device_index)]
     if len(nodes) == 1:
         # The process id makes the name new: nothing waits for a predecessor's socket to go.
-        name = f"{worker_name(device_index)}-{os.getpid()}"
+        name = f"{worker_name(device_index)}-{world.pid()}"
         return Transport(ipc_address(files.run_id, node.name, name), inbox, metrics, access)
     try:
         return Transport(f"tcp://{node.host}", inbox, metrics, access)
@@ -285,9 +284,9 @@ class EpochBuilder:
 
     def _checked_plan(self, begin: pb.Begin, abort: Abort) -> Plan:
         """The run directory's plan, which must be the scheduler's: memory is laid out by it."""
-        deadline_s = time.monotonic() + PLAN_TIMEOUT_S
+        deadline_s = world.monotonic() + PLAN_TIMEOUT_S
         while self._files.plan_digest != begin.plan_digest:
-            if time.monotonic() > deadline_s:
+            if world.monotonic() > deadline_s:
                 raise StateError(
                     f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
                     " stop the run and start it again"
@@ -296,7 +295,7 @@ class EpochBuilder:
             self._files = RunDirectory(self._files.path)
             if self._files.plan_digest != begin.plan_digest:
                 abort.check()
-                time.sleep(PLAN_POLL_S)
+                world.sleep(PLAN_POLL_S)
         check_executable(self._files.plan, devices_per_node=self._config.cluster.workers)
         return self._files.plan
 

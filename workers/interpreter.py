@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.protocol import world
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.plan.instructions import Instruction, Opcode, Program
 from penstock.workers.attempt import Attempt, EpochContext, Job
@@ -51,7 +51,7 @@ def run_job(
         UnusedWorkError: the program left work behind.
     """
     attempt = Attempt(context, job)
-    start = time.perf_counter()
+    start = world.perf_counter()
     try:
         with context.meter.attempt():
             for instruction in program:
@@ -60,7 +60,7 @@ def run_job(
         attempt.record_peak(context.meter.peak)
         measured = context.meter.peak is not None
         held_bytes = context.meter.usage(attempt).total_bytes if measured else None
-        end, computed_at = time.perf_counter(), attempt.tally.computed_at
+        end, computed_at = world.perf_counter(), attempt.tally.computed_at
         return JobResult(
             loss_sum=attempt.loss_sum,
             loss_tokens=attempt.loss_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from prometheus_client import CollectorRegistry
 
+from penstock.protocol import world
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -137,7 +137,7 @@ def _connect(
         hello=lambda: pb.Hello(
             run_id=files.run_id,
             member=worker_name(device),
-            pid=os.getpid(),
+            pid=world.pid(),
             epoch=fence.epoch,
             data_endpoint=transport.address,
             peers=_peers(files, device),
@@ -185,8 +185,8 @@ def _reported_failure(link: MemberLink, fence: EpochFence) -> Iterator[None]:
 
 
 def _report(link: MemberLink, fence: EpochFence, error: str, exit_code: int) -> None:
-    deadline = time.monotonic() + _REPORT_TIMEOUT_S
-    while not link.connected and time.monotonic() < deadline:
-        time.sleep(0.05)  # the failure may be older than the connection
+    deadline = world.monotonic() + _REPORT_TIMEOUT_S
+    while not link.connected and world.monotonic() < deadline:
+        world.sleep(0.05)  # the failure may be older than the connection
     failed = pb.Failed(error=error, exit_code=exit_code, epoch=fence.epoch)
     link.send(pb.MemberMessage(failed=failed))

@@ -8,11 +8,11 @@ they are queued.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from penstock.models.data.batch import MicroBatch
+from penstock.protocol import world
 from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Opcode, Program
@@ -147,11 +147,11 @@ class Session:
         context = self._current(message.epoch)
         if context is None:
             return
-        begun_s = time.perf_counter()
+        begun_s = world.perf_counter()
         batches, counted_tokens = self._read(
             context, "train", message.attempt, message.data_position
         )
-        read_s = time.perf_counter()
+        read_s = world.perf_counter()
         context.trace.record(TraceLane.DATA, "batch", "train", message.attempt, begun_s, read_s)
         job = Job(
             phase="train",

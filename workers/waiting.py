@@ -10,17 +10,14 @@ fences, and everything that waits asks.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 
+from penstock.protocol import world
 from penstock.protocol.errors import LostMemberError
 
 POLL_S = 0.05
 """Longest single sleep of a wait; an abort is noticed after this long at the latest."""
 
-_SPIN_S = 100e-6
-_SHORT_SLEEP_S = 200e-6
 _MAX_COUNTED_SLICE_S = 1.0
 
 
@@ -32,7 +29,7 @@ class Abort:
     """A flag that ends work. It is set once, from any thread, or by ``stopped`` becoming true."""
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        self._event = threading.Event()
+        self._event = world.event()
         self._reason = "the process was asked to stop"
         self._stopped = stopped
 
@@ -69,7 +66,7 @@ class WaitBudget:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._waited_s = 0.0
-        self._last = time.monotonic()
+        self._last = world.monotonic()
 
     def spend(self, what: str) -> None:
         """Count the seconds since the last call.
@@ -77,7 +74,7 @@ class WaitBudget:
         Raises:
             LostMemberError: the deadline passed; ``what`` was awaited.
         """
-        now = time.monotonic()
+        now = world.monotonic()
         self._waited_s += min(now - self._last, _MAX_COUNTED_SLICE_S)
         self._last = now
         if self._waited_s > self.timeout_s:
@@ -89,7 +86,7 @@ def wait_until(
 ) -> float:
     """Wait for a condition that changes in shared memory; returns the seconds waited.
 
-    Spins briefly, then polls every 0.2 ms.
+    Spins briefly, then looks every 0.2 ms.
 
     Raises:
         Interrupted: the work was aborted.
@@ -98,15 +95,14 @@ def wait_until(
     abort.check()
     if condition():
         return 0.0
-    start = time.perf_counter()
+    start = world.perf_counter()
     budget = WaitBudget(timeout_s)
     while not condition():
         abort.check()
         # The word belongs to another process, which nothing here can notify.
-        if time.perf_counter() - start > _SPIN_S:
+        if world.look_again(start):
             budget.spend(what())
-            time.sleep(_SHORT_SLEEP_S)
-    return time.perf_counter() - start
+    return world.perf_counter() - start
 
 
 FOREVER = 2**64
@@ -125,7 +121,7 @@ class EpochFence:
         too.
         """
         self._stopped = stopped
-        self._lock = threading.Lock()
+        self._lock = world.lock()
         self._fenced_below = 0
         self._reason = ""
         self._epoch = 0

@@ -79,7 +79,9 @@ class Places:
         Raises:
             ProtocolError: the node has no such array, or the range is not within it.
         """
-        place = self._spec.layout.arrays.get(request.key)
+        # State has no sequence words: whoever wants it asks memoryd.
+        known = request.array in ("weights", "frozen", "grads")
+        place = self._spec.layout.arrays.get(request.key) if known else None
         end = request.offset + request.num_bytes
         if place is None or not request.num_bytes or end > place.num_bytes:
             raise ProtocolError(

@@ -5,35 +5,44 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
 from penstock.daemons.kit.messages import answer
-from penstock.daemons.memory import snapshot
+from penstock.daemons.memory import saving
 from penstock.daemons.memory.machine.events import (
     CancelJob,
     Effect,
     Event,
     JobCancelled,
     JobFailed,
+    ReplicaSource,
     Restored,
     Saved,
+    SendPinned,
     SendRestored,
     SendSaved,
+    SourceDamaged,
     StartRestore,
     StartSave,
     UnlinkMemory,
 )
 from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.pinning import PinnedVersion
+from penstock.daemons.memory.refill import Partner, refill
 from penstock.daemons.memory.restore import Filling, restore
-from penstock.daemons.memory.tensorfile import CancelledError
-from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.daemons.memory.tensorfile import CancelledError, DamagedError
+from penstock.protocol import world
+from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.member import Doing
 from penstock.shm.memory import NodeMemory
+
+SETTLE_POLL_S = 0.002
+"""A save looks this often for blocks that have been settled."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,21 +60,25 @@ class Sender(Protocol):
 class JobThread:
     """Runs one job at a time; its answer comes out of :meth:`answer`.
 
-    A job asks again and again whether it is cancelled, every few MiB and while it waits for the
-    loader: that is its progress.
+    A job asks again and again whether it is cancelled, every few MiB and while the loader works:
+    that is its progress. What it waits for in :meth:`wait` is another member's work.
     """
 
     def __init__(self) -> None:
-        self._answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._cancel = threading.Event()
+        self._answers: queue.SimpleQueue[Event] = world.queue()
+        self._cancel = world.event()
         self._thread: threading.Thread | None = None
         self._progress = 0
+        self._waits = False
+        self.waited_s = 0.0
+        """How long the job has waited for others."""
 
     def start(self, name: str, job: Job) -> None:
         """Start ``job(cancelled)``; the one before must have answered."""
         self.join()
         self._cancel.clear()
-        self._thread = threading.Thread(target=self._run, args=(job,), name=name)
+        self.waited_s = 0.0
+        self._thread = world.thread(target=self._run, args=(job,), name=name)
         self._thread.start()
 
     def cancel(self) -> None:
@@ -84,12 +97,24 @@ class JobThread:
         thread = self._thread
         if thread is None or not thread.is_alive():
             return Doing(waiting=True, progress=self._progress)
-        return Doing(activity=thread.name, progress=self._progress)
+        return Doing(activity=thread.name, waiting=self._waits, progress=self._progress)
 
     @property
     def running(self) -> bool:
         """Whether a job is under way."""
         return self._thread is not None and self._thread.is_alive()
+
+    def stopping(self) -> bool:
+        """Returns whether the job is cancelled; to ask is no progress."""
+        return self._cancel.is_set()
+
+    def wait(self) -> bool:
+        """Wait for a moment, on a job's thread; returns whether the job is cancelled."""
+        self._waits, started_s = True, world.monotonic()
+        cancelled = self._cancel.wait(SETTLE_POLL_S)
+        self._waits = False
+        self.waited_s += world.monotonic() - started_s
+        return cancelled
 
     def join(self) -> None:
         """Wait for the end of the job."""
@@ -117,12 +142,15 @@ class MemoryEffects:
         load_initial: LoadInitial,
         cores: Sequence[int],
         jobs: JobThread,
+        partner: Partner | None = None,
     ) -> None:
+        """``partner``: the node that keeps a replica of this memory, if one does."""
         self._memory = memory
         self._link = link
         self._metrics = metrics
         self._load_initial = load_initial
         self._cores = cores
+        self._partner = partner
         self.jobs = jobs
         self.exit: Exit | None = None
 
@@ -139,15 +167,25 @@ class MemoryEffects:
 
     def _send_drained(self, effect: SendDrained) -> None:
         control = self._memory.control
-        memory = pb.MemoryState(incarnation=control.incarnation, committed=control.committed)
+        memory = pb.MemoryState(
+            incarnation=control.incarnation,
+            committed=control.committed,
+            generation=control.generation,
+        )
         self._link.send(answer(effect, memory))
 
     def _send_restored(self, effect: SendRestored) -> None:
-        restored = pb.Restored(epoch=effect.epoch, incarnation=effect.incarnation)
+        restored = pb.Restored(
+            epoch=effect.epoch, incarnation=effect.incarnation, damaged=effect.damaged
+        )
         self._link.send(pb.MemberMessage(restored=restored))
 
     def _send(self, effect: SendReady | SendFailed) -> None:
         self._link.send(answer(effect))
+
+    def _send_pinned(self, effect: SendPinned) -> None:
+        pinned = pb.Pinned(epoch=effect.epoch, number=effect.number, version=effect.version)
+        self._link.send(pb.MemberMessage(pinned=pinned))
 
     def _send_saved(self, effect: SendSaved) -> None:
         if effect.error:
@@ -157,7 +195,12 @@ class MemoryEffects:
             for file in effect.files
         ]
         saved = pb.Saved(
-            epoch=effect.epoch, version=effect.version, files=files, error=effect.error
+            epoch=effect.epoch,
+            number=effect.number,
+            version=effect.version,
+            files=files,
+            error=effect.error,
+            write_seconds=effect.seconds,
         )
         self._link.send(pb.MemberMessage(saved=saved))
 
@@ -169,23 +212,59 @@ class MemoryEffects:
         )
 
         def job(cancelled: Callable[[], bool]) -> Event:
-            started_s = time.monotonic()
-            restore(self._memory, filling, self._load_initial, cancelled, self._cores)
-            seconds = time.monotonic() - started_s
+            started_s = world.monotonic()
+            if effect.replica is None:
+                restore(self._memory, filling, self._load_initial, cancelled, self._cores)
+            else:
+                self._refill(effect.replica, cancelled)
+            seconds = world.monotonic() - started_s
             self._metrics.job_done("restore", seconds)
             _log.info("restored %s in %.2f s", filling, seconds)
             return Restored()
 
         self.jobs.start("restore", job)
 
+    def _refill(self, replica: ReplicaSource, cancelled: Callable[[], bool]) -> None:
+        if self._partner is None:
+            raise ConfigError("memory.mirror is none, and this memory is to be filled by a partner")
+        refill(
+            self._memory,
+            self._partner,
+            replica.address,
+            replica.record,
+            replica.generation,
+            self._load_initial,
+            cancelled,
+            self._cores,
+        )
+
     def _start_save(self, effect: StartSave) -> None:
+        """The pins are there when this returns, so that what follows may be told."""
+        try:
+            pinned = PinnedVersion(self._memory, effect.version)
+        except StateError as error:
+            self.jobs.start("save", partial(_fail, error))
+            return
+
         def job(cancelled: Callable[[], bool]) -> Event:
-            started_s = time.monotonic()
-            files = snapshot.save(self._memory, Path(effect.directory), effect.version, cancelled)
-            seconds = time.monotonic() - started_s
+            started_s = world.monotonic()
+            files = saving.save(
+                pinned,
+                Path(effect.directory),
+                cancelled,
+                wait=self.jobs.wait,
+                stopping=self.jobs.stopping,
+            )
+            waited_s = self.jobs.waited_s
+            seconds = world.monotonic() - started_s - waited_s
             self._metrics.job_done("save", seconds)
-            _log.info("saved version %d in %.2f s", effect.version, seconds)
-            return Saved(files=files)
+            _log.info(
+                "saved version %d in %.2f s, after %.2f s for blocks to be settled",
+                effect.version,
+                seconds,
+                waited_s,
+            )
+            return Saved(files=files, seconds=seconds)
 
         self.jobs.start("save", job)
 
@@ -209,6 +288,8 @@ def _outcome(job: Job, cancelled: Callable[[], bool]) -> Event:
         return job(cancelled)
     except CancelledError:
         return JobCancelled()
+    except DamagedError as error:
+        return SourceDamaged(error=str(error))
     except PenstockError as error:
         return JobFailed(error=str(error), exit_code=error.exit_code)
     except OSError as error:
@@ -218,10 +299,15 @@ def _outcome(job: Job, cancelled: Callable[[], bool]) -> Event:
         return JobFailed(error=f"memoryd: {error!r}", exit_code=ExitCode.LOST_MEMBERS)
 
 
+def _fail(error: PenstockError, cancelled: Callable[[], bool]) -> Event:
+    raise error
+
+
 _HANDLERS: dict[type, Callable[[MemoryEffects, Any], None]] = {
     SendDrained: MemoryEffects._send_drained,
     SendRestored: MemoryEffects._send_restored,
     SendReady: MemoryEffects._send,
+    SendPinned: MemoryEffects._send_pinned,
     SendSaved: MemoryEffects._send_saved,
     SendFailed: MemoryEffects._send,
     StartRestore: MemoryEffects._start_restore,

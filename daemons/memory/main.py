@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +15,20 @@ from prometheus_client import CollectorRegistry
 from penstock.daemons.memory.effects import JobThread, LoadInitial, MemoryEffects
 from penstock.daemons.memory.machine.machine import MemoryMachine
 from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.refill import Partner
 from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
 from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.service import MemoryService
+from penstock.daemons.preload.heirs import take_heirs
+from penstock.daemons.preload.kinds import TORCH
+from penstock.daemons.preload.owner import Preloader
+from penstock.protocol import world
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.placement import page_places, place
 from penstock.protocol.run.metrics import serve_metrics
-from penstock.protocol.run.names import ipc_address, memoryd_name, node_index
+from penstock.protocol.run.names import ipc_address, memoryd_name, node_index, partner_of
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import StopSignal
@@ -90,14 +95,19 @@ def _run(
             raise
         server.start(memory, metrics)
         metrics.watch(memory)
-        loader = (sys.executable, "-m", config.cluster.platform.loader)
+        preloader = cleanup.enter_context(_own_preloader())
+        command = (sys.executable, "-m", config.cluster.platform.loader)
+        loader = partial(
+            run_loader, directory.path, node, command, stopping=jobs.stopping, preloader=preloader
+        )
         effects = MemoryEffects(
             memory=memory,
             link=link,
             metrics=metrics,
-            load_initial=load_initial or partial(run_loader, directory.path, node, loader),
+            load_initial=load_initial or loader,
             cores=place(config, index).optimizer,
             jobs=jobs,
+            partner=_partner(directory, index),
         )
         service = MemoryService(
             machine=machine, effects=effects, link=link, server=server, stop=stop
@@ -107,6 +117,18 @@ def _run(
         cleanup.callback(server.close)
         cleanup.callback(effects.close)
         return service.run()
+
+
+@contextmanager
+def _own_preloader() -> Iterator[Preloader | None]:
+    """Yields the preloader that this process has from birth on, if it has one."""
+    heir = take_heirs(os.environ).get(TORCH)
+    preloader = None if heir is None else Preloader.adopt(heir)
+    try:
+        yield preloader
+    finally:
+        if preloader is not None:
+            preloader.end()
 
 
 def _link(
@@ -124,7 +146,7 @@ def _link(
         hello=lambda: pb.Hello(
             run_id=directory.run_id,
             member=memoryd_name(node),
-            pid=os.getpid(),
+            pid=world.pid(),
             epoch=machine.epoch,
             data_endpoint=server.endpoint,
             peers=pb.Peers(),  # it contacts nobody
@@ -132,6 +154,19 @@ def _link(
         heartbeat_interval_s=cluster.heartbeat_interval_s,
         silence_timeout_s=cluster.heartbeat_timeout_s,
         doing=jobs.doing,
+    )
+
+
+def _partner(directory: RunDirectory, node: int) -> Partner | None:
+    """Returns who keeps a replica of the node's memory, if anybody does."""
+    config = directory.config
+    if not config.mirrors:
+        return None
+    nodes = config.cluster.nodes
+    return Partner(
+        node=nodes[partner_of(config, node)].name,
+        run_id=directory.run_id,
+        access=socket_access(config, directory.path, nodes[node].name),
     )
 
 
@@ -145,9 +180,9 @@ def _acquire(directory: RunDirectory, node: int) -> NodeMemory:
 
 def _report(link: MemberLink, error: PenstockError) -> None:
     """Tell the scheduler why this process cannot serve, if it can be reached soon."""
-    deadline_s = time.monotonic() + REPORT_TIMEOUT_S
-    while not link.connected and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    deadline_s = world.monotonic() + REPORT_TIMEOUT_S
+    while not link.connected and world.monotonic() < deadline_s:
+        world.sleep(0.02)
     if not link.connected:
         _log.warning("no scheduler within %g s to report the error to", REPORT_TIMEOUT_S)
     link.send(pb.MemberMessage(failed=pb.Failed(error=str(error), exit_code=int(error.exit_code))))

@@ -7,9 +7,9 @@ is killed in between leaves incarnation 0, and the scheduler orders the restore 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ import numpy as np
 from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
+from penstock.daemons.preload.birth import Birth
+from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.plan.step import WEIGHTS_DTYPES
 from penstock.shm.control import INVALID_VERSION, CommitRecord
@@ -28,6 +30,10 @@ from penstock.shm.table import BlockSpec, padded
 
 _POLL_S = 0.05
 _STDERR_BYTES = 2000
+_WARM_WITHIN_S = 1.0
+"""It was forked from one that was ready."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,7 @@ def restore(
     files: Mapping[int, Mapping[str, TensorPlace]] = {}
     if filling.source is not None:
         files = snapshot.check(memory, filling.source, filling.version, cancelled)
-    _invalidate(memory)
+    invalidate(memory)
     if filling.source is None:
         _zero_state(memory, filling.version)
         load_initial(cancelled)
@@ -77,34 +83,43 @@ def restore(
             raise CancelledError
         assert filling.source is not None
         snapshot.load_block(memory, filling.source, block, filling.version, places)
-    _finish(memory, filling, cores)
+    memory.control.set_generation(0)
+    finish(memory, CommitRecord.of_restore(filling.version, filling.incarnation), cores)
 
 
 def run_loader(
-    run_dir: Path, node: str, command: Sequence[str], cancelled: Callable[[], bool]
+    run_dir: Path,
+    node: str,
+    command: Sequence[str],
+    cancelled: Callable[[], bool],
+    stopping: Callable[[], bool],
+    preloader: Preloader | None = None,
 ) -> None:
-    """Run the process that writes initial weights; it dies with this one.
+    """Run the process that writes initial weights; it dies with this one. A ``preloader`` forks it
+    if it can, and is ended: initial weights are written once. ``command`` is ``python -m MODULE``
+    then. To ask ``cancelled`` counts as progress, so it is asked when the process has computed,
+    read or written since the last time, and ``stopping``, which does not count, when it has not.
 
     Raises:
         LoaderError: it failed; the message ends with what it said last.
         CancelledError: on request; it is dead then.
     """
     arguments = ["--config", str(run_dir / "resolved.yaml"), "--node", node]
-    arguments += ["--parent-pid", str(os.getpid())]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        said = _wait(process, cancelled)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    if process.returncode:
-        code = process.returncode
+    words = [*command, *arguments, "--parent-pid", str(os.getpid())]
+    with open(os.memfd_create("stderr"), "w+b") as errors, open(os.devnull, "r+b") as nothing:
+        process = _start(words, (nothing.fileno(), nothing.fileno(), errors.fileno()), preloader)
+        try:
+            done = b""
+            while not process.ended(_POLL_S):
+                before, done = done, _work_of(process.pid)
+                if cancelled() if done != before else stopping():
+                    raise CancelledError
+        finally:
+            process.signal(signal.SIGKILL)
+            code = process.reap()
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - _STDERR_BYTES))
+        said = errors.read().decode(errors="replace").strip()
+    if code:
         reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         raise LoaderError(
             f"initial weights of node {node}: the loader failed ({reason}): {said}",
@@ -112,18 +127,33 @@ def run_loader(
         )
 
 
-def _wait(process: subprocess.Popen[bytes], cancelled: Callable[[], bool]) -> str:
-    """Wait for the end of the process; returns its last words on stderr."""
-    while True:
+def _work_of(pid: int) -> bytes:
+    """Returns what the kernel counts of a process's work: time on CPUs, and bytes moved."""
+    try:
+        times = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[11:13]
+        moved = Path(f"/proc/{pid}/io").read_bytes()
+    except (OSError, ValueError):
+        return b""
+    return b" ".join(times) + moved
+
+
+def _start(
+    words: Sequence[str], streams: Sequence[int], preloader: Preloader | None
+) -> ChildProcess:
+    if preloader is not None:
+        _, _, module, *arguments = words
         try:
-            _, said = process.communicate(timeout=_POLL_S)
-            return said[-_STDERR_BYTES:].decode(errors="replace").strip()
-        except subprocess.TimeoutExpired:
-            if cancelled():
-                raise CancelledError from None
+            preloader.warm(_WARM_WITHIN_S)
+            return preloader.fork(Birth.here(module, arguments, os.environ), streams)
+        except NotForkedError as error:
+            _log.warning("the loader was not forked: %s", error)
+        finally:
+            preloader.end()
+    return spawn(words, os.environ, streams)
 
 
-def _invalidate(memory: NodeMemory) -> None:
+def invalidate(memory: NodeMemory) -> None:
+    """Say that there is no model in memory, and forget what was under way."""
     control = memory.control
     # First of all: whoever looks from now on, after a kill too, finds no model.
     control.set_incarnation(0)
@@ -140,9 +170,9 @@ def _zero_state(memory: NodeMemory, version: int) -> None:
             memory.state(block, name, version)[:] = 0
 
 
-def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
+def finish(memory: NodeMemory, record: CommitRecord, cores: Sequence[int]) -> None:
     """Derive the weights from master, set versions and record; the incarnation last."""
-    control, version = memory.control, filling.version
+    control, version = memory.control, record.version
     blocks = memory.owned_blocks()
     with _native.Pool(list(cores)) as pool:
         for block in blocks:
@@ -152,10 +182,10 @@ def _finish(memory: NodeMemory, filling: Filling, cores: Sequence[int]) -> None:
         control.set_state_version(block, version)
         control.set_slot_version(block, version % 2, version)
         control.end_frozen(block)
-    control.write_record(CommitRecord.of_restore(version, filling.incarnation))
+    control.write_record(record)
     # The record before the version it belongs to, the incarnation last: it says that all is there.
     control.set_committed(version)
-    control.set_incarnation(filling.incarnation)
+    control.set_incarnation(record.incarnation)
 
 
 def _cast(pool: _native.Pool, memory: NodeMemory, block: int, version: int) -> None:

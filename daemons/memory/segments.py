@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.daemons.memory.pinning import let_go_of_all
 from penstock.protocol.errors import CapacityError, StateError
 from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.inventory import NodeSegments, inventory
@@ -64,6 +65,7 @@ def acquire(
             f" {owner.pid}, which is alive: stop that run first"
         )
     memory.control.set_owner(myself)
+    let_go_of_all(memory)
     return memory
 
 

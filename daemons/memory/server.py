@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import zmq
 
-from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.protocol import world
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.security.sockets import ENCRYPTION_BYTES, OPEN, Door, SocketAccess
 from penstock.protocol.wire.addresses import HomeSocket
@@ -28,6 +27,7 @@ from penstock.protocol.wire.frames import (
     ENCRYPTED_CHUNK_BYTES,
     MAX_HEADER_BYTES,
     MAX_RANGE_BYTES,
+    STATE_WORDS_BYTES,
     AgentOffer,
     AgentReply,
     AgentRequest,
@@ -35,10 +35,14 @@ from penstock.protocol.wire.frames import (
     BlockRequest,
     LeaseReply,
     LeaseRequest,
+    StateWords,
     decode,
     encode,
 )
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.protocol.wire.neighbours import Neighbours
+from penstock.shm.control import INVALID_VERSION
+from penstock.shm.layout import ArrayKey
 from penstock.shm.memory import NodeMemory
 from penstock.shm.process import ProcessIdentity
 
@@ -51,12 +55,28 @@ MAX_LEASES = 4096
 
 REQUESTS_UNREAD = 64
 """Of a connection from another node; it has at most a few under way."""
-BOUNDS = Bounds(connections=1024, connection_bytes=2**20, total_bytes=2**23)
+BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**20)
 """Requests of other nodes have some hundred bytes."""
 
 Status = Literal["ok", "wait", "error"]
 
 _log = logging.getLogger(__name__)
+
+
+class ServingMetrics(Protocol):
+    """What a block server counts; :class:`~penstock.daemons.memory.metrics.MemoryMetrics` says what
+    the methods mean.
+    """
+
+    def answered(self, kind: str, status: str) -> None: ...
+
+    def malformed(self) -> None: ...
+
+    def served(self, num_bytes: int) -> None: ...
+
+    def waiting(self, count: int) -> None: ...
+
+    def leases(self, count: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +99,25 @@ class BlockServer:
     """Binds at once, so that clients can connect; serves from :meth:`start` to :meth:`close`."""
 
     def __init__(
-        self, *, run_id: str, local_address: str, host: str, access: SocketAccess = OPEN
+        self,
+        *,
+        run_id: str,
+        local_address: str,
+        host: str,
+        access: SocketAccess = OPEN,
+        server: str = "memoryd",
     ) -> None:
-        """Bind both sockets; ``access``: who may connect to the one on TCP.
+        """Bind both sockets; ``access``: who may connect to the one on TCP; ``server``: what errors
+        call this process.
 
         Raises:
-            StateError: another memoryd of this run and node is alive: it has the local address.
+            StateError: another process like this one, of this run and node, is alive: it has the
+                local address.
             ConfigError: ``host`` is no address of this machine.
         """
         self._run_id = run_id
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._server = server
+        self._context: zmq.Context[Any] = world.sockets()
         self._local = self._router()
         own_user_only(self._local)
         self._remote = self._router()
@@ -98,10 +127,11 @@ class BlockServer:
         self._remote_chunk_bytes = ENCRYPTED_CHUNK_BYTES if access.encrypts else CHUNK_BYTES
         self._door = Door(self._context, access)
         self._guard: Guard | None = None
+        self._neighbours: Neighbours | None = None
         self._held: list[_Held] = []
         self._leases: dict[int, Lease] = {}
         self._offer: tuple[AgentOffer, ProcessIdentity] | None = None
-        self._closing = threading.Event()
+        self._closing = world.event()
         self._thread: threading.Thread | None = None
         self.failure: Exception | None = None
         try:
@@ -110,13 +140,16 @@ class BlockServer:
             self._door.close()
             self._context.destroy(linger=0)
             raise
-        self._guard = Guard(self._remote, BOUNDS, said_to_strangers=access.said_to_strangers)
+        self._guard = Guard.where_possible(
+            self._remote, BOUNDS, said_to_strangers=access.said_to_strangers
+        )
+        self._neighbours = Neighbours.where_possible(self._local)
 
-    def start(self, memory: NodeMemory, metrics: MemoryMetrics) -> None:
+    def start(self, memory: NodeMemory, metrics: ServingMetrics) -> None:
         """Begin to answer requests, also those that arrived since the sockets were bound."""
         self._memory = memory
         self._metrics = metrics
-        self._thread = threading.Thread(target=self._run, name="block-server")
+        self._thread = world.thread(target=self._run, name="block-server")
         self._thread.start()
 
     def close(self) -> None:
@@ -125,9 +158,13 @@ class BlockServer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
+        self._leave()
+
+    def _leave(self) -> None:
+        for watch in (self._guard, self._neighbours):
+            if watch is not None:
+                watch.close()
+        self._guard = self._neighbours = None
         self._door.close()
         self._context.destroy(linger=0)
 
@@ -154,13 +191,13 @@ class BlockServer:
             if error.errno != zmq.EADDRINUSE:
                 raise
             raise StateError(
-                f"another memoryd of this run is alive: it listens on {local_address}"
+                f"another {self._server} of this run is alive: it listens on {local_address}"
             ) from error
         try:
             return HomeSocket(self._remote, host, access.announce)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(
-                f"cluster.nodes host {host!r}: memoryd cannot listen there: {error}"
+                f"cluster.nodes host {host!r}: {self._server} cannot listen there: {error}"
             ) from error
 
     def _run(self) -> None:
@@ -171,7 +208,7 @@ class BlockServer:
             self.failure = error
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
+        poller = world.poller()
         for socket in (self._local, self._remote):
             poller.register(socket, zmq.POLLIN)
         next_prune_s = 0.0
@@ -181,9 +218,9 @@ class BlockServer:
                 self._receive(socket)
             self._retry_held()
             self._home.follow()
-            if time.monotonic() >= next_prune_s:
+            if world.monotonic() >= next_prune_s:
                 self._prune_leases()
-                next_prune_s = time.monotonic() + PRUNE_INTERVAL_S
+                next_prune_s = world.monotonic() + PRUNE_INTERVAL_S
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         """Handle every message that has arrived on a socket, at most a hundred in a row."""
@@ -241,7 +278,7 @@ class BlockServer:
         return ""
 
     def _foreign(self, run_id: str) -> str:
-        return f"this memoryd serves run {self._run_id}, not {run_id[:40]!r}"
+        return f"this {self._server} serves run {self._run_id}, not {run_id[:40]!r}"
 
     def _on_offer(self, socket: zmq.Socket[bytes], client: bytes, offer: AgentOffer) -> None:
         """Only of this node: what is offered elsewhere is no business of ours."""
@@ -268,7 +305,7 @@ class BlockServer:
 
     def _on_block(self, socket: zmq.Socket[bytes], client: bytes, request: BlockRequest) -> None:
         held = _Held(
-            socket=socket, client=client, request=request, until_s=time.monotonic() + HOLD_S
+            socket=socket, client=client, request=request, until_s=world.monotonic() + HOLD_S
         )
         error = self._block_error(request)
         if error:
@@ -282,7 +319,7 @@ class BlockServer:
 
     def _retry_held(self) -> None:
         still: list[_Held] = []
-        now_s = time.monotonic()
+        now_s = world.monotonic()
         for held in self._held:
             if self._is_complete(held.request):
                 self._send_range(held)
@@ -297,9 +334,17 @@ class BlockServer:
         """Returns why the request can never be answered, or an empty text."""
         if request.run_id != self._run_id:
             return self._foreign(request.run_id)
-        key = request.key
-        if not self._memory.has(key):
+        key = self._key(request)
+        if request.array == "words":
+            held = self._known(request.block)
+        else:
+            held = self._memory.has(key)
+        if not held:
             return f"node {self._memory.spec.node_name} holds no {request.array} {key}"
+        if request.array == "state" and self._memory.control.incarnation:
+            found = self._words(request.block).state_version
+            if found not in (request.version, INVALID_VERSION):
+                return f"state of block {request.block} is at version {found}"
         array_bytes = self._array_bytes(request)
         end = request.offset + request.num_bytes
         if request.num_bytes > MAX_RANGE_BYTES or end > array_bytes:
@@ -320,12 +365,35 @@ class BlockServer:
             # next attempt may have set the word by then, but it fills the other copy.
             epoch, attempt = control.ready(request.block, request.contribution)
             return epoch >= request.epoch and attempt >= request.attempt
+        if request.array == "state":
+            return self._words(request.block).state_version == request.version
         return True
+
+    def _words(self, block: int) -> StateWords:
+        control, sweep = self._memory.control, self._memory.control.interrupted_sweep
+        moving = sweep is not None and sweep.block == block
+        version = INVALID_VERSION if moving else control.state_version(block)
+        return StateWords(incarnation=control.incarnation, state_version=version)
+
+    def _key(self, request: BlockRequest) -> ArrayKey:
+        """Returns which array of the node's layout is asked for; of state with two copies the one
+        of its version.
+        """
+        block, name, copy, contribution = request.key
+        if request.array == "state" and name not in ("low", "weights"):
+            copy = self._memory.state_copy(block, request.version) if self._known(block) else 0
+        return (block, name, copy, contribution)
+
+    def _known(self, block: int) -> bool:
+        return 0 <= block < len(self._memory.spec.table.blocks)
 
     def _send_range(self, held: _Held) -> None:
         request = held.request
         end = request.offset + request.num_bytes
-        raw = self._memory.raw(request.key)
+        if request.array == "words":
+            raw = memoryview(self._words(request.block).pack())
+        else:
+            raw = self._memory.raw(self._key(request))
         size = self._remote_chunk_bytes if held.socket is self._remote else CHUNK_BYTES
         chunks = [raw[start : min(start + size, end)] for start in range(request.offset, end, size)]
         self._metrics.served(request.num_bytes)
@@ -354,7 +422,9 @@ class BlockServer:
         held.socket.send_multipart([held.client, encode(reply), *(chunks or ())], copy=False)
 
     def _array_bytes(self, request: BlockRequest) -> int:
-        return self._memory.spec.layout.arrays[request.key].num_bytes
+        if request.array == "words":
+            return STATE_WORDS_BYTES
+        return self._memory.spec.layout.arrays[self._key(request)].num_bytes
 
 
 _Handler = Callable[[BlockServer, zmq.Socket[bytes], bytes, Any], None]

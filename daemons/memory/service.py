@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.kit.loop import Loop
-from penstock.daemons.kit.messages import COMMON_EVENTS, event_of
+from penstock.daemons.kit.messages import COMMON_EVENTS, event_of, record_of
 from penstock.daemons.memory.effects import MemoryEffects
-from penstock.daemons.memory.machine.events import Event, RestoreAsked, SaveAsked
+from penstock.daemons.memory.machine.events import Event, ReplicaSource, RestoreAsked, SaveAsked
 from penstock.daemons.memory.machine.machine import MemoryMachine
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import PenstockError
@@ -23,12 +23,26 @@ BUSY_POLL_S = 0.005
 
 _log = logging.getLogger(__name__)
 
+
+def _replica_of(message: pb.Restore) -> ReplicaSource | None:
+    if not message.partner:
+        return None
+    record, generation = record_of(message.record), message.generation
+    return ReplicaSource(address=message.partner, record=record, generation=generation)
+
+
 _EVENTS: dict[str, Callable[[Any], Event]] = {
     **COMMON_EVENTS,
     "restore": lambda m: RestoreAsked(
-        epoch=m.epoch, incarnation=m.incarnation, source=m.source, version=m.version
+        epoch=m.epoch,
+        incarnation=m.incarnation,
+        source=m.source,
+        version=m.version,
+        replica=_replica_of(m),
     ),
-    "save": lambda m: SaveAsked(epoch=m.epoch, version=m.version, directory=m.directory),
+    "save": lambda m: SaveAsked(
+        epoch=m.epoch, number=m.number, version=m.version, directory=m.directory
+    ),
 }
 
 

@@ -1,18 +1,17 @@
-"""Saved states: one safetensors file a block and a manifest. Writing, checking, reading, comparing.
+"""Saved states: one safetensors file a block and a manifest. Checking, reading, comparing.
 
 ``block-%04d.safetensors`` holds, for the tensors the block owns: ``<name>`` (fp32 master, joined if
 memory has it in halves), ``<array>.<name>`` (state arrays, fp32) and ``frozen.<name>`` (frozen
 tensors in the weight dtype), all without padding. The scheduler writes ``manifest.json`` last and
-renames the directory; memoryd writes the files of the blocks its node owns.
+renames the directory; memoryd writes the files of the blocks its node owns
+(:mod:`penstock.daemons.memory.saving`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,18 +20,17 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.tensorfile import (
     CancelledError,
+    DamagedError,
     TensorBytes,
     TensorPlace,
     read_header,
     read_into,
     sha256_of,
-    write_tensors,
 )
+from penstock.protocol import world
 from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import make_directory, sync_directory, writing
 from penstock.protocol.run.seal import check_object
 from penstock.shm.cgroup import usable_cpus
 from penstock.shm.memory import Halves, NodeMemory
@@ -94,53 +92,12 @@ def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[T
     return tuple(found)
 
 
-def save(
-    memory: NodeMemory, directory: Path, version: int, cancelled: Callable[[], bool]
-) -> tuple[WrittenFile, ...]:
-    """Write the committed state of all blocks the node owns.
-
-    Raises:
-        StateError: a block is not settled at ``version``, or ``version`` is not the committed one.
-        CapacityError, ConfigError: the files cannot be written; none of them is left behind.
-        CancelledError: on request.
-    """
-    control = memory.control
-    if control.committed != version or control.incarnation == 0:
-        raise StateError(
-            f"cannot save version {version}: version {control.committed} of incarnation"
-            f" {control.incarnation} is committed"
-        )
-    blocks = memory.owned_blocks()
-    for block in blocks:
-        if control.state_version(block) != version:
-            raise StateError(
-                f"cannot save version {version}: the state of block {block} is at version"
-                f" {control.state_version(block)}; it must be settled first"
-            )
-    make_directory(directory)
-    specs = memory.spec.table.blocks
-
-    def write(block: int, stopped: Callable[[], bool]) -> WrittenFile:
-        tensors = block_tensors(memory, specs[block], version)
-        return write_tensors(directory / block_file(block), tensors, stopped)
-
-    tensors = (block_tensors(memory, specs[block], version) for block in blocks)
-    with writing(directory, sum(tensor.num_bytes for found in tensors for tensor in found)):
-        try:
-            files = tuple(_in_parallel(blocks, write, cancelled))
-        except BaseException:
-            for block in blocks:
-                (directory / block_file(block)).unlink(missing_ok=True)
-            raise
-        sync_directory(directory)
-    return files
-
-
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of a saved state.
 
     Raises:
-        StateError: missing, damaged, or of another format; names the file.
+        DamagedError: missing or damaged; names the file.
+        StateError: of another format.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -148,7 +105,7 @@ def read_manifest(directory: Path) -> Manifest:
         found = fields["format"]
         if found != MANIFEST_FORMAT:
             raise StateError(f"{path}: format {found!r}, this Penstock reads {MANIFEST_FORMAT}")
-        if not check_object(fields, str(path)):
+        if not _is_sealed(fields, path):
             _log.warning(
                 "%s has no checksum of its own (saved by an older Penstock): the position in the"
                 " data is taken as it is",
@@ -168,9 +125,9 @@ def read_manifest(directory: Path) -> Manifest:
             scheduler=dict(fields["scheduler"]),
         )
     except OSError as error:
-        raise StateError(f"{path}: cannot read it: {error}; is the state complete?") from error
+        raise DamagedError(f"{path}: cannot read it: {error}; is the state complete?") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(
+        raise DamagedError(
             f"{path}: the manifest is damaged: {type(error).__name__}: {error}"
         ) from error
 
@@ -197,16 +154,16 @@ def check(
         path = directory / block_file(block)
         entry = manifest.files.get(path.name)
         if entry is None:
-            raise StateError(f"{directory / MANIFEST_NAME}: lists no {path.name}")
+            raise DamagedError(f"{directory / MANIFEST_NAME}: lists no {path.name}")
         _check_size(path, entry)
         places = read_header(path)
         _check_tensors(path, places, block_tensors(memory, specs[block], version))
         if sha256_of(path, stopped) != entry.sha256:
-            raise StateError(f"{path}: its checksum does not match the manifest: damaged")
+            raise DamagedError(f"{path}: its checksum does not match the manifest: damaged")
         return places
 
     blocks = memory.owned_blocks()
-    return dict(zip(blocks, _in_parallel(blocks, check_block, cancelled), strict=True))
+    return dict(zip(blocks, in_parallel(blocks, check_block, cancelled), strict=True))
 
 
 def load_block(
@@ -268,7 +225,7 @@ def compare(left: Path, right: Path, blocks: Iterable[BlockSpec]) -> tuple[str, 
     return tuple(differing)
 
 
-def _in_parallel(
+def in_parallel(
     blocks: Sequence[int],
     work: Callable[[int, Callable[[], bool]], T],
     cancelled: Callable[[], bool],
@@ -278,7 +235,7 @@ def _in_parallel(
     Checksums limit both directions, at about 0.6 GB/s a core. The first error of a block (in
     order) is raised after all threads have ended; the others stop as if cancelled.
     """
-    failed = threading.Event()
+    failed = world.event()
 
     def stopped() -> bool:
         return cancelled() or failed.is_set()
@@ -292,7 +249,7 @@ def _in_parallel(
             failed.set()
             raise
 
-    with ThreadPoolExecutor(min(MAX_THREADS, usable_cpus())) as pool:
+    with world.executor(min(MAX_THREADS, usable_cpus()), "saved-state") as pool:
         futures = [pool.submit(guarded, block) for block in blocks]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     # A thread that stopped because another failed says CancelledError: that is not the reason.
@@ -325,9 +282,9 @@ def _check_size(path: Path, entry: FileEntry) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise StateError(f"{path}: cannot read it: {error}") from error
+        raise DamagedError(f"{path}: cannot read it: {error}") from error
     if size != entry.num_bytes:
-        raise StateError(f"{path}: has {size} bytes, the manifest says {entry.num_bytes}")
+        raise DamagedError(f"{path}: has {size} bytes, the manifest says {entry.num_bytes}")
 
 
 def _check_tensors(
@@ -347,6 +304,13 @@ def _check_tensors(
                 f"{path}: {name!r} is {places[name].dtype} {list(places[name].shape)}, the model"
                 f" has {dtype} {list(shape)}"
             )
+
+
+def _is_sealed(fields: Mapping[str, Any], path: Path) -> bool:
+    try:
+        return check_object(fields, str(path))
+    except StateError as error:
+        raise DamagedError(str(error)) from error
 
 
 def _file_name(name: str) -> str:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from penstock.daemons.memory.disk import Disk
 from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.protocol.errors import StateError
 from penstock.shm.memory import Halves
@@ -31,6 +32,12 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 class CancelledError(Exception):
     """The caller's ``cancelled`` said so."""
+
+
+class DamagedError(StateError):
+    """A file is not what was written: missing, cut short, or with other bytes. An older saved state
+    may be whole.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +68,13 @@ class TensorPlace:
 
 
 def write_tensors(
-    path: Path, tensors: Sequence[TensorBytes], cancelled: Callable[[], bool]
+    file: BinaryIO,
+    name: str,
+    tensors: Sequence[TensorBytes],
+    cancelled: Callable[[], bool],
+    disk: Disk,
 ) -> WrittenFile:
-    """Write a file and force it to disk.
+    """Write a file; it is not forced to disk.
 
     Raises:
         OSError: it cannot be written.
@@ -72,42 +83,39 @@ def write_tensors(
     digest = hashlib.sha256()
     num_bytes = 0
     pieces = chain([memoryview(_header(tensors))], _pieces(tensor.data for tensor in tensors))
-    with path.open("wb") as file:
-        for piece in pieces:
-            if cancelled():
-                raise CancelledError
-            file.write(piece)
-            digest.update(piece)
-            num_bytes += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return WrittenFile(name=path.name, num_bytes=num_bytes, sha256=digest.hexdigest())
+    for piece in pieces:
+        if cancelled():
+            raise CancelledError
+        disk.write(file, piece)
+        digest.update(piece)
+        num_bytes += len(piece)
+    return WrittenFile(name=name, num_bytes=num_bytes, sha256=digest.hexdigest())
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
     """Returns the tensors of a file, with every byte range checked against the file's size.
 
     Raises:
-        StateError: missing, cut short, or no safetensors file.
+        DamagedError: missing, cut short, or no safetensors file.
     """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise StateError(f"{path}: cut short, or no safetensors file ({size} bytes)")
+                raise DamagedError(f"{path}: cut short, or no safetensors file ({size} bytes)")
             fields = json.loads(file.read(length))
     except OSError as error:
-        raise StateError(f"{path}: cannot read it: {error}") from error
+        raise DamagedError(f"{path}: cannot read it: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise StateError(f"{path}: its header is damaged: {error}") from error
+        raise DamagedError(f"{path}: its header is damaged: {error}") from error
     if not isinstance(fields, dict):
-        raise StateError(f"{path}: its header is damaged: no JSON object")
+        raise DamagedError(f"{path}: its header is damaged: no JSON object")
     fields.pop("__metadata__", None)
     places = {name: _place(path, name, entry, 8 + length) for name, entry in fields.items()}
     end = max((p.start + p.num_bytes for p in places.values()), default=8 + length)
     if end != size:
-        raise StateError(f"{path}: has {size} bytes, its header promises {end}: cut short?")
+        raise DamagedError(f"{path}: has {size} bytes, its header promises {end}: cut short?")
     return places
 
 
@@ -189,7 +197,7 @@ def _place(path: Path, name: str, entry: object, data_start: int) -> TensorPlace
         for extent in shape:
             num_bytes *= extent
     except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"{path}: header entry {name!r} is damaged: {error!r}") from error
+        raise DamagedError(f"{path}: header entry {name!r} is damaged: {error!r}") from error
     if end - start != num_bytes:
-        raise StateError(f"{path}: {name!r} has {end - start} bytes, its shape needs {num_bytes}")
+        raise DamagedError(f"{path}: {name!r} has {end - start} bytes, its shape needs {num_bytes}")
     return TensorPlace(dtype=dtype, shape=shape, start=data_start + start, num_bytes=num_bytes)

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock import _ceiling
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec
 
@@ -38,10 +38,10 @@ def ceiling_of(run_dir: Path, spec: MemorySpec, cores: Sequence[int]) -> float |
         return None
     path = run_dir / f"ceiling-{spec.node_name}.json"
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = parse_json(path.read_bytes())
         if known["cores"] == list(cores):
             return float(known["bytes_per_second"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *DAMAGED):
         pass  # there is none, or it makes no sense: measured again
     found = measure_ceiling(cores)
     text = json.dumps({"cores": list(cores), "bytes_per_second": round(found)})

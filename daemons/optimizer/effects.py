@@ -7,8 +7,6 @@ their own, which feeds the threads of the pool.
 from __future__ import annotations
 
 import queue
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +28,7 @@ from penstock.daemons.optimizer.machine.events import (
     RunSweep,
     SendAmended,
     SendBlockStatus,
+    SendHeard,
     SendSettled,
     SetEpoch,
     SetSlot,
@@ -39,14 +38,23 @@ from penstock.daemons.optimizer.machine.events import (
     WriteRecord,
 )
 from penstock.daemons.optimizer.machine.sweeps import Sweep
+from penstock.protocol import world
+from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.step import SweepStatus
 from penstock.shm.control import ControlView, SweepIntent
 
 
-def read_facts(control: ControlView, blocks: Iterable[OwnedBlock]) -> MemoryFacts:
-    """Returns what the control segment says. No sweep may run meanwhile: it would change words."""
-    undo = undo_state(control.undo_area)
+def read_facts(control: ControlView, blocks: Sequence[OwnedBlock]) -> MemoryFacts:
+    """Returns what the control segment says. No sweep may run meanwhile: it would change words.
+
+    Raises:
+        StateError: the undo area is none.
+    """
+    try:
+        undo = undo_state(control.undo_area)
+    except ValueError as error:
+        raise StateError(f"the control segment of this node is damaged: {error}") from error
     committed = control.committed
     return MemoryFacts(
         incarnation=control.incarnation,
@@ -62,7 +70,13 @@ def read_facts(control: ControlView, blocks: Iterable[OwnedBlock]) -> MemoryFact
             )
             for b in blocks
         },
+        pins=read_pins(control, (block.index for block in blocks)),
     )
+
+
+def read_pins(control: ControlView, blocks: Iterable[int]) -> dict[int, int]:
+    """Returns block -> pinned version, of those that have one."""
+    return {block: pin for block in blocks if (pin := control.pin(block)) is not None}
 
 
 class ControlWords:
@@ -120,8 +134,8 @@ class SweepThread:
         self.running: Sweep | None = None
         """The sweep under way. Only the sweep's thread writes it; others just look, for heartbeats.
         """
-        self._orders: queue.SimpleQueue[Sweep | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="sweeps")
+        self._orders: queue.SimpleQueue[Sweep | None] = world.queue()
+        self._thread = world.thread(target=self._run, name="sweeps")
 
     def start(self) -> None:
         """Start the thread."""
@@ -144,15 +158,15 @@ class SweepThread:
             self._report(outcome)
 
     def _outcome(self, work: Sweep) -> FinishedSweep:
-        start_s = time.perf_counter()
+        start_s = world.perf_counter()
         event: SweepDone | EffectFailed
         try:
             status = self._kernels.run(work)
         except Exception as error:
             # Reported, not raised: the state machine tells the scheduler why the run ends.
-            event, end_s = EffectFailed(error=f"{work}: {error!r}"), time.perf_counter()
+            event, end_s = EffectFailed(error=f"{work}: {error!r}"), world.perf_counter()
         else:
-            end_s = time.perf_counter()
+            end_s = world.perf_counter()
             event = SweepDone(status=status, seconds=end_s - start_s)
         return FinishedSweep(work=work, event=event, start_s=start_s, end_s=end_s)
 
@@ -187,6 +201,7 @@ class OptimizerEffects:
             SendDrained: self._send_drained,
             SendReady: self._answer,
             SendBlockStatus: self._send_block_status,
+            SendHeard: self._send_heard,
             SendAmended: self._send_amended,
             SendSettled: self._send_settled,
             SendFailed: self._answer,
@@ -221,6 +236,10 @@ class OptimizerEffects:
             seconds=effect.seconds,
         )
         self._send(pb.MemberMessage(block_status=status))
+
+    def _send_heard(self, effect: SendHeard) -> None:
+        heard = pb.AttemptHeard(epoch=effect.epoch, attempt=effect.attempt)
+        self._send(pb.MemberMessage(attempt_heard=heard))
 
     def _send_amended(self, effect: SendAmended) -> None:
         amended = pb.Amended(epoch=effect.epoch, attempt=effect.attempt)

@@ -6,11 +6,10 @@ Copies of the node's devices go through the same memory; sweeps have what these 
 
 from __future__ import annotations
 
-import time
-
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.planner.cost.emulation import Emulation
+from penstock.protocol import world
 from penstock.protocol.plan.step import SweepStatus
 from penstock.protocol.platforms.bandwidth_log import BandwidthLog, finish_at
 
@@ -37,7 +36,7 @@ class EmulatedKernels:
 
     def run(self, work: Sweep) -> SweepStatus | None:
         """Run the sweep, and return when it would have ended."""
-        now = time.monotonic()
+        now = world.monotonic()
         waited_for_turn = now - self._busy_until < TURN_S
         start = self._busy_until if waited_for_turn else now
         status = self._kernels.run(work)
@@ -66,7 +65,7 @@ class EmulatedKernels:
                 capacity=whole.capacity,
                 copies=self._bandwidth_log.since(start),
             )
-            left_s = end - time.monotonic()
+            left_s = end - world.monotonic()
             if left_s <= 0.0:
                 return end
-            time.sleep(min(left_s, _LOOK_S))
+            world.sleep(min(left_s, _LOOK_S))

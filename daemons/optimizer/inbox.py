@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -17,6 +16,7 @@ from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.optimizer.effects import FinishedSweep
 from penstock.daemons.optimizer.machine.events import Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
+from penstock.protocol import world
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
@@ -24,12 +24,13 @@ from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.neighbours import Neighbours
 
 POLL_S = 0.2
 RECEIVE_HIGH_WATER = 1024
 MAX_MESSAGE_BYTES = 4096
 MAX_UNREAD = 1 << 16
-BOUNDS = Bounds(connections=1024, connection_bytes=2**20, total_bytes=2**23)
+BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**20)
 """Limits for connections from other nodes, whose workers' messages have some hundred bytes."""
 
 _log = logging.getLogger(__name__)
@@ -54,14 +55,21 @@ Item = pb.SchedulerMessage | GradientReady | BlockUpdated | FinishedSweep | Pull
 Inbox = queue.SimpleQueue[Item]
 
 
+class Takes(Protocol):
+    """An inbox that takes what comes from the scheduler."""
+
+    def put(self, item: pb.SchedulerMessage | Lost) -> None:
+        """Add an item."""
+
+
 class LinkReader:
     """Moves the scheduler's messages into the inbox."""
 
-    def __init__(self, link: MemberLink, inbox: Inbox) -> None:
+    def __init__(self, link: MemberLink, inbox: Takes) -> None:
         self._link = link
         self._inbox = inbox
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="link-reader")
+        self._closing = world.event()
+        self._thread = world.thread(target=self._run, name="link-reader")
 
     def start(self) -> None:
         """Start the thread."""
@@ -109,11 +117,12 @@ class GradientSocket:
         """
         self._inbox = inbox
         self._metrics = metrics
-        self._closing = threading.Event()
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._closing = world.event()
+        self._context: zmq.Context[Any] = world.sockets()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._home: HomeSocket | None = None
         self._guard: Guard | None = None
+        self._neighbours: Neighbours | None = None
         self._access = access
         self._door = Door(self._context, access)
         try:
@@ -124,7 +133,8 @@ class GradientSocket:
             self._door.close()
             self._context.destroy(linger=0)
             raise
-        self._thread = threading.Thread(target=self._run, name="gradients")
+        self._neighbours = Neighbours.where_possible(self._sockets[0])
+        self._thread = world.thread(target=self._run, name="gradients")
 
     @property
     def endpoint(self) -> str:
@@ -140,9 +150,10 @@ class GradientSocket:
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
+        for watch in (self._guard, self._neighbours):
+            if watch is not None:
+                watch.close()
+        self._guard = self._neighbours = None
         self._door.close()
         self._context.destroy(linger=0)
 
@@ -168,7 +179,9 @@ class GradientSocket:
             raise ConfigError(
                 f"cluster.nodes host {host!r}: optimizerd cannot listen there: {error}"
             ) from error
-        self._guard = Guard(socket, BOUNDS, said_to_strangers=self._access.said_to_strangers)
+        self._guard = Guard.where_possible(
+            socket, BOUNDS, said_to_strangers=self._access.said_to_strangers
+        )
 
     def _socket(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
@@ -179,7 +192,7 @@ class GradientSocket:
         return socket
 
     def _run(self) -> None:
-        poller = zmq.Poller()
+        poller = world.poller()
         for socket in self._sockets:
             poller.register(socket, zmq.POLLIN)
         while not self._closing.is_set():

@@ -21,6 +21,7 @@ from penstock.daemons.optimizer.metrics import OptimizerMetrics, local_ratio
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import OptimizerService, ServiceParts
 from penstock.planner.cost.emulation import Emulation
+from penstock.protocol import world
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.placement import Placement, place
 from penstock.protocol.plan.plan import Plan
@@ -94,7 +95,8 @@ def _build(
     stack: ExitStack, run: RunDirectory, node: str, scheduler: str, stop: StopSignal
 ) -> tuple[OptimizerService, MemberLink, tuple[GradientSocket | LinkReader, ...]]:
     """Make all parts; ``stack`` takes them apart again, in the opposite order."""
-    config, member, inbox = run.config, optimizerd_name(node), Inbox()
+    config, member = run.config, optimizerd_name(node)
+    inbox: Inbox = world.queue()
     index = node_index(config, node)
     registry = CollectorRegistry()
     metrics = OptimizerMetrics(registry)

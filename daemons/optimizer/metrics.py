@@ -8,12 +8,12 @@ with other cores.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
+from penstock.protocol import world
 from penstock.protocol.metrics.optimizer import OPTIMIZER
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.plan.placement import Placement, page_places
@@ -31,7 +31,7 @@ class OptimizerMetrics:
     """The page of one optimizerd."""
 
     def __init__(
-        self, registry: CollectorRegistry, clock: Callable[[], float] = time.perf_counter
+        self, registry: CollectorRegistry, clock: Callable[[], float] = world.perf_counter
     ) -> None:
         self._page = MetricPage(OPTIMIZER, registry)
         self._page.refreshed_by(self._refresh)
@@ -40,7 +40,7 @@ class OptimizerMetrics:
         self._threads: Sequence[int] = ()
         self._num_threads = 0
         self._cpu_s = 0.0
-        self._lock = threading.Lock()
+        self._lock = world.lock()
 
     def fetched(self, way: str, num_bytes: int, seconds: float) -> None:
         """Gradients of another node have come, by ``zmq`` or ``nixl``."""

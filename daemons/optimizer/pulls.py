@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import zmq
+from typing import Any, Protocol
 
 from penstock.daemons.kit.events import EffectFailed
-from penstock.daemons.optimizer.kernels import RemoteGradients
 from penstock.daemons.optimizer.machine.events import Pull, Pulled
+from penstock.protocol import world
 from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.security.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import Fetcher, OpenFetcher
 from penstock.protocol.wire.frames import BlockRequest
+from penstock.shm.memory import Array
 
 ATTEMPT_TIMEOUT_S = 30.0
 """After so long the log says what is awaited; the scheduler decides who is lost."""
@@ -33,6 +31,13 @@ Report = Callable[[Pulled | EffectFailed, int], None]
 """Called with the event and the number of bytes fetched."""
 
 
+class Room(Protocol):
+    """Where contributions go: :class:`~penstock.daemons.optimizer.kernels.RemoteGradients`."""
+
+    def array(self, block: int, contribution: int, copy: int) -> Array:
+        """Returns the buffer of one contribution: (elements,), in the type of gradients."""
+
+
 class Puller:
     """Carries out Pull orders on a thread of its own, from :meth:`start` to :meth:`close`."""
 
@@ -40,7 +45,7 @@ class Puller:
         self,
         *,
         run_id: str,
-        remote: RemoteGradients,
+        remote: Room,
         source: Mapping[tuple[int, int], str],
         report: Report,
         open_fetcher: OpenFetcher = BlockClient,
@@ -55,10 +60,10 @@ class Puller:
         self._remote = remote
         self._source = source
         self._report = report
-        self._orders: queue.SimpleQueue[tuple[int, str, Pull] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[int, str, Pull] | None] = world.queue()
         self._generation = 0  # written by the owner's thread only; a pull of an older one is off
         self._addresses: dict[str, str] = {}
-        self._thread = threading.Thread(target=self._run, name="puller")
+        self._thread = world.thread(target=self._run, name="puller")
 
     def start(self) -> None:
         """Start the thread."""
@@ -89,7 +94,7 @@ class Puller:
         self._thread.join()
 
     def _run(self) -> None:
-        with zmq.Context() as context:
+        with world.sockets() as context:
             client = self._open_fetcher(context)
             try:
                 while (order := self._orders.get()) is not None:

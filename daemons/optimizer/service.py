@@ -1,14 +1,14 @@
 """optimizerd's loop: what arrives in the inbox becomes events, the machine's effects are done.
 
 The loop sleeps in one queue that every listening thread fills, so whatever comes is answered at
-once. Only two things happen by the clock: a look at the stop signal, and, after a second without
-news, at the ready words, should a message of a worker have been lost.
+once. Only three things happen by the clock: a look at the stop signal; after a second without news
+one at the ready words, should a message of a worker have been lost; and, while memoryd saves, looks
+at its pins.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from penstock.daemons.optimizer.effects import (
     OptimizerEffects,
     SweepRunner,
     read_facts,
+    read_pins,
 )
 from penstock.daemons.optimizer.inbox import POLL_S, Inbox, Lost, PullOutcome
 from penstock.daemons.optimizer.machine.events import (
@@ -32,6 +33,7 @@ from penstock.daemons.optimizer.machine.events import (
     Event,
     GradientsReady,
     OwnedBlock,
+    PinsSeen,
     Pulled,
     RecoveryAsked,
     SettleAsked,
@@ -42,6 +44,7 @@ from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
+from penstock.protocol import world
 from penstock.protocol.errors import (
     ExitCode,
     LostMemberError,
@@ -58,6 +61,8 @@ from penstock.shm.control import INVALID_VERSION, ControlView
 from penstock.shm.layout import WEIGHT_SLOTS
 
 RESCAN_AFTER_S = 1.0
+PIN_POLL_S = 0.002
+"""While a save reads blocks, this often is looked which it has read."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,8 +136,9 @@ class OptimizerService:
                 process.
         """
         while self._loop.exit is None:
+            self._look_at_pins()
             try:
-                item = self._inbox.get(timeout=POLL_S)
+                item = self._inbox.get(timeout=PIN_POLL_S if self._machine.pins else POLL_S)
             except queue.Empty:
                 self._on_quiet()
                 continue
@@ -149,7 +155,7 @@ class OptimizerService:
         return pb.Hello(
             run_id=self._parts.run_id,
             member=member,
-            pid=os.getpid(),
+            pid=world.pid(),
             epoch=self._machine.joined_epoch,
             data_endpoint=endpoint,
             peers=pb.Peers(members=self._parts.puller.sources if self._parts.puller else ()),
@@ -189,9 +195,20 @@ class OptimizerService:
             return  # it concerns other members
         if isinstance(event, ShutdownAsked):
             _log.info("shutdown: %s", event.reason)
+        if isinstance(event, AttemptAsked):  # memoryd had set its pins before this was sent
+            self._see_pins(read_pins(self._parts.control, (b.index for b in self._parts.blocks)))
         self._feed(event)
         if kind in _ENDINGS:
             self._parts.trace.flush()
+
+    def _look_at_pins(self) -> None:
+        """Between attempts memoryd only ever lets go."""
+        if self._machine.pins:
+            self._see_pins(read_pins(self._parts.control, self._machine.pins))
+
+    def _see_pins(self, pins: dict[int, int]) -> None:
+        if pins != self._machine.pins:
+            self._feed(PinsSeen(pins=pins))
 
     def _on_begin(self, begin: pb.Begin) -> None:
         if self._parts.puller is not None:
@@ -293,7 +310,7 @@ class OptimizerService:
     def _on_quiet(self) -> None:
         if self._parts.stop.is_set:
             self._feed(StopAsked())
-        self._idle_s += POLL_S
+        self._idle_s += PIN_POLL_S if self._machine.pins else POLL_S
         if self._idle_s >= RESCAN_AFTER_S:
             self._idle_s = 0.0
             for wanted in self._machine.awaited():

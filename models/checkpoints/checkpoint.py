@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.run.files import parse_json
 
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -95,7 +95,7 @@ class Checkpoint:
         index = self._directory / _INDEX
         if index.exists():
             try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
                 named = sorted({str(name) for name in weight_map.values()})
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise StateError(

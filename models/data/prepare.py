@@ -27,10 +27,11 @@ from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import MASKED
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 
+_SPLITS = ("train", "eval")
 _SCAN_TOKENS = 1 << 24
 _NOT_IN_FILES = {"shuffle", "document_masks", "objective", "mask_fraction", "mask_token"}
 """Keys of ``data`` that say what becomes of tokens, not which they are."""
@@ -263,25 +264,26 @@ def _check_batches(config: Config, meta: dict[str, Any]) -> None:
 
 
 def _complete(meta: Path) -> bool:
-    """Whether the files that ``meta.json`` lists are there in full."""
-    splits = json.loads(meta.read_text(encoding="utf-8"))
-    for split in ("train", "eval"):
-        if split in splits:
-            entry = splits[split]
-            path = meta.parent / entry["path"]
-            end = entry["first_token"] + entry["num_tokens"]
-            if not path.is_file():
-                return False
-            if path.stat().st_size < end * np.dtype(entry["token_dtype"]).itemsize:
-                return False
-    return True
+    """Whether the files that ``meta.json`` lists are there in full; false where it is damaged."""
+    try:
+        splits = parse_json(meta.read_bytes())
+        return all(_is_whole(meta.parent, splits[name]) for name in _SPLITS if name in splits)
+    except (OSError, *DAMAGED):
+        return False
+
+
+def _is_whole(directory: Path, entry: dict[str, Any]) -> bool:
+    path = directory / entry["path"]
+    end = entry["first_token"] + entry["num_tokens"]
+    size = end * np.dtype(entry["token_dtype"]).itemsize
+    return path.is_file() and bool(path.stat().st_size >= size)
 
 
 def _recorded(meta: Path) -> str | None:
     """Returns the fingerprint in an earlier file; None where it cannot be read."""
     try:
-        return str(json.loads(meta.read_text(encoding="utf-8"))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(parse_json(meta.read_bytes())["fingerprint"])
+    except (OSError, *DAMAGED):
         return None
 
 

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.models.data.tokenizer_folder import FolderTokenizer
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import BYTE, MASKED
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.run.files import DAMAGED, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -88,9 +89,9 @@ class JsonTokenizer:
         """
         try:
             self._text = path.read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"data.tokenizer = {str(path)!r}: cannot read it: {error.strerror}; give byte or"
+                f"data.tokenizer = {str(path)!r}: cannot read it: {reason(error)}; give byte or"
                 " the path of a tokenizer.json"
             ) from error
         try:
@@ -131,10 +132,13 @@ class JsonTokenizer:
     def _find_end(self, path: Path) -> str:
         config = path.with_name("tokenizer_config.json")
         if config.exists():
-            named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-            named = named.get("content") if isinstance(named, dict) else named
-            if named is not None and self._tokenizer.token_to_id(named) is not None:
-                return str(named)
+            try:
+                named = parse_json(config.read_bytes()).get("eos_token")
+                named = named.get("content") if isinstance(named, dict) else named
+                if named is not None and self._tokenizer.token_to_id(named) is not None:
+                    return str(named)
+            except (OSError, *DAMAGED) as error:
+                raise ConfigError(f"{config}: cannot read eos_token: {error!r}") from error
         for token in _KNOWN_ENDS:
             if self._tokenizer.token_to_id(token) is not None:
                 return token

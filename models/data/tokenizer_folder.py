@@ -6,7 +6,6 @@ those that the model has seen. Code that a folder brings along is never run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.run.files import DAMAGED, parse_json
 
 _VOCABULARIES = (
     "tokenizer.json",
@@ -149,7 +149,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 def _model_ends(folder: Path) -> list[Any]:
     """Returns the end tokens in the model's own ``config.json``, without defaults of its type."""
     try:
-        end = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+        end = parse_json((folder / "config.json").read_bytes())["eos_token_id"]
+    except (OSError, *DAMAGED):
         return []
     return end if isinstance(end, list) else [end]

@@ -23,6 +23,7 @@ from penstock.models.surgery.skeleton import predicts_masked
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import MASKED, NEXT_TOKEN
 from penstock.protocol.errors import ConfigError, StateError, reason
+from penstock.protocol.run.files import parse_json
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import check_sealed
 
@@ -73,7 +74,7 @@ def resolve_hf_config(
     else:
         assert config.model.hf is not None
         hf_config = _from_mapping(dict(config.model.hf), tokenizer_vocab_size, eos)
-        vocab_key, remedy = "model.hf.vocab_size", "at least that"
+        vocab_key, remedy = "model.hf.vocab_size", f"at least {tokenizer_vocab_size}"
     vocab_size = int(hf_config.vocab_size)
     if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
         raise ConfigError(
@@ -111,12 +112,13 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
         )
     path = directory / "config.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(path.read_bytes())
         model_type = fields.get("model_type") if isinstance(fields, dict) else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {reason(error)}") from error
     # transformers would ask on the terminal whether to run code that the folder brings along.
-    if model_type is not None and model_type not in CONFIG_MAPPING:
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if model_type is not None and not known:
         raise ConfigError(
             f"model_type of {path} = {model_type!r}: transformers knows no such type; {_SUPPORTED}"
         )

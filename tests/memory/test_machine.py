@@ -28,8 +28,10 @@ from penstock.daemons.memory.machine.events import (
     Restored,
     SaveAsked,
     Saved,
+    SendPinned,
     SendRestored,
     SendSaved,
+    SourceDamaged,
     StartRestore,
     StartSave,
     UnlinkMemory,
@@ -40,10 +42,15 @@ from penstock.daemons.memory.machine.machine import MemoryMachine, MemoryPhase
 DRAIN = DrainAsked(epoch=1)
 RESTORE = RestoreAsked(epoch=1, incarnation=4, source="", version=0)
 BEGIN = BeginAsked(epoch=1)
-SAVE = SaveAsked(epoch=1, version=7, directory="d")
+FILES = (WrittenFile(name="block-0000.safetensors", num_bytes=5, sha256="00"),)
+SAVE = SaveAsked(epoch=1, number=1, version=7, directory="d")
+STARTED = [
+    StartSave(version=7, directory="d"),
+    SendPinned(epoch=1, number=1, version=7),
+]
+SAVED = SendSaved(epoch=1, number=1, version=7, files=FILES, error="")
 SHUTDOWN = ShutdownAsked(keep_memory=False, reason="done")
 KEEP = ShutdownAsked(keep_memory=True, reason="stopped")
-FILES = (WrittenFile(name="block-0000.safetensors", num_bytes=5, sha256="00"),)
 END = Exit(code=0, reason="done")
 
 
@@ -76,20 +83,59 @@ def test_adopted_memory_needs_no_restore(machine: MemoryMachine) -> None:
 
 
 def test_save(machine: MemoryMachine) -> None:
-    assert feed(machine, DRAIN, BEGIN, SAVE) == [StartSave(version=7, directory="d")]
-    assert feed(machine, Saved(files=FILES)) == [
-        SendSaved(epoch=1, version=7, files=FILES, error="")
-    ]
-    assert feed(machine, SAVE) == [StartSave(version=7, directory="d")]
-    feed(machine, JobCancelled())
+    assert feed(machine, DRAIN, BEGIN, SAVE) == STARTED
+    assert feed(machine, Saved(files=FILES)) == [SAVED]
+    assert feed(machine, SAVE) == STARTED
+    assert feed(machine, JobCancelled()) == []
+    assert machine.phase is MemoryPhase.READY
 
 
 def test_a_failed_save_does_not_end_the_run(machine: MemoryMachine) -> None:
     feed(machine, DRAIN, BEGIN, SAVE)
     assert feed(machine, JobFailed(error="disk full", exit_code=3)) == [
-        SendSaved(epoch=1, version=7, files=(), error="disk full")
+        SendSaved(epoch=1, number=1, version=7, files=(), error="disk full")
     ]
     assert machine.phase is MemoryPhase.READY
+
+
+def test_a_save_goes_on_over_a_barrier_that_names_it(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, BEGIN, SAVE)
+    assert feed(machine, DrainAsked(epoch=2, saving=1)) == [SendDrained(epoch=2)]
+    assert feed(machine, BeginAsked(epoch=2)) == [SendReady(epoch=2)]
+    assert feed(machine, Saved(files=FILES)) == [SAVED], "of the epoch in which it was ordered"
+
+
+def test_how_a_save_ended_is_said_again_to_who_may_not_have_heard(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, BEGIN, SAVE, Saved(files=FILES))
+    assert feed(machine, DrainAsked(epoch=2, saving=1)) == [SendDrained(epoch=2), SAVED]
+    assert feed(machine, DrainAsked(epoch=3)) == [SendDrained(epoch=3)]
+    assert feed(machine, DrainAsked(epoch=4, saving=1)) == [SendDrained(epoch=4)]
+
+
+def test_a_newer_save_takes_the_place_of_one_under_way(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, BEGIN, SAVE)
+    newer = SaveAsked(epoch=1, number=2, version=8, directory="e")
+    assert feed(machine, newer) == [CancelJob()]
+    assert feed(machine, JobCancelled()) == [
+        StartSave(version=8, directory="e"),
+        SendPinned(epoch=1, number=2, version=8),
+    ]
+    feed(machine, JobCancelled())
+
+
+def test_a_restore_waits_for_the_end_of_a_save(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, BEGIN, SAVE, DrainAsked(epoch=2, saving=1))
+    restore = RestoreAsked(epoch=2, incarnation=4, source="", version=0)
+    assert feed(machine, restore) == [CancelJob()]
+    assert feed(machine, JobCancelled()) == [StartRestore(incarnation=4, source="", version=0)]
+
+
+def test_a_damaged_saved_state_is_told_and_another_one_can_follow(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, RESTORE)
+    assert feed(machine, SourceDamaged(error="block-0001: cut short")) == [
+        SendRestored(epoch=1, incarnation=4, damaged="block-0001: cut short")
+    ]
+    assert feed(machine, RESTORE) == [StartRestore(incarnation=4, source="", version=0)]
 
 
 def test_a_failed_restore_ends_the_process(machine: MemoryMachine) -> None:
@@ -157,7 +203,7 @@ def test_refused(machine: MemoryMachine) -> None:
         ((DRAIN,), SAVE),
         ((DRAIN,), RestoreAsked(epoch=2, incarnation=4, source="", version=0)),
         ((DRAIN, BEGIN), RESTORE),
-        ((DRAIN, BEGIN), SaveAsked(epoch=0, version=1, directory="d")),
+        ((DRAIN, BEGIN), SaveAsked(epoch=0, number=1, version=1, directory="d")),
         ((DRAIN, DrainAsked(epoch=5)), DrainAsked(epoch=4)),
         ((DRAIN, DrainAsked(epoch=5)), BEGIN),
     ],

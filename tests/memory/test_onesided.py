@@ -217,6 +217,7 @@ def test_nothing_beside_an_array_is_read(peer: Peer) -> None:
         {"num_bytes": 0},
         {"block": 99},
         {"array": "grads", "contribution": 5},
+        {"array": "state", "name": "master"},
     ):
         with pytest.raises(ProtocolError, match="has no bytes"):
             peer.read(request(**changes))

@@ -25,16 +25,20 @@ from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.security.authority import make as make_keys
 from penstock.protocol.security.sockets import OPEN, CurveAccess, SocketAccess
+from penstock.protocol.wire import blocks
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, attach, request_lease
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_RANGE_BYTES,
     BlockReply,
     BlockRequest,
+    LeaseReply,
     LeaseRequest,
     decode,
     encode,
 )
+from penstock.protocol.wire.states import StateReader
+from penstock.shm.control import INVALID_VERSION, SweepIntent
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
@@ -98,6 +102,34 @@ def client(context: zmq.Context[Any]) -> Iterator[BlockClient]:
     found = BlockClient(context)
     yield found
     found.close()
+
+
+def test_state_is_read_while_no_sweep_leads_it_on(served: Served, client: BlockClient) -> None:
+    """A partner reads words, state, words: equal ones mean that the state is of one version."""
+    control, run_id = served.memory.control, served.memory.spec.run_id
+    reader, address = StateReader(client, run_id, split=False), served.server.endpoint
+    expected = served.memory.state(1, "master")
+    master, moments = np.zeros_like(expected), np.zeros_like(expected)
+
+    def read(version: int) -> int:
+        arrays = {"exp_avg": moments}
+        return reader.arrays(address, 1, version, master, arrays, lambda: False)
+
+    words = reader.words(address, 1, lambda: False)
+    assert (words.incarnation, words.state_version) == (control.incarnation, 4)
+    assert read(4) == 2 * expected.nbytes
+    assert np.array_equal(master, expected)
+    assert np.array_equal(moments, served.memory.state(1, "exp_avg"))
+    control.begin_sweep(SweepIntent(block=1, state_version=5))
+    assert reader.words(address, 1, lambda: False).state_version == INVALID_VERSION
+    assert reader.words(address, 0, lambda: False).state_version == 4, "another block's sweep"
+    control.set_state_version(1, 5)
+    control.end_sweep()
+    assert reader.words(address, 1, lambda: False).state_version == 5
+    with pytest.raises(ProtocolError, match="state of block 1 is at version 5"):
+        read(4)
+    with pytest.raises(ProtocolError, match="holds no words"):
+        reader.words(address, 2**40, lambda: False)
 
 
 def test_weights_over_both_sockets(served: Served, client: BlockClient) -> None:
@@ -405,6 +437,33 @@ def test_no_memoryd_no_lease(context: zmq.Context[Any]) -> None:
     request = LeaseRequest(run_id="r", member="worker.0", pid=os.getpid())
     with pytest.raises(LostMemberError, match=r"worker.0: no lease .* within 0.1 s"):
         request_lease(context, "ipc://@penstock-nobody", request, timeout_s=0.1)
+
+
+def test_a_lease_that_a_dead_memoryd_had_been_asked_for_is_asked_for_again(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first memoryd takes the request and dies; its successor has the same address."""
+    monkeypatch.setattr(blocks, "_RESEND_AFTER_S", 0.2)
+    address = f"ipc://@penstock-test-lease-again-{os.getpid()}"
+    reply = LeaseReply(segments=(), digest=b"", undo_bytes=0, error="")
+
+    def serve() -> None:
+        for answers in (False, True):
+            # The end of a context, as of a process, is when its sockets have let go of the address.
+            with zmq.Context() as process, process.socket(zmq.ROUTER) as router:
+                router.set(zmq.LINGER, 1000)
+                router.bind(address)
+                client, _ = router.recv_multipart()
+                if answers:
+                    router.send_multipart([client, encode(reply)])
+
+    server = threading.Thread(target=serve)
+    server.start()
+    request = LeaseRequest(run_id="0123456789ab", member="worker.0", pid=os.getpid())
+    try:
+        assert request_lease(context, address, request, timeout_s=10.0) == reply
+    finally:
+        server.join()
 
 
 def test_attach_maps_what_the_server_owns(make_run: Any, helpers: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from penstock import _native
-from penstock.daemons.memory import snapshot
+from penstock.daemons.memory import saving, snapshot
+from penstock.daemons.memory.pinning import PinnedVersion
 from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_loader
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
 from penstock.protocol.errors import CapacityError, ExitCode, StateError
@@ -52,7 +54,7 @@ def saved(memory: NodeMemory, tmp_path: Path, helpers: Any) -> Path:
     helpers.fill(memory)
     helpers.commit(memory, 7)
     directory = tmp_path / "step-00000007"
-    files = snapshot.save(memory, directory, 7, never)
+    files = saving.save(PinnedVersion(memory, 7), directory, never)
     helpers.manifest(memory, directory, 7, files)
     return directory
 
@@ -124,7 +126,7 @@ def test_split_and_whole_masters_read_each_others_files(
         helpers.commit(whole, 7)
         for source, target in ((whole, split), (split, whole)):
             directory = tmp_path / source.spec.run_id
-            files = snapshot.save(source, directory, 7, never)
+            files = saving.save(PinnedVersion(source, 7), directory, never)
             helpers.manifest(source, directory, 7, files)
             before = [source.load_master(b, 7).tobytes() for b in source.owned_blocks()]
             for key in target.spec.layout.arrays:
@@ -162,7 +164,7 @@ def test_of_two_copies_of_a_state_the_committed_one_is_saved(
                     here[:] = 3.0
         helpers.commit(memory, version)
         before = {(b, n): memory.state(b, n, version).tobytes() for b in range(3) for n in names}
-        files = snapshot.save(memory, tmp_path / "state", version, never)
+        files = saving.save(PinnedVersion(memory, version), tmp_path / "state", never)
         helpers.manifest(memory, tmp_path / "state", version, files)
         for key in memory.spec.layout.arrays:
             memory.raw(key)[:] = b"\xa5" * len(memory.raw(key))
@@ -351,16 +353,16 @@ def test_damage_is_named_and_nothing_is_touched(
     assert bytes(memory.control._buffer) == control
 
 
-def test_saving_needs_everything_settled(memory: NodeMemory, tmp_path: Path, helpers: Any) -> None:
+def test_saving_needs_the_very_version(memory: NodeMemory, tmp_path: Path, helpers: Any) -> None:
     with pytest.raises(StateError, match="version 0 of incarnation 0 is committed"):
-        snapshot.save(memory, tmp_path / "s", 0, never)
+        PinnedVersion(memory, 0)
     helpers.commit(memory, 7)
-    memory.control.set_state_version(1, 6)
-    with pytest.raises(StateError, match="the state of block 1 is at version 6"):
-        snapshot.save(memory, tmp_path / "s", 7, never)
-    with pytest.raises(StateError, match="cannot save version 6: version 7"):
-        snapshot.save(memory, tmp_path / "s", 6, never)
-    assert not (tmp_path / "s").exists()
+    memory.control.set_state_version(1, 8)
+    with pytest.raises(StateError, match="version 7: the state of block 1 is at 8"):
+        saving.save(PinnedVersion(memory, 7), tmp_path / "s", never)
+    with pytest.raises(StateError, match="cannot save version 6: it cannot be read"):
+        PinnedVersion(memory, 6)
+    assert [memory.control.pin(block) for block in range(3)] == [None] * 3
 
 
 def test_a_full_disk_leaves_no_file(memory: NodeMemory, tmp_path: Path, helpers: Any) -> None:
@@ -368,14 +370,14 @@ def test_a_full_disk_leaves_no_file(memory: NodeMemory, tmp_path: Path, helpers:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "block-0000.safetensors").symlink_to("/dev/full")
     with pytest.raises(CapacityError, match=r"no space left on its disk: at least [\d,]+ bytes"):
-        snapshot.save(memory, tmp_path / "s", 7, never)
+        saving.save(PinnedVersion(memory, 7), tmp_path / "s", never)
     assert list((tmp_path / "s").iterdir()) == []
 
 
 def test_a_cancelled_save_leaves_no_file(memory: NodeMemory, tmp_path: Path, helpers: Any) -> None:
     helpers.commit(memory, 7)
     with pytest.raises(CancelledError):
-        snapshot.save(memory, tmp_path / "s", 7, lambda: True)
+        saving.save(PinnedVersion(memory, 7), tmp_path / "s", lambda: True)
     assert list((tmp_path / "s").iterdir()) == []
 
 
@@ -383,23 +385,45 @@ def test_compare(memory: NodeMemory, saved: Path, tmp_path: Path, helpers: Any) 
     blocks = memory.spec.table.blocks
     assert snapshot.compare(saved, saved, blocks) == ()
     memory.state(2, "exp_avg")[0] += 1
-    helpers.manifest(memory, tmp_path, 7, snapshot.save(memory, tmp_path / "other", 7, never))
+    helpers.manifest(
+        memory, tmp_path, 7, saving.save(PinnedVersion(memory, 7), tmp_path / "other", never)
+    )
     assert snapshot.compare(saved, tmp_path / "other", blocks) == ("block2/exp_avg.b2.w",)
 
 
 def test_a_failing_loader_is_quoted(tmp_path: Path) -> None:
     script = ["sh", "-c", "echo noise; echo 'no such model' >&2; exit 2"]
     with pytest.raises(LoaderError, match=r"node a: .*exit code 2\): no such model") as error:
-        run_loader(tmp_path, "a", script, never)
+        run_loader(tmp_path, "a", script, never, never)
     assert error.value.exit_code is ExitCode.BAD_CONFIG
     with pytest.raises(LoaderError, match=r"exit code 130") as error:
-        run_loader(tmp_path, "a", ["sh", "-c", "exit 130"], never)
+        run_loader(tmp_path, "a", ["sh", "-c", "exit 130"], never, never)
     assert error.value.exit_code is ExitCode.LOST_MEMBERS, "no failure passes for a clean end"
     with pytest.raises(LoaderError, match="SIGKILL") as error:
-        run_loader(tmp_path, "a", ["sh", "-c", "kill -9 $$"], never)
+        run_loader(tmp_path, "a", ["sh", "-c", "kill -9 $$"], never, never)
     assert error.value.exit_code is ExitCode.LOST_MEMBERS
 
 
 def test_a_loader_is_killed_when_the_restore_is_cancelled(tmp_path: Path) -> None:
     with pytest.raises(CancelledError):
-        run_loader(tmp_path, "a", ["sh", "-c", "exec sleep 60"], lambda: True)
+        run_loader(tmp_path, "a", ["sh", "-c", "exec sleep 60"], lambda: True, lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("script", "gets_on"), [("exec sleep 60", False), ("while :; do :; done", True)]
+)
+def test_only_a_loader_that_works_gets_on(tmp_path: Path, script: str, gets_on: bool) -> None:
+    """One that hangs is left to the scheduler's deadline, and is killed when that has passed."""
+    progress = 0
+    until_s = time.monotonic() + 1.5
+
+    def cancelled() -> bool:
+        nonlocal progress
+        progress += 1
+        return time.monotonic() > until_s
+
+    with pytest.raises(CancelledError):
+        run_loader(
+            tmp_path, "a", ["sh", "-c", script], cancelled, lambda: time.monotonic() > until_s
+        )
+    assert (progress > 5) == gets_on, progress

@@ -171,7 +171,11 @@ def test_a_masked_token_file_needs_the_number_of_its_mask(tmp_path: Path) -> Non
             {},
             r"model.hf: not a llama configuration: The hidden size \(\d+\) is not a multiple",
         ),
-        ({"vocab_size": 200}, {}, r"vocab_size = 200: tokenizer 'byte' has ids up to 256"),
+        (
+            {"vocab_size": 200},
+            {},
+            r"vocab_size = 200: tokenizer 'byte' has ids up to 256; give at least 257",
+        ),
         (
             {"max_position_embeddings": 8},
             {},

@@ -3,7 +3,8 @@
 A random interpreter plays scheduler, workers, the other node and fate: attempts that are committed,
 amended, held or skipped, epochs that break off, and kills between any two effects. Each block gets
 from version to version in a way of its own (:class:`UpdatePolicy`), on a worker's device perhaps.
-Whatever happens, memory must end with the bytes that the committed records alone lead to.
+A save reads committed versions meanwhile. Whatever happens, memory must end with the
+bytes that the committed records alone lead to, and each save must read those of its version.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import pytest
 
 from penstock import _native
 from penstock.daemons.kit.events import DrainAsked, Exit, SendDrained, SendFailed, SendReady
-from penstock.daemons.optimizer.effects import ControlWords, read_facts
+from penstock.daemons.memory.pinning import PinnedVersion, let_go_of_all
+from penstock.daemons.optimizer.effects import ControlWords, read_facts, read_pins
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.machine.events import (
     AmendAsked,
@@ -28,6 +30,7 @@ from penstock.daemons.optimizer.machine.events import (
     Effect,
     Event,
     GradientsReady,
+    PinsSeen,
     Pull,
     Pulled,
     RecoveryAsked,
@@ -53,6 +56,7 @@ CASES = 60
 STEPS = 4
 DECISIONS = (Decision.COMMIT, Decision.COMMIT, Decision.AMEND, Decision.SKIP)
 LOSS_SCALES = (1.0, 4.0, 1024.0)
+STATE = ("master", "exp_avg", "exp_avg_sq")
 EXACT = [policy for policy in UpdatePolicy if policy is not UpdatePolicy.IN_PLACE]
 
 
@@ -68,6 +72,7 @@ class World:
     """One case. ``fate`` decides everything."""
 
     loss_scales = LOSS_SCALES
+    exact = True
 
     def __init__(
         self,
@@ -107,6 +112,9 @@ class World:
         self.updates = 0
         self.flushes = 0
         self.kills = 0
+        self.saving: PinnedVersion | None = None
+        self.unread: dict[int, tuple[bytes, ...]] = {}  # block -> what a save is to find
+        self.saves = 0
         self.new_process()
 
     def choose_policy(self, block: int) -> UpdatePolicy:
@@ -122,8 +130,12 @@ class World:
     # ---- optimizerd ----
 
     def new_process(self) -> None:
-        """A fresh machine; what only the old process knew is gone. Its plan may be another, too."""
-        self.blocks = owned_blocks(self.memory, self.choose_policy)
+        """A fresh machine; what only the old process knew is gone. Its plan may be another, too,
+        but not while a save is under way: another plan comes with another memoryd, which knows of
+        none.
+        """
+        if self.saving is None:
+            self.blocks = owned_blocks(self.memory, self.choose_policy)
         self.machine = OptimizerMachine(self.blocks)
         self.running: Sweep | None = None
         self.pulls: list[Pull] = []
@@ -146,6 +158,7 @@ class World:
         """
         intent, version = self.control.interrupted_sweep, self.control.state_version(block)
         spared = intent is not None and intent.block == block
+        spared |= self.control.pin(block) == version - 1  # the other copy is read still
         if self.memory.spec.layout.state_copies[block] == 2 and not spared:
             for name in ("master", "exp_avg", "exp_avg_sq"):
                 self.scribble(self.memory.state(block, name, version + 1))
@@ -198,6 +211,9 @@ class World:
             choices.append(self.finish_sweep)
         choices += [lambda p=pull: self.finish_pull(p) for pull in self.pulls if self.there(pull)]  # type: ignore[misc]
         choices += [lambda b=b: self.update_on_device(b) for b in self.updatable()]  # type: ignore[misc]
+        choices += [lambda b=b: self.read_block(b) for b in self.readable_blocks()]  # type: ignore[misc]
+        if self.machine.pins != self.pins():
+            choices.append(self.see_pins)
         if not choices:
             return False
         self.fate.choice(choices)()
@@ -305,6 +321,54 @@ class World:
     def has_sent(self, message: Effect) -> bool:
         return message in self.sent
 
+    # ---- memoryd ----
+
+    def pins(self) -> dict[int, int]:
+        return read_pins(self.control, (b.index for b in self.blocks))
+
+    def see_pins(self) -> None:
+        self.deliver(PinsSeen(pins=self.pins()))
+
+    def perhaps_save(self, version: int) -> None:
+        """Pin the committed version, while no attempt is under way."""
+        if self.saving is not None or self.fate.random() < 0.5:
+            return
+        self.saving = PinnedVersion(self.memory, version)
+        for block in self.reference.arrays:
+            if self.control.state_version(block) == version:
+                self.unread[block] = self.state_bytes(block, version)
+            elif self.exact:
+                arrays = self.reference.arrays[block]
+                self.unread[block] = tuple(arrays[name].tobytes() for name in STATE)
+            else:
+                self.unread[block] = ()  # a little off the reference
+
+    def state_bytes(self, block: int, version: int) -> tuple[bytes, ...]:
+        master = self.memory.load_master(block, version).tobytes()
+        return (master, *(self.memory.state(block, n, version).tobytes() for n in STATE[1:]))
+
+    def readable_blocks(self) -> list[int]:
+        saving = self.saving
+        return [] if saving is None else [b for b in self.unread if saving.is_there(b)]
+
+    def read_block(self, block: int) -> None:
+        assert self.saving is not None
+        found, expected = self.state_bytes(block, self.saving.version), self.unread.pop(block)
+        if expected:
+            assert found == expected, f"block {block} of saved version {self.saving.version}"
+        self.saving.check(block)
+        self.saving.let_go(block)
+        if not self.unread:
+            self.saving.close()
+            self.saving, self.saves = None, self.saves + 1
+
+    def perhaps_lose_memoryd(self) -> None:
+        """In the epoch that follows, its successor knows of no save."""
+        if self.fate.random() < 0.1:
+            let_go_of_all(self.memory)
+            self.saving = None
+            self.unread.clear()
+
     # ---- scheduler and workers ----
 
     def make_record(
@@ -330,6 +394,7 @@ class World:
     def begin(self) -> None:
         """Enter a new epoch, over as many dead bodies as it takes."""
         self.stop_updates()
+        self.perhaps_lose_memoryd()
         while True:
             self.epoch += 1
             try:
@@ -386,6 +451,7 @@ class World:
 
     def run_attempt(self) -> None:
         self.attempt += 1
+        self.perhaps_save(self.record.version)
         base, hold = self.record.version, self.fate.random() < 0.35
         decision = self.fate.choice(
             (Decision.COMMIT, Decision.COMMIT, Decision.AMEND, Decision.SKIP)
@@ -399,10 +465,11 @@ class World:
             learning_rate=lr,
             hold=hold,
         )
+        asking = (PinsSeen(pins=self.pins()), asked)
         todo = self.publications(base + 1, broken=decision is Decision.SKIP)
         early = self.fate.random() < 0.3
         if not early:
-            self.deliver(asked)
+            self.ask(*asking)
         if not hold:
             step = OptimizerStep.speculative(version=base + 1, loss_scale=scale, learning_rate=lr)
             devices = [b.index for b in self.blocks if b.policy.by_worker]
@@ -413,20 +480,24 @@ class World:
             grads[(block, contribution)] = values
             if early and not self.settled(block, base):
                 early = False
-                self.deliver(asked)
+                self.ask(*asking)
             self.until(lambda b=block: self.settled(b, base), "settle")  # type: ignore[misc]
             self.publish(block, contribution, base + 1, values)
             self.perhaps_break()
             if early and self.fate.random() < 0.5:
                 early = False
-                self.deliver(asked)
+                self.ask(*asking)
             if self.fate.random() < 0.6:
                 self.step()
         if early:
-            self.deliver(asked)
+            self.ask(*asking)
         self.until(self.all_reported, "BlockStatus")
         self.check_statuses(grads, finite=decision is not Decision.SKIP)
         self.decide(decision, base + 1, grads, scale, lr, hold)
+
+    def ask(self, pins: PinsSeen, asked: AttemptAsked) -> None:
+        self.deliver(pins)
+        self.deliver(asked)
 
     def publications(self, version: int, *, broken: bool) -> Iterator[tuple[int, int, Any]]:
         """Every contribution with its gradients, in random order."""
@@ -565,6 +636,7 @@ def test_any_life_ends_with_the_bytes_of_its_commits(
     lives = live(lambda fate: World(fate, memory, pool, tools))
     assert sum(world.updates for world in lives) > CASES / 2, "devices must update"
     assert sum(world.flushes for world in lives) > CASES / 4, "devices must flush"
+    assert sum(world.saves for world in lives) > CASES / 2, "saves must end"
 
 
 @pytest.mark.parametrize(
@@ -603,6 +675,7 @@ def live(new_world: Callable[[random.Random], World]) -> list[World]:
             error.add_note(f"seed {seed}")
             raise
         finally:
+            let_go_of_all(world.memory)
             world.kernels.close()
     assert sum(world.kills for world in lives) > CASES, "the kills must hit"
     return lives

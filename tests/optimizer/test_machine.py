@@ -31,6 +31,7 @@ from penstock.daemons.optimizer.machine.events import (
     RecoveryAsked,
     RunSweep,
     SendAmended,
+    SendHeard,
     SendSettled,
     SetEpoch,
     SetSlot,
@@ -310,7 +311,8 @@ def test_frozen_blocks_follow_the_commits_without_a_sweep() -> None:
     blocks = (OwnedBlock(index=0, contributions=0),)
     machine = OptimizerMachine(blocks)
     machine.handle(begin(facts(5, {0: (5, 4, 5)})))
-    assert machine.handle(attempt(51, 5)) == []
+    heard = SendHeard(epoch=1, attempt=51)
+    assert machine.handle(attempt(51, 5)) == [heard], "no status of a block will say so"
     assert machine.handle(CommitAsked(epoch=1, record=record(6, 51))) == [
         WriteRecord(record=record(6, 51)),
         FlipCommitted(version=6),

@@ -91,6 +91,7 @@ class _Group:
         self._ways, self._gpu, self._name = ways, gpu, name
         self._rank, self._size = rank, size
         self._stream = gpu.stream()
+        self.store: Store | None = None
 
     def rank(self) -> int:
         """As it was made."""
@@ -126,10 +127,12 @@ def transfers(checker: Checker) -> Iterator[None]:
         store: Store, rank: int, size: int, device: torch.device, pairs: Iterable[object]
     ) -> tuple[_Group, _Group]:
         store.add("here", 1)
-        while store.add("here", 0) < size:  # the store ends with the first that goes
+        while store.add("here", 0) < size:
             time.sleep(0.01)
         gpu = gpu_of(checker, device.index - 1)
-        return _Group(ways, gpu, "up", rank, size), _Group(ways, gpu, "down", rank, size)
+        up, down = (_Group(ways, gpu, name, rank, size) for name in ("up", "down"))
+        up.store = store  # as in NCCL: others may ask the leader's for a while
+        return up, down
 
     with (
         patch.object(nccl, "make_groups", make),

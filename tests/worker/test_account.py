@@ -116,7 +116,7 @@ def test_all_sums_are_the_time_that_passed(account: TimeAccount, clock: Clock, s
 def test_what_is_under_way_is_seen_while_it_lasts_and_never_goes_back(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setattr("penstock.workers.telemetry.progress.time.perf_counter", clock)
+    monkeypatch.setattr("time.perf_counter", clock)
     registry, progress = CollectorRegistry(), Progress()
     metrics = WorkerMetrics(registry, progress)
     metrics.account = account = TimeAccount(clock)

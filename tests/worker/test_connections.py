@@ -96,3 +96,25 @@ def test_nothing_is_told_of_local_sockets_nor_after_the_end(
     peer.close(linger=0)
     time.sleep(0.2)
     assert losses.empty()
+
+
+def test_an_event_behind_a_loss_does_not_keep_the_thread_busy(
+    context: zmq.Context[zmq.Socket[bytes]],
+    connections: Connections,
+    losses: queue.SimpleQueue[str],
+) -> None:
+    """A loss early in an epoch is told a second later; meanwhile the peer is there again."""
+    peer, address = listener(context)
+    push = connections.open("worker 1", address).socket
+    connections.watch()
+    push.send(b"heard")
+    assert peer.recv() == b"heard"
+    peer.close(linger=0)
+    time.sleep(0.15)
+    peer, _ = listener(context, int(address.rpartition(":")[2]))
+    push.send(b"later")
+    assert peer.recv() == b"later"
+    before_s = time.process_time()
+    assert losses.get(timeout=10) == "the connection to worker 1 was lost"
+    assert time.process_time() - before_s < 0.2
+    peer.close(linger=0)

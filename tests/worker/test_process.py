@@ -51,7 +51,14 @@ class StubScheduler(rpc.MembershipServicer):
     def Join(self, requests: Any, context: Any) -> Iterator[pb.SchedulerMessage]:
         """The servicer's method; its name is given by the .proto file."""
         threading.Thread(target=self._read, args=(requests,)).start()
-        while (message := self.to_say.get()) is not None:
+        while True:
+            try:
+                message = self.to_say.get(timeout=1.0)
+            except queue.Empty:  # else a worker that imports for long gives its scheduler up
+                yield pb.SchedulerMessage(heartbeat=pb.Heartbeat())
+                continue
+            if message is None:
+                return
             yield message
 
     def _read(self, requests: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,7 @@ import pytest
 from penstock.protocol.plan.instructions import Opcode, parse_instruction
 from penstock.protocol.run.trace import TraceLane, TraceLog
 from penstock.protocol.run.trace_reading import read_traces
-from penstock.workers.platforms.cuda import clock
 from penstock.workers.platforms.cuda.clock import EventClock
-from penstock.workers.telemetry import timing
 from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.timing import Tally, Timeline
 from penstock.workers.telemetry.trace import TraceRing
@@ -106,7 +105,7 @@ def test_a_long_attempt_is_accounted_for_while_it_lasts(
     ring: TraceRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     account, tally, now = account_since(0.0), Tally(), [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     device = LateDevice(0.0, 4.0, 4.0, 5.0, 5.0, 6.0)
     timeline = Timeline(cast(Any, device), ring, account, "train", 1)
     for now_s in (1.0, 3.0, 4.0):  # by the second, the device has come to the end of the first
@@ -160,7 +159,7 @@ class Event:
 
 
 def test_events_are_read_against_one_that_the_host_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: 7.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
     stream: Any = Stream()
     gpu: Any = SimpleNamespace(event=lambda timing: Event())
     device_clock = EventClock(gpu)

@@ -9,8 +9,6 @@ scheduler begins another epoch, in which the attempt is repeated with the same b
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.protocol import world
 from penstock.protocol.security.sockets import OPEN, Connection, SocketAccess
 
 QUEUED_MESSAGES = 4096
@@ -68,8 +67,8 @@ class Connections:
         self._lost = lost
         self._connections: list[Connection] = []
         self._watched: list[_Watched] = []
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="connections", daemon=True)
+        self._closing = world.event()
+        self._thread = world.thread(target=self._listen, name="connections", daemon=True)
 
     def open(self, peer: str, address: str) -> Connection:
         """Connect to a peer; the connection belongs to this object.
@@ -104,16 +103,19 @@ class Connections:
         self._connections, self._watched = [], []
 
     def _listen(self) -> None:
-        poller = zmq.Poller()
+        poller = world.poller()
         for watched in self._watched:
             poller.register(watched.connection.monitor, zmq.POLLIN)
-        waited_s, last_s, loss = 0.0, time.monotonic(), ""
+        waited_s, last_s, loss = 0.0, world.monotonic(), ""
         while not self._closing.is_set():
             ready = {monitor for monitor, _ in poller.poll(round(LOOK_S * 1000))}
             for watched in self._watched:
                 if watched.connection.monitor in ready:
-                    loss = loss or self._take_event(watched)
-            now_s = time.monotonic()
+                    # Taken also when something is lost already: an event that stays makes the next
+                    # poll return at once, and this loop spin.
+                    event = self._take_event(watched)
+                    loss = loss or event
+            now_s = world.monotonic()
             # A longer gap means that this process was stopped: events of that time are unread.
             waited_s, last_s = waited_s + min(now_s - last_s, 2 * LOOK_S), now_s
             if waited_s > self._timeout_s:

@@ -8,14 +8,13 @@ group meets, and what transfers through it hold.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from penstock.protocol import world
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.plan.instructions import (
     Program,
@@ -123,7 +122,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = world.condition()
         self._tensors: dict[TransferKey, NamedTensors] = {}
         self._arrivals: dict[TransferKey, float] = {}
         self._seen: set[TransferKey] = set()
@@ -181,7 +180,7 @@ class Inbox:
                 return
             if not self._can_come(key):
                 return
-            self._tensors[key], self._arrivals[key] = tensors, time.perf_counter()
+            self._tensors[key], self._arrivals[key] = tensors, world.perf_counter()
             # Remembered after take(), so that a message that comes twice is refused.
             self._seen.add(key)
             self._changed.notify_all()
@@ -243,7 +242,7 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = world.condition()
         self._epoch: tuple[str, int] = ("", -1)
         self._port: int | None = None
         self._packings: dict[ShapeKey, Packing] = {}

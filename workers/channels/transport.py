@@ -10,13 +10,12 @@ between is :mod:`.connections`. Bytes that are no message are dropped and counte
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
 
+from penstock.protocol import world
 from penstock.protocol.errors import LostMemberError, ProtocolError
 from penstock.protocol.security.sockets import OPEN, Connection, Door, SocketAccess
 from penstock.protocol.wire.addresses import HomeSocket
@@ -30,6 +29,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.protocol.wire.neighbours import Neighbours
 from penstock.workers.channels.connections import Connections, Lost
 from penstock.workers.channels.inbox import Inbox, NamedTensors, Notices
 from penstock.workers.channels.tensors import from_frames, num_bytes, to_frames
@@ -45,7 +45,8 @@ MAX_TENSORS = 1024
 _UNREAD_MESSAGES = 4
 """Whole messages of a peer that wait for the communication thread; it takes them as they come."""
 
-_SLACK_BYTES = 32 << 20
+_SLACK_BYTES = 1 << 18
+"""Headers, and messages that are no transfers. Empty frames take 32 bytes of memory for a byte."""
 
 _LOG_INTERVAL_S = 5.0
 _FOLLOW_MS = 1000
@@ -61,11 +62,13 @@ def bounds_of(largest_bytes: int, num_devices: int) -> Bounds:
     """Returns what peers may bring before it has been taken, for messages of up to
     ``largest_bytes``: what waits, the message under way, slack.
     """
-    connection_bytes = (_UNREAD_MESSAGES + 2) * largest_bytes + _SLACK_BYTES
+    messages_bytes = (_UNREAD_MESSAGES + 2) * largest_bytes
+    total_bytes = max(2, num_devices) * messages_bytes + _SLACK_BYTES
     return Bounds(
         connections=64 + 8 * num_devices,
-        connection_bytes=connection_bytes,
-        total_bytes=max(2, num_devices) * connection_bytes,
+        connection_bytes=messages_bytes + _SLACK_BYTES,
+        total_bytes=total_bytes,
+        silent_bytes=total_bytes,  # the first message of a peer may be a large one
     )
 
 
@@ -92,7 +95,7 @@ class Transport:
         self.inbox = inbox
         self.notices = Notices()
         self.metrics = metrics
-        self._context = zmq.Context()
+        self._context = world.sockets()
         self._access = access
         self._door = Door(self._context, access)
         self._pull = self._context.socket(zmq.PULL)
@@ -106,19 +109,22 @@ class Transport:
             raise
         self._local_address = "" if self._home else self._pull.get_string(zmq.LAST_ENDPOINT)
         self._guard: Guard | None = None
-        if self._home is not None:
-            self._guard = Guard(
+        self._neighbours: Neighbours | None = None
+        if self._home is None:
+            self._neighbours = Neighbours.where_possible(self._pull)
+        else:
+            self._guard = Guard.where_possible(
                 self._pull,
                 bounds_of(0, 0),
                 lambda: metrics.dropped("cut"),
                 said_to_strangers=access.said_to_strangers,
             )
-        self._lock = threading.Lock()
+        self._lock = world.lock()
         self._connections: Connections | None = None
         self._peers: dict[int, Connection] = {}
         self._optimizers: dict[int, Connection] = {}
         self._last_complaint_s = -_LOG_INTERVAL_S
-        self._thread = threading.Thread(target=self._receive, name="worker-inbox", daemon=True)
+        self._thread = world.thread(target=self._receive, name="worker-inbox", daemon=True)
         self._thread.start()
 
     @property
@@ -217,8 +223,9 @@ class Transport:
     def close(self) -> None:
         """Close all sockets and end the communication thread."""
         self.disconnect()
-        if self._guard is not None:
-            self._guard.close()
+        for watch in (self._guard, self._neighbours):
+            if watch is not None:
+                watch.close()
         self._door.close()
         self._context.term()  # the thread sees ContextTerminated and closes its socket
         self._thread.join()
@@ -243,7 +250,7 @@ class Transport:
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        budget, start_s = WaitBudget(timeout_s), time.monotonic()
+        budget, start_s = WaitBudget(timeout_s), world.monotonic()
         while True:
             abort.check()
             # A socket belongs to one thread at a time; the lock hands it over, fences included.
@@ -257,10 +264,10 @@ class Transport:
                     return
                 except zmq.Again:  # queue full: wait below, outside the lock
                     refusal = connection.refusal()
-            if refusal and time.monotonic() - start_s > _REFUSED_S:
+            if refusal and world.monotonic() - start_s > _REFUSED_S:
                 raise LostMemberError(f"no {what}: {refusal}")
             budget.spend(what)
-            time.sleep(POLL_S / 10)
+            world.sleep(POLL_S / 10)
 
     def _receive(self) -> None:
         try:
@@ -304,7 +311,7 @@ class Transport:
 
     def _drop(self, reason: str, detail: str) -> None:
         self.metrics.dropped(reason)
-        now = time.monotonic()
+        now = world.monotonic()
         if now - self._last_complaint_s > _LOG_INTERVAL_S:
             self._last_complaint_s = now
             _log.warning("dropped a message (%s): %s", reason, detail)

@@ -7,7 +7,6 @@ platform is :class:`penstock.workers.platforms.registry.WorkerPlatform`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime, StageOutput
 from penstock.models.storing import Storing
 from penstock.models.torch_device import SwapStreams
+from penstock.protocol import world
 from penstock.protocol.config.schema import Config
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
@@ -239,7 +239,7 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = world.lock()
         self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
 
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,6 @@ Others have statistics or an account of their own, in :mod:`penstock.workers.pla
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +13,7 @@ import torch
 
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.torch_internals import key_of
+from penstock.protocol import world
 from penstock.protocol.plan.instructions import Instruction
 from penstock.workers.attempt import Attempt
 from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
@@ -132,7 +132,7 @@ class StorageMeter:
                 num_bytes=usage.total_bytes,
                 usage=usage,
                 during=instruction,
-                at_s=time.perf_counter(),
+                at_s=world.perf_counter(),
             )
         ledger.restart()
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from penstock import _native
+from penstock.protocol import world
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, StateArrays, SweepStatus
 from penstock.shm.control import INVALID_VERSION
@@ -95,8 +95,8 @@ class BlockUpdates:
     def __init__(self, memory: NodeMemory, previewer: Previewer) -> None:
         self._memory = memory
         self._previewer = previewer
-        self._fetching = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-fetch-state")
-        self._previewing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-preview")
+        self._fetching = world.executor(1, "worker-fetch-state")
+        self._previewing = world.executor(1, "worker-preview")
         self._under_way: list[_UnderWay] = []
 
     def start(self, block: int, scope: UpdateScope) -> None:
@@ -261,13 +261,13 @@ class NativePreviewer:
         if arrays is None:
             arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
             self._arrays[block] = arrays
-        start_s = time.perf_counter()
+        start_s = world.perf_counter()
         if block in self._wanted:
             arrays = self._of_copy(block, arrays, scope)
         status = arrays.preview(self._pool, scope.step, self._config)
         if block in self._flushed:
             self._flush(arrays, scope.step)
-        return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
+        return PreviewedBlock(status=status, start_s=start_s, end_s=world.perf_counter())
 
     def close(self) -> None:
         """End the threads."""

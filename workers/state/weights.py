@@ -8,16 +8,15 @@ borrowed from its owner's arrays, which come with the stage that needs them.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import zmq
 
+from penstock.protocol import world
 from penstock.protocol.errors import ProtocolError
 from penstock.protocol.plan.instructions import FetchWeights, Phase, Program, ReleaseWeights
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
@@ -157,7 +156,7 @@ class RemoteBlocks:
         self._table = table
         self._addresses = dict(addresses)
         self._pool = BufferPool()
-        self._context = zmq.Context()
+        self._context = world.sockets()
         self._client = open_fetcher(self._context)
 
     def fetch(self, node: int, array: ArrayId, scope: FetchScope) -> HostArray:
@@ -273,13 +272,13 @@ class _StageFetch:
         return buffer
 
     def _arrive_beside(self) -> list[HostArray]:
-        start = time.perf_counter()
+        start = world.perf_counter()
         arrays = self._arrive()
-        self._scope.loaded(self._key, start, time.perf_counter(), True)
+        self._scope.loaded(self._key, start, world.perf_counter(), True)
         return arrays
 
     def _arrive_and_load(self) -> list[HostArray]:
-        start = time.perf_counter()
+        start = world.perf_counter()
         arrays = self._arrive()
         self._early = self._copy(arrays)
         begun, ended = self._early.loaded
@@ -333,7 +332,7 @@ class WeightLoader:
         self.device = device
         self.remote = remote
         self._fetches: dict[StageKey, _StageFetch] = {}
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-weights")
+        self._executor = world.executor(1, "worker-weights")
 
     def fetch(self, key: StageKey, blocks: Sequence[int], scope: FetchScope) -> None:
         """Start to bring in a stage's weights."""

@@ -8,10 +8,10 @@ idle seconds add up to the time that passed, on any device.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from enum import StrEnum
 
+from penstock.protocol import world
 from penstock.protocol.metrics.worker import BUSY
 
 SHOWN_AFTER_S = 1.0
@@ -45,7 +45,7 @@ Running = tuple[str, float]
 class TimeAccount:
     """The sums. The interpreter's thread writes; any thread may look with :meth:`seconds`."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = world.perf_counter) -> None:
         self._clock = clock
         self._sums = dict.fromkeys((*BUSY, *IdleCause), 0.0)
         self._until_s: float | None = None

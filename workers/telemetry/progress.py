@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock.protocol import world
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.wire.member import Doing
@@ -29,7 +29,7 @@ class Progress:
         """An instruction (or whatever ``str(what)`` names) of attempt or evaluation batch
         ``number`` begins.
         """
-        self._since_s = time.perf_counter()
+        self._since_s = world.perf_counter()
         self._under_way = what, phase, number
         self._count += 1
 
@@ -40,11 +40,11 @@ class Progress:
     @contextmanager
     def awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
         """The instruction waits for what another member makes; ``str(what)`` names it."""
-        self._awaited = what, cause, time.perf_counter()
+        self._awaited = what, cause, world.perf_counter()
         try:
             yield
         finally:
-            self._since_s = time.perf_counter()
+            self._since_s = world.perf_counter()
             self._awaited = None
 
     def doing(self) -> Doing:

@@ -7,11 +7,10 @@ are turned into seconds of the host's clock, for metrics and for the trace.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from penstock.protocol import world
 from penstock.protocol.plan.instructions import Instruction, Opcode
 from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.run.trace import TraceLane
@@ -85,12 +84,12 @@ class Timeline:
         self._issued: list[_Issued] = []
         self._loads: list[tuple[TraceLane, str, Stamp, Stamp]] = []
         self._copies: list[tuple[str, str, Copied]] = []
-        self._lock = threading.Lock()
+        self._lock = world.lock()
         self._start: Stamp = None
         self._waits: list[tuple[IdleCause, Stamp]] = []
         self._in_vain: list[tuple[IdleCause, float]] = []
         self._ran: tuple[Stamp, Stamp, IdleCause | None] | None = None
-        self._caught_up_s = time.perf_counter()
+        self._caught_up_s = world.perf_counter()
         device.start_clock()
 
     def begin(self) -> None:
@@ -124,7 +123,7 @@ class Timeline:
             awaited = None
         self._issued.append(_Issued(instruction, start, waits, ready, end, awaited))
         self._ring.remember(instruction)
-        now_s = time.perf_counter()
+        now_s = world.perf_counter()
         if now_s - self._caught_up_s > CATCH_UP_S:
             self._caught_up_s = now_s
             done = next(

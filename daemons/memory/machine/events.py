@@ -19,6 +19,7 @@ from penstock.daemons.kit.events import (
     ShutdownAsked,
     StopAsked,
 )
+from penstock.shm.control import CommitRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +35,37 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSource:
+    """A partner's replica: where its mirrord listens, the commit that it is at, and the generation
+    that the memory begins with it.
+    """
+
+    address: str
+    record: CommitRecord
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreAsked:
-    """Fill the memory. ``source``: directory of a saved state, empty for initial weights."""
+    """Fill the memory. ``source``: directory of a saved state, empty for initial weights.
+    ``replica``: a partner has what is committed.
+    """
 
     epoch: int
     incarnation: int
     source: str
     version: int
+    replica: ReplicaSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAsked:
-    """Write the committed state of the node's blocks into ``directory``."""
+    """Write the state of the node's blocks at ``version`` into ``directory``, while training goes
+    on. ``number`` tells the saves of a scheduler apart.
+    """
 
     epoch: int
+    number: int
     version: int
     directory: str
 
@@ -59,9 +77,17 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """All files are on disk."""
+    """All files are on disk. ``seconds``: without what it waited for blocks to be settled."""
 
     files: tuple[WrittenFile, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceDamaged:
+    """The saved state that was to be restored is not what was written; memory was not touched."""
+
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +113,7 @@ Event = (
     | StopAsked
     | Restored
     | Saved
+    | SourceDamaged
     | JobFailed
     | JobCancelled
 )
@@ -97,10 +124,20 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRestored:
-    """The memory holds the incarnation."""
+    """The memory holds the incarnation, or the saved state is ``damaged``."""
 
     epoch: int
     incarnation: int
+    damaged: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPinned:
+    """What the save is to read is not overwritten before it was read."""
+
+    epoch: int
+    number: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,23 +145,30 @@ class SendSaved:
     """Answer a save: the files, or why there are none."""
 
     epoch: int
+    number: int
     version: int
     files: tuple[WrittenFile, ...]
     error: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRestore:
-    """Run the restore; answered by :class:`Restored`, :class:`JobFailed`, :class:`JobCancelled`."""
+    """Run the restore; answered by :class:`Restored`, :class:`SourceDamaged`, :class:`JobFailed` or
+    :class:`JobCancelled`.
+    """
 
     incarnation: int
     source: str
     version: int
+    replica: ReplicaSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSave:
-    """Run the save; answered by :class:`Saved`, :class:`JobFailed` or :class:`JobCancelled`."""
+    """Pin the version and run the save; answered by :class:`Saved`, :class:`JobFailed` or
+    :class:`JobCancelled`.
+    """
 
     version: int
     directory: str
@@ -144,6 +188,7 @@ Effect = (
     SendDrained
     | SendRestored
     | SendReady
+    | SendPinned
     | SendSaved
     | SendFailed
     | StartRestore

@@ -3,14 +3,15 @@
 ::
 
     JOINING --Drain--> DRAINED --Restore--> RESTORING --Restored--> DRAINED --Begin--> READY
-    READY --Save--> SAVING --Saved--> READY
-    RESTORING, SAVING --Drain, Shutdown, SIGTERM--> the job is cancelled; what was ordered follows
-                                                     when it has answered
+    READY --Save--> the save runs beside DRAINED and READY, until it is Saved
+    a job --another order, the end--> it is cancelled; what was ordered follows when it has answered
     any --Shutdown, Refused, SIGTERM--> ENDED
 
-One job (restore or save) runs at a time, and nothing is acknowledged while one does, so that the
-scheduler's barrier means what it says: after ``Drained`` no thread of this process reads or writes
-model state. Messages of an older epoch are ignored.
+One job (restore or save) runs at a time. A Drain names the save that goes on over the barrier; any
+other job is cancelled by it, and nothing is acknowledged while one ends. So after ``Drained`` no
+thread of this process writes model state, and none reads it but that save, which a Restore cancels.
+How a save ended is said once more with every Drain that still names it: the message may have been
+lost with its stream. Messages of an older epoch are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.daemons.kit.events import (
     BeginAsked,
@@ -42,11 +43,14 @@ from penstock.daemons.memory.machine.events import (
     Restored,
     SaveAsked,
     Saved,
+    SendPinned,
     SendRestored,
     SendSaved,
+    SourceDamaged,
     StartRestore,
     StartSave,
     UnlinkMemory,
+    WrittenFile,
 )
 from penstock.protocol.errors import ExitCode
 
@@ -58,11 +62,13 @@ class MemoryPhase(StrEnum):
     DRAINED = "drained"
     RESTORING = "restoring"
     READY = "ready"
-    SAVING = "saving"
     ENDED = "ended"
 
 
-_WORKING = (MemoryPhase.RESTORING, MemoryPhase.SAVING)
+_Deferred: TypeAlias = (
+    DrainAsked | RestoreAsked | SaveAsked | ShutdownAsked | StopAsked | RefusedByScheduler
+)
+_ENDS = (ShutdownAsked, StopAsked, RefusedByScheduler)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,13 +76,15 @@ class MemoryMachine:
     """Feed :meth:`handle` with events and carry out what it returns, in order.
 
     ``epoch``: of the last drain. ``order``: the restore or save under way. ``deferred``: what
-    interrupted it and waits for its end.
+    interrupted it and waits for its end. ``said``: how the last save ended, while the scheduler may
+    not have heard it.
     """
 
     epoch: int = 0
     phase: MemoryPhase = MemoryPhase.JOINING
     order: RestoreAsked | SaveAsked | None = None
-    deferred: DrainAsked | ShutdownAsked | StopAsked | RefusedByScheduler | None = None
+    deferred: _Deferred | None = None
+    said: SendSaved | None = None
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Returns what to do about ``event``; nothing that a memoryd decides depends on time."""
@@ -85,12 +93,15 @@ class MemoryMachine:
         return _HANDLERS[type(event)](self, event)
 
     def validate(self) -> None:
-        """Check that an order is kept exactly while its job runs.
+        """Check that a restore is under way exactly while its phase is, and a save in no other.
 
         Raises:
             ValueError: naming phase and order.
         """
-        if (self.order is not None) != (self.phase in _WORKING):
+        restoring = self.phase is MemoryPhase.RESTORING
+        ended = self.phase in (MemoryPhase.JOINING, MemoryPhase.ENDED)
+        saves = isinstance(self.order, SaveAsked)
+        if isinstance(self.order, RestoreAsked) != restoring or (ended and saves):
             raise ValueError(f"phase {self.phase} with order {self.order}")
         if self.deferred is not None and self.order is None:
             raise ValueError(f"{self.deferred} waits for a job, but none runs")
@@ -98,18 +109,35 @@ class MemoryMachine:
     def _on_drain(self, event: DrainAsked) -> list[Effect]:
         if event.epoch < self.epoch:
             return [_stale(event, self.epoch)]
-        if self.order is not None:
+        if self.order is not None and not self._goes_on(event):
             return self._defer(event)
         self.epoch = event.epoch
         self.phase = MemoryPhase.DRAINED
-        return [SendDrained(epoch=event.epoch)]
+        drained: list[Effect] = [SendDrained(epoch=event.epoch)]
+        if self.said is not None and self.said.number == event.saving:
+            return [*drained, self.said]
+        self.said = None
+        return drained
+
+    def _goes_on(self, event: DrainAsked) -> bool:
+        """Whether the job under way is the save that a Drain names."""
+        order = self.order
+        named = isinstance(order, SaveAsked) and order.number == event.saving
+        return named and self.deferred is None
 
     def _on_restore(self, event: RestoreAsked) -> list[Effect]:
         if event.epoch != self.epoch or self.phase is not MemoryPhase.DRAINED:
             return [_out_of_order(event, self)]
+        if self.order is not None:
+            return self._defer(event)
         self.phase, self.order = MemoryPhase.RESTORING, event
         return [
-            StartRestore(incarnation=event.incarnation, source=event.source, version=event.version)
+            StartRestore(
+                incarnation=event.incarnation,
+                source=event.source,
+                version=event.version,
+                replica=event.replica,
+            )
         ]
 
     def _on_begin(self, event: BeginAsked) -> list[Effect]:
@@ -121,8 +149,13 @@ class MemoryMachine:
     def _on_save(self, event: SaveAsked) -> list[Effect]:
         if event.epoch != self.epoch or self.phase is not MemoryPhase.READY:
             return [_out_of_order(event, self)]
-        self.phase, self.order = MemoryPhase.SAVING, event
-        return [StartSave(version=event.version, directory=event.directory)]
+        if self.order is not None:
+            return self._defer(event)
+        self.order, self.said = event, None
+        return [
+            StartSave(version=event.version, directory=event.directory),
+            SendPinned(epoch=event.epoch, number=event.number, version=event.version),
+        ]
 
     def _on_end(self, event: ShutdownAsked | StopAsked | RefusedByScheduler) -> list[Effect]:
         if self.order is not None:
@@ -136,28 +169,48 @@ class MemoryMachine:
         return [Exit(code=ExitCode.INTERRUPTED, reason="asked to stop; memory is kept")]
 
     def _on_restored(self, event: Restored) -> list[Effect]:
-        order = self._end_job(MemoryPhase.DRAINED)
-        assert isinstance(order, RestoreAsked), "only a restore ends with Restored"
+        order = self._end_restore()
         # A drain that came meanwhile makes the answer stale; the memory is good all the same.
         return self._follow() or [SendRestored(epoch=order.epoch, incarnation=order.incarnation)]
 
-    def _on_saved(self, event: Saved) -> list[Effect]:
-        order = self._end_job(MemoryPhase.READY)
-        assert isinstance(order, SaveAsked), "only a save ends with Saved"
+    def _on_damaged(self, event: SourceDamaged) -> list[Effect]:
+        order = self._end_restore()
         return self._follow() or [
-            SendSaved(epoch=order.epoch, version=order.version, files=event.files, error="")
+            SendRestored(
+                epoch=order.epoch, incarnation=order.incarnation, damaged=event.error or "damaged"
+            )
         ]
 
+    def _on_saved(self, event: Saved) -> list[Effect]:
+        return self._save_ended(event.files, "", event.seconds)
+
+    def _save_ended(
+        self, files: tuple[WrittenFile, ...], error: str, seconds: float = 0.0
+    ) -> list[Effect]:
+        order, self.order = self.order, None
+        assert isinstance(order, SaveAsked), "only a save ends so"
+        self.said = SendSaved(
+            epoch=order.epoch,
+            number=order.number,
+            version=order.version,
+            files=files,
+            error=error,
+            seconds=seconds,
+        )
+        return self._follow() or [self.said]
+
     def _on_job_failed(self, event: JobFailed) -> list[Effect]:
-        order = self.order
-        self._end_job(MemoryPhase.READY if isinstance(order, SaveAsked) else MemoryPhase.DRAINED)
-        if isinstance(order, SaveAsked):  # the run goes on without this saved state
-            return self._follow() or [
-                SendSaved(epoch=order.epoch, version=order.version, files=(), error=event.error)
-            ]
+        if isinstance(self.order, SaveAsked):  # the run goes on without this saved state
+            return self._save_ended((), event.error)
+        order = self._end_restore()
         deferred = self._follow()
         if deferred:
             return deferred
+        if order.replica is not None:
+            # Nothing is lost yet: the scheduler has older sources.
+            said = f"the replica of {order.replica.address} cannot be used: {event.error}"
+            answer = SendRestored(epoch=order.epoch, incarnation=0)
+            return [Say(text=said, warning=True), answer]
         self.phase = MemoryPhase.ENDED
         return [
             SendFailed(epoch=self.epoch, error=event.error, code=event.exit_code),
@@ -165,25 +218,25 @@ class MemoryMachine:
         ]
 
     def _on_job_cancelled(self, event: JobCancelled) -> list[Effect]:
-        self._end_job(MemoryPhase.DRAINED)
+        assert self.order is not None, "a job answered that was never started"
+        if isinstance(self.order, RestoreAsked):
+            self.phase = MemoryPhase.DRAINED
+        self.order = None
         return self._follow()
 
-    def _defer(
-        self, event: DrainAsked | ShutdownAsked | StopAsked | RefusedByScheduler
-    ) -> list[Effect]:
-        """Wait for the job's end. What ends the process outweighs a drain, a newer one an older."""
-        if isinstance(event, DrainAsked) and self.deferred is not None:
-            if isinstance(self.deferred, DrainAsked):
-                self.deferred = event
-            return []
+    def _defer(self, event: _Deferred) -> list[Effect]:
+        """Wait for the job's end. What ends the process outweighs all else, else the newer order an
+        older one.
+        """
         first = self.deferred is None
-        self.deferred = event
+        if isinstance(event, _ENDS) or not isinstance(self.deferred, _ENDS):
+            self.deferred = event
         return [CancelJob()] if first else []
 
-    def _end_job(self, phase: MemoryPhase) -> RestoreAsked | SaveAsked | None:
+    def _end_restore(self) -> RestoreAsked:
         order, self.order = self.order, None
-        assert order is not None, "a job answered that was never started"
-        self.phase = phase
+        assert isinstance(order, RestoreAsked), "only a restore ends so"
+        self.phase = MemoryPhase.DRAINED
         return order
 
     def _follow(self) -> list[Effect]:
@@ -210,6 +263,7 @@ _HANDLERS: dict[type, Callable[[MemoryMachine, Any], list[Effect]]] = {
     RefusedByScheduler: MemoryMachine._on_end,
     Restored: MemoryMachine._on_restored,
     Saved: MemoryMachine._on_saved,
+    SourceDamaged: MemoryMachine._on_damaged,
     JobFailed: MemoryMachine._on_job_failed,
     JobCancelled: MemoryMachine._on_job_cancelled,
 }

@@ -13,7 +13,7 @@ its turn comes, from the block's state version.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from penstock.daemons.optimizer.machine.contributions import OwnedBlocks, Pulls
@@ -29,6 +29,7 @@ from penstock.daemons.optimizer.machine.events import (
     RunSweep,
     SendAmended,
     SendBlockStatus,
+    SendHeard,
     SendSettled,
     SettleAsked,
     SkipAsked,
@@ -73,6 +74,7 @@ class Epoch:
         self._pulls = pulls
         self._out = effects
         self._early: dict[int, list[GradientsReady | DeviceUpdated]] = {}
+        self._unvacated: tuple[int, ...] = ()  # blocks whose copy of the state is still read
         self._settling: set[int] = set()  # blocks that Settled waits for
         self._queue: deque[QueuedWork] = deque()
         self._running: RunningSweep | None = None
@@ -183,6 +185,7 @@ class Epoch:
             loss_scale=event.loss_scale,
             learning_rate=event.learning_rate,
         )
+        self._unvacated = ()
         self.attempt = AttemptProgress(number=event.attempt, update=update, hold=event.hold)
         self._pulls.order(
             self.blocks.remote,
@@ -191,7 +194,28 @@ class Epoch:
             attempt=event.attempt,
             version=update.version,
         )
+        if not self.blocks.active:
+            self._out.append(SendHeard(epoch=self.number, attempt=event.attempt))
         return self.attempt
+
+    def vacate(self, blocks: Iterable[int]) -> None:
+        """Let workers write the attempt's weights of blocks, and the state of those that flush, as
+        soon as no save reads what they overwrite.
+        """
+        assert self.attempt is not None, "weights are of an attempt"
+        target, waiting = self.attempt.update.version, []
+        for block in blocks:
+            if block in self.blocks.flushed and self.words.pins.get(block, target) < target - 1:
+                waiting.append(block)
+            else:
+                self.words.vacate(block, target)
+        self._unvacated = tuple(waiting)
+
+    def pins_seen(self, pins: Mapping[int, int]) -> None:
+        """Note what memoryd has not read yet."""
+        self.words.pins = dict(pins)
+        if self.attempt is not None and self._unvacated:
+            self.vacate(self._unvacated)
 
     def came_early(self) -> list[GradientsReady | DeviceUpdated]:
         """Returns what workers said of the attempt before it began; drops what is older."""
@@ -373,9 +397,13 @@ class Epoch:
         """Put work back, before all other work: it needs another sweep."""
         self._queue.appendleft(work)
 
-    def next_work(self) -> QueuedWork | None:
-        """Takes the work whose turn it is; None if a sweep is running, or nothing waits."""
-        return self._queue.popleft() if self._queue and self._running is None else None
+    def waiting(self) -> tuple[QueuedWork, ...]:
+        """Returns the work that waits for its turn, in order; none while a sweep is running."""
+        return () if self._running is not None else tuple(self._queue)
+
+    def take(self, work: QueuedWork) -> None:
+        """It is the turn of ``work``."""
+        self._queue.remove(work)
 
     def run(self, work: QueuedWork, sweep: Sweep) -> None:
         """Start a sweep: its words first, then the order."""

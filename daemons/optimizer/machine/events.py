@@ -6,7 +6,7 @@ Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from penstock.daemons.kit.events import (
@@ -83,7 +83,8 @@ class UndoWords:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
     """What is found in the control segment at a ``Begin``. ``record`` is that of ``committed``,
-    ``next_record`` that of the version after it.
+    ``next_record`` that of the version after it; ``pins``: block -> version of its state that
+    memoryd has not read yet.
     """
 
     incarnation: int
@@ -93,6 +94,7 @@ class MemoryFacts:
     interrupted: SweepIntent | None
     undo: UndoWords
     blocks: Mapping[int, BlockWords]
+    pins: Mapping[int, int] = field(default_factory=dict)
 
 
 # ---- events ----
@@ -194,6 +196,13 @@ class SettleAsked:
     version: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinsSeen:
+    """Block -> version of its state that memoryd has not read yet; other blocks have no pin."""
+
+    pins: Mapping[int, int]
+
+
 Event = (
     DrainAsked
     | RecoveryAsked
@@ -207,6 +216,7 @@ Event = (
     | CommitAsked
     | SkipAsked
     | SettleAsked
+    | PinsSeen
     | ShutdownAsked
     | RefusedByScheduler
     | StopAsked
@@ -308,6 +318,16 @@ class SendBlockStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendHeard:
+    """Tell the scheduler: all decisions before this attempt are in memory, and it trains nothing
+    here of which a status could say so.
+    """
+
+    epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendAmended:
     """Tell the scheduler: all blocks were previewed again."""
 
@@ -337,6 +357,7 @@ Effect = (
     | SendDrained
     | SendReady
     | SendBlockStatus
+    | SendHeard
     | SendAmended
     | SendSettled
     | SendFailed

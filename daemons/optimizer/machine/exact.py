@@ -95,8 +95,7 @@ class ExactSteps:
         if event.hold:  # the state may catch up while the workers compute
             epoch.queue_settles(epoch.blocks.active)
         else:
-            for block in epoch.blocks.on_devices:
-                epoch.words.vacate(block, attempt.update.version)
+            epoch.vacate(epoch.blocks.on_devices)
             epoch.queue_settles(epoch.blocks.settled_early)
         for early in epoch.came_early():
             self.handle(early)

@@ -45,6 +45,7 @@ from penstock.daemons.optimizer.machine.events import (
     Event,
     GradientsReady,
     OwnedBlock,
+    PinsSeen,
     Pulled,
     RecoveryAsked,
     SetEpoch,
@@ -108,6 +109,11 @@ class OptimizerMachine:
     def waits_for(self) -> str | None:
         """What the next sweep waits for: gradients, fetches, decision, idle; None: one runs."""
         return "idle" if self._joined is None else self._joined.epoch.waits_for()
+
+    @property
+    def pins(self) -> Mapping[int, int]:
+        """Block -> version of its state that was not read when pins were looked at last."""
+        return {} if self._joined is None else self._joined.epoch.words.pins
 
     def awaited(self) -> tuple[GradientsReady, ...]:
         """Returns the contributions of this node that the attempt under way still waits for."""
@@ -213,6 +219,11 @@ class OptimizerMachine:
         if self._joined is not None and entered and event.epoch == self._joined.epoch.number:
             self._joined.start(self._joined.epoch.pulled(event))
 
+    def _on_pins(self, event: PinsSeen) -> None:
+        """Also before the epoch is live: recovery may wait for them."""
+        if self._joined is not None:
+            self._joined.epoch.pins_seen(event.pins)
+
     def _on_sweep_done(self, event: SweepDone) -> None:
         assert self._joined is not None, "no epoch, no sweep"
         sweep_done(self._joined, event)
@@ -240,6 +251,7 @@ class OptimizerMachine:
         RefusedByScheduler: _on_refused,
         EffectFailed: _on_failed,
         Pulled: _on_pulled,
+        PinsSeen: _on_pins,
         SweepDone: _on_sweep_done,
         AttemptAsked: _on_live,
         GradientsReady: _on_live,

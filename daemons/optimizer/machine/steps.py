@@ -51,13 +51,29 @@ class Steps(Protocol):
 
 
 def start_next(steps: Steps) -> None:
-    """Start the sweep whose turn it is, unless one is running."""
-    while (work := steps.epoch.next_work()) is not None:
-        sweep = steps.choose(work)
+    """Start the sweep whose turn it is, unless one is running. Work on blocks whose state must not
+    be overwritten yet is left out, and waits.
+    """
+    while (found := _next(steps)) is not None:
+        work, sweep = found
+        steps.epoch.take(work)
         if sweep is None:
             steps.finish(work, None, None)
         else:
             steps.epoch.run(work, sweep)
+
+
+def _next(steps: Steps) -> tuple[QueuedWork, Sweep | None] | None:
+    held = set()
+    for work in steps.epoch.waiting():
+        if work.block in held:
+            continue  # what is done about one block is done in order
+        sweep = steps.choose(work)
+        repairs = work.kind in (WorkKind.FINISH, WorkKind.FINISH_REVERT)
+        if sweep is None or repairs or not steps.epoch.words.is_pinned(sweep):
+            return work, sweep
+        held.add(work.block)
+    return None
 
 
 def sweep_done(steps: Steps, event: SweepDone) -> None:

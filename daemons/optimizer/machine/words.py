@@ -78,6 +78,11 @@ version v in copy v % 2, so its state version says which one counts, and the oth
                                   killed before: like the line above. The next attempt's flush
                                   writes copy c % 2, and waits for this word
 
+A save pins version p of a block's state until memoryd has read it. p is the committed version when
+the pin is set, and no attempt is under way then; so what may still come is the sweep that leads to
+p. One that leads anywhere else waits, and with it all later work on its block. Of a block with two
+copies, p + 1 goes to the other copy, and the worker of p + 2 writes p's: its slot is vacated late.
+
 Where the CPU leads such a block's state on (holds, amends, what a kill left behind) the sweep works
 in the spare copy, which gets the state first, behind BeginSweep: killed before the undo area is
 armed, nothing has happened.
@@ -129,6 +134,8 @@ class WordsMirror:
         self.committed = facts.committed
         self.record = facts.record
         self.next_record = facts.next_record
+        self.pins = dict(facts.pins)
+        """Memoryd's words: set while no attempt is under way, and taken away at any time."""
         self._blocks = {
             block: _Words(words.state_version, list(words.slots))
             for block, words in facts.blocks.items()
@@ -208,6 +215,13 @@ class WordsMirror:
         for block in blocks:
             self.set_state(block, self.committed)
             self.set_slot(block, self.committed)
+
+    def is_pinned(self, work: Sweep) -> bool:
+        """Returns whether a sweep would lead a block's state away from a version that is read, or
+        is going to be.
+        """
+        pin, settled = self.pins.get(work.block), _settled_version(work)
+        return pin is not None and settled is not None and settled != pin
 
     def open_sweep(self, work: Sweep) -> None:
         """Write the words that must stand before a sweep starts."""

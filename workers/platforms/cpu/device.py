@@ -7,12 +7,12 @@ are summed in fp32 and rounded once, when they leave.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from penstock.models.torch_device import SwapStreams, host_memory, torch_device
+from penstock.protocol import world
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from penstock.workers.platforms.base import BufferPool, Copied, HostArray, Stamp, as_tensor
@@ -30,7 +30,7 @@ class CpuStageBuffer:
     ) -> None:
         self.tensors = tuple(tensors)
         self.copied_bytes = copied_bytes
-        self.loaded = start_s, time.perf_counter()
+        self.loaded = start_s, world.perf_counter()
         self._pool = pool
 
     def acquire(self) -> None:
@@ -64,11 +64,11 @@ class CpuDevice:
         self._pool.clear()
 
     def start_clock(self) -> None:
-        """Nothing to do: ``time.perf_counter`` runs."""
+        """Nothing to do: ``world.perf_counter`` runs."""
 
     def stamp(self) -> float:
         """Returns now: work on a CPU is done when it returns."""
-        return time.perf_counter()
+        return world.perf_counter()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
         """Returns the stamps, which are seconds."""
@@ -82,7 +82,7 @@ class CpuDevice:
         """Returns flat fp32 tensors: views of the arrays, or copies that the compute threads of the
         calling thread widen.
         """
-        start_s = time.perf_counter()
+        start_s = world.perf_counter()
         stored = [as_tensor(array, self._weight_dtype) for array in arrays]
         if self._weight_dtype is DType.FP32:
             return CpuStageBuffer(stored, None, start_s)
@@ -102,12 +102,12 @@ class CpuDevice:
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> Copied | None:
         """Round to 16 bits if that is how gradients are stored; fp32 sums are in place already."""
-        start_s, in_place = time.perf_counter(), self._grad_dtype is DType.FP32
+        start_s, in_place = world.perf_counter(), self._grad_dtype is DType.FP32
         if not in_place:
             as_tensor(target, self._grad_dtype).copy_(gradients)
             self._pool.give(gradients)
         complete()
-        return None if in_place else Copied(target.nbytes, start_s, time.perf_counter())
+        return None if in_place else Copied(target.nbytes, start_s, world.perf_counter())
 
     def await_offloads(self, at_most: int) -> None:
         """None is under way."""

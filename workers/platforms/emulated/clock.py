@@ -11,13 +11,12 @@ What the instructions of a plan take on an emulated device, and what they send.
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 from penstock.planner.cost.costs import Costs
 from penstock.planner.orders.timing import seconds_of
 from penstock.planner.tensors import transferred
+from penstock.protocol import world
 from penstock.protocol.plan.instructions import Forward, Keep
 from penstock.protocol.plan.resources import PlanFacts, boundary
 from penstock.workers.waiting import POLL_S, Abort
@@ -28,7 +27,7 @@ class EmulatedStream:
 
     def __init__(self) -> None:
         self.free_at = 0.0
-        self._lock = threading.Lock()
+        self._lock = world.lock()
 
     def occupy(self, ready_at: float, seconds: float) -> tuple[float, float]:
         """Start and end of work that can start at ``ready_at``."""
@@ -44,10 +43,10 @@ def sleep_until(at: float, abort: Abort | None = None) -> None:
     Raises:
         Interrupted: aborted.
     """
-    while (left_s := at - time.monotonic()) > 0.0:
+    while (left_s := at - world.monotonic()) > 0.0:
         if abort is not None:
             abort.check()
-        time.sleep(min(left_s, POLL_S))
+        world.sleep(min(left_s, POLL_S))
 
 
 class Durations:

@@ -10,11 +10,10 @@ or come with the messages of the reduction.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from penstock.planner.cost.cluster import Cluster
+from penstock.protocol import world
 from penstock.protocol.wire.frames import Transfer
 from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.inbox import TransferKey
@@ -52,7 +51,7 @@ class Rings:
             )
             for device in range(num_devices)
         ]
-        self._changed = threading.Condition()
+        self._changed = world.condition()
         self._entered_at: list[float | None] = []
         self._amounts: list[float] = []
         self._ends: list[float] = []

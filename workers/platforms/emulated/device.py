@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import torch
 
 from penstock.models.torch_device import SwapStreams, torch_device
 from penstock.planner.cost.emulation import Emulation
+from penstock.protocol import world
 from penstock.protocol.plan.resources import PlanFacts
 from penstock.protocol.platforms.bandwidth_log import Copy
 from penstock.protocol.platforms.peer_memory import PeerMemory
@@ -205,7 +204,7 @@ class EmulatedDevice:
         self.copies.clear()
         if self._idle:
             self._idle = False
-            self.compute.occupy(time.monotonic(), 0.0)
+            self.compute.occupy(world.monotonic(), 0.0)
 
     def needs(self, at: float, cause: IdleCause) -> None:
         """The instruction under way starts no sooner than ``at``, when it has ``cause``."""
@@ -337,7 +336,7 @@ class EmulatedDevice:
 
     def stamp(self) -> float:
         """When the instruction is issued; when it computes says :meth:`compute_for`."""
-        return time.monotonic()
+        return world.monotonic()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
         """They are seconds; ``time.perf_counter`` reads the same clock on Linux."""
@@ -352,7 +351,7 @@ class EmulatedDevice:
         num_bytes = sum(array.nbytes for array in arrays) * self._moved
         rings, number, ready_at = self.fetches.popleft() if self.fetches else (None, 0, None)
         if ready_at is None:
-            ready_at = time.monotonic()
+            ready_at = world.monotonic()
         if rings is not None:
             num_bytes /= rings.num_devices
         begun = max(ready_at, self._fetches.free_at)
@@ -485,12 +484,12 @@ class _Publisher:
 
     def __init__(self, publish: Callable[[_Publication], None]) -> None:
         self._publish = publish
-        self._queue: queue.SimpleQueue[_Publication | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._queue: queue.SimpleQueue[_Publication | None] = world.queue()
+        self._changed = world.condition()
         self._pending = 0
         self._discard = False
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="worker-offload", daemon=True)
+        self._thread = world.thread(target=self._work, name="worker-offload", daemon=True)
         self._thread.start()
 
     def put(self, offload: _Publication) -> None:
@@ -528,7 +527,7 @@ class _Publisher:
         """Wait for the copy's end; False once what is pending is discarded."""
         with self._changed:
             while not self._discard:
-                left_s = offload.arrives_at - time.monotonic()
+                left_s = offload.arrives_at - world.monotonic()
                 if left_s <= 0.0:
                     return True
                 self._changed.wait(left_s)

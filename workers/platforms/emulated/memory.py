@@ -10,7 +10,6 @@ swapped here and take back) is there while the instruction runs, by the clocks o
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.planner.cost.costs import BlockCost
+from penstock.protocol import world
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.resources import PlanFacts, StateKind, TensorKind, boundary
 from penstock.protocol.plan.semantics import COMPUTES, GRAPHS, makes, side_of, takes
@@ -83,7 +83,7 @@ class EmulatedMeter:
                 num_bytes=usage.total_bytes,
                 usage=usage,
                 during=instruction,
-                at_s=time.perf_counter(),
+                at_s=world.perf_counter(),
             )
         if self.limit_bytes is not None and usage.total_bytes > self.limit_bytes:
             context, there = attempt.context, Usage(dict(_together(before, {})))

@@ -9,12 +9,12 @@ comes of residents, but to bring theirs up to the commit takes as long as the up
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.planner.cost.emulation import Emulation
+from penstock.protocol import world
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
@@ -120,7 +120,7 @@ class EmulatedPreviewer:
         """Returns when the copy of the weights, and of what is flushed, would have ended."""
         device, parameters, lag = self._device, self._parameters(block), self._lag(block, scope)
         if block not in self._here_at:
-            issued_at = max(self._issued_at.pop(block), time.monotonic())
+            issued_at = max(self._issued_at.pop(block), world.monotonic())
             gradient_bytes = device.emulation.costs.blocks[block].gradient_bytes
             self._here_at[block] = self._copy_in(block, issued_at, lag, gradient_bytes)
         cluster = device.emulation.cluster
@@ -150,7 +150,7 @@ class EmulatedPreviewer:
         """When the copy ends; it starts no sooner than now, since what it copies was awaited."""
         fetched = self._device.emulation.cluster.update_fetch_bytes if lag.whole else 0.0
         num_bytes = self._parameters(block) * fetched + gradient_bytes
-        ready_at = max(ready_at, time.monotonic())
+        ready_at = max(ready_at, world.monotonic())
         return self._device.copy_in(ready_at, num_bytes) if num_bytes else ready_at
 
     def _made_here(self, block: int) -> bool:

@@ -1,0 +1,198 @@
+"""What is saved of a run (``penstock snapshots``), and going back (``penstock rollback``)."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.daemons.memory.snapshot import MANIFEST_NAME, read_manifest
+from penstock.daemons.memory.states import checked_manifest, saved_steps, verify
+from penstock.daemons.node.home import (
+    RunLock,
+    node_lock_path,
+    prepare_lock_path,
+    train_lock_path,
+)
+from penstock.daemons.scheduler.rollback import go_back
+from penstock.protocol.errors import ConfigError, PenstockError, StateError
+from penstock.protocol.run.files import make_directory, sync_directory, writing
+from penstock.protocol.run.rundir import RunDirectory
+
+LOCK_WAIT_S = 5.0
+"""What a run leaves when it ends is gone after that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport:
+    """A saved state. ``damage``: empty if it is what was written, as far as was looked.
+
+    ``saved_at``: iso time, empty where there is no manifest.
+    """
+
+    step: int
+    directory: str
+    num_bytes: int
+    saved_at: str
+    damage: str = ""
+
+
+def report_states(
+    run_dir: Path, steps: Sequence[int] = (), *, every_byte: bool
+) -> list[StateReport]:
+    """Returns the saved states (those of ``steps``; all, if empty), oldest first: looked at by
+    manifest and sizes, or in ``every_byte``.
+
+    Raises:
+        ConfigError: it is no run directory, or a step is not saved.
+        StateError: its block table is damaged.
+    """
+    run = _run(run_dir)
+    return [
+        _report(run, step, directory, every_byte=every_byte)
+        for step, directory in _chosen(run, steps)
+    ]
+
+
+def delete_states(run_dir: Path, steps: Sequence[int]) -> list[StateReport]:
+    """Delete saved states, also of an active run; returns what they were.
+
+    Raises:
+        ConfigError: none is named, one is not saved, or it is the newest whole one, from which a
+            lost memory would be filled.
+    """
+    if not steps:
+        raise ConfigError("delete: name the steps, such as penstock snapshots RUN delete 400 800")
+    reports = report_states(run_dir, every_byte=False)
+    newest = max((report.step for report in reports if not report.damage), default=None)
+    if newest in steps:
+        raise ConfigError(
+            f"step {newest} is the newest saved state that is whole: without it lost memory costs"
+            " all steps since an older one; penstock rollback goes back behind it"
+        )
+    run = _run(run_dir)
+    chosen = _chosen(run, steps)
+    for step, directory in chosen:
+        # Renamed before it is removed: no step directory is ever half there.
+        doomed = directory.with_name(f".tmp-step-{step:08d}-deleted")
+        with writing(directory, 0):
+            directory.rename(doomed)
+            shutil.rmtree(doomed)
+    return [report for report in reports if report.step in steps]
+
+
+def rollback(run_dir: Path, step: int, *, delete: bool) -> Path | None:
+    """Have the next start of a run that is not active go on from ``step``, which is saved. What is
+    newer is kept in a folder, which is returned, or deleted.
+
+    Journal and metrics are cut back last, the journal in one transaction: a rollback that was cut
+    short before has changed nothing but names, and is made again.
+
+    Raises:
+        ConfigError: the run is active, ``step`` is not saved, or files cannot be written.
+        StateError: the saved state or the journal is damaged.
+    """
+    run = _run(run_dir)
+    with ExitStack() as stack:
+        for path in _locks(run):
+            stack.enter_context(RunLock.acquire(path, wait_s=LOCK_WAIT_S))
+        ((_, directory),) = _chosen(run, (step,))
+        verify(directory, step, run.table)
+        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        aside = run.state_dir / "aside" / f"before-rollback-{now}"
+        make_directory(aside)
+        with writing(aside, 0):
+            _copy_history(run, aside)
+            for newer, path in saved_steps(run.state_dir):
+                if newer > step:
+                    path.rename(aside / path.name)
+            sync_directory(aside)
+            sync_directory(run.state_dir)
+        go_back(run, directory, step)
+        if delete:
+            with writing(aside, 0):
+                shutil.rmtree(aside)
+    return None if delete else aside
+
+
+def to_text(reports: Sequence[StateReport], *, every_byte: bool) -> str:
+    """Returns a line for each saved state."""
+    if not reports:
+        return "nothing is saved; penstock snapshot saves a running training"
+    whole = "every byte is right" if every_byte else "manifest and sizes are right"
+    return "\n".join(
+        f"step {report.step:>8}  {report.num_bytes / 1e6:>12,.1f} MB  {report.saved_at:<20} "
+        f" {'DAMAGED: ' + report.damage if report.damage else whole}"
+        for report in reports
+    )
+
+
+def to_dicts(reports: Sequence[StateReport]) -> list[dict[str, Any]]:
+    """Returns what ``--json`` prints."""
+    return [asdict(report) for report in reports]
+
+
+def _run(run_dir: Path) -> RunDirectory:
+    if not (run_dir / "run.json").exists():
+        raise ConfigError(f"{run_dir}: no run directory (it has no run.json)")
+    return RunDirectory(run_dir.absolute())
+
+
+def _chosen(run: RunDirectory, steps: Sequence[int]) -> list[tuple[int, Path]]:
+    found = saved_steps(run.state_dir)
+    missing = sorted(set(steps) - {step for step, _ in found})
+    if missing:
+        known = ", ".join(str(step) for step, _ in found) or "none"
+        raise ConfigError(f"step {missing[0]} is not saved; saved are: {known}")
+    return [(step, path) for step, path in found if not steps or step in steps]
+
+
+def _report(run: RunDirectory, step: int, directory: Path, *, every_byte: bool) -> StateReport:
+    damage = ""
+    try:
+        if every_byte:
+            verify(directory, step, run.table)
+        else:
+            checked_manifest(
+                directory, step, table_digest=run.table.digest, num_blocks=len(run.table.blocks)
+            )
+    except StateError as error:
+        damage = str(error)
+    return StateReport(
+        step=step,
+        directory=str(directory),
+        num_bytes=_size_of(directory),
+        saved_at=_saved_at(directory),
+        damage=damage,
+    )
+
+
+def _size_of(directory: Path) -> int:
+    try:
+        return sum(entry.num_bytes for entry in read_manifest(directory).files.values())
+    except PenstockError:
+        return sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
+
+
+def _saved_at(directory: Path) -> str:
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+
+
+def _locks(run: RunDirectory) -> list[Path]:
+    nodes = [node_lock_path(run.path, node.name) for node in run.config.cluster.nodes]
+    return [train_lock_path(run.path), prepare_lock_path(run.path), *nodes]
+
+
+def _copy_history(run: RunDirectory, aside: Path) -> None:
+    """The journal with its log, and the metrics, as they were."""
+    for path in (*sorted(run.path.glob("journal.sqlite*")), run.path / "metrics.jsonl"):
+        if path.is_file():
+            shutil.copy2(path, aside / path.name)

@@ -1,0 +1,101 @@
+"""A version of the state that is read while training goes on.
+
+memoryd pins version ``v`` of every block that trains before the next attempt begins: from then on
+no sweep may overwrite that state (:mod:`penstock.daemons.optimizer.machine.pins`). Each block is
+read when it has been settled at ``v``, and let go. memoryd alone writes pins. They outlive it; the
+memoryd that comes after it lets go of all, before an epoch begins, since it reads none of them.
+
+What was read counts only if the words say before and after it that it is the version: committed,
+settled, of the same filling, with no sweep under way that leads the block elsewhere.
+"""
+
+from __future__ import annotations
+
+from penstock.protocol.errors import StateError
+from penstock.shm.memory import NodeMemory
+
+
+class PinnedVersion:
+    """The blocks of a node's memory at one version, until each has been let go."""
+
+    def __init__(self, memory: NodeMemory, version: int) -> None:
+        """Pin all blocks that train.
+
+        Raises:
+            StateError: memory has no model, or is not at this version or on the way to it.
+        """
+        self.version = version
+        self.memory = memory
+        self._incarnation = memory.control.incarnation
+        if not self._incarnation:
+            raise self._contradiction("there is nothing to save")
+        if memory.control.committed not in (version - 1, version):
+            raise self._contradiction("it cannot be read any more, or not soon")
+        self._trained = frozenset(
+            b for b in memory.owned_blocks() if memory.spec.table.blocks[b].trainable_elements
+        )
+        for block in self._trained:
+            memory.control.set_pin(block, version)
+
+    def is_there(self, block: int) -> bool:
+        """Returns whether the block's state is at the version, and stays so while it is pinned.
+
+        Raises:
+            StateError: it went past the version, or the memory was filled anew.
+        """
+        control = self.memory.control
+        if control.incarnation != self._incarnation:
+            raise self._contradiction("the memory was filled anew")
+        if control.committed < self.version:
+            return False
+        if block not in self._trained:
+            return True
+        if control.pin(block) != self.version:
+            raise self._contradiction(f"the pin of block {block} is {control.pin(block)}")
+        intent, state = control.interrupted_sweep, control.state_version(block)
+        if intent is not None and intent.block == block and intent.state_version > self.version:
+            if not self._two_copies(block):
+                raise self._contradiction(
+                    f"a sweep leads block {block} to {intent.state_version} in spite of its pin"
+                )
+        # Of two copies the next version is in the other one.
+        if state == self.version or (state == self.version + 1 and self._two_copies(block)):
+            return True
+        if state > self.version:
+            raise self._contradiction(f"the state of block {block} is at {state}")
+        return False
+
+    def check(self, block: int) -> None:
+        """What has just been read of a block was of the version from begin to end.
+
+        Raises:
+            StateError: it may not have been.
+        """
+        if not self.is_there(block):
+            raise self._contradiction(f"block {block} changed while it was read")
+
+    def let_go(self, block: int) -> None:
+        """The block has been read."""
+        if block in self._trained:
+            self.memory.control.set_pin(block, None)
+
+    def close(self) -> None:
+        """Let go of all blocks."""
+        for block in self._trained:
+            self.let_go(block)
+
+    def _two_copies(self, block: int) -> bool:
+        return self.memory.spec.layout.state_copies[block] > 1
+
+    def _contradiction(self, what: str) -> StateError:
+        control = self.memory.control
+        return StateError(
+            f"cannot save version {self.version}: {what} (version {control.committed} of"
+            f" incarnation {control.incarnation} is committed)"
+        )
+
+
+def let_go_of_all(memory: NodeMemory) -> None:
+    """Drop the pins that a dead memoryd left; nobody reads what they hold back."""
+    for block in memory.owned_blocks():
+        memory.control.set_pin(block, None)

@@ -1,0 +1,148 @@
+"""Writing a node's part of a saved state, while training goes on.
+
+::
+
+    pinned --settled--> read, checked, written --let go--> forced to disk
+      |                                           |
+      no sweep may overwrite the version          sweeps go on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.daemons.memory.disk import DISK, Disk
+from penstock.daemons.memory.machine.events import WrittenFile
+from penstock.daemons.memory.pinning import PinnedVersion
+from penstock.daemons.memory.snapshot import block_file, block_tensors, in_parallel
+from penstock.daemons.memory.tensorfile import CancelledError, write_tensors
+from penstock.protocol import world
+from penstock.protocol.run.files import writing
+
+SYNC_POLL_S = 0.005
+
+
+def save(
+    pinned: PinnedVersion,
+    directory: Path,
+    cancelled: Callable[[], bool],
+    *,
+    wait: Callable[[], bool] = lambda: False,
+    stopping: Callable[[], bool] = lambda: False,
+    disk: Disk = DISK,
+) -> tuple[WrittenFile, ...]:
+    """Write all blocks of a pinned version that the node owns; no pin is left.
+
+    Blocks are read as they are settled; without any, ``wait()`` is called until there are some, for
+    a moment, and says whether to give up. Of those that are there the last block is first, since
+    backwards come to it first, and its next sweep is due first. A block is let go when its last
+    byte has been handed to the system; another thread forces it to disk.
+    ``stopping()`` says the same as ``cancelled()``, which is taken for a sign that work goes on.
+
+    Raises:
+        StateError: a block went past the version.
+        CapacityError, ConfigError: the files cannot be written; none of them is left behind.
+        CancelledError: on request.
+    """
+    memory, version = pinned.memory, pinned.version
+    blocks = memory.owned_blocks()
+    specs = memory.spec.table.blocks
+    due = SettledBlocks(pinned, blocks, wait)
+
+    def write(_: int, stopped: Callable[[], bool]) -> tuple[BinaryIO, WrittenFile]:
+        block = due.take(stopped)
+        path = directory / block_file(block)
+        file = disk.create(path)
+        try:
+            tensors = block_tensors(memory, specs[block], version)
+            written = write_tensors(file, path.name, tensors, stopped, disk)
+            pinned.check(block)
+        except BaseException:
+            file.close()
+            raise
+        pinned.let_go(block)
+        return file, written
+
+    needed = sum(
+        tensor.num_bytes
+        for block in blocks
+        for tensor in block_tensors(memory, specs[block], version)
+    )
+    with closing(pinned), writing(directory, needed):
+        disk.make_directory(directory)
+        try:
+            files = _written_and_synced(blocks, write, cancelled, stopping, disk)
+        except BaseException:
+            for block in blocks:
+                (directory / block_file(block)).unlink(missing_ok=True)
+            raise
+        disk.sync_names(directory)
+    return tuple(sorted(files, key=lambda file: file.name))
+
+
+class SettledBlocks:
+    """Hands out the blocks of a pinned version, each once, when it has been settled."""
+
+    def __init__(
+        self, pinned: PinnedVersion, blocks: Iterable[int], wait: Callable[[], bool]
+    ) -> None:
+        self._pinned = pinned
+        self._left = sorted(blocks, reverse=True)
+        self._wait = wait
+        self._lock = world.lock()  # held while it waits: whoever comes waits for the same
+
+    def take(self, stopped: Callable[[], bool]) -> int:
+        """Returns the next block; there is one for each call.
+
+        Raises:
+            StateError: a block is past the version.
+            CancelledError: on request.
+        """
+        with self._lock:
+            while not stopped():
+                for block in self._left:
+                    if self._pinned.is_there(block):
+                        self._left.remove(block)
+                        return block
+                if self._wait():
+                    break
+        raise CancelledError
+
+
+def _written_and_synced(
+    blocks: Sequence[int],
+    write: Callable[[int, Callable[[], bool]], tuple[BinaryIO, WrittenFile]],
+    cancelled: Callable[[], bool],
+    stopping: Callable[[], bool],
+    disk: Disk,
+) -> list[WrittenFile]:
+    """Write all files, and force each to disk while the next ones are written."""
+    with ExitStack() as opened, world.executor(1, "sync") as syncing:
+        synced: list[Future[None]] = []
+
+        def sync(file: BinaryIO) -> None:
+            disk.sync(file)
+            file.close()
+
+        def write_and_sync(number: int, stopped: Callable[[], bool]) -> WrittenFile:
+            file, written = write(number, stopped)
+            opened.callback(file.close)
+            synced.append(syncing.submit(sync, file))
+            return written
+
+        try:
+            files = in_parallel(blocks, write_and_sync, cancelled)
+            for one in synced:
+                while not one.done():
+                    if stopping():
+                        raise CancelledError
+                    world.sleep(SYNC_POLL_S)
+                one.result()
+        except BaseException:
+            syncing.shutdown(wait=False, cancel_futures=True)
+            raise
+    return files

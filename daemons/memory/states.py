@@ -1,0 +1,131 @@
+"""The saved states of a run directory: which there are, and whether each is what was written.
+
+Whoever looks before anything is started (``penstock train``, ``penstock snapshots``), and the
+scheduler: sizes tell most damage at once, checksums tell the rest (:func:`verify`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.daemons.memory.snapshot import (
+    MANIFEST_NAME,
+    Manifest,
+    block_file,
+    in_parallel,
+    read_manifest,
+)
+from penstock.daemons.memory.tensorfile import DamagedError, read_header, sha256_of
+from penstock.protocol.errors import StateError
+from penstock.protocol.run.rundir import SHARED, RunDirectory
+from penstock.shm.table import BlockTable
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def saved_steps(state_dir: Path) -> list[tuple[int, Path]]:
+    """Returns step and directory of all complete saved states, oldest first. What is being written
+    has another name.
+    """
+    if not state_dir.is_dir():
+        return []
+    matches = ((_STEP.fullmatch(path.name), path) for path in state_dir.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match is not None)
+
+
+def checked_manifest(
+    directory: Path, version: int, *, table_digest: str, num_blocks: int
+) -> Manifest:
+    """Returns the manifest of a saved state: it is of ``version``, and all files that it lists are
+    there in their sizes.
+
+    Raises:
+        DamagedError: they are not; names the file.
+        StateError: it is of another model.
+    """
+    manifest = read_manifest(directory)
+    path = directory / MANIFEST_NAME
+    if manifest.table_digest != table_digest:
+        raise StateError(
+            f"{path}: saved from another model: its block table has digest"
+            f" {manifest.table_digest[:12]}, this run's {table_digest[:12]}"
+        )
+    if manifest.version != version:
+        raise DamagedError(
+            f"{path}: is of version {manifest.version}, its directory says {version}"
+        )
+    check_files(directory, manifest, num_blocks)
+    return manifest
+
+
+def check_files(directory: Path, manifest: Manifest, num_blocks: int) -> None:
+    """Check that the files of all blocks are listed, and are there in their sizes.
+
+    Raises:
+        DamagedError: naming the file.
+    """
+    path = directory / MANIFEST_NAME
+    missing = {block_file(b) for b in range(num_blocks)} - set(manifest.files)
+    if missing:
+        count = len(missing)
+        raise DamagedError(f"{path}: lists no {min(missing)} ({count} files are missing)")
+    for name, entry in manifest.files.items():
+        try:
+            size = (directory / name).stat().st_size
+        except FileNotFoundError as error:
+            raise DamagedError(f"{directory / name}: is not there; {SHARED}") from error
+        except OSError as error:
+            raise DamagedError(f"{directory / name}: cannot read it: {error}") from error
+        if size != entry.num_bytes:
+            raise DamagedError(
+                f"{directory / name}: has {size} bytes, the manifest says {entry.num_bytes}"
+            )
+
+
+def refuse_damage(run_dir: Path, warn: Callable[[str], None]) -> None:
+    """Before anything is started: of the saved states of a run, if there are any, one has to be
+    whole as far as sizes tell. ``warn`` hears of damaged ones that are newer.
+
+    Raises:
+        StateError: all are damaged, or one is of another model.
+    """
+    run, damage = RunDirectory(run_dir.absolute()), list[str]()
+    if not run.state_dir.is_dir() or not (run_dir / "table.json").is_file():
+        return
+    for version, directory in reversed(saved_steps(run.state_dir)):
+        table = run.table
+        try:
+            checked_manifest(
+                directory, version, table_digest=table.digest, num_blocks=len(table.blocks)
+            )
+        except DamagedError as error:
+            damage.append(str(error))
+            continue
+        for text in damage:
+            warn(f"warning: {text}; the saved state of step {version} is the newest that is whole")
+        return
+    if damage:
+        raise StateError(f"{'; '.join(damage)}; no older saved state is whole")
+
+
+def verify(directory: Path, version: int, table: BlockTable) -> int:
+    """Check every byte of a saved state; returns how many its files have.
+
+    Raises:
+        DamagedError: naming the file and what is wrong with it.
+        StateError: it is of another model.
+    """
+    manifest = checked_manifest(
+        directory, version, table_digest=table.digest, num_blocks=len(table.blocks)
+    )
+
+    def check(block: int, stopped: Callable[[], bool]) -> None:
+        path = directory / block_file(block)
+        read_header(path)
+        if sha256_of(path, stopped) != manifest.files[path.name].sha256:
+            raise DamagedError(f"{path}: its checksum does not match the manifest: damaged")
+
+    in_parallel(range(len(table.blocks)), check, lambda: False)
+    return sum(entry.num_bytes for entry in manifest.files.values())
