@@ -72,9 +72,9 @@ def config_prices(
 
 def optimizer_of(config: Config) -> OptimizerModel:
     """Returns how a configuration's optimizer works on its nodes' cores."""
-    if config.cluster.platform.models_time:
-        return Emulation.of(config).optimizer
-    return optimizer_way(config.optimizer)
+    emulated = config.cluster.platform.models_time
+    way = Emulation.of(config).optimizer if emulated else optimizer_way(config.optimizer)
+    return replace(way, mirrored=config.mirrors)
 
 
 def config_context(config: Config, table: BlockTable, prices: Prices | None = None) -> PlanContext:

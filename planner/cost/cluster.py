@@ -111,6 +111,9 @@ class OptimizerModel:
     unit after the other.
 
     ``early``: how the blocks in ``Plan.settled_early`` are done; ``None``: like all others.
+
+    ``mirrored``: each node's partner, the next one, reads all gradients of its blocks, too, and the
+    step ends when it has them (``memory.mirror``).
     """
 
     start: OptimizerStart = OptimizerStart.OFFLOAD
@@ -118,6 +121,7 @@ class OptimizerModel:
     settle_bytes: float = 0.0
     stage_rate: float = inf
     early: OptimizerModel | None = None
+    mirrored: bool = False
 
 
 MOMENTS_BYTES = OPTIMIZERS[OptimizerName.ADAMW].state_bytes

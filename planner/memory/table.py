@@ -15,9 +15,15 @@ from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints, inbox_peaks
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.run.names import ownership, storage
+from penstock.protocol.run.names import mirrored_by, ownership, storage
 from penstock.protocol.sums import added
-from penstock.shm.layout import GRADIENT_COPIES, NodeLayout, Ownership, SegmentKind
+from penstock.shm.layout import (
+    GRADIENT_COPIES,
+    NodeLayout,
+    Ownership,
+    SegmentKind,
+    replica_layout,
+)
 from penstock.shm.table import BlockTable
 
 
@@ -71,7 +77,20 @@ def node_rows(config: Config, table: BlockTable, plan: Plan) -> tuple[MemoryRow,
                     num_bytes=pulled,
                 )
             )
+        if config.mirrors:
+            rows.append(_replica_row(config, table, owners, node))
     return tuple(rows)
+
+
+def _replica_row(config: Config, table: BlockTable, owners: Ownership, node: int) -> MemoryRow:
+    """Returns what a node keeps of another one's blocks: state, and two copies of gradients."""
+    owner, nodes = mirrored_by(config, node), config.cluster.nodes
+    return MemoryRow(
+        place=f"node {nodes[node].name}",
+        resource=MemoryKind.SHM,
+        use=f"replica of {nodes[owner].name}",
+        num_bytes=sum(replica_layout(table, owners, owner).sizes.values()),
+    )
 
 
 def _pulled_bytes(table: BlockTable, owners: Ownership, node: int) -> int:

@@ -76,6 +76,8 @@ def add_optimizer(context: Context, offloads: Offloads, optimizer: OptimizerMode
     # there first: they run first without being waited for, which would cost a sweep its turn.
     context.builder.need(sweeps, flush)
     _await_gradients(context, left, sweeps)
+    if optimizer.mirrored:
+        _mirror(context, units)
 
 
 def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Sweep:
@@ -190,16 +192,30 @@ def _await_gradients(context: Context, units: list[_Unit], sweeps: Ints) -> None
         for row, offload in zip(unit.rows, unit.copies, strict=True):
             source = node_of(int(devices[row]))
             waiting.append(task)
+            local = source == unit.node
             needed.append(
-                offload if source == unit.node else _add_pull(context, unit, row, source, offload)
+                offload if local else _add_pull(context, unit, row, offload, target=unit.node)
             )
     context.builder.need(np.array(waiting, dtype=np.int64), np.array(needed, dtype=np.int64))
 
 
-def _add_pull(context: Context, unit: _Unit, row: int, source: int, offload: int) -> int:
-    """Adds the transfer of a unit's part of what another node offloaded; returns its task."""
+def _mirror(context: Context, units: list[_Unit]) -> None:
+    """Adds what partners read: a commit waits for it. Their own node's part crosses no NIC."""
+    devices, node_of = context.columns.devices, context.cluster.node_of
+    num_nodes = node_of(context.plan.num_devices - 1) + 1
+    for unit in units:
+        keeper = (unit.node + 1) % num_nodes
+        for row, offload in zip(unit.rows, unit.copies, strict=True):
+            if node_of(int(devices[row])) != keeper:
+                _add_pull(context, unit, row, offload, target=keeper)
+
+
+def _add_pull(context: Context, unit: _Unit, row: int, offload: int, *, target: int) -> int:
+    """Adds the transfer, to a node, of a unit's part of what another one offloaded; returns its
+    task.
+    """
     device = int(context.columns.devices[row])
-    blocks = context.costs.blocks
+    blocks, source = context.costs.blocks, context.cluster.node_of(device)
     task = context.builder.add(
         1,
         lane=Lane.REDUCE,
@@ -207,7 +223,7 @@ def _add_pull(context: Context, unit: _Unit, row: int, source: int, offload: int
         origins=row,
         places=device,
         amounts=added(blocks[block].gradient_bytes for block in unit.blocks),
-        routes=context.network.nodes(source, unit.node),
+        routes=context.network.nodes(source, target),
         delays=context.cluster.latency_s,
         unordered=True,
     )

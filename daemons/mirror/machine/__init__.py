@@ -1,0 +1,1 @@
+"""What a mirrord decides: pure, without clocks, files or sockets."""
