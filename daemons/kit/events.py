@@ -14,9 +14,12 @@ from penstock.protocol.errors import ExitCode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainAsked:
-    """The scheduler asks this member to leave the old epoch; ``epoch`` is the next one."""
+    """The scheduler asks this member to leave the old epoch; ``epoch`` is the next one. ``saving``:
+    number of the save that goes on meanwhile, 0 if none does.
+    """
 
     epoch: int
+    saving: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +100,11 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Say:
-    """Write to the log what an operator wants to read there."""
+    """Write to the log what an operator wants to read there; ``cause``: the failure it is about."""
 
     text: str
     warning: bool = False
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

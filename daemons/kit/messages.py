@@ -15,7 +15,7 @@ from penstock.daemons.kit.events import (
     SendReady,
     ShutdownAsked,
 )
-from penstock.protocol.errors import ending_code
+from penstock.protocol.errors import ProtocolError, ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import RECORD_FIELDS, CommitRecord
 
@@ -23,7 +23,7 @@ E = TypeVar("E")
 
 COMMON_EVENTS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
-        "drain": lambda m: DrainAsked(epoch=m.epoch),
+        "drain": lambda m: DrainAsked(epoch=m.epoch, saving=m.saving),
         "begin": lambda m: BeginAsked(epoch=m.epoch),
         "shutdown": lambda m: ShutdownAsked(
             reason=m.reason, code=ending_code(m.exit_code), keep_memory=m.keep_memory
@@ -63,6 +63,9 @@ def record_of(message: pb.Record) -> CommitRecord:
     """Returns the commit record that a message carries.
 
     Raises:
-        ValueError: its decision is none.
+        ProtocolError: its decision is none.
     """
-    return CommitRecord.of(getattr(message, name) for name in RECORD_FIELDS)
+    try:
+        return CommitRecord.of(getattr(message, name) for name in RECORD_FIELDS)
+    except ValueError as error:
+        raise ProtocolError(f"a commit record: {error}") from error

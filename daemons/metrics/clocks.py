@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from penstock.daemons.metrics.exporter import keys_of_metrics
 from penstock.daemons.metrics.sheet import Sheet
 from penstock.daemons.metrics.targets import addresses
-from penstock.protocol.run.files import parse_json
+from penstock.protocol.run.files import DAMAGED, parse_json
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.identity import METRICS_HOST
 
@@ -73,7 +73,7 @@ def compare(url: str, context: ssl.SSLContext | None) -> Exchange:
         connection.close()
     try:
         theirs_s = float(parse_json(text)["seconds"])
-    except (KeyError, TypeError) as error:
+    except DAMAGED as error:
         raise ValueError(f"{url}: {text!r} is no time") from error
     return Exchange(
         at_s=time.monotonic(),

@@ -31,6 +31,7 @@ from penstock.protocol.run.names import (
     devices_of_node,
     memoryd_name,
     metricsd_name,
+    mirrord_name,
     node_index,
     node_member_name,
     optimizerd_name,
@@ -116,5 +117,7 @@ def _usual(config: Config, node: str) -> Sequence[str]:
     """Returns the processes that a node has if it has no helpers."""
     index = node_index(config, node)
     names = [node_member_name(node), memoryd_name(node), optimizerd_name(node)]
+    if config.mirrors:
+        names.append(mirrord_name(node))
     names += [worker_name(device) for device in devices_of_node(config, index)]
     return [SCHEDULERD, *names] if index == 0 else names

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.run.files import make_directory, parse_json, write_atomically
+from penstock.protocol.run.files import DAMAGED, make_directory, parse_json, write_atomically
 from penstock.protocol.run.names import node_index
 from penstock.protocol.run.rundir import RunDirectory
 
@@ -102,10 +102,10 @@ def addresses(run_dir: Path) -> dict[str, str]:
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
     try:
         for entry in parse_json(path.read_bytes()):
-            labels = entry["labels"]
-            if entry["targets"] and {"__scheme__", "node"} <= labels.keys():
+            labels, targets = entry["labels"], entry["targets"]
+            if targets and {"__scheme__", "node"} <= labels.keys() and type(targets) is list:
                 yield entry
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, *DAMAGED):
         return  # being replaced, or none of ours
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.run.files import parse_json, write_atomically
+from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
 
 _NAME = "critical.json"
 
@@ -47,7 +47,7 @@ class Analysed:
                 critical_s={str(k): _seconds(v) for k, v in found["critical_s"].items()},
                 savings_s={str(k): _seconds(v) for k, v in found["savings_s"].items()},
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, *DAMAGED):
             return None
 
     @staticmethod

@@ -35,6 +35,7 @@ class EffectTimes:
         self._reported_s: float | None = None
         self._decided_s: float | None = None
         self._settling_s: float | None = None
+        self._preparing = False
 
     def begins(self, effect: Effect) -> None:
         """An effect is about to be carried out."""
@@ -44,13 +45,15 @@ class EffectTimes:
 
     def done(self) -> None:
         """A list of effects was carried out. Who has nothing to announce now, waits for a call."""
-        if self._settling_s is None:
+        if self._settling_s is None and not self._preparing:
             self._go_on(self._clock())
 
     def _on_send(self, effect: Send) -> None:
         kind = effect.message.WhichOneof("body")
         if kind == "amend" and self._reported_s is None:
             self._reported_s = self._clock()
+        elif kind == "settle" and self._preparing:
+            self._go_on(self._clock())  # nothing else is done until the save is over
         elif kind == "settle" and self._settling_s is None:
             self._settling_s = self._clock()
         elif kind in _GOING_ON:
@@ -68,16 +71,18 @@ class EffectTimes:
             self._reported_s = None
 
     def _on_save(self, effect: PrepareSave) -> None:
-        """Members settled for a save, not to take back a step."""
-        self._go_on(self._settling_s)
+        """The next attempt waits for the save's beginning."""
+        self._preparing = True
 
     def _on_epoch(self, effect: JournalEpoch) -> None:
+        self._preparing = False
         self._reported_s = self._decided_s = self._settling_s = None
 
     def _go_on(self, now_s: float | None) -> None:
         if self._decided_s is not None and now_s is not None:
             self._metrics.went_on(now_s - self._decided_s)
         self._decided_s = self._settling_s = None
+        self._preparing = False
 
     _HANDLERS: ClassVar[Mapping[type, Callable[[EffectTimes, Any], None]]] = {
         Send: _on_send,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,14 +20,17 @@ from penstock.daemons.scheduler.machine.events import (
     Disconnect,
     Effect,
     Event,
+    FindSaved,
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    JournalGenerations,
     NoteEnd,
     PrepareSave,
     Refuse,
     Reply,
     ReplyError,
+    SavedFound,
     SaveFinished,
     SavePrepared,
     Send,
@@ -37,12 +40,40 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
+from penstock.protocol import world
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.names import SCHEDULERD
 
 _log = logging.getLogger("penstock.scheduler")
+
+
+class DiskThread:
+    """Does what takes a disk's time while the machine's thread goes on; one thing at a time."""
+
+    def __init__(self, put: Callable[[Event], None]) -> None:
+        """What comes of it is ``put`` as an event."""
+        self._put = put
+        self._pool = world.executor(1, "saved-states")
+
+    def run(self, work: Callable[[], Event], failed: Callable[[str], Event]) -> None:
+        """Do ``work`` soon; if it fails, the event is what ``failed`` makes of the error."""
+        self._pool.submit(self._run, work, failed)
+
+    def close(self) -> None:
+        """Wait for the end of what is being done."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, work: Callable[[], Event], failed: Callable[[str], Event]) -> None:
+        try:
+            event = work()
+        except PenstockError as error:
+            event = failed(str(error))
+        except Exception as error:
+            _log.exception("cannot finish what a save needs of the disk")
+            event = failed(repr(error))
+        self._put(event)
 
 
 class SchedulerEffects:
@@ -58,6 +89,7 @@ class SchedulerEffects:
         service: SchedulerServer,
         journal: Journal,
         saved: SavedStates,
+        disk_thread: DiskThread,
         metrics_file: MetricsFile,
         metrics: SchedulerMetrics,
         times: EffectTimes,
@@ -72,6 +104,7 @@ class SchedulerEffects:
         self._service = service
         self._journal = journal
         self._saved = saved
+        self._disk_thread = disk_thread
         self._metrics_file = metrics_file
         self._metrics = metrics
         self._times = times
@@ -122,24 +155,39 @@ class SchedulerEffects:
     def _journal_evaluation(self, effect: JournalEvaluation) -> None:
         self._journal.evaluate(effect)
 
+    def _journal_generations(self, effect: JournalGenerations) -> None:
+        self._journal.replace(effect)
+
     def _append_metrics(self, effect: AppendMetrics) -> None:
         self._metrics_file.append(effect.metrics_json)
         self._metrics.line(effect.metrics_json)
 
-    def _prepare_save(self, effect: PrepareSave) -> Event:
-        try:
+    def _prepare_save(self, effect: PrepareSave) -> None:
+        def prepare() -> Event:
             self._saved.prepare(Path(effect.directory))
-        except PenstockError as error:
-            return SavePrepared(error=str(error))
-        return SavePrepared()
+            return SavePrepared(number=effect.number)
 
-    def _complete_save(self, effect: CompleteSave) -> Event:
-        try:
+        self._disk_thread.run(
+            prepare, lambda error: SavePrepared(number=effect.number, error=error)
+        )
+
+    def _complete_save(self, effect: CompleteSave) -> None:
+        finished = partial(SaveFinished, number=effect.number, version=effect.version)
+
+        def complete() -> Event:
             directory = self._saved.complete(effect)
-        except PenstockError as error:
-            return SaveFinished(version=effect.version, directory="", error=str(error))
-        self._metrics.saved(time.time())
-        return SaveFinished(version=effect.version, directory=str(directory))
+            self._metrics.saved(world.wall())
+            return finished(directory=str(directory))
+
+        self._disk_thread.run(complete, lambda error: finished(directory="", error=error))
+
+    def _find_saved(self, effect: FindSaved) -> None:
+        def find() -> Event:
+            found = self._saved.newest(effect.below)
+            error = f"no saved state is older than step {effect.below}" if found is None else ""
+            return SavedFound(saved=found, error=error)
+
+        self._disk_thread.run(find, lambda error: SavedFound(saved=None, error=error))
 
     def _reply(self, effect: Reply | ReplyError) -> None:
         if isinstance(effect, Reply) and isinstance(effect.reply, pb.StatusReply):
@@ -156,7 +204,9 @@ class SchedulerEffects:
         status.inputs = self._inputs
 
     def _say(self, effect: Say) -> None:
-        _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
+        extra = {"cause": effect.cause} if effect.cause else None
+        level = logging.WARNING if effect.warning else logging.INFO
+        _log.log(level, "%s", effect.text, extra=extra)
         if effect.warning:
             sys.stderr.write(f"{SCHEDULERD}: {effect.text}\n")
             sys.stderr.flush()
@@ -177,9 +227,11 @@ class SchedulerEffects:
         JournalEpoch: _journal_epoch,
         JournalDecision: _journal_decision,
         JournalEvaluation: _journal_evaluation,
+        JournalGenerations: _journal_generations,
         AppendMetrics: _append_metrics,
         PrepareSave: _prepare_save,
         CompleteSave: _complete_save,
+        FindSaved: _find_saved,
         Reply: _reply,
         ReplyError: _reply,
         Say: _say,
@@ -195,7 +247,7 @@ def leave_word(run_dir: Path, end: NoteEnd) -> None:
         code=end.code,
         keep_memory=end.keep_memory,
         failed=end.failed,
-        written_s=time.time(),
+        written_s=world.wall(),
     )
     try:
         note.write(run_dir)

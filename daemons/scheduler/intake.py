@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ import grpc
 
 from penstock.daemons.scheduler.callers import Caller, SentAway
 from penstock.daemons.scheduler.machine.events import Event
+from penstock.protocol import world
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.logs import Complaints
 from penstock.protocol.security.admission import Admission, Party
@@ -43,7 +42,7 @@ class StreamCredit:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # of what follows; nothing waits while it is held
+        self._lock = world.lock()  # of what follows; nothing waits while it is held
         self._free = MAX_UNREAD
         self._awaited: asyncio.Future[None] | None = None
 
@@ -75,7 +74,7 @@ class EventQueue:
     """The queue before the machine. ``put`` may be called by any thread, and by signal handlers."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Event, StreamCredit | None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Event, StreamCredit | None]] = world.queue()
 
     def put(self, event: Event, room: StreamCredit | None = None) -> None:
         """Queue an event; ``room`` is given back when it is taken."""
@@ -159,7 +158,7 @@ class Strangers:
 
     def enter(self, cut: Callable[[], Any]) -> int:
         """Somebody came, whom ``cut`` sends away. A number for :meth:`leave`."""
-        stranger = _Stranger(cut=cut, due_s=time.monotonic() + PATIENCE_S)
+        stranger = _Stranger(cut=cut, due_s=world.monotonic() + PATIENCE_S)
         number, self._next = self._next, self._next + 1
         self._present[number] = stranger
         surplus = []

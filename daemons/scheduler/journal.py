@@ -2,15 +2,25 @@
 
 Tables::
 
-    meta         key, value                    format and run id
+    meta         key, value                    format, run id; the last line of a metrics.jsonl that
+                                               was there before the journal
     epochs       epoch, next_attempt, pids     a row before any message of the epoch
     decisions    seq, epoch, record, position  a row before any message about the decision;
                                                the position's object has the row's checksum
     evaluations  evaluation, version           a row per finished evaluation
+    generations  member, incarnation, generation, epoch
+                                               a row before memory is filled from a partner
     metrics      seq, line                     the lines of metrics.jsonl, in the same transaction
 
 WAL with ``synchronous=FULL``: a row is on disk when the call returns. A process that is killed in
-the middle of a write leaves a log whose unfinished end SQLite ignores.
+the middle of a write leaves a log whose unfinished end SQLite ignores, or a row that is complete
+but not on disk: whoever opens the file next forces it there.
+
+In exclusive mode: the lock is held as long as the file is open, so a second scheduler of the run is
+refused, and the log needs no memory that processes share, which no network file system has
+(https://www.sqlite.org/wal.html, "Use of WAL Without Shared-Memory"). File systems without locks
+are refused (:mod:`penstock.daemons.scheduler.file_system`). The kernel gives the lock back when its
+holder dies; a server on the network does so when the holder's machine is silent for its lease.
 """
 
 from __future__ import annotations
@@ -23,23 +33,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.daemons.scheduler.file_system import Locks, check_locks
 from penstock.daemons.scheduler.machine.events import (
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    JournalGenerations,
 )
 from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
+from penstock.protocol import world
 from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.run.files import no_room
 from penstock.protocol.run.seal import CHECKSUM, check_object, with_checksum
 from penstock.shm.control import RECORD_FIELDS, CommitRecord, Decision
 
 FORMAT = "1"
-BUSY_TIMEOUT_S = 5.0
+BUSY_TIMEOUT_S = 1.0
+"""A process that was killed may hold its locks a moment longer."""
+NETWORK_BUSY_TIMEOUT_S = 120.0
+"""A file server keeps the locks of a machine that died for its lease, 90 s by default with NFS."""
 _log = logging.getLogger(__name__)
 _MAX_COUNT = 2**31
 _ADVICE = "put an intact copy there, or move it away: then the newest saved state counts"
+_BESIDE = "metrics_before"
 ROOM_BYTES = 64 << 10
 """What a journal should have room for at any time: its log's index, and some rows."""
 _FAILED_WRITES = frozenset(
@@ -53,6 +70,9 @@ _FAILED_WRITES = frozenset(
 )
 """What SQLite says of full disks where it does not say so, and of quotas."""
 
+_PRIMARY = 0xFF
+"""What SQLite's extended codes have of the primary one."""
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS epochs (
@@ -61,10 +81,26 @@ CREATE TABLE IF NOT EXISTS decisions (
     seq INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, {record}, position TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS evaluations (
     evaluation INTEGER PRIMARY KEY, version INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS generations (
+    member TEXT NOT NULL, incarnation INTEGER NOT NULL, generation INTEGER NOT NULL,
+    epoch INTEGER NOT NULL, PRIMARY KEY (member, incarnation, generation));
 CREATE TABLE IF NOT EXISTS metrics (seq INTEGER PRIMARY KEY, line TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS metrics_by_phase ON metrics ({phase}, seq);
 """
+_PHASE = "json_extract(line, '$.phase')"
+"""An evaluation may be a million lines back: a scheduler that starts must not read them all."""
 _RECORD_COLUMNS = ", ".join(RECORD_FIELDS)
 _COLUMN_TYPES = {int: "INTEGER NOT NULL", float: "REAL NOT NULL"}
+
+
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises for a damaged file; some of its messages quote the damage, and cannot be read
+themselves.
+"""
+
+
+class JournalInUseError(StateError):
+    """Another scheduler has the journal: the run is its, and nobody may be told otherwise."""
 
 
 class Journal:
@@ -75,28 +111,43 @@ class Journal:
 
         Raises:
             CapacityError: its disk has no room for it.
+            ConfigError: its file system has no locks.
+            JournalInUseError: another scheduler has it.
             StateError: the file is no journal of this run, or damaged; nothing was changed.
         """
         self.path = path
+        self._file: tuple[int, int] | None = None
+        timeout_s = BUSY_TIMEOUT_S
+        if check_locks(path) is Locks.OF_A_SERVER:
+            timeout_s = NETWORK_BUSY_TIMEOUT_S
         try:
-            self._connection = sqlite3.connect(
-                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
+            self._connection = world.database(path, timeout_s=timeout_s)
         except sqlite3.Error as error:
             raise self._explained("cannot be opened as a journal", error) from error
         try:
-            # FULL: COMMIT returns when the log is on disk. With NORMAL, the default of many, a
-            # power cut could undo a decision that was announced.
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = FULL")
-            self._connection.executescript(_schema())
-            self._identify(run_id)
-        except sqlite3.DatabaseError as error:
+            self._take_hold(run_id)
+        except _UNREADABLE as error:
             self.close()
             raise self._explained("cannot be read as a journal", error) from error
-        except PenstockError:
-            self.close()
+        except BaseException:
+            self.close()  # or its lock would refuse the next one that opens the file
             raise
+        self._file = _identity(path)
+
+    def _take_hold(self, run_id: str) -> None:
+        # Before anything reads: only then the log's index is kept in this process's memory.
+        self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        # FULL: COMMIT returns when the log is on disk. With NORMAL, the default of many, a power
+        # cut could undo a decision that was announced.
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("BEGIN IMMEDIATE")  # the lock, which stays
+        self._connection.execute("COMMIT")
+        # A scheduler that was killed in a COMMIT may have left a row that is not on disk yet. It
+        # counts for whoever reads it, so no power cut may undo it: this forces the log to disk.
+        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self._connection.executescript(_schema())
+        self._identify(run_id)
 
     def close(self) -> None:
         """Close the file."""
@@ -110,7 +161,7 @@ class Journal:
         """
         try:
             return self._load()
-        except sqlite3.Error as error:
+        except _UNREADABLE as error:
             raise self._explained("cannot be read as a journal", error) from error
         except (ValueError, OverflowError, TypeError, RecursionError) as error:
             raise StateError(f"{self.path}: damaged: {error!r}; {_ADVICE}") from error
@@ -129,17 +180,8 @@ class Journal:
 
     def decide(self, effect: JournalDecision) -> None:
         """Write a decision; only when this returns it is durable, and anyone may hear of it."""
-        record = effect.record
         with self._transaction():
-            self._connection.execute(
-                f"INSERT INTO decisions (epoch, position, {_RECORD_COLUMNS})"
-                f" VALUES (?, ?{', ?' * len(RECORD_FIELDS)})",
-                (
-                    effect.epoch,
-                    json.dumps(_sealed(effect.epoch, effect.position, record)),
-                    *record.values,
-                ),
-            )
+            self._insert_decision(effect.epoch, effect.position, effect.record)
             self._append_line(effect.metrics_json)
 
     def evaluate(self, effect: JournalEvaluation) -> None:
@@ -150,17 +192,65 @@ class Journal:
             )
             self._append_line(effect.metrics_json)
 
+    def go_back(self, position: Position, attempt: int, incarnation: int) -> None:
+        """Forget, in one transaction, what was decided and measured after ``attempt``, when the run
+        stood at ``position``. Memory has to be filled anew: no other is of ``incarnation``. Numbers
+        of epochs and attempts go on.
+
+        Raises:
+            CapacityError, StateError: it cannot be written; nothing of it was.
+        """
+        facts = self.load()
+        record = CommitRecord.of_restore(
+            position.version, incarnation, attempt=max(attempt, facts.next_attempt - 1)
+        )
+        with self._transaction():
+            execute = self._connection.execute
+            execute("DELETE FROM decisions WHERE attempt > ?", (attempt,))
+            execute("DELETE FROM evaluations WHERE version > ?", (position.version,))
+            execute("DELETE FROM metrics WHERE json_extract(line, '$.attempt') > ?", (attempt,))
+            self._insert_decision(facts.epoch, position, record)
+
+    def check_beside(self, line: str) -> None:
+        """Hold the last line of ``metrics.jsonl`` against the journal, which had each line first.
+
+        Raises:
+            StateError: it is of a step that the journal does not know: rows are lost.
+        """
+        before = self._first("SELECT value FROM meta WHERE key = ?", _BESIDE)
+        facts = self.load()
+        if before is None and facts.position is None:
+            with self._transaction():
+                self._connection.execute("INSERT INTO meta VALUES (?, ?)", (_BESIDE, line))
+            return
+        step, version = _step_of(line), 0 if facts.record is None else facts.record.version
+        known = not line or (before is not None and before[0] == line)
+        if known or step <= version or self.lines_after(line) is not None:
+            return
+        raise StateError(
+            f"{self.path}: ends at step {version}, metrics.jsonl beside it at step {step}: rows are"
+            f" lost, as when it was copied, or restored, without {self.path.name}-wal; put both"
+            " files there as they were, or, to go on from the newest saved state, move"
+            f" {self.path.name} and {self.path.name}-wal away"
+        )
+
+    def replace(self, effect: JournalGenerations) -> None:
+        """Write that memory begins a new generation; it is durable when this returns."""
+        rows = [
+            (name, effect.incarnation, generation, effect.epoch)
+            for name, generation in effect.generations
+        ]
+        with self._transaction():
+            self._connection.executemany("INSERT INTO generations VALUES (?, ?, ?, ?)", rows)
+
     def newest_line(self, phase: str) -> str:
         """Returns the last metrics line of a phase, ``train`` or ``eval``; empty without one.
 
         Raises:
             StateError: the journal cannot be read.
         """
-        query = "SELECT line FROM metrics WHERE line LIKE ? ORDER BY seq DESC LIMIT 1"
-        try:
-            found = self._connection.execute(query, (f'%"phase": "{phase}"%',)).fetchone()
-        except sqlite3.Error as error:
-            raise self._explained("cannot be read", error) from error
+        query = f"SELECT line FROM metrics WHERE {_PHASE} = ? ORDER BY seq DESC LIMIT 1"
+        found = self._first(query, phase)
         return found[0] if found else ""
 
     def lines_after(self, line: str) -> list[str] | None:
@@ -171,7 +261,18 @@ class Journal:
         """
         try:
             return self._lines_after(line)
-        except sqlite3.Error as error:
+        except _UNREADABLE as error:
+            raise self._explained("cannot be read", error) from error
+
+    def _first(self, query: str, value: str) -> Any:
+        """Returns the first row that a query with ``value`` finds, or None.
+
+        Raises:
+            StateError: the journal cannot be read.
+        """
+        try:
+            return self._connection.execute(query, (value,)).fetchone()
+        except _UNREADABLE as error:
             raise self._explained("cannot be read", error) from error
 
     def _lines_after(self, line: str) -> list[str] | None:
@@ -195,7 +296,10 @@ class Journal:
             return
         for key, value in expected.items():
             if found.get(key) != value:
-                raise StateError(f"{self.path}: {key} is {found.get(key)!r}, expected {value!r}")
+                raise StateError(
+                    f"{self.path}: {key} is {found.get(key)!r}, expected {value!r}: it is another"
+                    f" run's, or another Penstock's; {_ADVICE}"
+                )
 
     def _load(self) -> JournalFacts:
         execute = self._connection.execute
@@ -227,7 +331,15 @@ class Journal:
             evaluation=evaluation[0],
             evaluated=min(evaluation[1], record.version if record is not None else 0),
             last_metrics_json=line[0] if line is not None else "",
+            generations=self._generations(record),
         )
+
+    def _generations(self, record: CommitRecord | None) -> tuple[tuple[str, int], ...]:
+        if record is None:
+            return ()
+        query = "SELECT member, MAX(generation) FROM generations WHERE incarnation = ? GROUP BY 1"
+        found = self._connection.execute(query, (record.incarnation,)).fetchall()
+        return tuple((str(member), int(generation)) for member, generation in found)
 
     def _decision(self, row: tuple[Any, ...]) -> tuple[CommitRecord, Position]:
         """Record and position of a row, held against the checksum that is stored with them."""
@@ -241,14 +353,25 @@ class Journal:
             _log.warning("%s has no checksum (of an older Penstock): it is taken as it is", source)
         return record, position
 
+    def _insert_decision(self, epoch: int, position: Position, record: CommitRecord) -> None:
+        self._connection.execute(
+            f"INSERT INTO decisions (epoch, position, {_RECORD_COLUMNS})"
+            f" VALUES (?, ?{', ?' * len(RECORD_FIELDS)})",
+            (epoch, json.dumps(_sealed(epoch, position, record)), *record.values),
+        )
+
     def _append_line(self, line: str) -> None:
         if line:
             self._connection.execute("INSERT INTO metrics (line) VALUES (?)", (line,))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        if self._file is not None and _identity(self.path) != self._file:
+            raise StateError(
+                f"{self.path}: is not the file any more that this scheduler writes to: it was moved"
+                " or replaced while the run goes on; put it back"
+            )
         try:
-            # IMMEDIATE takes the write lock now: a second scheduler fails here, not at its COMMIT.
             self._connection.execute("BEGIN IMMEDIATE")
             yield
             self._connection.execute("COMMIT")
@@ -259,14 +382,38 @@ class Journal:
                 raise self._explained("cannot be written", error) from error
             raise
 
-    def _explained(self, what: str, error: sqlite3.Error) -> PenstockError:
+    def _explained(self, what: str, error: Exception) -> PenstockError:
         """Returns the error to raise: SQLite has many codes for what a full disk does to it."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         if code == sqlite3.SQLITE_FULL or code in _FAILED_WRITES:
             return no_room(self.path, ROOM_BYTES)
+        if code & _PRIMARY == sqlite3.SQLITE_BUSY:
+            return JournalInUseError(
+                f"{self.path}: another scheduler of this run has it open, here or on a machine that"
+                " shares the folder: stop that one first (penstock stop), or wait until its process"
+                " is gone; a file server may keep the lock of a dead machine for some minutes"
+            )
         if not self.path.is_file():
             return StateError(f"{self.path}: is no file; move away what is there")
         return StateError(f"{self.path}: {what}: {error}; {_ADVICE}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Returns device and inode; None when there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _step_of(line: str) -> int:
+    """Returns the step that a line of metrics is about; 0 for a line of somebody else."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
+    return step if type(step) is int else 0
 
 
 def _check_counts(epoch: Any, next_attempt: Any, evaluation: Any) -> None:
@@ -300,4 +447,4 @@ def _beside(epoch: int, record: CommitRecord) -> dict[str, Any]:
 
 def _schema() -> str:
     columns = (f"{name} {_COLUMN_TYPES[kind]}" for name, kind in RECORD_FIELDS.items())
-    return _SCHEMA.format(record=", ".join(columns))
+    return _SCHEMA.format(record=", ".join(columns), phase=_PHASE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter as CountBy
 from typing import Any
 
@@ -14,7 +15,10 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.metrics.scheduler import MEMBER_STATES, PHASES, SCHEDULER
+from penstock.protocol.run.files import DAMAGED, parse_json
 from penstock.shm.table import DType
+
+_log = logging.getLogger(__name__)
 
 _GAUGES = {
     "loss": "penstock_loss",
@@ -51,18 +55,22 @@ class SchedulerMetrics:
         """Show what a scheduler before this one has left: its last lines (empty: there is none),
         when its newest saved state was complete, and how far it came.
         """
-        if train_line:
-            fields = json.loads(train_line)
-            self._show(fields)
-            if "time" in fields:  # lines of an older Penstock have none
-                self._page.set("penstock_last_commit_timestamp_seconds", fields["time"])
-        if eval_line:
-            self._show_evaluation(json.loads(eval_line))
+        for line, show in ((train_line, self._show_last), (eval_line, self._show_evaluation)):
+            try:
+                if line:
+                    show(parse_json(line))
+            except DAMAGED as error:
+                _log.warning("metrics show nothing of a damaged line of the journal: %r", error)
         if saved_at_s is not None:
             self._page.set("penstock_last_snapshot_timestamp_seconds", saved_at_s)
         if position is not None:
             self._page.set("penstock_step", position.version)
             self._page.set("penstock_data_position_samples", position.data_position)
+
+    def _show_last(self, fields: dict[str, Any]) -> None:
+        self._show(fields)
+        if "time" in fields:  # lines of an older Penstock have none
+            self._page.set("penstock_last_commit_timestamp_seconds", fields["time"])
 
     def line(self, metrics_json: str) -> None:
         """An attempt was decided, or an evaluation is done."""

@@ -50,9 +50,11 @@ class MetricsFile:
 
         Raises:
             ConfigError: the file cannot be read or cut off.
+            StateError: it has a step that the journal has lost.
         """
         with writing(self._path, _LINE_BYTES):
             self._last = self._repair_tail() if self._path.exists() else ""
+        self._journal.check_beside(self._last)
         missing = self._journal.lines_after(self._last)
         if missing is None:
             _log.warning("%s ends with a line the journal does not know: left as is", self._path)

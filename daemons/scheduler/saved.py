@@ -8,91 +8,128 @@ contain is memoryd's business (:mod:`penstock.daemons.memory.snapshot`).
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
+import logging
+import sys
 from pathlib import Path
 
+from penstock.daemons.memory.disk import DISK, Disk
 from penstock.daemons.memory.snapshot import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
     Manifest,
-    block_file,
     read_manifest,
 )
-from penstock.daemons.scheduler.machine.events import CompleteSave
-from penstock.daemons.scheduler.machine.mirror import SavedState
+from penstock.daemons.memory.states import check_files, checked_manifest, saved_steps
+from penstock.daemons.memory.tensorfile import DamagedError
+from penstock.daemons.scheduler.machine.events import CompleteSave, SavedState
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import make_directory, sync_directory, writing
-from penstock.protocol.run.rundir import SHARED
+from penstock.protocol.run.files import writing
+from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.seal import with_checksum
 
 TEMPORARY_PREFIX = ".tmp-step-"
-_STEP = re.compile(r"step-(\d{8,})")
+REPLACED_PREFIX = ".replaced-"
+_log = logging.getLogger(__name__)
 
 
 class SavedStates:
     """The ``state`` directory of a run."""
 
     def __init__(
-        self, state_dir: Path, *, run_id: str, table_digest: str, num_blocks: int, keep: int
+        self,
+        state_dir: Path,
+        *,
+        run_id: str,
+        table_digest: str,
+        num_blocks: int,
+        keep: int,
+        keep_every: int = 0,
+        disk: Disk = DISK,
     ) -> None:
+        """``keep``: so many of the newest are kept, and those whose step is a multiple of
+        ``keep_every``, unless that is 0.
+        """
         self._state_dir = state_dir.absolute()
         self._run_id = run_id
         self._table_digest = table_digest
         self._num_blocks = num_blocks
         self._keep = keep
+        self._keep_every = keep_every
+        self._disk = disk
 
-    def newest(self) -> SavedState | None:
-        """Returns the newest saved state, checked: manifest, list of files, their sizes.
+    def newest(self, below: int | None = None) -> SavedState | None:
+        """Returns the newest whole saved state (of those before step ``below``), checked: manifest,
+        list of files, their sizes. Damaged ones are left out, with a warning for each.
 
         Checksums are memoryd's to check, when it reads the files.
 
         Raises:
-            StateError: it is damaged or of another model; names the file. Nothing was touched.
+            StateError: there are saved states, and all are damaged, or the newest is of another
+                model; names the file. Nothing was touched.
         """
-        found = self._steps()
-        if not found:
-            return None
-        version, directory = found[-1]
-        manifest = read_manifest(directory)
+        damage: list[str] = []
+        for version, directory in reversed(saved_steps(self._state_dir)):
+            if below is not None and version >= below:
+                continue
+            try:
+                found = self.checked(version, directory)
+            except DamagedError as error:
+                damage.append(str(error))
+                continue
+            for text in damage:
+                warn(f"{text}; the saved state of step {version} is the newest that is whole")
+            return found
+        if damage:
+            raise StateError(f"{'; '.join(damage)}; no older saved state is whole")
+        return None
+
+    def checked(self, version: int, directory: Path) -> SavedState:
+        """Returns a saved state whose manifest, list of files and sizes are right.
+
+        Raises:
+            DamagedError: they are not.
+            StateError: it is of another model.
+        """
+        manifest = checked_manifest(
+            directory, version, table_digest=self._table_digest, num_blocks=self._num_blocks
+        )
         path = directory / MANIFEST_NAME
-        if manifest.table_digest != self._table_digest:
-            raise StateError(
-                f"{path}: saved from another model: its block table has digest"
-                f" {manifest.table_digest[:12]}, this run's {self._table_digest[:12]}"
-            )
-        position = Position.from_fields(manifest.scheduler, str(path))
-        if manifest.version != version or position.version != version:
-            raise StateError(
-                f"{path}: is of version {manifest.version} at position {position.version}, its"
-                f" directory says {version}"
-            )
-        self._check_files(directory, manifest)
+        position = _position(manifest, path)
+        if position.version != version:
+            raise DamagedError(f"{path}: its position is that of version {position.version}")
         return SavedState(version=version, directory=str(directory), position=position)
 
     def prepare(self, directory: Path) -> None:
-        """Make an empty directory for a new state; temporary ones of earlier runs go.
+        """Make an empty directory for a new state. Those of earlier saves are left alone: a memoryd
+        may not have heard yet that its save has been given up.
 
         Raises:
             PenstockError: it cannot be made.
         """
-        self.remove_temporary()
-        make_directory(directory)
+        if directory.exists():
+            with writing(directory, 0):
+                self._disk.remove(directory)
+        self._disk.make_directory(directory)
 
     def remove_temporary(self) -> None:
-        """Remove what a save left that was cut short.
+        """Remove what a save left that was cut short; what it was to replace gets its name back.
 
         Raises:
             ConfigError: the disk does not let it go.
         """
+        for replaced in self._state_dir.glob(f"{REPLACED_PREFIX}*"):
+            # A save of the same step was about to take its place, and may not have got there.
+            final = self._state_dir / replaced.name.removeprefix(REPLACED_PREFIX)
+            with writing(replaced, 0):
+                if final.exists():
+                    self._disk.remove(replaced)
+                else:
+                    self._disk.rename(replaced, final)
+                    self._disk.sync_names(self._state_dir)
         for path in self._state_dir.glob(f"{TEMPORARY_PREFIX}*"):
             with writing(path, 0):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:  # nothing of ours, but in the way
-                    path.unlink()
+                self._disk.remove(path)
 
     def complete(self, save: CompleteSave) -> Path:
         """Write the manifest, give the directory its name, remove what is too old.
@@ -114,54 +151,49 @@ class SavedStates:
         }
         text = json.dumps(with_checksum(manifest), indent=1)
         with writing(directory / MANIFEST_NAME, len(text)):
-            _write_synced(directory / MANIFEST_NAME, text)
-        self._check_files(directory, read_manifest(directory))
+            self._write_synced(directory / MANIFEST_NAME, text)
+        check_files(directory, read_manifest(directory), self._num_blocks)
         final = self._state_dir / f"step-{save.version:08d}"
         with writing(final, len(text)):
-            sync_directory(directory)
+            self._disk.sync_names(directory)
             if final.exists():  # of the same step, from before the run went back to an earlier one
-                final.rename(self._state_dir / f"{TEMPORARY_PREFIX}{save.version:08d}-old")
-            directory.rename(final)
-            sync_directory(self._state_dir)
-        self._prune()
+                # Not a temporary name: a crash here must leave one of the two.
+                self._disk.rename(final, self._state_dir / f"{REPLACED_PREFIX}{final.name}")
+            self._disk.rename(directory, final)
+            self._disk.sync_names(self._state_dir)
+        self._prune(save.version)
         return final
 
-    def _prune(self) -> None:
-        """Renamed before it is removed: no step directory is ever half there."""
-        for version, directory in self._steps()[: -self._keep]:
-            doomed = self._state_dir / f"{TEMPORARY_PREFIX}{version:08d}-old"
-            directory.rename(doomed)
+    def _prune(self, version: int) -> None:
+        """Remove what the policy does not keep of the states up to ``version``, which was saved
+        just now; later ones are of before the run went back. Renamed before it is removed: no step
+        directory is ever half there.
+        """
+        older = [found for found in saved_steps(self._state_dir) if found[0] <= version]
+        for step, directory in older[: -self._keep]:
+            if not (self._keep_every and step % self._keep_every == 0):
+                doomed = self._state_dir / f"{TEMPORARY_PREFIX}{step:08d}-old"
+                self._disk.rename(directory, doomed)
         self.remove_temporary()
 
-    def _steps(self) -> list[tuple[int, Path]]:
-        if not self._state_dir.is_dir():
-            return []
-        matches = ((_STEP.fullmatch(path.name), path) for path in self._state_dir.iterdir())
-        return sorted((int(match[1]), path) for match, path in matches if match is not None)
-
-    def _check_files(self, directory: Path, manifest: Manifest) -> None:
-        path = directory / MANIFEST_NAME
-        missing = {block_file(b) for b in range(self._num_blocks)} - set(manifest.files)
-        if missing:
-            raise StateError(f"{path}: lists no {min(missing)} ({len(missing)} files are missing)")
-        for name, entry in manifest.files.items():
-            try:
-                size = (directory / name).stat().st_size
-            except FileNotFoundError as error:
-                raise StateError(f"{directory / name}: is not there; {SHARED}") from error
-            except OSError as error:
-                raise StateError(f"{directory / name}: cannot read it: {error}") from error
-            if size != entry.num_bytes:
-                raise StateError(
-                    f"{directory / name}: has {size} bytes, the manifest says {entry.num_bytes}"
-                )
+    def _write_synced(self, path: Path, text: str) -> None:
+        with self._disk.create(path) as file:
+            self._disk.write(file, text.encode())
+            self._disk.sync(file)
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _position(manifest: Manifest, path: Path) -> Position:
+    try:
+        return Position.from_fields(manifest.scheduler, str(path))
+    except StateError as error:
+        raise DamagedError(str(error)) from error
+
+
+def warn(text: str) -> None:
+    """Say it where it is seen."""
+    _log.warning("%s", text)
+    sys.stderr.write(f"{SCHEDULERD}: {text}\n")
+    sys.stderr.flush()
 
 
 def saved_at_s(state: SavedState | None) -> float | None:

@@ -90,7 +90,8 @@ class DecisionTrace:
         self._begin("save", 0)
 
     def _on_complete(self, effect: CompleteSave) -> None:
-        self._ends = True
+        """Attempts may have gone on long since."""
+        self._ends = self._ends or (self._open is not None and self._open[0] == "save")
 
     _HANDLERS: ClassVar[Mapping[type, Callable[[DecisionTrace, Any], None]]] = {
         Send: _on_send,

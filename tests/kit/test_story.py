@@ -62,10 +62,10 @@ def test_a_contradiction_writes_to_the_log_what_led_to_it(caplog: pytest.LogCapt
     first, *story = caplog.messages
     assert first.startswith("AssertionError('a job answered that was never started")
     assert story == [
-        "#1 at 0.000 s: DrainAsked(epoch=1) => SendDrained(epoch=1)",
-        "#2 at 1.000 s: RestoreAsked(epoch=1, incarnation=4, source='', version=0)"
-        " => StartRestore(incarnation=4, source='', version=0)",
-        "#3 <- #2 at 2.000 s: Restored() => SendRestored(epoch=1, incarnation=4)",
+        "#1 at 0.000 s: DrainAsked(epoch=1, saving=0) => SendDrained(epoch=1)",
+        "#2 at 1.000 s: RestoreAsked(epoch=1, incarnation=4, source='', version=0, replica=None)"
+        " => StartRestore(incarnation=4, source='', version=0, replica=None)",
+        "#3 <- #2 at 2.000 s: Restored() => SendRestored(epoch=1, incarnation=4, damaged='')",
         "#4 <- #2 at 3.000 s: JobCancelled() => nothing",
     ]
 

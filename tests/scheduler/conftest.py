@@ -18,16 +18,19 @@ from penstock.daemons.scheduler.machine.events import (
     Disconnect,
     Effect,
     Event,
+    FindSaved,
     Joined,
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    JournalGenerations,
     NoteEnd,
     PrepareSave,
     Received,
     Refuse,
     Reply,
     ReplyError,
+    SavedState,
     SaveFinished,
     SavePrepared,
     Send,
@@ -35,9 +38,10 @@ from penstock.daemons.scheduler.machine.events import (
 )
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.membership import Membership
-from penstock.daemons.scheduler.machine.mirror import JournalFacts, JournalMirror, SavedState
+from penstock.daemons.scheduler.machine.mirror import JournalFacts, JournalMirror
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.rules import Rules, member_specs
+from penstock.daemons.scheduler.machine.saving.save import Save
 from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -133,6 +137,9 @@ def describe(effect: Effect) -> str | None:
             return f"journal {r.decision.name} v{r.version} a{r.attempt} c={r.coefficient:.4g}"
         case JournalEvaluation(version=version):
             return f"journal evaluation of v{version}"
+        case JournalGenerations(generations=generations):
+            named = ", ".join(f"{name} {generation}" for name, generation in generations)
+            return f"journal generations {named}"
         case Refuse(stream=stream):
             return f"refuse stream {stream}"
         case Disconnect(stream=stream):
@@ -145,6 +152,8 @@ def describe(effect: Effect) -> str | None:
             return f"reply {ticket}"
         case ReplyError(ticket=ticket, error=error):
             return f"error {ticket}: {error}"
+        case FindSaved(below=below):
+            return f"find a saved state before {below}"
         case Exit(code=code):
             return f"exit {code}"
         case AppendMetrics():
@@ -159,7 +168,9 @@ def _fields(kind: str, body: Any) -> str:
         case "drain":
             return f" e{body.epoch}"
         case "restore":
-            return f" e{body.epoch} v{body.version} from {body.source or 'initial weights'}"
+            source = body.partner or body.source or "initial weights"
+            generation = f" generation {body.generation}" if body.generation else ""
+            return f" e{body.epoch} v{body.version} from {source}{generation}"
         case "begin":
             return f" e{body.epoch} v{body.record.version}"
         case "run_attempt":
@@ -292,6 +303,11 @@ class Driver:
             incarnation=0 if committed is None else incarnation, committed=committed or 0
         )
         lines = self.each(self.rules.memoryds, drained=pb.Drained(epoch=self.epoch, memory=memory))
+        replica = pb.ReplicaState(
+            incarnation=memory.incarnation, committed=memory.committed, complete=True
+        )
+        held = pb.Drained(epoch=self.epoch, replica=replica)
+        lines += self.each(self.rules.mirrords, drained=held)
         others = (*self.rules.optimizerds, *self.rules.workers)
         return lines + self.each(others, drained=pb.Drained(epoch=self.epoch))
 
@@ -308,7 +324,8 @@ class Driver:
     def ready(self) -> list[str]:
         """Daemons, then workers say Ready; the lines of the workers' part."""
         ready = pb.Ready(epoch=self.epoch)
-        self.each((*self.rules.memoryds, *self.rules.optimizerds), ready=ready)
+        daemons = (*self.rules.memoryds, *self.rules.optimizerds, *self.rules.mirrords)
+        self.each(daemons, ready=ready)
         return self.each(self.rules.workers, ready=ready)
 
     def begin(self) -> list[str]:
@@ -334,6 +351,12 @@ class Driver:
         status = pb.BlockStatus(block=block, sum_squares=sum_squares, **values)
         return self.say("optimizerd.a", block_status=status)
 
+    def heard(self, optimizerd: str, attempt: int | None = None) -> list[str]:
+        """An optimizerd without blocks to train knows of the attempt."""
+        number = self.attempt if attempt is None else attempt
+        heard = pb.AttemptHeard(epoch=self.epoch, attempt=number)
+        return self.say(optimizerd, attempt_heard=heard)
+
     def run_attempt(self, sum_squares: float = 0.125, finite: bool = True) -> list[str]:
         """All report the attempt; the lines of the last report (the decision)."""
         for worker in self.rules.workers:
@@ -347,20 +370,41 @@ class Driver:
         return self.say("optimizerd.a", amended=pb.Amended(epoch=self.epoch, attempt=self.attempt))
 
     def save(self, error: str = "") -> list[str]:
-        """Settle, write, complete; the lines after the last event."""
-        version = self.machine.mirror.version
-        settled = pb.Settled(epoch=self.epoch, version=version)
+        """Pin, settle what is asked, write, complete; the lines after the last event."""
+        self.pin()
+        settled = pb.Settled(epoch=self.epoch, version=self.machine.mirror.version)
         self.each(self.rules.optimizerds, settled=settled)
-        lines = self.feed(SavePrepared())
+        return self.written(error)
+
+    def pin(self) -> list[str]:
+        """The save's directory is there, and all memoryds hold back sweeps; the last lines."""
+        save = self.machine.saves.under_way
+        assert save is not None
+        self.feed(SavePrepared(number=save.number))
+        return self.each(self.rules.memoryds, pinned=pb.Pinned(**self._about(save)))
+
+    def written(self, error: str = "") -> list[str]:
+        """The memoryds have written, the disk has all; the lines after the last event."""
+        save = self.machine.saves.under_way
+        assert save is not None
         for memoryd in self.rules.memoryds:
             file = pb.SavedFile(name=f"of-{memoryd}", bytes=3, sha256="ab")
-            files = [] if error else [file]
-            saved = pb.Saved(epoch=self.epoch, version=version, files=files, error=error)
+            saved = pb.Saved(
+                **self._about(save),
+                files=[] if error else [file],
+                error=error,
+                write_seconds=self.now_s - save.started_s,
+            )
             lines = self.say(memoryd, saved=saved)
         if error:
             return lines
-        directory = f"/run/state/step-{version:08d}"
-        return self.feed(SaveFinished(version=version, directory=directory))
+        directory = f"/run/state/step-{save.version:08d}"
+        return self.feed(
+            SaveFinished(number=save.number, version=save.version, directory=directory)
+        )
+
+    def _about(self, save: Save) -> dict[str, int]:
+        return {"epoch": save.epoch, "version": save.version, "number": save.number}
 
     def ask(self, call: ControlCall, ticket: int = 1) -> list[str]:
         """A control call."""

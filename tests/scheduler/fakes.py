@@ -309,13 +309,13 @@ class FakeCluster:
             path.write_bytes(content)
             sha256 = hashlib.sha256(content).hexdigest()
             files.append(pb.SavedFile(name=path.name, bytes=len(content), sha256=sha256))
+        of = {"epoch": body.epoch, "number": body.number, "version": body.version}
         saved = pb.Saved(
-            epoch=body.epoch,
-            version=body.version,
             files=[] if self.save_error else files,
             error=self.save_error,
+            **of,
         )
-        return [pb.MemberMessage(saved=saved)]
+        return [pb.MemberMessage(pinned=pb.Pinned(**of)), pb.MemberMessage(saved=saved)]
 
     def _on_evaluate(self, name: str, body: pb.Evaluate) -> list[pb.MemberMessage]:
         done = pb.EvaluationDone(

@@ -187,6 +187,22 @@ def test_a_stopped_process_that_wakes_is_refused(live: Driver) -> None:
     assert live.join("worker.1", pid=pid) == ["refuse stream 7"], "also when it is known dead"
 
 
+def test_a_process_of_a_restarted_container_may_have_the_number_of_a_lost_one(
+    live: Driver,
+) -> None:
+    live.close("worker.1")
+    live.fenced("worker.1", live.pids["worker.1"])
+    live.join("worker.1", nonce=5)
+    pid = live.pids["worker.1"]
+    assert live.close("worker.1") == [f"node.a <- fence worker.1 {pid}"]
+    assert live.join("worker.1", pid=pid, nonce=5) == ["refuse stream 7"]
+    assert live.join("worker.1", pid=pid, nonce=6) == ["disconnect stream 8"], "not dead yet"
+    live.fenced("worker.1", pid)
+    assert live.join("worker.1", pid=pid, nonce=5) == ["refuse stream 9"], "another one, dead"
+    assert "refuse stream 10" not in live.join("worker.1", pid=pid, nonce=6)
+    assert live.streams["worker.1"] == 10
+
+
 def test_strangers_are_refused(live: Driver) -> None:
     assert live.join("worker.0", run_id="ffffffffffff") == ["refuse stream 6"]
     assert live.join("worker.2") == ["refuse stream 7"]

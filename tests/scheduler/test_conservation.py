@@ -2,7 +2,9 @@
 
 A model of two nodes with all members, whose messages and streams are delivered in any order that
 streams allow, drives the real machine and the real journal. Gradients are a function of the data,
-so whatever happens the run must decide exactly as the undisturbed one.
+so whatever happens the run must decide exactly as the undisturbed one. Saves are written while
+later attempts run: memoryds pin a version, read it when it is settled, and sweeps that would
+overwrite it wait. What a saved state holds must be its version's, and no other's.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from penstock.daemons.scheduler.machine.events import (
     PrepareSave,
     Received,
     Refuse,
+    SavedState,
     SaveFinished,
     SavePrepared,
     Send,
@@ -41,13 +44,14 @@ from penstock.daemons.scheduler.machine.events import (
 )
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.membership import Membership
-from penstock.daemons.scheduler.machine.mirror import JournalMirror, SavedState
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_config, make_rules
 
 STEPS = 8
+SAVE_EVERY = 3
 NODES = ("a", "b")
 MEMBERS = {
     "a": ("memoryd.a", "optimizerd.a", "worker.0"),
@@ -55,7 +59,7 @@ MEMBERS = {
 }
 RULES = make_rules(
     make_config(
-        train={"steps": STEPS, "max_skips": 5},
+        train={"steps": STEPS, "max_skips": 5, "save_every": SAVE_EVERY},
         cluster={"workers": 1, "nodes": [{"name": name} for name in NODES]},
     )
 )
@@ -86,7 +90,11 @@ class Stream:
 
 @dataclass(eq=False)
 class Process:
-    """A member's process. ``inbox``: what an ended stream had carried down, and is not read yet."""
+    """A member's process. ``inbox``: what an ended stream had carried down, and is not read yet.
+
+    ``sweeps``: what an optimizerd has been asked for. ``save``: what a memoryd writes. ``said``:
+    how the last one ended, while the scheduler may not have heard it.
+    """
 
     name: str
     node: str
@@ -96,14 +104,23 @@ class Process:
     epoch: int = 0
     stream: Stream | None = None
     inbox: deque[pb.SchedulerMessage] = field(default_factory=deque)
+    sweeps: deque[pb.RunAttempt | pb.Settle] = field(default_factory=deque)
+    save: pb.Save | None = None
+    said: pb.Saved | None = None
 
 
 @dataclass
 class Memory:
-    """A node's shared memory, with the records that were applied to it."""
+    """A node's shared memory, with the records that were applied to it.
+
+    ``state``: the version of the optimizer's state, at most one behind. ``pin``: the version that
+    no sweep may lead the state away from; it outlives the memoryd that set it.
+    """
 
     incarnation: int = 0
     committed: int = 0
+    state: int = 0
+    pin: int | None = None
     applied: list[pb.Record] = field(default_factory=list)
 
     def apply(self, record: pb.Record) -> None:
@@ -111,8 +128,23 @@ class Memory:
         if record.version == self.committed:
             return
         assert record.version == self.committed + 1, f"at {self.committed}: {record}"
+        assert self.state == self.committed, "the step before was never settled"
         self.committed = record.version
         self.applied.append(record)
+
+    def waits(self, version: int) -> bool:
+        """Whether a sweep that settles ``version`` would overwrite what is pinned."""
+        return self.state < version and self.pin == self.state
+
+    def settle(self, version: int) -> None:
+        assert version == self.committed and not self.waits(version)
+        assert self.state in (version - 1, version), f"state {self.state}, settled at {version}"
+        self.state = version
+
+    def written(self, version: int) -> str:
+        """What a saved state holds: the attempts that led to it."""
+        assert self.state == self.pin == version
+        return " ".join(str(record.attempt) for record in self.applied if record.version <= version)
 
 
 class World:
@@ -124,6 +156,9 @@ class World:
         self.now_s = 0.0
         self.path = directory / "journal.sqlite"
         self.saved: SavedState | None = None
+        self.all_saved: list[CompleteSave] = []
+        self.disk: deque[PrepareSave | CompleteSave] = deque()
+        """What the scheduler's other thread does, in this order, while the machine goes on."""
         self.exit: Exit | None = None
         self.decisions: list[JournalDecision] = []
         self.epochs: list[int] = []
@@ -139,6 +174,7 @@ class World:
             self._start_node(node)
         self.journal = Journal(self.path, RUN_ID)
         self.machine = self._machine()
+        self._laggard: Process | None = None
 
     # ---- what can happen ----
 
@@ -146,14 +182,23 @@ class World:
         """One random thing happens."""
         self.now_s += 0.001
         actions: list[Any] = [(self._deliver_up, s) for s in self.streams if s.up or s.closed]
-        for process in self.processes.values():
+        if self.choose.random() < 0.02:
+            self._laggard = self.choose.choice([None, *self.processes.values()])
+        for process in self._awake():
             if process.alive and not process.stopped:
                 if process.inbox or (process.stream is not None and process.stream.down):
                     actions.append((self._read, process))
                 if process.stream is None:
                     actions.append((self._connect, process))
+                if self._can_sweep(process):
+                    actions.append((self._sweep, process))
             if not process.alive and self._node_works(process) and not self._shut_down:
                 actions.append((self._restart, process))
+        if self.disk:
+            actions.append((self._disk_works, None))
+        writers = [process for process in self.processes.values() if self._can_write(process)]
+        if not actions or self.choose.random() < 0.05:  # writing takes longer than messages
+            actions += [(self._write, process) for process in writers]
         if disturb and self.choose.random() < 0.015:
             victim = self.choose.choice(list(self.processes.values()))
             disturbance = self.choose.choice([self._kill, self._kill, self._stop, self._cut])
@@ -161,9 +206,15 @@ class World:
             if self.choose.random() < 0.15:
                 actions = [(self._crash_scheduler, None)]
         if not actions or self.choose.random() < 0.01:
+            self._laggard = None
             actions = [(self._pass_time, None)]
         action, argument = self.choose.choice(actions)
         action(argument)
+
+    def _awake(self) -> list[Process]:
+        """All processes, or all but one that is slow for a while."""
+        lagging = self._laggard is not None and self.choose.random() > 0.02
+        return [p for p in self.processes.values() if not (lagging and p is self._laggard)]
 
     @property
     def _shut_down(self) -> bool:
@@ -197,8 +248,11 @@ class World:
         if getattr(body, "epoch", process.epoch) < process.epoch:
             return
         for answer in getattr(self, f"_on_{kind}")(process, body) or ():
-            if process.stream is not None:
-                process.stream.up.append(answer)
+            self._say(process, answer)
+
+    def _say(self, process: Process, message: pb.MemberMessage) -> None:
+        if process.stream is not None:
+            process.stream.up.append(message)
 
     def _connect(self, process: Process) -> None:
         hello = pb.Hello(run_id=RUN_ID, member=process.name, pid=process.pid, epoch=process.epoch)
@@ -243,12 +297,16 @@ class World:
         What was sent before may still arrive.
         """
         self.journal.close()
+        for _ in range(self.choose.randint(0, len(self.disk))):
+            self._on_disk(self.disk.popleft())
+        self.disk.clear()
         for stream in self.streams:
             self._hang_up(stream)
         self.streams.clear()
         self._bound.clear()
         self.journal = Journal(self.path, RUN_ID)
         self.machine = self._machine()
+        self._laggard: Process | None = None
 
     # ---- the scheduler's process ----
 
@@ -258,19 +316,18 @@ class World:
         return SchedulerMachine(RULES, mirror, Membership(RULES, facts.pids), self.now_s)
 
     def _feed(self, event: Event) -> None:
-        pending: deque[Event] = deque([event])
-        while pending and self.exit is None:
-            effects = self.machine.handle(pending.popleft(), self.now_s)
-            self.machine.validate()
-            for effect in effects:
-                if self.crash_chance and self.choose.random() < self.crash_chance:
-                    self._crash_scheduler(None)
-                    return
-                follow_up = self._perform(effect)
-                if follow_up is not None:
-                    pending.append(follow_up)
+        if self.exit is not None:
+            return
+        effects = self.machine.handle(event, self.now_s)
+        self.machine.validate()
+        assert self.machine.hangs.in_a_row == 0, f"nobody hangs here: {self.machine.message}"
+        for effect in effects:
+            if self.crash_chance and self.choose.random() < self.crash_chance:
+                self._crash_scheduler(None)
+                return
+            self._perform(effect)
 
-    def _perform(self, effect: Effect) -> Event | None:
+    def _perform(self, effect: Effect) -> None:
         match effect:
             case JournalEpoch():
                 self.journal.begin_epoch(effect)
@@ -289,14 +346,22 @@ class World:
                 self._stream(number).down.append(refused)
             case Disconnect(stream=number):
                 self._hang_up(self._stream(number))
-            case PrepareSave():
-                return SavePrepared()
-            case CompleteSave(version=version, position=position):
-                self.saved = SavedState(version=version, directory="saved", position=position)
-                return SaveFinished(version=version, directory="saved")
+            case PrepareSave() | CompleteSave():
+                self.disk.append(effect)
             case Exit():
                 self.exit = effect
-        return None
+
+    def _disk_works(self, _: None) -> None:
+        self._feed(self._on_disk(self.disk.popleft()))
+
+    def _on_disk(self, effect: PrepareSave | CompleteSave) -> Event:
+        number = effect.number
+        if isinstance(effect, PrepareSave):
+            return SavePrepared(number=number)
+        version = effect.version
+        self.all_saved.append(effect)
+        self.saved = SavedState(version=version, directory="saved", position=effect.position)
+        return SaveFinished(number=number, version=version, directory="saved")
 
     def _stream(self, number: int) -> Stream:
         return next(stream for stream in self.streams if stream.number == number)
@@ -319,6 +384,8 @@ class World:
         old = self.processes.get(name)
         assert old is None or not old.alive, f"two living processes of {name}"
         self.processes[name] = Process(name, node, next(self._pids))
+        if name.startswith("memoryd"):
+            self.memory[node].pin = None  # nobody reads what a dead one held back
 
     def _node_works(self, process: Process) -> bool:
         node = self.processes[f"node.{process.node}"]
@@ -338,14 +405,23 @@ class World:
         if body.epoch == process.epoch:
             raise AssertionError("an epoch is drained for only once")
         process.epoch = body.epoch
-        memory = None
-        if process.name.startswith("memoryd"):
-            held = self.memory[process.node]
-            memory = pb.MemoryState(incarnation=held.incarnation, committed=held.committed)
-        return [pb.MemberMessage(drained=pb.Drained(epoch=body.epoch, memory=memory))]
+        process.sweeps.clear()
+        if not process.name.startswith("memoryd"):
+            return [pb.MemberMessage(drained=pb.Drained(epoch=body.epoch))]
+        held = self.memory[process.node]
+        if process.save is not None and process.save.number != body.saving:
+            process.save = held.pin = None
+        if process.said is not None and process.said.number != body.saving:
+            process.said = None
+        memory = pb.MemoryState(incarnation=held.incarnation, committed=held.committed)
+        answers = [pb.MemberMessage(drained=pb.Drained(epoch=body.epoch, memory=memory))]
+        if process.said is not None:
+            answers.append(pb.MemberMessage(saved=process.said))
+        return answers
 
     def _on_restore(self, process: Process, body: pb.Restore) -> list[pb.MemberMessage]:
-        self.memory[process.node] = Memory(body.incarnation, body.version)
+        assert process.save is None, "memory that is restored has nothing to save"
+        self.memory[process.node] = Memory(body.incarnation, body.version, body.version)
         restored = pb.Restored(epoch=body.epoch, incarnation=body.incarnation)
         return [pb.MemberMessage(restored=restored)]
 
@@ -365,10 +441,31 @@ class World:
         if process.name.startswith("worker"):
             done = pb.AttemptDone(loss_sum=1.0, loss_tokens=1, wall_seconds=1.0, **place)
             return [pb.MemberMessage(attempt_done=done)]
+        process.sweeps.append(body)
+        return []
+
+    def _can_sweep(self, process: Process) -> bool:
+        if not process.sweeps:
+            return False
+        return not self.memory[process.node].waits(_settles(process.sweeps[0]))
+
+    def _sweep(self, process: Process) -> None:
+        """The last step goes into the state; an attempt's gradients then preview the next one."""
+        body = process.sweeps.popleft()
+        self.memory[process.node].settle(_settles(body))
+        if isinstance(body, pb.Settle):
+            settled = pb.Settled(epoch=body.epoch, version=body.version)
+            self._say(process, pb.MemberMessage(settled=settled))
+            return
         squares, finite = gradients(body.data_position)
-        block = NODES.index(process.node)
-        status = pb.BlockStatus(block=block, finite=finite, sum_squares=squares, **place)
-        return [pb.MemberMessage(block_status=status)]
+        status = pb.BlockStatus(
+            epoch=body.epoch,
+            attempt=body.attempt,
+            block=NODES.index(process.node),
+            finite=finite,
+            sum_squares=squares,
+        )
+        self._say(process, pb.MemberMessage(block_status=status))
 
     def _on_amend(self, process: Process, body: pb.Amend) -> list[pb.MemberMessage]:
         amended = pb.Amended(epoch=body.epoch, attempt=body.attempt)
@@ -382,11 +479,39 @@ class World:
         pass
 
     def _on_settle(self, process: Process, body: pb.Settle) -> list[pb.MemberMessage]:
-        assert self.memory[process.node].committed == body.version
-        return [pb.MemberMessage(settled=pb.Settled(epoch=body.epoch, version=body.version))]
+        process.sweeps.append(body)
+        return []
 
     def _on_save(self, process: Process, body: pb.Save) -> list[pb.MemberMessage]:
-        return [pb.MemberMessage(saved=pb.Saved(epoch=body.epoch, version=body.version))]
+        memory = self.memory[process.node]
+        assert process.save is None and memory.pin is None, "one save at a time"
+        assert memory.committed in (body.version - 1, body.version), "there is no such version"
+        assert memory.state <= body.version, "it is overwritten already"
+        process.save, process.said, memory.pin = body, None, body.version
+        pinned = pb.Pinned(epoch=body.epoch, number=body.number, version=body.version)
+        return [pb.MemberMessage(pinned=pinned)]
+
+    def _can_write(self, process: Process) -> bool:
+        save = process.save
+        if save is None or not process.alive or process.stopped:
+            return False
+        state = self.memory[process.node].state
+        assert state <= save.version, f"version {save.version} was overwritten before it was read"
+        return state == save.version
+
+    def _write(self, process: Process) -> None:
+        """A memoryd reads what it has pinned, and lets go."""
+        save, memory = process.save, self.memory[process.node]
+        assert save is not None
+        content = memory.written(save.version)
+        process.save = memory.pin = None
+        process.said = pb.Saved(
+            epoch=save.epoch,
+            number=save.number,
+            version=save.version,
+            files=[pb.SavedFile(name=process.node, bytes=1, sha256=content)],
+        )
+        self._say(process, pb.MemberMessage(saved=process.said))
 
     def _on_shutdown(self, process: Process, body: pb.Shutdown) -> None:
         assert not body.keep_memory
@@ -426,6 +551,26 @@ class World:
         for memory in self.memory.values():
             applied = [(r.version, r.attempt, r.coefficient) for r in memory.applied]
             assert applied == [(r.version, r.attempt, r.coefficient) for r in commits]
+        self._check_saved([record.attempt for record in commits])
+
+    def _check_saved(self, attempts: list[int]) -> None:
+        """Each saved state has the files of all nodes, read at its version and position."""
+        versions = [saved.version for saved in self.all_saved]
+        assert versions == sorted(versions) and versions[-1] == STEPS
+        assert all(version % SAVE_EVERY == 0 for version in set(versions) - {STEPS})
+        for saved in self.all_saved:
+            content = " ".join(str(attempt) for attempt in attempts[: saved.version])
+            assert saved.files == tuple((node, 1, content) for node in NODES)
+            assert saved.attempt >= attempts[saved.version - 1], "the attempt of its start"
+            if saved.version < STEPS:
+                assert saved.attempt < attempts[saved.version]
+            last = [d for d in self.decisions if d.record.attempt <= saved.attempt][-1]
+            assert saved.position == last.position
+
+
+def _settles(body: pb.RunAttempt | pb.Settle) -> int:
+    """The version that the state is at when a sweep is done."""
+    return body.base_version if isinstance(body, pb.RunAttempt) else body.version
 
 
 def run_world(choose: random.Random, disturbances: int, crash_chance: float) -> World:

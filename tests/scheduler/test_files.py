@@ -18,8 +18,9 @@ from penstock.daemons.scheduler.machine.events import (
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    SavedState,
 )
-from penstock.daemons.scheduler.machine.mirror import JournalFacts, SavedState
+from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
@@ -353,6 +354,7 @@ def save(states: SavedStates, tmp_path: Path, version: int, content: bytes = b"a
         (directory / name).write_bytes(content)
     return states.complete(
         CompleteSave(
+            number=1,
             version=version,
             directory=str(directory),
             files=tuple((name, 3, "ab") for name in names),
@@ -427,6 +429,56 @@ def test_a_state_of_the_same_step_is_replaced(states: SavedStates, tmp_path: Pat
     path = save(states, tmp_path, 3, b"xyz")
     assert (path / "block-0000.safetensors").read_bytes() == b"xyz"
     assert [p.name for p in (tmp_path / "state").iterdir()] == ["step-00000003"]
+
+
+def test_a_save_that_was_cut_short_as_it_replaced_another_leaves_that_one(
+    states: SavedStates, tmp_path: Path
+) -> None:
+    path = save(states, tmp_path, 3)
+    path.rename(tmp_path / "state" / ".replaced-step-00000003")
+    (tmp_path / "state" / ".tmp-step-00000003").mkdir()
+    states.remove_temporary()
+    found = states.newest()
+    assert found is not None and found.version == 3
+    assert [p.name for p in (tmp_path / "state").iterdir()] == ["step-00000003"]
+
+
+def test_the_newest_whole_state_counts_when_a_newer_one_is_damaged(
+    states: SavedStates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(states, tmp_path, 3)
+    (save(states, tmp_path, 5) / "block-0001.safetensors").write_bytes(b"a")
+    found = states.newest()
+    assert found is not None and found.version == 3
+    said = capsys.readouterr().err
+    assert "step-00000005/block-0001.safetensors: has 1 bytes, the manifest says 3" in said
+    assert "step 3 is the newest that is whole" in said
+    found = states.newest(below=3)
+    assert found is None
+
+
+def test_some_states_are_kept_for_good(tmp_path: Path) -> None:
+    states = SavedStates(
+        tmp_path / "state",
+        run_id=RUN_ID,
+        table_digest="d" * 64,
+        num_blocks=2,
+        keep=1,
+        keep_every=4,
+    )
+    for version in range(1, 10):
+        save(states, tmp_path, version)
+    found = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert found == ["step-00000004", "step-00000008", "step-00000009"]
+
+
+def test_what_was_saved_just_now_is_kept_when_the_run_went_back(
+    states: SavedStates, tmp_path: Path
+) -> None:
+    for version in (8, 9, 3):
+        save(states, tmp_path, version)
+    found = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert found == ["step-00000003", "step-00000008", "step-00000009"]
 
 
 def test_files_that_are_not_what_was_reported_are_no_state(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.daemons.kit.events import Exit, Say
-from penstock.daemons.scheduler.machine.events import ControlCall, SavePrepared
+from penstock.daemons.scheduler.machine.events import ControlCall
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_config, make_rules
 
@@ -160,16 +160,17 @@ def test_an_evaluation_hangs_too(live_with: MakeDriver) -> None:
 @pytest.mark.parametrize("settled", [False, True], ids=["settling", "writing"])
 def test_a_save_hangs_too(live_with: MakeDriver, settled: bool) -> None:
     """And goes on, however long it takes, while what is done grows."""
-    driver = live_with(cluster={"attempt_timeout_s": TIMEOUT_S}, train={"save_every": 1})
+    driver = live_with(cluster={"attempt_timeout_s": TIMEOUT_S}, train={"steps": 1})
     driver.run_attempt()
+    driver.pin()
     culprit = "memoryd.a" if settled else "optimizerd.a"
     if settled:
         driver.say("optimizerd.a", settled=pb.Settled(epoch=1, version=1))
-        driver.feed(SavePrepared())
+    others = {} if settled else {"memoryd.a": WAITING}
     for count in range(3):
-        assert beat(driver, 15.0, {culprit: pb.Heartbeat(progress=count)}) == []
+        assert beat(driver, 15.0, others | {culprit: pb.Heartbeat(progress=count)}) == []
     stuck = {culprit: pb.Heartbeat(activity="save", progress=2)}
-    assert beat(driver, TIMEOUT_S, stuck)[-1] == (
+    assert beat(driver, TIMEOUT_S, others | stuck)[-1] == (
         f"node.a <- fence {culprit} {driver.pids[culprit]}"
     )
     assert driver.status.message.startswith(f"saving hung: {culprit}: no progress for ")
@@ -203,3 +204,25 @@ def test_the_log_says_who_and_what(hanging: Driver) -> None:
     assert [text.split(" is lost: ")[1] for text in said if "is lost" in text] == [
         "no progress for 20.5 s: B 1 0 of train 1"
     ]
+
+
+def test_work_that_always_gets_on_must_end_too(live_with: MakeDriver) -> None:
+    """Somebody whose progress grows for ever is replaced after a hundred times a standstill."""
+    driver = live_with(cluster={"attempt_timeout_s": 0.5})
+    lines: list[str] = []
+    for count in range(97):
+        beats = {"worker.1": pb.Heartbeat(activity="B 1 0 of train 1", progress=count)}
+        lines += beat(driver, 0.5, beats)
+    assert lines == []
+    for count in range(97, 104):
+        beats = {"worker.1": pb.Heartbeat(activity="B 1 0 of train 1", progress=count)}
+        lines += beat(driver, 0.5, beats)
+    fenced = [line for line in lines if "fence worker.1" in line]
+    assert len(fenced) == 1, lines
+    assert "worker.1: no end after 50 s: B 1 0 of train 1" in driver.status.message
+
+
+def test_time_in_which_the_scheduler_was_stopped_counts_for_nobody(live_with: MakeDriver) -> None:
+    driver = live_with(cluster={"attempt_timeout_s": 0.5})
+    assert [line for line in driver.tick(1000.0) if "fence" in line] == []
+    assert beat(driver, 0.5, {"worker.1": STUCK}) == []

@@ -255,13 +255,15 @@ def decided(kind: Decision) -> list[Effect]:
 
 NEXT = send(run_attempt=pb.RunAttempt(attempt=2))
 SETTLE = send(settle=pb.Settle())
+PREPARE = PrepareSave(number=1, directory="")
 LATENCY_CASES: dict[str, tuple[list[list[Effect]], float, float]] = {
     # Each effect takes a second, and a second passes between lists: latency, time between.
     "commit": ([decided(Decision.COMMIT) + NEXT], 2, 3),
     "amend": ([send(amend=pb.Amend()), [*decided(Decision.AMEND), *NEXT]], 4, 3),
     "evaluation": ([decided(Decision.COMMIT) + send(evaluate=pb.Evaluate()), NEXT], 2, 3),
     "pause": ([decided(Decision.COMMIT), NEXT], 2, 3),
-    "save": ([decided(Decision.COMMIT) + SETTLE, [PrepareSave(directory="")], NEXT], 2, 3),
+    "save": ([[*decided(Decision.COMMIT), PREPARE], NEXT], 2, 5),
+    "last save": ([[*decided(Decision.COMMIT), PREPARE, *SETTLE], NEXT], 2, 4),
     "taken back": ([decided(Decision.SKIP) + SETTLE, NEXT], 2, 5),
     "broken": ([send(amend=pb.Amend()), [JournalEpoch(epoch=2, next_attempt=3, pids=())]], 0, 0),
 }

@@ -14,6 +14,7 @@ from penstock.daemons.scheduler.machine.events import (
     ControlCall,
     NoteEnd,
     Reply,
+    SavedFound,
     SaveFinished,
     SavePrepared,
     Send,
@@ -44,22 +45,111 @@ def evaluated(driver: Driver, number: int) -> list[str]:
     return driver.each(driver.rules.workers, evaluation_done=done)
 
 
-def test_snapshot_settles_writes_and_goes_on(live: Driver) -> None:
+def test_a_snapshot_is_written_while_training_goes_on(live: Driver) -> None:
     assert live.ask(ControlCall.SNAPSHOT, ticket=5) == []
-    assert live.run_attempt()[-2:] == ["metrics line", "optimizerd.a <- settle e1 v1"]
-    settled = pb.Settled(epoch=1, version=1)
-    assert live.say("optimizerd.a", settled=settled) == ["prepare /run/state/.tmp-step-00000001"]
-    assert live.feed(SavePrepared()) == ["memoryd.a <- save e1 v1"]
+    assert live.run_attempt()[-2:] == ["metrics line", "prepare /run/state/.tmp-step-00000001"]
+    assert live.feed(SavePrepared(number=1)) == ["memoryd.a <- save e1 v1"]
+    about: dict[str, int] = {"epoch": 1, "number": 1, "version": 1}
+    lines = live.say("memoryd.a", pinned=pb.Pinned(**about))
+    assert lines[0] == "optimizerd.a <- run_attempt e1 a2 v1 data 8", "no sweep can hurt it now"
+    assert live.run_attempt()[-1] == "worker.1 <- run_attempt e1 a3 v2 data 16"
+    assert live.status.saving_version == 1
     files = [pb.SavedFile(name="block-0000.safetensors", bytes=3, sha256="ab")]
-    saved = pb.Saved(epoch=1, version=1, files=files)
+    saved = pb.Saved(**about, files=files)
     assert live.say("memoryd.a", saved=saved) == ["complete v1 with block-0000.safetensors"]
     [complete] = [e for e in live.effects if isinstance(e, CompleteSave)]
-    assert (complete.position, complete.attempt) == (make_position(1), 1)
-    lines = live.feed(SaveFinished(version=1, directory="/run/state/step-00000001"))
-    assert lines[0] == "reply 5"
+    assert (complete.position, complete.attempt) == (make_position(1), 1), "those of its start"
+    finished = SaveFinished(number=1, version=1, directory="/run/state/step-00000001")
+    assert live.feed(finished) == ["reply 5"]
     [reply] = [e for e in live.effects if isinstance(e, Reply)]
     assert reply.reply == pb.SnapshotReply(directory="/run/state/step-00000001", version=1)
-    assert lines[1] == "optimizerd.a <- run_attempt e1 a2 v1 data 8"
+    assert (live.status.version, live.status.saved_version, live.status.saving_version) == (2, 1, 0)
+
+
+def test_a_save_outlives_a_broken_epoch(live: Driver) -> None:
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    live.pin()
+    lose(live, "worker.0")
+    [number] = {
+        e.message.drain.saving
+        for e in live.effects
+        if isinstance(e, Send) and e.message.HasField("drain")
+    }
+    assert number == 1, "memoryds do not end it"
+    live.drained(1)
+    assert live.ready()[0] == "optimizerd.a <- run_attempt e2 a3 v1 data 8"
+    assert live.written() == ["reply 5"]
+
+
+def test_a_save_ends_with_its_memoryd(live: Driver) -> None:
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    live.pin()
+    lose(live, "memoryd.a")
+    assert live.status.message == "saving step 1 failed: memoryd.a was lost while it saved"
+    live.drained(1)
+    assert live.ready() == ["prepare /run/state/.tmp-step-00000001"], "and is begun anew"
+    live.pin()
+    assert live.written() == ["reply 5"]
+
+
+def test_a_save_ends_when_memory_is_filled_anew(live: Driver) -> None:
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    live.pin()
+    lose(live, "worker.0")
+    live.drained(None)
+    assert live.status.message.startswith("saving step 1 failed: the memory had to be restored")
+    live.restored()
+    assert live.ready() == ["prepare /run/state/.tmp-step-00000000"], "the call still waits"
+
+
+def test_a_due_save_waits_for_an_older_one(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"save_every": 2})
+    for _ in range(2):
+        driver.run_attempt()
+    driver.pin()
+    driver.run_attempt()
+    assert driver.run_attempt()[-1] == "metrics line"
+    assert driver.status.phase == "saving"
+    assert driver.written() == ["prepare /run/state/.tmp-step-00000004"]
+    driver.now_s += 2.0
+    assert driver.pin()[-1] == "worker.1 <- run_attempt e1 a5 v4 data 32"
+    assert driver.machine.tally.save_blocked_s == 2.0
+
+
+def test_a_damaged_saved_state_is_left_out_for_an_older_one() -> None:
+    driver = Driver(facts=facts_at(9), saved=saved_at(9))
+    driver.join_all()
+    driver.drained(None)
+    incarnation = driver.machine.activity._restoration.incarnation  # type: ignore[union-attr]
+    damaged = pb.Restored(epoch=driver.epoch, incarnation=incarnation, damaged="block-0001: cut")
+    assert driver.say("memoryd.a", restored=damaged) == ["find a saved state before 9"]
+    lines = driver.feed(SavedFound(saved=saved_at(4)))
+    assert lines == ["memoryd.a <- restore e4 v4 from /run/state/step-00000004"]
+    assert driver.restored()[0] == "journal RESTORE v4 a10 c=1"
+
+
+def test_a_run_ends_when_every_saved_state_is_damaged() -> None:
+    driver = Driver(facts=facts_at(9), saved=saved_at(9))
+    driver.join_all()
+    driver.drained(None)
+    incarnation = driver.machine.activity._restoration.incarnation  # type: ignore[union-attr]
+    damaged = pb.Restored(epoch=driver.epoch, incarnation=incarnation, damaged="block-0001: cut")
+    driver.say("memoryd.a", restored=damaged)
+    lines = driver.feed(SavedFound(saved=None, error="no saved state is older than step 9"))
+    assert lines == shutdown(keep=True)
+    assert driver.status.message == "block-0001: cut; no saved state is older than step 9"
+    assert driver.leave_all() == ["exit 2"]
+
+
+def lose(driver: Driver, name: str) -> None:
+    """A member dies and is replaced; the barrier begins."""
+    pid = driver.pids[name]
+    driver.close(name)
+    driver.join(name)
+    driver.fenced(name, pid)
 
 
 def test_a_snapshot_of_a_saved_version_is_answered_at_once(live: Driver) -> None:
@@ -74,19 +164,16 @@ def test_a_snapshot_of_a_saved_version_is_answered_at_once(live: Driver) -> None
 def test_a_failed_snapshot_says_so_and_training_goes_on(live: Driver) -> None:
     live.ask(ControlCall.SNAPSHOT, ticket=5)
     live.run_attempt()
-    lines = live.save(error="no space left")
-    assert lines == [
-        "error 5: saving step 1 failed: memoryd.a: no space left",
-        *[f"{name} <- run_attempt e1 a2 v1 data 8" for name in ALL[2:]],
-    ]
+    assert live.pin() == [f"{name} <- run_attempt e1 a2 v1 data 8" for name in ALL[2:]]
+    lines = live.written(error="no space left")
+    assert lines == ["error 5: saving step 1 failed: memoryd.a: no space left"]
     assert "no space left" in live.status.message
 
 
 def test_a_directory_that_cannot_be_made_fails_the_snapshot(live: Driver) -> None:
     live.ask(ControlCall.SNAPSHOT, ticket=5)
     live.run_attempt()
-    live.say("optimizerd.a", settled=pb.Settled(epoch=1, version=1))
-    lines = live.feed(SavePrepared(error="read-only file system"))
+    lines = live.feed(SavePrepared(number=1, error="read-only file system"))
     assert lines[0] == "error 5: saving step 1 failed: read-only file system"
     assert lines[1] == "optimizerd.a <- run_attempt e1 a2 v1 data 8"
 
@@ -99,19 +186,22 @@ def test_a_save_broken_by_a_loss_is_repeated_in_the_next_epoch(live: Driver) -> 
     live.join("memoryd.a")
     live.fenced("memoryd.a", pid)
     live.drained(1)
-    assert live.ready() == ["optimizerd.a <- settle e2 v1"]
+    assert live.ready() == ["prepare /run/state/.tmp-step-00000001"]
     assert live.save()[0] == "reply 5"
 
 
 def test_save_every(live_with: Callable[..., Driver]) -> None:
     driver = live_with(train={"save_every": 2})
     assert driver.run_attempt()[-1].startswith("worker.1 <- run_attempt")
-    assert driver.run_attempt()[-1] == SETTLE.format(2)
-    assert driver.save()[-1] == "worker.1 <- run_attempt e1 a3 v2 data 16"
+    assert driver.run_attempt()[-1] == "prepare /run/state/.tmp-step-00000002"
+    assert driver.pin()[-1] == "worker.1 <- run_attempt e1 a3 v2 data 16"
+    assert driver.written() == []
     driver.run_attempt()
-    assert driver.run_attempt()[-1] == SETTLE.format(4)
-    lines = driver.save(error="disk full")
-    assert lines[-1] == "worker.1 <- run_attempt e1 a5 v4 data 32", "not tried again at once"
+    assert driver.run_attempt()[-1] == "prepare /run/state/.tmp-step-00000004"
+    driver.pin()
+    assert driver.written(error="disk full") == []
+    assert driver.run_attempt()[-1] == "worker.1 <- run_attempt e1 a6 v5 data 40"
+    assert driver.run_attempt()[-1] == "prepare /run/state/.tmp-step-00000006"
 
 
 def test_eval_every_and_its_line(live_with: Callable[..., Driver]) -> None:
@@ -152,6 +242,18 @@ def test_pause_takes_effect_after_the_attempt_and_resume_goes_on(live: Driver) -
         "reply 2",
         "optimizerd.a <- run_attempt e1 a2 v1 data 8",
     ]
+
+
+def test_a_run_paused_before_its_first_step_saves_only_what_is_asked_for() -> None:
+    driver = Driver()
+    driver.join_all()
+    driver.ask(ControlCall.PAUSE, ticket=1)
+    assert driver.begin() == []
+    assert (driver.status.phase, driver.status.version) == ("paused", 0)
+    assert driver.ask(ControlCall.SNAPSHOT, ticket=2)[0] == "prepare /run/state/.tmp-step-00000000"
+    assert driver.save() == ["reply 2"]
+    assert driver.status.phase == "paused"
+    assert "worker.0 <- run_attempt e1 a1 v0 data 0" in driver.ask(ControlCall.RESUME, ticket=3)
 
 
 def test_a_loss_while_paused_is_repaired_and_the_run_stays_paused(live: Driver) -> None:
@@ -235,7 +337,7 @@ def test_stop_survives_a_loss_and_still_saves(live: Driver) -> None:
     live.join("worker.0")
     live.fenced("worker.0", pid)
     live.drained(1)
-    assert live.ready() == ["optimizerd.a <- settle e2 v1"]
+    assert live.ready()[-1] == "optimizerd.a <- settle e2 v1"
     assert live.save() == shutdown()
 
 
@@ -315,6 +417,28 @@ def test_a_failure_before_the_epoch_begins_stops_the_run_too() -> None:
     assert driver.leave_all() == ["exit 4"]
 
 
+def test_a_worker_that_gives_up_in_a_broken_epoch_does_not_stop_the_run(live: Driver) -> None:
+    """A node may be away for longer than a worker waits for its peers."""
+    failed = pb.Failed(error="waited 1200 s for worker.1", exit_code=4, epoch=1)
+    live.close("worker.1")
+    pid = live.pids["worker.0"]
+    lines = live.say("worker.0", failed=failed)
+    assert f"node.a <- fence worker.0 {pid}" in lines
+    assert live.status.phase == "fencing"
+    live.fenced("worker.0", pid)
+    live.fenced("worker.1", live.pids["worker.1"])
+    live.join("worker.0")
+    assert any("<- drain e2" in line for line in live.join("worker.1"))
+    failed.epoch = 2
+    assert "worker.0 <- shutdown keep memory" in live.say("worker.0", failed=failed)
+
+
+def test_a_node_that_gives_up_in_a_broken_epoch_stops_the_run(live: Driver) -> None:
+    live.close("worker.1")
+    failed = pb.Failed(error="worker.1 died 21 times", exit_code=4, epoch=1)
+    assert "worker.0 <- shutdown keep memory" in live.say("node.a", failed=failed)
+
+
 def test_files_that_cannot_be_written_stop_the_run(live: Driver) -> None:
     assert live.feed(EffectFailed(code=ExitCode.NO_MEMORY, error="disk full")) == shutdown(
         keep=True
@@ -336,7 +460,7 @@ def test_a_finished_run_whose_memory_still_lives_is_saved() -> None:
     driver = Driver(make_rules(config), facts_at(4), saved_at(2))
     driver.join_all()
     driver.drained(4)
-    assert driver.ready() == ["optimizerd.a <- settle e4 v4"]
+    assert driver.ready()[-1] == "optimizerd.a <- settle e4 v4"
     assert driver.save() == shutdown()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.daemons.scheduler.machine.events import ControlAsked, ControlCall
+from penstock.daemons.kit.events import Say
+from penstock.daemons.scheduler.machine.events import ControlAsked, ControlCall, Send
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver
 
@@ -71,7 +72,68 @@ def test_a_pause_is_told_when_it_is_asked_for(live_with: MakeDriver) -> None:
 
 def test_steps_that_must_be_computed_again_are_counted(live_with: MakeDriver) -> None:
     chronicle = live_with().machine.chronicle
-    chronicle.broke(41, "memoryd.a was lost", 100.0)
+    chronicle.broke(41, "memoryd.a was lost", 100.0, "e1")
     chronicle.lives(30, 103.5)
     last = chronicle.messages(104.0)[-1]
     assert (last.step, last.steps_lost, last.seconds, last.age_seconds) == (30, 11, 3.5, 4.0)
+
+
+def absence(driver: Driver, name: str) -> tuple[str, float, str, str]:
+    """State, seconds without a stream, why, what happens next."""
+    found = member(driver, name)
+    return found.state, round(found.gone_seconds, 3), found.why, found.next
+
+
+def test_a_status_says_who_is_missing_since_when_why_and_what_happens_next(
+    live_with: MakeDriver,
+) -> None:
+    driver = live_with()
+    assert absence(driver, "worker.1") == ("ready", 0.0, "", "")
+    pid = driver.pids["worker.1"]
+    driver.close("worker.1")
+    driver.tick(2.0)
+    gone = "its connection to the scheduler ended"
+    assert absence(driver, "worker.1") == (
+        "fencing", 2.0, gone, "node.a kills it and starts another"
+    )  # fmt: skip
+    driver.close("node.a")
+    waits = "node.a must come back: only it can say that the process is dead"
+    assert absence(driver, "worker.1") == ("fencing", 2.0, gone, waits)
+    again = "the run waits until it is started again on its machine (penstock node)"
+    assert absence(driver, "node.a") == ("missing", 0.0, gone, again)
+    driver.join("node.a")
+    driver.say("node.a", fenced=pb.Fenced(member="worker.1", pid=pid, death="was killed by SIGBUS"))
+    assert absence(driver, "worker.1") == (
+        "missing", 2.0, "it was killed by SIGBUS", "node.a starts it"
+    )  # fmt: skip
+    driver.join("worker.1")
+    assert absence(driver, "worker.1") == ("joining", 0.0, "", "")
+
+
+def test_a_run_that_has_not_begun_says_for_whom_it_waits() -> None:
+    driver = Driver()
+    driver.join("node.a")
+    driver.tick(3.0)
+    assert absence(driver, "worker.0") == ("missing", 3.0, "not started yet", "node.a starts it")
+
+
+def test_one_failure_has_one_name_in_all_that_is_said_and_ordered(live_with: MakeDriver) -> None:
+    driver = live_with()
+    pid = driver.pids["worker.1"]
+    driver.close("worker.1")
+    fences = [e.message.fence for e in driver.effects if isinstance(e, Send)]
+    assert [(f.member, f.pid, f.cause) for f in fences] == [("worker.1", pid, "e1")]
+    assert {e.cause for e in driver.effects if isinstance(e, Say)} == {"e1"}
+    driver.fenced("worker.1", pid)
+    driver.join("worker.1")
+    drains = [e.message.drain for e in driver.effects if isinstance(e, Send)]
+    assert {drain.cause for drain in drains} == {"e1"}
+    driver.close("worker.0")  # before the next epoch lives: the same story
+    assert {e.cause for e in driver.effects if isinstance(e, Say)} == {"e1"}
+    driver.fenced("worker.0", driver.pids["worker.0"])
+    driver.join("worker.0")
+    driver.drained(0)
+    driver.ready()
+    assert driver.status.happenings[-1].cause == "e1"
+    driver.close("worker.0")
+    assert {e.cause for e in driver.effects if isinstance(e, Say)} == {"e3"}

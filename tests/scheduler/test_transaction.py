@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,23 @@ def test_all_blocks_and_all_workers_are_waited_for_in_any_order(live: Driver) ->
     assert live.block(2) == [], "has nothing to train"
     assert live.status.phase == "running"
     assert live.done("worker.0")[0] == "journal COMMIT v1 a1 c=1"
+
+
+def test_a_node_that_trains_no_block_falls_no_more_than_one_commit_behind() -> None:
+    """Its optimizerd reports no block: were nobody to ask, an epoch might break when its memory is
+    several commits behind, which no record explains.
+    """
+    config = make_config(cluster={"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]})
+    driver = Driver(replace(make_rules(config), owners=("optimizerd.a",) * 3))
+    driver.begin()
+    assert driver.run_attempt() == []
+    assert driver.machine.activity is not None
+    assert driver.machine.activity.unfinished == ("optimizerd.b",)
+    assert driver.heard("optimizerd.a") == [], "it reports blocks"
+    assert driver.heard("optimizerd.b", attempt=7) == [], "of another attempt"
+    assert driver.heard("optimizerd.b")[0] == "journal COMMIT v1 a1 c=1"
+    assert driver.heard("optimizerd.b", attempt=1) == [], "twice is once"
+    assert driver.run_attempt() == [], "the next one waits, too"
 
 
 def test_status_says_deciding_while_only_optimizerd_is_behind(live: Driver) -> None:

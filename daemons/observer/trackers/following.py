@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.daemons.observer.trackers.sink import Reading
-from penstock.protocol.run.files import parse_json, write_atomically
+from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
 
 MAX_BATCH_BYTES = 1 << 18
 """At most so much is read at a time: some 600 lines."""
@@ -31,7 +31,7 @@ class Bookmark:
         try:
             fields = parse_json(path.read_bytes())
             found = cls(**{name: int(fields[name]) for name in cls.__slots__})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, *DAMAGED):
             return cls()
         return found if min(asdict(found).values()) >= 0 else cls()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.protocol.config.schema import Config
+from penstock.protocol.run.files import is_number
 
 _TRAIN = {
     "loss": "train/loss",
@@ -60,11 +60,11 @@ class Reading:
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             return None
         names = _EVALUATION if line.get("phase") == "eval" else _TRAIN
-        values = {name: float(line[key]) for key, name in names.items() if _finite(line.get(key))}
+        values = {name: float(line[key]) for key, name in names.items() if is_number(line.get(key))}
         if names is _TRAIN:
             values["train/amended"] = float(line.get("decision") == "amend")
             values["train/skipped"] = float(line.get("decision") == "skip")
-        at_s = float(line["time"]) if _finite(line.get("time")) else read_s
+        at_s = float(line["time"]) if is_number(line.get("time")) else read_s
         return cls(step=line["step"], values=values, line=line, at_s=at_s)
 
 
@@ -96,8 +96,3 @@ def settings_of(config: Config) -> dict[str, str | int | float | bool]:
         elif value is not None:
             found[key] = value if isinstance(value, (str, int, float)) else str(value)
     return found
-
-
-def _finite(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)  # type: ignore[arg-type]

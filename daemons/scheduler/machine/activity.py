@@ -7,8 +7,10 @@ dropped, whatever it was doing, when the epoch breaks; only what it journaled st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from penstock.daemons.kit.events import Say
 from penstock.daemons.scheduler.machine.events import Effect, Send
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
@@ -63,3 +65,12 @@ class Activity:
 def send_all(members: Iterable[str], message: pb.SchedulerMessage) -> list[Effect]:
     """Returns the effects that send one message to several members."""
     return [Send(member=member, message=message) for member in members]
+
+
+def with_cause(effect: Effect, cause: str) -> Effect:
+    """Returns the effect, naming the failure: of what is said or ordered while a run recovers."""
+    if isinstance(effect, Say):
+        return replace(effect, cause=cause)
+    if isinstance(effect, Send) and effect.message.HasField("fence"):
+        effect.message.fence.cause = cause
+    return effect

@@ -12,12 +12,13 @@ from typing import Any
 from penstock.daemons.kit.events import Say
 from penstock.daemons.kit.messages import record_message
 from penstock.daemons.scheduler.machine.activity import Activity, send_all
-from penstock.daemons.scheduler.machine.events import Effect, Send
+from penstock.daemons.scheduler.machine.events import Effect, FindSaved, SavedFound, Send
+from penstock.daemons.scheduler.machine.lost_nodes.partners import Holdings, Refill
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.shm.control import CommitRecord, Decision
+from penstock.shm.control import CommitRecord
 
 
 class Barrier(Activity):
@@ -29,18 +30,36 @@ class Barrier(Activity):
 
     title = "restoring"
 
-    def __init__(self, rules: Rules, mirror: JournalMirror, members: Membership) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        mirror: JournalMirror,
+        members: Membership,
+        *,
+        cause: str = "",
+        saving: int = 0,
+    ) -> None:
+        """``cause``: what all logs call the failure that led here. ``saving``: number of the save
+        that goes on meanwhile.
+        """
         super().__init__(rules, mirror)
+        self._cause = cause
         self.phase = RunPhase.DRAINING
         self.finished_before = False
+        self.failure = ""
+        self._saving = saving
+        self._damaged: dict[str, str] = {}
+        self._reason = ""
         self._members = members
-        self._memory: dict[str, pb.MemoryState] = {}
+        self._found = Holdings()
+        self._refills: tuple[Refill, ...] = ()
+        self._unfilled: list[str] = []
         self._restoration: CommitRecord | None = None
-        self._daemons = (*rules.memoryds, *rules.optimizerds)
+        self._daemons = (*rules.memoryds, *rules.optimizerds, *rules.mirrords)
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """memoryds that fill their memory; all else has a deadline."""
+        """Who fills memory, or brings a replica up to it; all else has a deadline."""
         return tuple(sorted(self.waiting)) if self.phase is RunPhase.RESTORING else ()
 
     def start(self, now_s: float) -> list[Effect]:
@@ -48,7 +67,10 @@ class Barrier(Activity):
         journaled = self.mirror.begin_epoch(self._members.epochs_seen(), self._members.pids())
         self.waiting = {*self._daemons, *self.rules.workers}
         self.deadline_s = now_s + self.rules.deadlines.drain_s
-        drain = pb.SchedulerMessage(drain=pb.Drain(epoch=self.mirror.epoch))
+        epoch = self.mirror.epoch
+        drain = pb.SchedulerMessage(
+            drain=pb.Drain(epoch=epoch, cause=self._cause, saving=self._saving)
+        )
         drains = send_all((*self._daemons, *self.rules.workers), drain)
         return [Say(text=f"epoch {self.mirror.epoch}: draining"), journaled, *drains]
 
@@ -56,33 +78,78 @@ class Barrier(Activity):
         if self.phase is not RunPhase.DRAINING:
             return []
         if self._members.role_of(member) is Role.MEMORYD:
-            self._memory[member] = body.memory
+            self._found.memory[member] = body.memory
+        if self._members.role_of(member) is Role.MIRRORD:
+            self._found.replicas[member] = body.replica
+        return self._fill_or_begin(now_s) if self.answered(member) else []
+
+    def _fill_or_begin(self, now_s: float) -> list[Effect]:
+        record, steps = self.mirror.record, self.rules.config.train.steps
+        self._found.forgetful = self._members.newcomers(self.rules.optimizerds)
+        unfit = self._found.unfit(record, self.mirror.generations)
+        if not unfit:
+            return self._begin(now_s)
+        if self.mirror.saved is None or self.mirror.saved.version < steps:
+            self._refills = self._found.refills(self.rules, record, unfit)
+        if self._refills:
+            return self._present()
+        return self._restore(next(iter(unfit.values())))
+
+    # ---- from partners ----
+
+    def _present(self) -> list[Effect]:
+        """Partners first take the last commit in; then their replicas can be read."""
+        assert self.mirror.record is not None, "replicas are of what was committed"
+        self.phase, self.deadline_s = RunPhase.RESTORING, None
+        self.waiting = {refill.mirrord for refill in self._refills}
+        said = [
+            Say(
+                text=f"{refill.memoryd} is filled from the replica of {refill.mirrord} at step"
+                f" {self.mirror.version}, so no step is lost: {refill.reason}",
+                warning=True,
+            )
+            for refill in self._refills
+        ]
+        settle = pb.Settle(
+            epoch=self.mirror.epoch,
+            version=self.mirror.version,
+            record=record_message(self.mirror.record),
+        )
+        return [*said, *send_all(sorted(self.waiting), pb.SchedulerMessage(settle=settle))]
+
+    def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
+        presenting = self.phase is RunPhase.RESTORING and self._refills
+        if not presenting or body.version != self.mirror.version or not self.answered(member):
+            return []
+        assert self.mirror.record is not None, "replicas are of what was committed"
+        self.waiting = {refill.memoryd for refill in self._refills}
+        # Journaled first: from now on memory of an older generation is never believed again.
+        effects: list[Effect] = [self.mirror.replaced(self.waiting)]
+        for refill in self._refills:
+            restore = pb.Restore(
+                epoch=self.mirror.epoch,
+                incarnation=self.mirror.record.incarnation,
+                version=self.mirror.version,
+                partner=self._members.address(refill.mirrord),
+                record=record_message(self.mirror.record),
+                generation=self.mirror.generations[refill.memoryd],
+            )
+            message = pb.SchedulerMessage(restore=restore)
+            effects.append(Send(member=refill.memoryd, message=message))
+        return effects
+
+    def _refilled(self, member: str, body: pb.Restored, now_s: float) -> list[Effect]:
+        assert self.mirror.record is not None, "replicas are of what was committed"
+        if body.incarnation != self.mirror.record.incarnation:
+            self._unfilled.append(member)
         if not self.answered(member):
             return []
-        reason = self._why_restore()
-        return self._restore(reason) if reason else self._begin(now_s)
+        self._refills = ()
+        if self._unfilled:
+            return self._restore(f"no replica could be read by {', '.join(self._unfilled)}")
+        return self._begin(now_s)
 
-    def _why_restore(self) -> str:
-        """Returns why memory is not what the journal says; empty if it is.
-
-        A memoryd may be one version behind: the commit was journaled and not announced to its node.
-        No more, because the attempt after it starts only with everyone's Ready or on streams that
-        carried the commit first.
-        """
-        record = self.mirror.record
-        if record is None:
-            return "the journal has no committed version"
-        explained = {record.version}
-        if record.decision is not Decision.RESTORE:
-            explained.add(record.version - 1)
-        for member, memory in sorted(self._memory.items()):
-            if memory.incarnation == 0:
-                return f"{member} has no model in memory"
-            if memory.incarnation != record.incarnation:
-                return f"memory of {member} is not of the journal's filling"
-            if memory.committed not in explained:
-                return f"{member} is at version {memory.committed}, the journal at {record.version}"
-        return ""
+    # ---- from a saved state ----
 
     def _restore(self, reason: str) -> list[Effect]:
         saved, steps = self.mirror.saved, self.rules.config.train.steps
@@ -90,7 +157,7 @@ class Barrier(Activity):
             self.finished_before = self.done = True
             text = f"nothing to do: saved at step {saved.version}, train.steps is {steps}"
             return [Say(text=text)]
-        self.phase = RunPhase.RESTORING
+        self.phase, self._reason, self._damaged = RunPhase.RESTORING, reason, {}
         self.waiting, self.deadline_s = set(self.rules.memoryds), None
         record = self._restoration = self.mirror.restoration()
         restore = pb.Restore(
@@ -122,10 +189,34 @@ class Barrier(Activity):
         return [Say(text=text, warning=True)]
 
     def _on_restored(self, member: str, body: pb.Restored, now_s: float) -> list[Effect]:
+        if self._refills:
+            return self._refilled(member, body, now_s)
         record = self._restoration
-        if record is None or body.incarnation != record.incarnation or not self.answered(member):
+        if record is None or body.incarnation != record.incarnation:
             return []
+        if body.damaged:
+            self._damaged[member] = body.damaged
+        if not self.answered(member):
+            return []
+        if self._damaged:
+            return self._find_older()
         return [self.mirror.restored(record), *self._begin(now_s)]
+
+    def _find_older(self) -> list[Effect]:
+        """What was to be restored is damaged; whoever found it so has not touched its memory."""
+        assert self.mirror.saved is not None, "initial weights are no saved state"
+        name, damage = sorted(self._damaged.items())[0]
+        state = self.mirror.saved.directory
+        text = f"{damage} ({name}): {state} is left out, an older saved state is looked for"
+        return [Say(text=text, warning=True), FindSaved(below=self.mirror.saved.version)]
+
+    def found(self, event: SavedFound) -> list[Effect]:
+        """There is an older saved state, or none."""
+        if event.saved is None:
+            self.failure, self.done = "; ".join([*self._damaged.values(), event.error]), True
+            return []
+        self.mirror.saved = event.saved
+        return self._restore(self._reason)
 
     def _begin(self, now_s: float) -> list[Effect]:
         self.phase = RunPhase.BEGINNING
@@ -138,6 +229,7 @@ class Barrier(Activity):
             return []
         if member in self.rules.workers:
             self.done = True
+            self._members.take_part()
             return [Say(text=f"epoch {self.mirror.epoch} begins at version {self.mirror.version}")]
         # The commit is applied everywhere: only now may workers read weights.
         self.waiting = set(self.rules.workers)
@@ -164,4 +256,9 @@ class Barrier(Activity):
             for name, begin in begins.items()
         ]
 
-    answers = {"drained": _on_drained, "restored": _on_restored, "ready": _on_ready}  # noqa: RUF012
+    answers = {  # noqa: RUF012  # the base class says ClassVar
+        "drained": _on_drained,
+        "settled": _on_settled,
+        "restored": _on_restored,
+        "ready": _on_ready,
+    }

@@ -69,6 +69,7 @@ class ControlAsked:
 class SavePrepared:
     """A :class:`PrepareSave` is through; without an error the directory is there."""
 
+    number: int
     error: str = ""
 
 
@@ -76,8 +77,17 @@ class SavePrepared:
 class SaveFinished:
     """A :class:`CompleteSave` is through; without an error the state is on disk for good."""
 
+    number: int
     version: int
     directory: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFound:
+    """A :class:`FindSaved` is through; without an error there is an older saved state."""
+
+    saved: SavedState | None
     error: str = ""
 
 
@@ -90,6 +100,7 @@ Event = (
     | StopAsked
     | SavePrepared
     | SaveFinished
+    | SavedFound
     | EffectFailed
 )
 
@@ -133,6 +144,15 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """A complete saved state on disk."""
+
+    version: int
+    directory: str
+    position: Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEpoch:
     """Durable before any message of the epoch: its number is never used again.
 
@@ -159,6 +179,17 @@ class JournalDecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalGenerations:
+    """Durable before memory is filled from a partner: what the memoryds (by name) had before, of an
+    older generation of the same ``incarnation``, is never believed again.
+    """
+
+    epoch: int
+    incarnation: int
+    generations: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEvaluation:
     """The evaluation of a version is done; ``metrics_json`` as above."""
 
@@ -178,6 +209,7 @@ class AppendMetrics:
 class PrepareSave:
     """Make the temporary directory, without stale files; then :class:`SavePrepared`."""
 
+    number: int
     directory: str
 
 
@@ -185,11 +217,19 @@ class PrepareSave:
 class CompleteSave:
     """Write the manifest, rename the directory, prune older states; then :class:`SaveFinished`."""
 
+    number: int
     version: int
     directory: str
     files: tuple[tuple[str, int, str], ...]
     position: Position
     attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindSaved:
+    """Look for the newest whole saved state older than ``below``; then :class:`SavedFound`."""
+
+    below: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +267,11 @@ Effect = (
     | JournalEpoch
     | JournalDecision
     | JournalEvaluation
+    | JournalGenerations
     | AppendMetrics
     | PrepareSave
     | CompleteSave
+    | FindSaved
     | Reply
     | ReplyError
     | Say

@@ -1,8 +1,9 @@
 """The scheduler's machine: membership, epochs, the transaction, and what comes between attempts.
 
 Pure: events and the time come in, a list of effects goes out (:mod:`.events`). One activity runs
-at a time (:mod:`.activity`): a barrier between epochs, an attempt, a save, an evaluation, the end.
-Whenever none runs, :meth:`SchedulerMachine._choose` picks the next::
+at a time (:mod:`.activity`): a barrier between epochs, an attempt, an evaluation, the end. Files of
+a save are written meanwhile (:mod:`.saving`); attempts wait for its beginning, sometimes for its
+end. Whenever none runs, :meth:`SchedulerMachine._choose` picks the next::
 
                     +-- a member is lost: the epoch is broken, whatever ran is dropped --+
                     v                                                                    |
@@ -19,8 +20,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import EffectFailed, Say, StopAsked, Tick
-from penstock.daemons.scheduler.machine.activity import Activity
+from penstock.daemons.scheduler.machine.activity import Activity, with_cause
 from penstock.daemons.scheduler.machine.barrier import Barrier
+from penstock.daemons.scheduler.machine.evaluate_shutdown import Evaluation, Shutdown
 from penstock.daemons.scheduler.machine.events import (
     Beat,
     ControlAsked,
@@ -30,15 +32,24 @@ from penstock.daemons.scheduler.machine.events import (
     Joined,
     Received,
     Reply,
+    SavedFound,
     SaveFinished,
     SavePrepared,
     StreamClosed,
 )
 from penstock.daemons.scheduler.machine.membership import MAX_IN_A_ROW, Hangs, Membership
-from penstock.daemons.scheduler.machine.mirror import JournalMirror, SavedState
-from penstock.daemons.scheduler.machine.requests import Next, Requests, SavePace, choose, is_last
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.requests import (
+    Next,
+    Requests,
+    SavePace,
+    choose,
+    is_last,
+    snapshot_answers,
+)
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
-from penstock.daemons.scheduler.machine.save_evaluate_shutdown import Evaluation, Saving, Shutdown
+from penstock.daemons.scheduler.machine.saving.save import Answer, Saving
+from penstock.daemons.scheduler.machine.saving.saves import Saves
 from penstock.daemons.scheduler.machine.status import (
     BreakCause,
     Chronicle,
@@ -82,14 +93,20 @@ class SchedulerMachine:
         """Whether the epoch has begun and is not broken."""
         self.message = ""
         """Why the last epoch or save broke, or how the run ends."""
+        self.cause = f"e{mirror.epoch}" if mirror.epoch else ""
+        """What all logs call the failure that is being recovered from: after the epoch that it
+        ended, which may be that of a scheduler before this one. Empty in a live epoch.
+        """
         self.attempt_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
         """How long the last attempts took."""
         self.reports: Mapping[str, pb.AttemptDone] = {}
         """Of workers, on the last attempt."""
         self.chronicle = Chronicle()
         self.tally = Tally()
+        self.saves = Saves(rules, mirror, members)
         self.hangs = Hangs(rules.config.cluster.attempt_timeout_s)
         self._pace = SavePace(rules.state_bytes, len(rules.memoryds))
+        members.began(now_s)
         self._now_s = now_s
         self._beat_s = now_s
         self._requests = Requests(patience_s=rules.deadlines.stop_s)
@@ -104,8 +121,11 @@ class SchedulerMachine:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """React to ``event`` at ``now_s`` (any monotonic clock)."""
         self._notice_jump(now_s)
+        before = self.cause
         effects = self._HANDLERS[type(event)](self, event, now_s)
-        return effects + self._proceed(now_s)
+        effects += self._proceed(now_s)
+        cause = self.cause or before  # of this event: a break, or the end of the recovery
+        return effects if not cause else [with_cause(effect, cause) for effect in effects]
 
     def validate(self) -> None:
         """Check the invariants of all parts.
@@ -131,7 +151,7 @@ class SchedulerMachine:
         if gap_s <= self.rules.config.cluster.heartbeat_timeout_s / 2:
             return
         self.members.forgive(now_s)
-        self.hangs.moved(now_s)
+        self.hangs.paused(gap_s, now_s)
         if self.activity is not None and self.activity.deadline_s is not None:
             self.activity.deadline_s += gap_s
         if self._requests.stop_by_s is not None:
@@ -162,16 +182,18 @@ class SchedulerMachine:
         """Give up whoever holds up what is going on; the run, when it happens again and again."""
         if self.activity is None or not self.hangs.suspected(now_s):
             return []
-        hung = self.hangs.overdue(self.activity.unfinished, now_s)
+        save = self.saves.under_way
+        unfinished = dict.fromkeys(self.activity.unfinished)
+        if save is not None:  # sweeps may wait for it
+            unfinished |= dict.fromkeys(save.unfinished)
+        hung = self.hangs.overdue(tuple(unfinished), now_s)
         if not hung:
             return []
         what = self.activity.title
         names = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
         self.hangs.in_a_row += 1
         self._break_epoch(BreakCause.HUNG, f"{what} hung: {names}", now_s)
-        effects = [
-            effect for name in hung for effect in self._lose(name, BreakCause.HUNG, hung[name])
-        ]
+        effects = [e for name in hung for e in self._lose(name, BreakCause.HUNG, hung[name])]
         if self.hangs.in_a_row >= MAX_IN_A_ROW:
             error = (
                 f"{what} after step {self.mirror.version} hung {self.hangs.in_a_row} times in a"
@@ -214,25 +236,34 @@ class SchedulerMachine:
         self.hangs.heard(name, body, now_s)
         return []
 
+    def _on_save_answer(self, name: str, body: Answer, now_s: float) -> list[Effect]:
+        self.hangs.moved(now_s)
+        return self.saves.on_answer(name, body)
+
     def _on_fenced(self, name: str, body: pb.Fenced, now_s: float) -> list[Effect]:
         if body.death:
             self.chronicle.died(body.member, body.death)
-        return self.members.fenced(name, body.member, body.pid)
+        return self.members.fenced(name, body.member, body.pid, body.death)
 
     def _on_failed(self, name: str, body: pb.Failed, now_s: float) -> list[Effect]:
         if isinstance(self.activity, Shutdown):
             return []
+        if self.members.gave_up(name, body) and self._is_over(body.epoch):
+            return self._lose(name, BreakCause.FAILED, body.error)
         self._count_break(BreakCause.FAILED, now_s)
         return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))
 
     def _on_cut_off(self, name: str, body: pb.CutOff, now_s: float) -> list[Effect]:
         """Messages of the epoch were lost: begin another, in which connections are made anew."""
-        ending = isinstance(self.activity, Shutdown)
-        if ending or body.epoch != self.mirror.epoch or not (self.live or self.activity):
+        if isinstance(self.activity, Shutdown) or self._is_over(body.epoch):
             return []
         said = f"{name}: {body.loss}"
         self._break_epoch(BreakCause.LOST, said, now_s)
         return [Say(text=said, warning=True)]
+
+    def _is_over(self, epoch: int) -> bool:
+        """Returns whether nobody goes on with an epoch, also if the next one is not begun."""
+        return epoch != self.mirror.epoch or not (self.live or self.activity)
 
     def _on_hello(self, name: str, body: pb.Hello, now_s: float) -> list[Effect]:
         return self._lose(name, BreakCause.OTHER, "a second Hello on one stream")
@@ -256,8 +287,11 @@ class SchedulerMachine:
         if isinstance(self.activity, Shutdown) or (self.activity is None and not self.live):
             return
         self._count_break(cause, now_s)
+        self.cause = self.cause or f"e{self.mirror.epoch}"
         if self.live:
-            self.chronicle.broke(self.mirror.version, reason, now_s)
+            self.chronicle.broke(self.mirror.version, reason, now_s, self.cause)
+        self._count_blocked(now_s)
+        self.saves.epoch_broke(self._requests)
         self.live = False
         self.activity = None
         self.message = reason
@@ -276,6 +310,7 @@ class SchedulerMachine:
         while True:
             self._cut_short(now_s)
             self._heed_deadline(now_s)
+            effects += self._look_at_save(now_s)
             effects += self._answer_early_snapshots()
             if self.activity is None:
                 self.activity = self._choose()
@@ -289,6 +324,8 @@ class SchedulerMachine:
                 effects += self.activity.start(now_s)
             if isinstance(self.activity, Shutdown):
                 return effects + self.activity.look(now_s)
+            if isinstance(self.activity, Saving):
+                self.activity.look(paused=self._requests.paused)
             if not self.activity.done:
                 return effects
             finished, self.activity = self.activity, None
@@ -300,13 +337,18 @@ class SchedulerMachine:
             return self._over(self._requests.stop_reason)
         if not self.live:
             ready = self.members.complete
-            return Barrier(self.rules, self.mirror, self.members) if ready else None
-        choice = choose(self.rules, self.mirror, self._requests)
+            if not ready:
+                return None
+            saving = self.saves.number
+            return Barrier(self.rules, self.mirror, self.members, cause=self.cause, saving=saving)
+        choice = choose(self.rules, self.mirror, self._requests, self.saves.version)
         if choice is Next.END:
             done = f"step {self.mirror.version} of {self.rules.config.train.steps} is done"
             return self._over(done)
         activity = self._ACTIVITIES.get(choice)
-        return None if activity is None else activity(self.rules, self.mirror)
+        if activity is not None:
+            return activity(self.rules, self.mirror)
+        return self.saves.activity(choice, self._requests)
 
     def _cut_short(self, now_s: float) -> None:
         """A stop does not wait for a barrier that has nothing to save, or takes too long."""
@@ -336,7 +378,7 @@ class SchedulerMachine:
         if deadline is None or isinstance(activity, Shutdown):
             return
         late = now_s >= deadline.give_up_s
-        saving = isinstance(activity, Saving)
+        saving = isinstance(activity, Saving) or self.saves.version == self.mirror.version
         if late or (self.mirror.unsaved and not saving and self._pace.hopeless(now_s, deadline)):
             self.activity = self._out_of_time()
         elif isinstance(activity, (Transaction, Evaluation)):
@@ -385,6 +427,8 @@ class SchedulerMachine:
     # ---- what an activity led to ----
 
     def _barrier_done(self, barrier: Barrier) -> list[Effect]:
+        if barrier.failure:
+            return self._fail(barrier.failure, ExitCode.BAD_CONFIG)
         if barrier.finished_before:
             saved, steps = self.mirror.saved_version, self.rules.config.train.steps
             reason = f"the run is already at step {saved} of {steps}: nothing to do"
@@ -393,7 +437,7 @@ class SchedulerMachine:
         self.live = True
         self.chronicle.lives(self.mirror.version, self._now_s)
         self._requests.stop_by_s = None
-        self.message = ""
+        self.message = self.cause = ""
         return []
 
     def _transaction_done(self, transaction: Transaction) -> list[Effect]:
@@ -405,50 +449,58 @@ class SchedulerMachine:
         return []
 
     def _saving_done(self, saving: Saving) -> list[Effect]:
+        """Attempts may go on. What came of the save is told when it is over."""
         self.hangs.finished(0.0)
-        last = bool(self._requests.stop_reason) or is_last(self.rules, self.mirror)
-        seconds = self._now_s - saving.started_s
-        self.tally.saved(saving.num_bytes, seconds, blocked=not last, error=saving.error)
-        if not saving.error:
-            self._pace.finished(seconds)
-            self._note_save(saving)
-            return []
-        error = f"saving step {saving.version} failed: {saving.error}"
-        self.chronicle.add(Kind.SAVE_FAILED, saving.version, self._now_s, text=saving.error)
-        effects = self._requests.answer_snapshots(self.mirror, error)
-        if last:
-            return effects + self._fail(f"{error}; its memory is kept", ExitCode.NO_MEMORY)
-        self.message, self._requests.save_failed_at = error, saving.version
-        return [*effects, Say(text=f"{error}; training goes on", warning=True)]
+        self._count_blocked(self._now_s, saving)
+        return []
 
-    def _note_save(self, saving: Saving) -> None:
-        self.chronicle.add(
-            Kind.SAVED,
-            saving.version,
-            self._now_s,
-            seconds=self._now_s - saving.started_s,
-            text="" if self.mirror.saved is None else self.mirror.saved.directory,
-        )
+    def _count_blocked(self, now_s: float, saving: Saving | None = None) -> None:
+        """Steps waited for a save, unless there were none to do."""
+        waited = saving or self.activity
+        if isinstance(waited, Saving) and not waited.idle and not self._ends_with_save:
+            self.tally.save_blocked_s += now_s - waited.started_s
+
+    @property
+    def _ends_with_save(self) -> bool:
+        return bool(self._requests.stop_reason) or is_last(self.rules, self.mirror)
+
+    def _look_at_save(self, now_s: float) -> list[Effect]:
+        """Tell what came of a save that is over."""
+        self.saves.join(self._requests)
+        save = self.saves.look(self.activity, live=self.live)
+        if save is None or isinstance(self.activity, Shutdown):
+            return []
+        save.note(self.tally, self.chronicle, self.mirror, now_s)
+        if not save.error:
+            self._pace.finished(save.write_s)
+            return snapshot_answers(save.tickets, self.mirror, "")
+        self.message = error = f"saving step {save.version} failed: {save.error}"
+        said = Say(text=f"{error}; training goes on", warning=True)
+        if not self.live:  # what broke the epoch ended the save, too: it is due again
+            self._requests.tickets += save.tickets
+            return [said]
+        effects = snapshot_answers(save.tickets, self.mirror, error)
+        if self._ends_with_save and save.version == self.mirror.version:
+            return effects + self._fail(f"{error}; its memory is kept", ExitCode.NO_MEMORY)
+        self._requests.save_failed_at = save.version
+        return [*effects, said]
 
     def _evaluation_done(self, evaluation: Evaluation) -> list[Effect]:
         self.hangs.finished(evaluation.seconds)
         return []
 
     def _on_save_prepared(self, event: SavePrepared, now_s: float) -> list[Effect]:
-        if isinstance(self.activity, Saving):
-            return self.activity.prepared(event.error)
-        return []
+        return self.saves.on_prepared(event)
 
     def _on_save_finished(self, event: SaveFinished, now_s: float) -> list[Effect]:
-        if isinstance(self.activity, Saving):
-            self.activity.finished(event.error)
-        if event.error:
+        saved = self.saves.on_finished(event)
+        if saved is None:
             return []
-        assert self.mirror.position is not None
-        self.mirror.saved = SavedState(
-            version=event.version, directory=event.directory, position=self.mirror.position
-        )
-        return [Say(text=f"saved step {event.version} in {event.directory}")]
+        self.mirror.saved = saved
+        return [Say(text=f"saved step {saved.version} in {saved.directory}")]
+
+    def _on_saved_found(self, event: SavedFound, now_s: float) -> list[Effect]:
+        return self.activity.found(event) if isinstance(self.activity, Barrier) else []
 
     def _answer_early_snapshots(self) -> list[Effect]:
         """Answer snapshot calls that need no save, or cannot have one any more."""
@@ -493,6 +545,11 @@ class SchedulerMachine:
     # ---- status ----
 
     @property
+    def saving_version(self) -> int:
+        """The version that is being saved; 0 if none is, or it is the initial weights."""
+        return self.saves.version or 0
+
+    @property
     def pausing(self) -> bool:
         """Whether it is paused, or will be after the attempt under way."""
         return self._requests.paused
@@ -517,6 +574,7 @@ class SchedulerMachine:
         StopAsked: _on_stop_signal,
         SavePrepared: _on_save_prepared,
         SaveFinished: _on_save_finished,
+        SavedFound: _on_saved_found,
         EffectFailed: _on_broken,
     }
     _GENERAL: ClassVar[
@@ -527,9 +585,10 @@ class SchedulerMachine:
         "fenced": _on_fenced,
         "failed": _on_failed,
         "cut_off": _on_cut_off,
+        "pinned": _on_save_answer,
+        "saved": _on_save_answer,
     }
     _ACTIVITIES: ClassVar[Mapping[Next, type[Activity]]] = {
-        Next.SAVE: Saving,
         Next.EVALUATE: Evaluation,
         Next.ATTEMPT: Transaction,
     }

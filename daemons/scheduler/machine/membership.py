@@ -22,10 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.daemons.kit.events import Say
 from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Send
+from penstock.daemons.scheduler.machine.lost_nodes.leases import Leases
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
+from penstock.protocol.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.logs import COMPLAINT_INTERVAL_S
 from penstock.protocol.run.names import nodes_beside
@@ -40,7 +43,9 @@ MAX_NAMED = 8
 class Member:
     """One expected member. ``pid`` 0: no process is known that could be alive.
 
-    ``fence_at_s``: without a stream until then, its process is taken for lost.
+    ``fence_at_s``: without a stream until then, its process is taken for lost. ``gone_s``: since
+    when it has none, and ``why``, as far as is known; None while it has one. ``took_part``: the
+    nonce of the process that was in the last epoch that began.
     """
 
     spec: MemberSpec
@@ -50,6 +55,9 @@ class Member:
     fence_at_s: float | None = None
     restarts: int = 0
     hello: pb.Hello | None = None
+    gone_s: float | None = None
+    why: str = "not started yet"
+    took_part: int | None = None
 
 
 class Membership:
@@ -58,6 +66,7 @@ class Membership:
     def __init__(self, rules: Rules, journaled_pids: tuple[tuple[str, int], ...] = ()) -> None:
         self._run_id = rules.run_id
         self._timeout_s = rules.config.cluster.heartbeat_timeout_s
+        self._leases = Leases(self._timeout_s if rules.mirrords else None)
         self.members = {spec.name: Member(spec=spec) for spec in rules.members}
         self._nodes = {s.node: s.name for s in rules.members if s.role is Role.NODE}
         here = nodes_beside(rules.config, 0)
@@ -70,9 +79,10 @@ class Membership:
         self._names: dict[int, str] = {}
         self._journaled = dict(journaled_pids)
         self._dying: dict[tuple[str, int], None] = {}  # in the order they were ordered
-        self._refused: set[tuple[str, int]] = set()
+        self._refused: dict[tuple[str, int], int] = {}  # what they drew; 0: not known
         self._patient_until_s = float("-inf")
         self._complained_s, self._uncomplained = float("-inf"), 0
+        self._began_s = 0.0
 
     # ---- looking ----
 
@@ -121,6 +131,33 @@ class Membership:
         """Returns the process of every member."""
         return tuple((name, m.pid) for name, m in self.members.items())
 
+    def processes(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Returns pid and nonce of members' processes, as their last Hello said them."""
+        hellos = {name: self.members[name].hello for name in names}
+        return {
+            name: (0, 0) if hello is None else (hello.pid, hello.nonce)
+            for name, hello in hellos.items()
+        }
+
+    def newcomers(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those whose processes took part in no epoch yet: they remember nothing."""
+        found = ((name, self.members[name]) for name in names)
+        return frozenset(
+            name
+            for name, m in found
+            if m.hello is None or (not m.hello.epoch and m.took_part != m.hello.nonce)
+        )
+
+    def take_part(self) -> None:
+        """An epoch has begun with the processes that are here."""
+        for member in self.members.values():
+            member.took_part = None if member.hello is None else member.hello.nonce
+
+    def address(self, name: str) -> str:
+        """Returns where a member's data socket is; empty if it has not said."""
+        hello = self.members[name].hello
+        return "" if hello is None else hello.data_endpoint
+
     def endpoints(self, name: str) -> list[pb.Endpoint]:
         """Returns where the data sockets are of the members that ``name`` asked for."""
         asking = self.members[name].hello
@@ -144,11 +181,39 @@ class Membership:
                 pid=m.pid,
                 silent_seconds=max(0.0, now_s - m.heard_s) if m.stream is not None else 0.0,
                 restarts=m.restarts,
+                **self._absence(m, dying, now_s),
             )
             for name, m in self.members.items()
         ]
 
+    def _absence(self, member: Member, dying: frozenset[str], now_s: float) -> dict[str, Any]:
+        """Returns since when a member is missing, why, and what happens next."""
+        name = member.spec.name
+        if member.stream is not None and name not in dying:
+            return {}
+        node = self.members[self._nodes[member.spec.node]]
+        if member.spec.role is Role.NODE:
+            again = "again " if member.hello is not None else ""
+            then = f"the run waits until it is started {again}on its machine (penstock node)"
+        elif name in dying and node.stream is None:
+            then = f"{node.spec.name} must come back: only it can say that the process is dead"
+        elif name in dying:
+            then = f"{node.spec.name} kills it and starts another"
+        elif member.fence_at_s is not None:
+            left_s = max(0.0, member.fence_at_s - now_s)
+            then = f"it has {left_s:.0f} s to come back, then it is killed and replaced"
+        elif node.stream is None:
+            then = f"it starts when {node.spec.name} does"
+        else:
+            then = f"{node.spec.name} starts it"
+        since_s = self._began_s if member.gone_s is None else member.gone_s
+        return {"gone_seconds": max(0.0, now_s - since_s), "why": member.why, "next": then}
+
     # ---- changes ----
+
+    def began(self, now_s: float) -> None:
+        """The scheduler begins to wait for members."""
+        self._began_s = now_s
 
     def join(self, stream: int, hello: pb.Hello, now_s: float) -> tuple[str | None, list[Effect]]:
         """Hear the Hello of a stream; returns the member's name if it was accepted.
@@ -161,10 +226,18 @@ class Membership:
         if reason:
             refusal = Refuse(stream=stream, reason=reason)
             return None, [refusal, *self._complain(hello, reason, now_s)]
+        if (hello.member, hello.pid) in self._dying:
+            reason = f"a process {hello.pid} of that name is not known to be dead yet"
+            return None, [Disconnect(stream=stream), *self._complain(hello, reason, now_s)]
+        self._refused.pop((hello.member, hello.pid), None)
         member = self.members[hello.member]
         if member.stream is not None and not _same_process(member, hello):
             reason = f"process {member.pid} has that name, and lives as far as is known"
             return None, [Disconnect(stream=stream), *self._complain(hello, reason, now_s)]
+        leased = self._leases.objection(hello.member, hello.machine, now_s)
+        if leased:
+            return None, [Disconnect(stream=stream), *self._complain(hello, leased, now_s)]
+        self._leases.taken(hello.member)
         effects: list[Effect] = []
         if member.stream is not None:
             effects += self._drop_stream(member)
@@ -172,7 +245,7 @@ class Membership:
             effects += self._fence(member)
         self._connect(member, stream)
         member.pid, member.hello = hello.pid, hello
-        member.heard_s, member.fence_at_s = now_s, None
+        member.heard_s, member.fence_at_s, member.gone_s = now_s, None, None
         effects.append(Accept(stream=stream, member=hello.member))
         if member.spec.role is Role.NODE:
             effects += self._node_joined(member, now_s)
@@ -191,8 +264,10 @@ class Membership:
             return None, []
         member = self.members[name]
         self._disconnect(member, stream)
+        member.gone_s, member.why = now_s, "its connection to the scheduler ended"
         effects: list[Effect] = [Say(text=f"{name} (pid {member.pid}): stream ended", warning=True)]
         if member.spec.role is Role.NODE:
+            self._end_lease(member, now_s)
             return name, effects
         patient_until_s = self._patient_until_s
         if member.spec.node in self._elsewhere:
@@ -214,13 +289,25 @@ class Membership:
         """
         member = self.members[name]
         said = f"{name} (pid {member.pid}) is lost: {reason}"
+        if member.gone_s is None:
+            member.gone_s = now_s
+        member.why = reason
         effects: list[Effect] = [Say(text=said, warning=True), *self._drop_stream(member)]
         if member.spec.role is Role.NODE:
+            self._end_lease(member, now_s)
             return effects
         if self._out_of_reach(member, now_s):
             member.fence_at_s = now_s + self._timeout_s
             return effects
         return effects + self._fence(member)
+
+    def gave_up(self, name: str, body: pb.Failed) -> bool:
+        """Whether a worker ends because something in an epoch took too long. If nobody goes on with
+        that epoch, then somebody was lost, and is waited for, perhaps for hours.
+        """
+        code = failure_code(body.exit_code)
+        worker = self.role_of(name) is Role.WORKER
+        return worker and code is ExitCode.LOST_MEMBERS and body.epoch > 0
 
     def overdue(self, now_s: float) -> dict[str, str]:
         """Returns the members to :meth:`lose` now, and why."""
@@ -235,19 +322,22 @@ class Membership:
                     found[name] = "it did not come back"
         return found
 
-    def fenced(self, node_member: str, name: str, pid: int) -> list[Effect]:
-        """A node says that a process is dead and reaped."""
+    def fenced(self, node_member: str, name: str, pid: int, death: str) -> list[Effect]:
+        """A node says that a process is dead and reaped; ``death``: how, if by itself."""
         if (name, pid) not in self._dying:
             return []
         if self._nodes[self.members[name].spec.node] != node_member:
             return []
         del self._dying[name, pid]
         self.members[name].restarts += 1
-        return [Say(text=f"{name} (pid {pid}) is dead")]
+        if death:
+            self.members[name].why = f"it {death}"
+        return [Say(text=f"{name} (pid {pid}) {death or 'is dead'}")]
 
     def forgive(self, now_s: float) -> None:
         """The scheduler itself was stopped: silence and ended streams prove nothing for a while."""
         self._patient_until_s = now_s + self._timeout_s
+        self._leases.forgive(now_s)
         self._changed.update(self.members)
         for member in self.members.values():
             member.heard_s = now_s
@@ -299,7 +389,10 @@ class Membership:
         if not hello.pid:
             return "its Hello says no process id"
         if (hello.member, hello.pid) in self._refused:
-            return f"process {hello.pid} was lost and has been replaced"
+            # In a container that was started again, another process may have the number.
+            drew = self._refused[hello.member, hello.pid]
+            if drew in (0, hello.nonce):
+                return f"process {hello.pid} was lost and has been replaced"
         return ""
 
     def _node_joined(self, node: Member, now_s: float) -> list[Effect]:
@@ -334,16 +427,21 @@ class Membership:
         silent = node.stream is None or now_s - node.heard_s > self._timeout_s / 2
         return silent and member.spec.node in self._elsewhere
 
+    def _end_lease(self, node: Member, now_s: float) -> None:
+        machine = "" if node.hello is None else node.hello.machine
+        self._leases.ended(node.spec.name, machine, now_s)
+
     def _fence(self, member: Member) -> list[Effect]:
         """Order the death of the member's process; without its node the order waits."""
         member.fence_at_s = None
         if not member.pid:
             return []
         key = (member.spec.name, member.pid)
+        hello = member.hello
+        self._refused[key] = hello.nonce if hello is not None and hello.pid == member.pid else 0
         member.pid = 0
         self._dying[key] = None
         self._changed.add(member.spec.name)
-        self._refused.add(key)
         node = self.members[self._nodes[member.spec.node]]
         return [] if node.stream is None else [_fence_order(node.spec.name, *key)]
 
@@ -389,6 +487,9 @@ MAX_IN_A_ROW = 3
 TIMES_LONGEST = 4.0
 """No attempt is given less than this, times what the longest so far took."""
 
+TIMES_IN_ALL = 100.0
+"""An activity in which somebody always gets on is given so many times what a standstill is."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Report:
@@ -403,8 +504,8 @@ class Hangs:
 
     An attempt, an evaluation, a save or a restore in which nobody gets on for long enough is broken
     off. *Getting on* is any answer, and any change of the progress that heartbeats carry, of any
-    member; so slow work is never taken for a hang, however long it takes in all. Not noticed is a
-    loader of initial weights that hangs: its memoryd only knows that the process is alive.
+    member; so slow work is not taken for a hang, as long as it ends within
+    :data:`TIMES_IN_ALL` such times: nothing goes round in circles for ever.
 
     ``in_a_row`` counts hangs since an attempt or evaluation came to its end.
     """
@@ -442,6 +543,11 @@ class Hangs:
         report = self._reports.get(member)
         return None if report is None else report.beat
 
+    def paused(self, seconds: float, now_s: float) -> None:
+        """The scheduler itself was stopped for so long: that counts for nobody."""
+        self._started_s += seconds
+        self.moved(now_s)
+
     def finished(self, seconds: float) -> None:
         """An attempt or evaluation came to its end."""
         self.in_a_row = 0
@@ -452,8 +558,10 @@ class Hangs:
         return max(0.0, now_s - self._moved_s)
 
     def suspected(self, now_s: float) -> bool:
-        """Whether nobody has got on for long enough to look for who is to blame."""
-        return self.still_s(now_s) > self.allowed_s
+        """Whether nobody has got on for long enough to look for who is to blame, or it has taken
+        too long in all.
+        """
+        return self.still_s(now_s) > self.allowed_s or self._endless(now_s)
 
     def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
         """Returns which of the members that owe an answer to give up now, and why.
@@ -465,6 +573,9 @@ class Hangs:
         suspects = [name for name in unfinished if not self._waits(name)]
         return {name: self._complaint(name, now_s) for name in suspects or unfinished}
 
+    def _endless(self, now_s: float) -> bool:
+        return now_s - self._started_s > TIMES_IN_ALL * self.allowed_s
+
     def _waits(self, name: str) -> bool:
         report = self._reports.get(name)
         return report is not None and report.beat.waiting
@@ -473,4 +584,7 @@ class Hangs:
         report = self._reports.get(name)
         since_s = self._started_s if report is None else max(report.since_s, self._started_s)
         activity = "" if report is None else report.beat.activity
+        if self._endless(now_s):
+            took_s = now_s - self._started_s
+            return f"no end after {took_s:.0f} s: {activity or 'nothing is under way'}"
         return f"no progress for {now_s - since_s:.1f} s: {activity or 'nothing is under way'}"

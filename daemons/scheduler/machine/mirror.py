@@ -12,6 +12,8 @@ from penstock.daemons.scheduler.machine.events import (
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    JournalGenerations,
+    SavedState,
 )
 from penstock.daemons.scheduler.machine.holding import AttemptCosts
 from penstock.daemons.scheduler.machine.position import Position
@@ -24,7 +26,8 @@ class JournalFacts:
     """What a journal says when a scheduler starts; the defaults are those of an empty one.
 
     ``record``: of the committed version. ``position``: after the last decision. ``pids``: processes
-    of the last epoch. ``evaluated``: newest version that was evaluated.
+    of the last epoch. ``evaluated``: newest version that was evaluated. ``generations``: of
+    memoryds whose memory was filled from a partner since the last restore.
     """
 
     epoch: int = 0
@@ -35,15 +38,7 @@ class JournalFacts:
     evaluation: int = 0
     evaluated: int = 0
     last_metrics_json: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
-    """A complete saved state on disk."""
-
-    version: int
-    directory: str
-    position: Position
+    generations: tuple[tuple[str, int], ...] = ()
 
 
 class JournalMirror:
@@ -65,7 +60,11 @@ class JournalMirror:
         self.evaluation = facts.evaluation
         self.evaluated = facts.evaluated
         self.last_metrics_json = facts.last_metrics_json
+        self.generations = dict(facts.generations)
+        """How often a memoryd's memory was filled from a partner since the last restore."""
         self.saved = saved
+        self.blocks_missing: dict[str, int] = {}
+        """What replicas lacked at the last attempt, by mirrord; not journaled."""
         self.costs = AttemptCosts()
         """What the hold policy goes by; not journaled."""
 
@@ -134,10 +133,21 @@ class JournalMirror:
             self.position = Position(
                 version=0, data_position=0, loss_scale=self._rules.loss_scaling.start
             )
-        self.record = record
+        self.record, self.generations = record, {}  # a new incarnation tells them all apart
         self.evaluated = min(self.evaluated, record.version)
         return JournalDecision(
             epoch=self.epoch, record=record, position=self.position, metrics_json=""
+        )
+
+    def replaced(self, memoryds: Iterable[str]) -> JournalGenerations:
+        """Memory of these is going to be filled from partners: what they had before is void."""
+        assert self.record is not None, "nobody mirrors nothing"
+        for name in memoryds:
+            self.generations[name] = self.generations.get(name, 0) + 1
+        return JournalGenerations(
+            epoch=self.epoch,
+            incarnation=self.record.incarnation,
+            generations=tuple(sorted((name, self.generations[name]) for name in memoryds)),
         )
 
     def take_evaluation(self) -> int:

@@ -140,20 +140,34 @@ class Requests:
         if self.stop_reason:
             self.stop_by_s = now_s + self.patience_s
 
+    def take_tickets(self) -> list[int]:
+        """Returns the snapshot calls that wait; somebody else answers them."""
+        tickets, self.tickets = self.tickets, []
+        return tickets
+
     def answer_snapshots(self, mirror: JournalMirror, error: str = "") -> list[Effect]:
         """Answer all snapshot calls: with the newest saved state, or with an error."""
-        tickets, self.tickets = self.tickets, []
-        if error:
-            return [ReplyError(ticket=ticket, error=error) for ticket in tickets]
-        directory = "" if mirror.saved is None else mirror.saved.directory
-        reply = pb.SnapshotReply(directory=directory, version=mirror.saved_version)
-        return [Reply(ticket=ticket, reply=reply) for ticket in tickets]
+        return snapshot_answers(self.take_tickets(), mirror, error)
+
+
+def snapshot_answers(tickets: list[int], mirror: JournalMirror, error: str) -> list[Effect]:
+    """Returns the answers to snapshot calls: the newest saved state, or an error."""
+    if error:
+        return [ReplyError(ticket=ticket, error=error) for ticket in tickets]
+    directory = "" if mirror.saved is None else mirror.saved.directory
+    reply = pb.SnapshotReply(directory=directory, version=mirror.saved_version)
+    return [Reply(ticket=ticket, reply=reply) for ticket in tickets]
 
 
 class Next(Enum):
     """What a live epoch does between attempts."""
 
     SAVE = "save"
+    """Begin to save, and go on when that is safe."""
+    SAVE_AND_WAIT = "save and wait"
+    WAIT_FOR_SAVE = "wait for the save"
+    IDLE_SAVE = "save while idle"
+    """The run is paused: the save under way is helped to its end."""
     EVALUATE = "evaluate"
     ATTEMPT = "attempt"
     END = "end"
@@ -165,17 +179,32 @@ def is_last(rules: Rules, mirror: JournalMirror) -> bool:
     return mirror.version >= rules.config.train.steps
 
 
-def choose(rules: Rules, mirror: JournalMirror, requests: Requests) -> Next:
-    """Returns what to do in a live epoch when nothing is going on."""
+def choose(rules: Rules, mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
+    """Returns what to do in a live epoch when nothing is going on. ``saving``: the version that is
+    being saved, None if none is.
+    """
     if requests.stop_reason:
-        return Next.SAVE if mirror.unsaved else Next.END
-    if requests.tickets or _save_is_due(rules, mirror, requests):
+        return _last_save(mirror, requests, saving)
+    if requests.tickets and saving is None:
         return Next.SAVE
+    if _save_is_due(rules, mirror, requests) and saving != mirror.version:
+        return Next.SAVE if saving is None else Next.WAIT_FOR_SAVE
     if _evaluation_is_due(rules, mirror):
         return Next.EVALUATE
     if is_last(rules, mirror):
-        return Next.SAVE if mirror.unsaved else Next.END
-    return Next.WAIT if requests.paused else Next.ATTEMPT
+        return _last_save(mirror, requests, saving)
+    if not requests.paused:
+        return Next.ATTEMPT
+    return Next.IDLE_SAVE if saving == mirror.version else Next.WAIT
+
+
+def _last_save(mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
+    """A save of an older version is waited for, unless time is short."""
+    if not mirror.unsaved:
+        return Next.END
+    if saving is None or (saving != mirror.version and requests.deadline is not None):
+        return Next.SAVE_AND_WAIT
+    return Next.WAIT_FOR_SAVE
 
 
 def _save_is_due(rules: Rules, mirror: JournalMirror, requests: Requests) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.run.names import (
     devices_of_node,
     memoryd_name,
+    mirrord_name,
     node_member_name,
     optimizerd_name,
     worker_name,
@@ -24,6 +26,7 @@ class Role(Enum):
     NODE = "node"
     MEMORYD = "memoryd"
     OPTIMIZERD = "optimizerd"
+    MIRRORD = "mirrord"
     WORKER = "worker"
 
 
@@ -38,6 +41,7 @@ class RunPhase(Enum):
     RUNNING = "running"
     DECIDING = "deciding"
     AMENDING = "amending"
+    MIRRORING = "mirroring"
     SETTLING = "settling"
     SAVING = "saving"
     EVALUATING = "evaluating"
@@ -60,9 +64,9 @@ class MemberSpec:
 class Deadlines:
     """How long the scheduler waits before it acts on its own.
 
-    Attempts, evaluations, restoring, settling and saving have none: how long they take depends on
-    the model. In them somebody has to get on
-    (:class:`~penstock.daemons.scheduler.machine.membership.Hangs`).
+    Those of attempts, evaluations, restoring, settling and saving follow from
+    ``cluster.attempt_timeout_s`` and from how long attempts take: in them somebody has to get on,
+    and come to an end (:class:`~penstock.daemons.scheduler.machine.membership.Hangs`).
     """
 
     drain_s: float = 120.0
@@ -75,7 +79,8 @@ class Deadlines:
 class Rules:
     """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
     optimizerd of every block; ``state_bytes``: of a saved state, over all nodes; ``since_1970_s``:
-    what to add to the machine's clock for seconds since 1970.
+    what to add to the machine's clock for seconds since 1970; ``contributors``: memoryd -> the
+    others in whose memory are gradients of its blocks.
     """
 
     run_id: str
@@ -88,6 +93,7 @@ class Rules:
     state_dir: str
     state_bytes: int = 0
     since_1970_s: float = 0.0
+    contributors: Mapping[str, frozenset[str]] = field(default_factory=dict)
     deadlines: Deadlines = Deadlines()
 
     @cached_property
@@ -130,6 +136,16 @@ class Rules:
         """Member names of the optimizerds."""
         return self._named(Role.OPTIMIZERD)
 
+    @cached_property
+    def spectators(self) -> frozenset[str]:
+        """optimizerds of nodes that train no block: no status of theirs says how far they are."""
+        return frozenset(self.optimizerds) - {self.owners[block] for block in self.blocks}
+
+    @cached_property
+    def mirrords(self) -> tuple[str, ...]:
+        """Member names of the mirrords, which keep replicas; there may be none."""
+        return self._named(Role.MIRRORD)
+
     def _named(self, role: Role) -> tuple[str, ...]:
         return tuple(member.name for member in self.members if member.role is role)
 
@@ -151,6 +167,8 @@ def member_specs(config: Config) -> tuple[MemberSpec, ...]:
             (memoryd_name(node.name), Role.MEMORYD),
             (optimizerd_name(node.name), Role.OPTIMIZERD),
         ]
+        if config.mirrors:
+            names.append((mirrord_name(node.name), Role.MIRRORD))
         names += [(worker_name(device), Role.WORKER) for device in devices_of_node(config, index)]
         specs += [MemberSpec(name=name, role=role, node=node.name) for name, role in names]
     return tuple(specs)

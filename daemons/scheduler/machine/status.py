@@ -51,6 +51,7 @@ class Happening:
     seconds: float = 0.0
     text: str = ""
     steps_lost: int = 0
+    cause: str = ""
 
 
 class Chronicle:
@@ -72,12 +73,13 @@ class Chronicle:
         self._kept.append(happening)
         return happening
 
-    def broke(self, step: int, why: str, now_s: float) -> None:
+    def broke(self, step: int, why: str, now_s: float, cause: str) -> None:
         """An epoch was broken. What breaks the next one before it lives is of the same happening:
-        the reason that came first counts.
+        the reason that came first counts. ``cause`` is what logs call it.
         """
         if self._broken is None:
             self._broken = self.add(Kind.BROKEN, step, now_s, text=why)
+            self._broken.cause = cause
 
     def died(self, member: str, death: str) -> None:
         """It is known how a member died by whose loss an epoch was broken."""
@@ -105,6 +107,7 @@ class Chronicle:
                 seconds=kept.seconds,
                 text=kept.text,
                 steps_lost=kept.steps_lost,
+                cause=kept.cause,
             )
             for kept in self._kept
         ]
@@ -128,7 +131,7 @@ class BreakCause(StrEnum):
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """``broken``: attempts; ``recoveries_s``: how long each took, from the break of an epoch to the
-    next attempt; ``save_blocked_s``: of saves while more steps waited; ``broke_at_s``: while no
+    next attempt; ``save_blocked_s``: how long steps waited for saves; ``broke_at_s``: while no
     attempt has begun since.
     """
 
@@ -155,10 +158,9 @@ class Tally:
             self.recoveries_s.append(now_s - self.broke_at_s)
             self.broke_at_s = None
 
-    def saved(self, num_bytes: int, seconds: float, *, blocked: bool, error: str) -> None:
-        """A save is over; ``blocked``: more steps waited for it."""
+    def saved(self, num_bytes: int, seconds: float, *, error: str) -> None:
+        """A save is over."""
         self.save_s += seconds
-        self.save_blocked_s += seconds if blocked else 0.0
         if error:
             self.saves_failed += 1
         else:
@@ -184,6 +186,10 @@ class Observable(Protocol):
     reports: Mapping[str, pb.AttemptDone]
 
     tally: Tally
+
+    @property
+    def saving_version(self) -> int:
+        """The version that is being saved; 0 if none is."""
 
     @property
     def attempt_seconds(self) -> Sequence[float]:
@@ -218,6 +224,7 @@ def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
         has_saved=mirror.saved is not None,
         happenings=machine.chronicle.messages(now_s),
         pausing=machine.pausing,
+        saving_version=machine.saving_version,
         phase_seconds=now_s - activity.started_s if activity and activity.started else 0.0,
     )
 
@@ -231,6 +238,7 @@ def _members(machine: Observable, now_s: float) -> list[pb.MemberStatus]:
             member.doing.CopyFrom(beat)
         if report is not None:
             member.report.CopyFrom(report)
+        member.blocks_missing = machine.mirror.blocks_missing.get(member.member, 0)
     return members
 
 

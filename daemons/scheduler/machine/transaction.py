@@ -79,13 +79,22 @@ class Transaction(Activity):
         self._reported_s: dict[str, float] = {}
         self._computed_s = 0.0
         self._decided: tuple[Verdict, CommitRecord] | None = None
+        self._unmirrored = set(rules.mirrords)
+        # Memory may be one commit behind and no more, also where no block is trained.
+        self._unheard = set(rules.spectators)
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """Workers that have not reported, and optimizerds of blocks without a status."""
+        """Workers that have not reported, and optimizerds of blocks without a status, or that have
+        not heard of the attempt.
+        """
         if self._decided is not None:
-            return tuple(name for name in self.rules.optimizerds if name in self.waiting)
+            owing = self.waiting or self._unmirrored
+            return tuple(
+                name for name in (*self.rules.optimizerds, *self.rules.mirrords) if name in owing
+            )
         owners = {self.rules.owners[b] for b in self.rules.blocks if b not in self._statuses}
+        owners |= self._unheard
         return tuple(
             name
             for name in (*self.rules.workers, *self.rules.optimizerds)
@@ -115,6 +124,12 @@ class Transaction(Activity):
         self._statuses[body.block] = body
         return self._decide_if_complete(now_s)
 
+    def _on_attempt_heard(self, member: str, body: pb.AttemptHeard, now_s: float) -> list[Effect]:
+        if body.attempt != self.attempt or member not in self._unheard:
+            return []
+        self._unheard.discard(member)
+        return self._decide_if_complete(now_s)
+
     def _on_attempt_done(self, member: str, body: pb.AttemptDone, now_s: float) -> list[Effect]:
         if body.attempt != self.attempt or member not in self.waiting:
             return []
@@ -129,10 +144,27 @@ class Transaction(Activity):
             return []
         if not self.answered(member) or self._decided is None:
             return []
+        return self._commit_when_mirrored(now_s)
+
+    def _on_mirrored(self, member: str, body: pb.Mirrored, now_s: float) -> list[Effect]:
+        if body.attempt != self.attempt:
+            return []
+        self._unmirrored.discard(member)
+        self.mirror.blocks_missing[member] = body.blocks_missing
+        return self._commit_when_mirrored(now_s) if self.phase is RunPhase.MIRRORING else []
+
+    def _commit_when_mirrored(self, now_s: float) -> list[Effect]:
+        """A commit is journaled only when partners have the gradients that it needs: from then on
+        a lost node takes nothing of it along.
+        """
+        assert self._decided is not None, "only what is decided is committed"
+        if self._unmirrored:
+            self.phase = RunPhase.MIRRORING
+            return []
         return self._commit(*self._decided, now_s)
 
     def _decide_if_complete(self, now_s: float) -> list[Effect]:
-        if self.waiting or len(self._statuses) < len(self.rules.blocks):
+        if self.waiting or self._unheard or len(self._statuses) < len(self.rules.blocks):
             return []
         statuses = [self._statuses[block] for block in self.rules.blocks]
         clip = self.rules.config.train.clip_grad_norm
@@ -143,7 +175,7 @@ class Transaction(Activity):
             return self._skip(verdict, record, now_s)
         if verdict.decision is Decision.AMEND and not self._hold:
             return self._amend(record)
-        return self._commit(verdict, record, now_s)
+        return self._commit_when_mirrored(now_s)
 
     def _record(self, verdict: Verdict) -> CommitRecord:
         assert self.mirror.record is not None
@@ -255,7 +287,8 @@ class Transaction(Activity):
         """Returns by member, in the order in which they are told, what a worker waited for since
         its report: peers that computed, then the optimizer.
         """
-        waits: dict[str, dict[str, float]] = {name: {} for name in self.rules.optimizerds}
+        daemons = (*self.rules.optimizerds, *self.rules.mirrords)
+        waits: dict[str, dict[str, float]] = {name: {} for name in daemons}
         for worker in self.rules.workers:
             reported_s = self._reported_s[worker]
             computed_s = max(reported_s, self._computed_s)
@@ -266,11 +299,14 @@ class Transaction(Activity):
         return waits
 
     def _tell_all(self, message: pb.SchedulerMessage) -> list[Effect]:
-        return send_all((*self.rules.optimizerds, *self.rules.workers), message)
+        daemons = (*self.rules.optimizerds, *self.rules.mirrords)
+        return send_all((*daemons, *self.rules.workers), message)
 
     answers = {  # noqa: RUF012  # the base class says ClassVar
         "block_status": _on_block_status,
+        "attempt_heard": _on_attempt_heard,
         "attempt_done": _on_attempt_done,
         "amended": _on_amended,
+        "mirrored": _on_mirrored,
         "settled": _on_settled,
     }

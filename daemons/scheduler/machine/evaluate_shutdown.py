@@ -1,4 +1,4 @@
-"""What happens between attempts: saving the committed state, evaluating it, and the end."""
+"""What happens between attempts: evaluating the committed state, and the end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from penstock.daemons.kit.events import Exit, Say
 from penstock.daemons.scheduler.machine.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
-    CompleteSave,
     Effect,
     NoteEnd,
-    PrepareSave,
     Send,
 )
 from penstock.daemons.scheduler.machine.membership import Membership
@@ -20,88 +18,6 @@ from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
-
-
-class Saving(Activity):
-    """Settle everything committed, have it written, and make the directory a saved state.
-
-    Done when the machine hears :class:`SaveFinished`, or at once with ``error`` when a memoryd
-    could not write.
-    """
-
-    title = "saving"
-
-    def __init__(self, rules: Rules, mirror: JournalMirror) -> None:
-        super().__init__(rules, mirror)
-        self.phase = RunPhase.SETTLING
-        self.error = ""
-        self.version = mirror.version
-        self.directory = f"{rules.state_dir}/.tmp-step-{self.version:08d}"
-        self._files: list[tuple[str, int, str]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """What was written so far."""
-        return sum(size for _, size, _ in self._files)
-
-    @property
-    def unfinished(self) -> tuple[str, ...]:
-        """optimizerds that settle, then memoryds that write."""
-        return tuple(sorted(self.waiting))
-
-    def start(self, now_s: float) -> list[Effect]:
-        """State lags the weights by one commit until it is settled."""
-        self.waiting = set(self.rules.optimizerds)
-        settle = pb.Settle(epoch=self.mirror.epoch, version=self.version)
-        return send_all(self.rules.optimizerds, pb.SchedulerMessage(settle=settle))
-
-    def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
-        if self.phase is not RunPhase.SETTLING or body.version != self.version:
-            return []
-        if not self.answered(member):
-            return []
-        self.phase = RunPhase.SAVING
-        return [PrepareSave(directory=self.directory)]
-
-    def prepared(self, error: str) -> list[Effect]:
-        """The directory is there, or cannot be made."""
-        if error:
-            self.finished(error)
-            return []
-        self.waiting = set(self.rules.memoryds)
-        save = pb.Save(epoch=self.mirror.epoch, version=self.version, directory=self.directory)
-        return send_all(self.rules.memoryds, pb.SchedulerMessage(save=save))
-
-    def _on_saved(self, member: str, body: pb.Saved, now_s: float) -> list[Effect]:
-        if self.phase is not RunPhase.SAVING or body.version != self.version:
-            return []
-        if member not in self.waiting:
-            return []
-        if body.error:
-            self.error = self.error or f"{member}: {body.error}"
-        self._files += [(file.name, file.bytes, file.sha256) for file in body.files]
-        if not self.answered(member):
-            return []
-        if self.error:
-            self.done = True
-            return []
-        assert self.mirror.position is not None
-        return [
-            CompleteSave(
-                version=self.version,
-                directory=self.directory,
-                files=tuple(sorted(self._files)),
-                position=self.mirror.position,
-                attempt=self.mirror.next_attempt - 1,
-            )
-        ]
-
-    def finished(self, error: str) -> None:
-        """The effects are through."""
-        self.error = self.error or error
-        self.done = True
-
-    answers = {"settled": _on_settled, "saved": _on_saved}  # noqa: RUF012
 
 
 class Evaluation(Activity):

@@ -1,0 +1,124 @@
+"""Whose memory is not what the journal says, and which replica can fill it again.
+
+Journal and owners are the truth. A replica counts when it follows the journal's filling of memory,
+has all blocks, and is at the committed version, or one step behind with the gradients of that
+commit. It has those whenever it was complete at the commit, which waited for it.
+
+A node whose optimizerd is new has lost what it pulled from a node that is to be filled, and cannot
+take a pending step in: its own memory counts as lost, too, and its partner has that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.daemons.scheduler.machine.rules import Rules
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.run.names import memoryd_name, mirrord_name, optimizerd_name, partner_of
+from penstock.shm.control import CommitRecord, Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """A memoryd that is to be filled from the replica that ``mirrord`` keeps, and why."""
+
+    memoryd: str
+    mirrord: str
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Holdings:
+    """What members said at a Drain. ``forgetful``: optimizerds that took part in no epoch yet."""
+
+    memory: dict[str, pb.MemoryState] = field(default_factory=dict)
+    replicas: dict[str, pb.ReplicaState] = field(default_factory=dict)
+    forgetful: frozenset[str] = frozenset()
+
+    def unfit(self, record: CommitRecord | None, generations: Mapping[str, int]) -> dict[str, str]:
+        """Returns the memoryds whose memory is not what the journal says, and why.
+
+        A memoryd may be one version behind: the commit was journaled and not announced to its node.
+        No more, because no attempt is decided before each optimizerd has said something of it, and
+        commits before it came first on the same stream.
+        """
+        if record is None:
+            return dict.fromkeys(sorted(self.memory), "the journal has no committed version")
+        found = {
+            member: _why_unfit(member, memory, record, generations.get(member, 0))
+            for member, memory in sorted(self.memory.items())
+        }
+        return {member: reason for member, reason in found.items() if reason}
+
+    def refills(
+        self, rules: Rules, record: CommitRecord | None, unfit: Mapping[str, str]
+    ) -> tuple[Refill, ...]:
+        """Returns how partners can fill all memory that is unfit; nothing if they cannot."""
+        if record is None or not rules.mirrords:
+            return ()
+        wanted = {**unfit, **self._dependent(rules, record, unfit)}
+        keepers = keepers_of(rules)
+        if not all(self._usable(keepers[member], record) for member in wanted):
+            return ()
+        return tuple(
+            Refill(memoryd=member, mirrord=keepers[member], reason=reason)
+            for member, reason in sorted(wanted.items())
+        )
+
+    def _dependent(
+        self, rules: Rules, record: CommitRecord, unfit: Mapping[str, str]
+    ) -> dict[str, str]:
+        if record.decision is Decision.RESTORE:  # no step is pending
+            return {}
+        found: dict[str, str] = {}
+        while True:
+            lost = {*unfit, *found}
+            more = {
+                member: f"its optimizerd is new, and needs gradients of {', '.join(on)}"
+                for member, sources in rules.contributors.items()
+                if member not in lost and _optimizerd_of(rules, member) in self.forgetful
+                if (on := sorted(sources & lost))
+            }
+            if not more:
+                return found
+            found |= more
+
+    def _usable(self, mirrord: str, record: CommitRecord) -> bool:
+        replica = self.replicas.get(mirrord)
+        if replica is None or not replica.complete:
+            return False
+        at = replica.committed == record.version
+        beyond = replica.committed + 1 == record.version and replica.attempt == record.attempt
+        return replica.incarnation == record.incarnation and (at or beyond)
+
+
+def keepers_of(rules: Rules) -> dict[str, str]:
+    """Returns memoryd -> the mirrord that keeps the replica of its memory."""
+    nodes = rules.config.cluster.nodes
+    return {
+        memoryd_name(node.name): mirrord_name(nodes[partner_of(rules.config, index)].name)
+        for index, node in enumerate(nodes)
+    }
+
+
+def _optimizerd_of(rules: Rules, memoryd: str) -> str:
+    return optimizerd_name(memoryd.partition(".")[2])
+
+
+def _why_unfit(member: str, memory: pb.MemoryState, record: CommitRecord, generation: int) -> str:
+    explained = {record.version}
+    if record.decision is not Decision.RESTORE:
+        explained.add(record.version - 1)
+    if memory.incarnation == 0:
+        return f"{member} has no model in memory"
+    if memory.incarnation != record.incarnation:
+        return f"memory of {member} is not of the journal's filling"
+    if memory.generation != generation:
+        return (
+            f"memory of {member} is of generation {memory.generation}, the journal's is"
+            f" {generation}: its node was replaced meanwhile"
+        )
+    if memory.committed not in explained:
+        return f"{member} is at version {memory.committed}, the journal at {record.version}"
+    return ""

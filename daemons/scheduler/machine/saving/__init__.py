@@ -1,0 +1,1 @@
+"""Saves: one at a time, written while attempts go on."""

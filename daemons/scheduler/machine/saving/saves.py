@@ -1,0 +1,122 @@
+"""The scheduler's saves: which one is under way, and what the members and the disk say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from penstock.daemons.scheduler.machine.activity import Activity
+from penstock.daemons.scheduler.machine.barrier import Barrier
+from penstock.daemons.scheduler.machine.events import (
+    Effect,
+    SavedState,
+    SaveFinished,
+    SavePrepared,
+)
+from penstock.daemons.scheduler.machine.membership import Membership
+from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.requests import Next, Requests
+from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
+from penstock.daemons.scheduler.machine.saving.save import Answer, Save, Saving
+from penstock.protocol.generated import scheduler_pb2 as pb
+
+_TO_THE_END: Mapping[Next, bool] = MappingProxyType(
+    {Next.SAVE: False, Next.SAVE_AND_WAIT: True, Next.WAIT_FOR_SAVE: True, Next.IDLE_SAVE: True}
+)
+
+
+class Saves:
+    """At most one save is under way."""
+
+    def __init__(self, rules: Rules, mirror: JournalMirror, members: Membership) -> None:
+        self.under_way: Save | None = None
+        self._rules = rules
+        self._mirror = mirror
+        self._members = members
+        self._number = 0
+
+    @property
+    def version(self) -> int | None:
+        """The version that is being saved; None if none is. Initial weights are version 0."""
+        return None if self.under_way is None else self.under_way.version
+
+    @property
+    def number(self) -> int:
+        """What a barrier tells the members of a save that goes on; 0 if none does."""
+        return 0 if self.under_way is None else self.under_way.number
+
+    def activity(self, choice: Next, requests: Requests) -> Activity | None:
+        """Returns what attempts wait in, if the choice concerns a save. A new save takes the place
+        of the one under way.
+        """
+        if choice not in _TO_THE_END:
+            return None
+        save = self.under_way
+        if save is None or choice in (Next.SAVE, Next.SAVE_AND_WAIT):
+            tickets = requests.take_tickets()
+            if save is not None:
+                tickets += save.tickets
+            self._number += 1
+            processes = self._members.processes(self._rules.memoryds)
+            save = Save(self._rules, self._mirror, self._number, processes, tickets)
+            self.under_way = save
+        to_the_end = _TO_THE_END[choice]
+        idle = choice is Next.IDLE_SAVE
+        return Saving(self._rules, self._mirror, save, to_the_end=to_the_end, idle=idle)
+
+    def join(self, requests: Requests) -> None:
+        """Snapshot calls want the committed version: perhaps it is being saved already."""
+        save = self.under_way
+        if save is not None and not save.over and save.version == self._mirror.version:
+            save.tickets += requests.take_tickets()
+
+    def on_prepared(self, event: SavePrepared) -> list[Effect]:
+        """The disk has its directory, or has not."""
+        save = self.under_way
+        known = save is not None and save.number == event.number
+        return save.prepared(event.error) if save is not None and known else []
+
+    def on_finished(self, event: SaveFinished) -> SavedState | None:
+        """Returns the saved state that is on disk for good."""
+        save = self.under_way
+        if save is None or save.number != event.number:
+            return None
+        return save.finished(event.directory, event.error)
+
+    def on_answer(self, member: str, body: Answer) -> list[Effect]:
+        """A memoryd speaks of a save."""
+        save = self.under_way
+        if save is None or not save.is_of(body):
+            return []
+        return save.saved(member, body) if isinstance(body, pb.Saved) else save.pinned(member)
+
+    def epoch_broke(self, requests: Requests) -> None:
+        """Nothing holds back sweeps for a save that is not pinned: it is begun anew."""
+        save = self.under_way
+        if save is not None and not save.is_pinned:
+            requests.tickets += save.tickets
+            self.under_way = None
+
+    def look(self, activity: Activity | None, *, live: bool) -> Save | None:
+        """Returns the save that is over, once."""
+        save = self.under_way
+        if save is None:
+            return None
+        if not live and not save.over:
+            self._look_at_members(save, activity)
+        if not save.over:
+            return None
+        self.under_way = None
+        return save
+
+    def _look_at_members(self, save: Save, activity: Activity | None) -> None:
+        """Between epochs: memory that is filled anew has nothing to read, and a memoryd that was
+        started since knows of no save.
+        """
+        if isinstance(activity, Barrier) and activity.phase is RunPhase.RESTORING:
+            save.fail("the memory had to be restored")
+        elif self._members.complete:
+            found = self._members.processes(self._rules.memoryds)
+            lost = [name for name, process in save.processes.items() if found[name] != process]
+            if lost:
+                save.fail(f"{lost[0]} was lost while it saved")

@@ -1,0 +1,184 @@
+"""Who may write a journal: one scheduler, to the file it opened, where locks hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from penstock.daemons.scheduler.file_system import Locks, check_locks
+from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.metrics_file import MetricsFile
+from penstock.protocol.errors import ConfigError, StateError
+from tests.scheduler.test_files import RUN_ID, commit
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from penstock.daemons.scheduler.journal import Journal
+journal = Journal(Path(sys.argv[1]), sys.argv[2])
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_scheduler_is_refused_while_the_first_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.daemons.scheduler.journal.BUSY_TIMEOUT_S", 0.2)
+    path = tmp_path / "j.sqlite"
+    command = [sys.executable, "-c", HOLDER, str(path), RUN_ID]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
+            with pytest.raises(StateError, match=r"j\.sqlite: another scheduler of this run"):
+                Journal(path, RUN_ID)
+        finally:
+            holder.kill()
+    with closing(Journal(path, RUN_ID)) as journal:  # the kernel gave the lock back
+        journal.decide(commit(1))
+
+
+def test_rows_of_a_killed_scheduler_are_forced_to_disk_before_anybody_hears_of_them(
+    tmp_path: Path,
+) -> None:
+    """The kill may have come before its last sync; what SQLite has moved from the log to the file
+    it has forced to disk in the log before.
+    """
+    path = tmp_path / "j.sqlite"
+    code = (
+        "import os, sys; from pathlib import Path;"
+        "from penstock.daemons.scheduler.journal import Journal;"
+        "from tests.scheduler.test_files import commit;"
+        "Journal(Path(sys.argv[1]), sys.argv[2]).decide(commit(1)); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path), RUN_ID]).returncode == 9
+    with closing(Journal(path, RUN_ID)):
+        shutil.copy(path, tmp_path / "without-its-log")
+    with closing(sqlite3.connect(tmp_path / "without-its-log")) as found:
+        assert found.execute("SELECT version FROM decisions").fetchall() == [(1,)]
+
+
+def test_a_journal_that_was_moved_away_is_written_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with closing(Journal(path, RUN_ID)) as journal:
+        journal.decide(commit(1))
+        path.rename(tmp_path / "elsewhere")
+        with pytest.raises(StateError, match="is not the file any more"):
+            journal.decide(commit(2))
+        shutil.copy(tmp_path / "elsewhere", path)
+        with pytest.raises(StateError, match="moved or replaced"):
+            journal.decide(commit(2))
+
+
+def fill(folder: Path, versions: range) -> None:
+    """Steps in a journal and in the metrics beside it, as a scheduler writes them."""
+    with closing(Journal(folder / "journal.sqlite", RUN_ID)) as journal:
+        metrics = MetricsFile(folder / "metrics.jsonl", journal)
+        metrics.reconcile()
+        for version in versions:
+            effect = commit(version)
+            journal.decide(effect)
+            metrics.append(effect.metrics_json)
+        metrics.close()
+
+
+def start_again(folder: Path) -> int:
+    """Open as a scheduler does; the committed version."""
+    with closing(Journal(folder / "journal.sqlite", RUN_ID)) as journal:
+        metrics = MetricsFile(folder / "metrics.jsonl", journal)
+        try:
+            metrics.reconcile()
+        finally:
+            metrics.close()
+        record = journal.load().record
+        return 0 if record is None else record.version
+
+
+def test_a_journal_that_lost_its_last_rows_is_refused(tmp_path: Path) -> None:
+    """Copied without its log: SQLite itself opens that without a word."""
+    fill(tmp_path, range(1, 3))
+    shutil.copy(tmp_path / "journal.sqlite", tmp_path / "old")
+    fill(tmp_path, range(3, 5))
+    shutil.copy(tmp_path / "old", tmp_path / "journal.sqlite")
+    with pytest.raises(StateError, match=r"ends at step 2, metrics\.jsonl beside it at step 4"):
+        start_again(tmp_path)
+
+
+def test_an_emptied_journal_of_a_run_with_steps_is_refused(tmp_path: Path) -> None:
+    with closing(Journal(tmp_path / "journal.sqlite", RUN_ID)) as journal:
+        journal.check_beside("")
+    shutil.copy(tmp_path / "journal.sqlite", tmp_path / "empty")
+    fill(tmp_path, range(1, 3))
+    shutil.copy(tmp_path / "empty", tmp_path / "journal.sqlite")
+    with pytest.raises(StateError, match="ends at step 0"):
+        start_again(tmp_path)
+
+
+def test_a_journal_that_was_moved_away_begins_anew_beside_old_metrics(tmp_path: Path) -> None:
+    fill(tmp_path, range(1, 5))
+    (tmp_path / "journal.sqlite").unlink()
+    assert start_again(tmp_path) == 0
+    assert start_again(tmp_path) == 0  # also when nothing was decided since
+    fill(tmp_path, range(1, 3))
+    assert start_again(tmp_path) == 2
+
+
+def test_a_long_journal_is_opened_as_fast_as_a_short_one(tmp_path: Path) -> None:
+    """The only evaluation is 200,000 lines back: no start reads them all."""
+    path = tmp_path / "j.sqlite"
+    Journal(path, RUN_ID).close()
+    train = json.dumps({"phase": "train", "filler": "x" * 300})
+    with closing(sqlite3.connect(path)) as connection, connection:
+        lines = [(json.dumps({"phase": "eval"}),), *((train,) for _ in range(200_000))]
+        connection.executemany("INSERT INTO metrics (line) VALUES (?)", lines)
+    with closing(Journal(path, RUN_ID)) as journal:
+        started_s = time.perf_counter()
+        assert journal.newest_line("eval") == '{"phase": "eval"}'
+        journal.load()
+        assert time.perf_counter() - started_s < 0.05
+
+
+MOUNTINFO = r"""
+22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:44 / /home rw,relatime shared:1 - nfs4 server:/home rw,vers=4.2,hard
+31 22 0:45 / /scratch rw - lustre mds:/scratch rw,flock
+32 22 0:46 / /mnt/my\040bucket rw - fuse.s3fs s3fs rw
+33 22 0:47 / /old rw - nfs server:/old rw,vers=3,nolock
+34 30 8:2 / /home/local rw - xfs /dev/sdb1 rw
+damaged
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "locks"),
+    [
+        ("/var/run", Locks.OF_THE_KERNEL),
+        ("/home/me/run", Locks.OF_A_SERVER),
+        ("/homeless/run", Locks.OF_THE_KERNEL),
+        ("/home/local/run", Locks.OF_THE_KERNEL),
+        ("/scratch/run", Locks.OF_A_SERVER),
+        ("/old/run", Locks.OF_A_SERVER),
+    ],
+)
+def test_the_file_system_says_who_keeps_locks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, locks: Locks
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTINFO)
+    assert check_locks(Path(place) / "journal.sqlite", mounts) is locks
+    assert ("mounted with nolock" in caplog.text) == (place == "/old/run")
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTINFO)
+    with pytest.raises(ConfigError, match=r"run\.dir: .* type fuse\.s3fs: .* choose a run\.dir"):
+        check_locks(Path("/mnt/my bucket/run/journal.sqlite"), mounts)
