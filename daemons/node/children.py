@@ -1,46 +1,61 @@
 """The child processes of a node: started, signalled, watched and reaped.
 
-Children are started with ``posix_spawn`` from the main thread (their parent-death signal follows
-the thread), each in its own process group (Ctrl-C in a terminal reaches the supervisor only), and
-are watched, killed and reaped through their pidfd, so that a reused pid is never hit.
+Children are forked by a preloaded process of the node (:mod:`penstock.daemons.preload`), or
+spawned where there is none that would: on the main thread (their parent-death signal follows the
+thread), each in its own process group (Ctrl-C in a terminal reaches the supervisor only). They are
+watched, killed and reaped through their pidfd, so that a reused pid is never hit.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.protocol.run.stopping import HEARD_SIGNALS
-from penstock.shm.process import is_stopped
+from penstock.daemons.preload.birth import Birth
+from penstock.daemons.preload.heirs import take_heirs
+from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
+
+_log = logging.getLogger(__name__)
+_STREAMS = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """What to start: ``name`` is the member name (or ``schedulerd``), ``argv[0]`` a path.
 
-    ``is_helper``: the run goes on without it.
+    ``is_helper``: the run goes on without it. ``preloads``: the kind of preloader that this one is;
+    it has no ``argv``. ``preloader``: the name of the one that forks it; its ``argv`` is
+    ``python -m MODULE …`` then. ``heirs``: kinds of preloaders that a forked one is to have itself.
     """
 
     name: str
-    argv: tuple[str, ...]
+    argv: tuple[str, ...] = ()
     is_helper: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    pid: int
-    pidfd: int
+    preloads: str = ""
+    preloader: str = ""
+    heirs: tuple[str, ...] = ()
 
 
 class Children:
-    """The running children. Use from the main thread only."""
+    """The running children. Use from the main thread only.
 
-    def __init__(self, specs: tuple[ProcessSpec, ...], environment: Mapping[str, str]) -> None:
+    ``kept``: descriptors that children hold as long as they live.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[ProcessSpec, ...],
+        environment: Mapping[str, str],
+        kept: Sequence[int] = (),
+    ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._environment = dict(environment)
-        self._running: dict[str, _Running] = {}
+        self._heirs = take_heirs(self._environment)
+        self._kept = tuple(kept)
+        self._running: dict[str, ChildProcess] = {}
+        self._preloaders: dict[str, Preloader] = {}
 
     @property
     def pidfds(self) -> dict[int, str]:
@@ -48,9 +63,18 @@ class Children:
         return {running.pidfd: name for name, running in self._running.items()}
 
     @property
+    def warming(self) -> dict[int, str]:
+        """Descriptor that becomes readable when the preloader of that name is ready, or gone."""
+        return {
+            preloader.announces: name
+            for name, preloader in self._preloaders.items()
+            if not preloader.is_warm
+        }
+
+    @property
     def stopped(self) -> frozenset[str]:
         """Names of those that a signal has stopped."""
-        return frozenset(name for name, child in self._running.items() if is_stopped(child.pid))
+        return frozenset(name for name, child in self._running.items() if child.stopped)
 
     def start(self, name: str) -> int:
         """Start a child; its pid.
@@ -58,36 +82,33 @@ class Children:
         Raises:
             OSError: the kernel would not.
         """
-        argv = self._specs[name].argv
-        pid = os.posix_spawn(
-            argv[0],
-            argv,
-            self._environment,
-            setpgroup=0,
-            setsigmask=HEARD_SIGNALS,  # until the child listens; it obeys this process only
-            setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE),
-        )
-        self._running[name] = _Running(pid=pid, pidfd=os.pidfd_open(pid))
-        return pid
+        spec = self._specs[name]
+        if spec.preloads:
+            child = self._start_preloader(spec)
+        else:
+            child = self._forked(spec) or spawn(spec.argv, self._environment)
+        self._running[name] = child
+        return child.pid
+
+    def warmed(self, name: str) -> bool:
+        """Returns whether a preloader is ready. One that hung up before is no longer asked."""
+        preloader = self._preloaders[name]
+        if preloader.warm():
+            return True
+        self._drop(name)
+        return False
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal; a child that is dead already is left to :meth:`reap`."""
         running = self._running.get(name)
-        if running is None:
-            return
-        try:
-            signal.pidfd_send_signal(running.pidfd, number)
-        except ProcessLookupError:
-            return  # dead, not reaped yet
+        if running is not None:
+            running.signal(number)
 
     def reap(self, name: str) -> tuple[int, int]:
         """Wait for a child whose pidfd is readable; its pid and exit code (negative: signal)."""
+        self._drop(name)
         running = self._running.pop(name)
-        result = os.waitid(os.P_PIDFD, running.pidfd, os.WEXITED)
-        os.close(running.pidfd)
-        assert result is not None, "waitid without WNOHANG returns a result"
-        exited = result.si_code == os.CLD_EXITED
-        return running.pid, result.si_status if exited else -result.si_status
+        return running.pid, running.reap()
 
     def kill_all(self) -> None:
         """SIGKILL and reap what is left."""
@@ -95,3 +116,33 @@ class Children:
             self.signal(name, signal.SIGKILL)
         for name in tuple(self._running):
             self.reap(name)
+
+    def _start_preloader(self, spec: ProcessSpec) -> ChildProcess:
+        heir = self._heirs.pop(spec.preloads, None)
+        preloader = (
+            Preloader.start(spec.preloads, self._environment)
+            if heir is None
+            else Preloader.adopt(heir)
+        )
+        self._preloaders[spec.name] = preloader
+        return preloader.process
+
+    def _forked(self, spec: ProcessSpec) -> ChildProcess | None:
+        """Returns a child that the preloader has forked; None: it has not."""
+        preloader = self._preloaders.get(spec.preloader)
+        if preloader is None or not preloader.is_warm:
+            return None
+        _, _, module, *arguments = spec.argv
+        birth = Birth.here(module, arguments, self._environment, spec.heirs)
+        try:
+            return preloader.fork(birth, _STREAMS, self._kept)
+        except NotForkedError as error:
+            # Stopped, dying, or of no use any more: another one is started when it is dead.
+            _log.warning("%s did not fork %s: %s", spec.preloader, spec.name, error)
+            preloader.process.signal(signal.SIGKILL)
+            return None
+
+    def _drop(self, name: str) -> None:
+        preloader = self._preloaders.pop(name, None)
+        if preloader is not None:
+            preloader.close()

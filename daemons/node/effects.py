@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from penstock.daemons.node.machine.events import (
     StopUnheard,
     Terminate,
 )
+from penstock.protocol import world
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.node import NODE, RestartCause
@@ -38,6 +38,7 @@ from penstock.protocol.run.stopping import STOP_ORDER
 from penstock.protocol.security.access import Access
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
+from penstock.shm.process import boot_id
 
 _log = logging.getLogger(__name__)
 
@@ -133,8 +134,9 @@ class NodeEffects:
             hello=lambda: pb.Hello(
                 run_id=settings.run_id,
                 member=settings.member,
-                pid=os.getpid(),
+                pid=world.pid(),
                 epoch=self._epoch(),
+                machine=str(boot_id()),
             ),
             heartbeat_interval_s=settings.heartbeat_interval_s,
             silence_timeout_s=settings.silence_timeout_s,

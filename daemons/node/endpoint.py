@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.run.ended import EndWatch
-from penstock.protocol.run.files import parse_json, write_atomically
+from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
 from penstock.shm.claims import Claim
 from penstock.shm.process import start_ticks
 
@@ -153,7 +153,7 @@ def read_endpoint(run_dir: Path) -> Endpoint | None:
     try:
         fields = parse_json((run_dir / "endpoint.json").read_bytes())
         return Endpoint(scheduler=str(fields["scheduler"]), pid=int(fields["pid"]))
-    except (OSError, ValueError, OverflowError, KeyError, TypeError):
+    except (OSError, *DAMAGED):
         return None
 
 

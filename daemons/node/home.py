@@ -28,6 +28,7 @@ from types import TracebackType
 
 from penstock.protocol.errors import ConfigError, LostMemberError, StateError
 from penstock.protocol.run.files import (
+    DAMAGED,
     holds_text,
     make_directory,
     parse_json,
@@ -193,7 +194,8 @@ def remove_memory(run_id: str, node_name: str) -> bool:
 def _remove(run_id: str, node_name: str, worthless: Callable[[NodeSegments], bool]) -> bool:
     found = False
     for entry in inventory():
-        ours = (entry.run_id, entry.node_name) == (run_id, node_name)
+        # A node's own memory, and the replica that it keeps of another one's.
+        ours = (entry.run_id, entry.node_name.partition(".")[0]) == (run_id, node_name)
         if ours and not entry.in_use and worthless(entry):
             found = True
             for name in entry.names:
@@ -245,7 +247,7 @@ def original_of(path: Path) -> Path | None:
         if identity == _identity(path) or home == path.absolute():
             return None
         return home if identity == _identity(home) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *DAMAGED):
         return None  # no such file, not of our making, or the other directory is gone
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
 from penstock.daemons.node.service import StopSettings, Supervisor
 from penstock.daemons.node.service_manager import NodeReports, ServiceManager
 from penstock.daemons.observer.need import is_observed
+from penstock.daemons.preload.kinds import PLAIN, TORCH
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ExitCode
 from penstock.protocol.run.ended import EndWatch, RunEnd, forget_end
@@ -36,9 +37,11 @@ from penstock.protocol.run.names import (
     fetchd_name,
     memoryd_name,
     metricsd_name,
+    mirrord_name,
     node_index,
     node_member_name,
     optimizerd_name,
+    preloader_name,
     worker_name,
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
@@ -48,6 +51,7 @@ from penstock.protocol.security.access import member_access
 
 _log = logging.getLogger(__name__)
 
+WORKER = "worker"
 LAUNCHER = (sys.executable, "-m", "penstock.client.launch")
 PREVIOUS_NODE_WAIT_S = 60.0
 SHORTEST_HANG_S = 60.0
@@ -66,6 +70,8 @@ def child_specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ..
         _spec(memoryd_name(settings.node), "memoryd", *named),
         _spec(optimizerd_name(settings.node), "optimizerd", *named),
     ]
+    if config.mirrors:
+        specs.append(_spec(mirrord_name(settings.node), "mirrord", *named))
     if settings.hosts:
         port = settings.scheduler.rpartition(":")[2]
         grace = (
@@ -75,11 +81,32 @@ def child_specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ..
         if is_observed(config):
             specs.append(replace(_spec(OBSERVERD, "observerd", *common), is_helper=True))
     for device in devices_of_node(config, node_index(config, settings.node)):
-        specs.append(_spec(worker_name(device), "worker", *joined, "--device", str(device)))
+        specs.append(_spec(worker_name(device), WORKER, *joined, "--device", str(device)))
     if config.cluster.fetches_one_sidedly:
         specs += _fetchd(config, settings.node, common)
     specs.append(_metricsd(settings.node, specs, common))
+    if config.cluster.preload:
+        return preloaded(settings, specs)
     return tuple(specs)
+
+
+def preloaded(settings: NodeSettings, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
+    """Returns the node's preloaders, and then its processes, which they fork.
+
+    A memoryd that is about to have a process write initial weights gets a preloader for that.
+    """
+    node, is_new = settings.node, not (settings.run_dir / "journal.sqlite").exists()
+    preloaders = [
+        ProcessSpec(name=preloader_name(kind, node), is_helper=True, preloads=kind)
+        for kind in (PLAIN, TORCH)
+    ]
+    forked = []
+    for spec in specs:
+        loads = is_new and spec.name == memoryd_name(node)
+        kind = TORCH if loads or WORKER in spec.argv else PLAIN
+        heirs = (TORCH,) if loads else ()
+        forked.append(replace(spec, preloader=preloader_name(kind, node), heirs=heirs))
+    return (*preloaders, *forked)
 
 
 def _metricsd(node: str, specs: list[ProcessSpec], common: tuple[str, ...]) -> ProcessSpec:
@@ -161,7 +188,7 @@ def _run(
     access = member_access(config, run_dir, node)
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
-    ):
+    ) as lock:
         check(directory, node)
         check_port(config, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
@@ -176,8 +203,8 @@ def _run(
         metrics = NodeMetrics(tuple(spec.name for spec in children))
         server = serve_metrics(metrics.registry, directory, member)
         supervisor = Supervisor(
-            _machine(children, _limits(config)),
-            Children(children, os.environ),
+            _machine(children, _limits(config, hosts=settings.hosts)),
+            Children(children, os.environ, kept=(lock.descriptor,)),
             LinkSettings(
                 address=settings.scheduler,
                 access=access,
@@ -212,19 +239,24 @@ def _retract(directory: RunDirectory, settings: NodeSettings) -> None:
 
 def _machine(children: tuple[ProcessSpec, ...], limits: NodeLimits) -> NodeMachine:
     helpers = frozenset(spec.name for spec in children if spec.is_helper)
-    return NodeMachine.create(tuple(spec.name for spec in children), limits, helpers)
+    names = tuple(spec.name for spec in children)
+    forked = {spec.name: spec.preloader for spec in children if spec.preloader}
+    return NodeMachine.create(names, limits, helpers, forked)
 
 
 def _trust(directory: RunDirectory, node: str) -> None:
     """The parent has looked."""
 
 
-def _limits(config: Config) -> NodeLimits:
+def _limits(config: Config, *, hosts: bool) -> NodeLimits:
+    """``hosts``: the scheduler is this node's child, and no network can come between the two."""
     cluster = config.cluster
+    leased = config.mirrors and not hosts
     return NodeLimits(
         max_restarts=cluster.max_restarts,
         silence_s=cluster.heartbeat_timeout_s,
         hang_s=max(SHORTEST_HANG_S, cluster.attempt_timeout_s),
+        lease_s=cluster.heartbeat_timeout_s if leased else None,
     )
 
 

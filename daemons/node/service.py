@@ -21,7 +21,15 @@ from penstock.daemons.kit.messages import COMMON_EVENTS, event_of
 from penstock.daemons.kit.story import Story
 from penstock.daemons.node.children import Children
 from penstock.daemons.node.effects import LinkSettings, NodeEffects, NodeMetrics
-from penstock.daemons.node.machine.events import Event, Exited, FenceAsked, Watched, is_routine
+from penstock.daemons.node.machine.events import (
+    EpochBegins,
+    Event,
+    Exited,
+    FenceAsked,
+    Warmed,
+    Watched,
+    is_routine,
+)
 from penstock.daemons.node.machine.machine import NodeMachine, NodePhase
 from penstock.daemons.node.service_manager import NodeReports, NodeView
 from penstock.protocol.run.ended import EndWatch
@@ -37,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 _EVENTS: dict[str, Callable[[Any], Event]] = {
     **COMMON_EVENTS,
+    "begin": lambda m: EpochBegins(epoch=m.epoch, version=m.record.version),
     "fence": lambda m: FenceAsked(member=m.member, pid=m.pid),
 }
 """The scheduler's messages that concern a node; the others are for those who have work."""
@@ -104,12 +113,15 @@ class Supervisor:
 
     def _turn(self) -> None:
         poll = select.poll()
-        pidfds = self._children.pidfds
-        for descriptor in (self._announced, self._stops, *pidfds):
+        pidfds, warming = self._children.pidfds, self._children.warming
+        for descriptor in (self._announced, self._stops, *pidfds, *warming):
             poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(self._sleep_s() * 1000)}
         # Before what happened: children that ended with the run are not to be started again.
         self._loop.feed(self._watch())
+        for descriptor in ready & warming.keys():
+            if self._children.warmed(warming[descriptor]):
+                self._loop.feed(Warmed(name=warming[descriptor]))
         for pidfd in ready & pidfds.keys():
             name = pidfds[pidfd]
             pid, code = self._children.reap(name)

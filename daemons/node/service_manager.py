@@ -8,13 +8,14 @@ since only the node itself may say that its processes are dead. Without a manage
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from penstock.protocol.run.files import DAMAGED, parse_json
 
 STATUS_INTERVAL_S = 2.0
 EXTEND_INTERVAL_S = 10.0
@@ -160,9 +161,9 @@ def progress_of(run_dir: Path, steps: int) -> str:
         return ""  # not written yet, or not to be reached: nothing that a status should end
     for line in reversed(lines[:-1]):  # behind the last line end is nothing, or half a line
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             if entry["phase"] == "train":
                 return f"step {int(entry['step'])} of {steps}, loss {float(entry['loss']):.4f}"
-        except (ValueError, KeyError, TypeError):
+        except DAMAGED:
             continue  # cut by the window, or a loss that is none
     return ""

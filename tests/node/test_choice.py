@@ -56,7 +56,10 @@ def test_a_resume_keeps_the_choice() -> None:
     ("new", "words"),
     [
         (config(workers=4), "cluster.workers: 2 -> 4"),
-        (config(limit="1G"), "memory: {'host_limit': None, 'device_limit': None} -> "),
+        (
+            config(limit="1G"),
+            "memory: {'host_limit': None, 'device_limit': None, 'mirror': 'none'}",
+        ),
         (config(recompute="full"), "schedule: {} -> {'recompute': 'full'}"),
     ],
     ids=["workers", "limit", "asked"],

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock.daemons.kit.events import (
-    BeginAsked,
     DrainAsked,
     Exit,
     RefusedByScheduler,
@@ -24,6 +23,7 @@ from penstock.daemons.node.machine.events import (
     AskSchedulerToStop,
     CloseLink,
     Effect,
+    EpochBegins,
     Event,
     Exited,
     FenceAsked,
@@ -34,6 +34,7 @@ from penstock.daemons.node.machine.events import (
     Started,
     StopUnheard,
     Terminate,
+    Warmed,
     Watched,
 )
 from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine, NodePhase
@@ -84,6 +85,39 @@ def test_first_tick_starts_all_in_order() -> None:
     assert machine.feed(Tick()) == []
 
 
+@pytest.fixture
+def warming() -> Machine:
+    """A node whose preloader forks all others, just started."""
+    names = ("preload-plain.a", *NAMES)
+    machine = Machine(names, NodeLimits(max_restarts=3), frozenset(names[:1]))
+    for name in NAMES:
+        machine.state.children[name].preloader = names[0]
+    assert machine.feed(Tick()) == [Start(name=names[0])]
+    assert machine.state.next_deadline_s() is None
+    machine.feed(Started(name=names[0], pid=9))
+    assert machine.feed(Tick(), after_s=1.0) == []
+    return machine
+
+
+def test_first_starts_wait_for_their_preloader(warming: Machine) -> None:
+    warming.feed(Warmed(name="preload-plain.a"))
+    assert warming.feed(Tick()) == [Start(name=name) for name in NAMES]
+
+
+def test_first_starts_do_not_wait_for_ever(warming: Machine) -> None:
+    due_s = warming.state.next_deadline_s()
+    assert due_s == warming.now_s - 1.0 + warming.state.limits.warm_up_s
+    assert warming.feed(Tick(), after_s=warming.state.limits.warm_up_s) == [
+        Start(name=name) for name in NAMES
+    ]
+
+
+def test_nobody_waits_for_a_preloader_that_was_lost(warming: Machine) -> None:
+    assert warming.exit("preload-plain.a", -9) == []
+    assert warming.feed(Tick()) == [Start(name=name) for name in NAMES]
+    assert warming.feed(Tick(), after_s=0.1) == [Start(name="preload-plain.a")]
+
+
 def test_killed_child_is_replaced_at_once_when_it_had_lived(machine: Machine) -> None:
     assert machine.exit("worker.0", -9) == []
     assert machine.feed(Tick()) == [Start(name="worker.0")]
@@ -103,8 +137,36 @@ def test_quick_deaths_are_restarted_later_and_later_then_the_run_fails(machine: 
         delays.append(round(due - machine.now_s, 3))
         machine.now_s = due
     assert delays == [0.1, 0.2]
-    error = "worker.0 died 4 times (last: exited with code 1); cluster.max_restarts is 3"
+    error = (
+        "worker.0 died 4 times within an hour in which no step was committed"
+        " (last: exited with code 1); cluster.max_restarts is 3"
+    )
     assert effects == [SendFailed(error=error, code=4)]
+    assert machine.state.phase is NodePhase.FAILING
+
+
+def die(machine: Machine, after_s: float) -> bool:
+    """The worker dies and is started anew; returns whether it was, or the run fails."""
+    machine.exit("worker.0", -9, after_s=after_s)
+    started = machine.feed(Tick()) == [Start(name="worker.0")]
+    if started:
+        machine.feed(Started(name="worker.0", pid=12))
+    return started
+
+
+def test_restarts_of_more_than_an_hour_ago_do_not_count(machine: Machine) -> None:
+    assert all(die(machine, after_s=1201.0) for _ in range(100))
+    assert not die(machine, after_s=600.0)
+
+
+def test_restarts_before_the_last_commit_do_not_count(machine: Machine) -> None:
+    for version in range(1, 50):
+        assert die(machine, after_s=10.0)
+        machine.feed(EpochBegins(epoch=version, version=version))
+    for epoch in range(50, 53):
+        assert die(machine, after_s=10.0)
+        machine.feed(EpochBegins(epoch=epoch, version=49))
+    assert not die(machine, after_s=10.0), "nothing was committed since the third"
     assert machine.state.phase is NodePhase.FAILING
 
 
@@ -131,7 +193,7 @@ def test_fence_of_a_dead_process_that_waits_for_its_restart(machine: Machine) ->
 
 
 def test_epochs_are_acknowledged(machine: Machine) -> None:
-    assert machine.feed(DrainAsked(epoch=3), BeginAsked(epoch=3)) == [
+    assert machine.feed(DrainAsked(epoch=3), EpochBegins(epoch=3, version=0)) == [
         SendDrained(epoch=3),
         SendReady(epoch=3),
     ]
@@ -200,6 +262,19 @@ def test_scheduler_killed_while_it_ends_the_run_comes_back(machine: Machine) -> 
         Start(name="worker.0"),
     ]
     assert machine.state.phase is NodePhase.RUNNING
+
+
+def test_a_scheduler_that_died_before_its_shutdown_is_heard_of_is_not_waited_for_long(
+    machine: Machine,
+) -> None:
+    """Its last message may come behind the news of its death."""
+    machine.exit("schedulerd", -9)
+    machine.feed(ShutdownAsked(reason="done"))
+    machine.feed(Watched(ended=END))
+    assert machine.feed(Tick(), after_s=5.0) == [
+        Terminate(name="memoryd.a"),
+        Terminate(name="worker.0"),
+    ]
 
 
 def test_scheduler_killed_after_all_members_ended_well(machine: Machine) -> None:
@@ -447,3 +522,22 @@ def test_a_helper_that_starts_while_the_run_ends_is_ended(helped: Machine) -> No
     helped.feed(Tick())
     assert helped.feed(ShutdownAsked(keep_memory=False, reason="done", code=0)) == [CloseLink()]
     assert helped.feed(Started(name="fetchd.a", pid=30)) == [Terminate(name="fetchd.a")]
+
+
+def test_members_die_with_the_lease_and_come_back_with_the_scheduler() -> None:
+    """A helper stays: nothing that another machine's node does can meet it."""
+    names = ("memoryd.b", "worker.1", "metricsd.b")
+    limits = NodeLimits(max_restarts=3, lease_s=10.0)
+    machine = Machine(names, limits, helpers=frozenset({"metricsd.b"}))
+    machine.feed(Tick())
+    machine.feed(*(Started(name=name, pid=20 + i) for i, name in enumerate(names)))
+    heard_s = machine.now_s
+    assert machine.feed(Watched(heard_s=heard_s), after_s=10.0) == []
+    dying = [Kill(name="memoryd.b"), Kill(name="worker.1")]
+    assert machine.feed(Watched(heard_s=heard_s), after_s=1.0) == dying
+    assert machine.feed(Watched(heard_s=heard_s), after_s=1.0) == []
+    machine.exit("memoryd.b", -9)
+    machine.exit("worker.1", -9)
+    assert machine.feed(Tick(), after_s=5.0) == []
+    machine.feed(Watched(heard_s=machine.now_s))
+    assert machine.feed(Tick()) == [Start(name="memoryd.b"), Start(name="worker.1")]

@@ -28,6 +28,7 @@ from penstock.daemons.node.joining.addresses import (
 )
 from penstock.daemons.node.joining.engines import Environment, Place, find_place, tasks_of_step
 from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.preload.starting import Starter
 from penstock.protocol.config.execution import NodeConfig
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError
@@ -69,12 +70,14 @@ def meet(
     environment: Environment,
     full_name: Callable[[], str],
     say: Say,
+    starter: Starter | None = None,
 ) -> Meeting:
     """Settles which node this is, prepares the run if that is the first, else waits until the first
     has.
 
     ``path`` is the file that ``config`` was read from; a ``resolved.yaml`` is prepared already.
-    ``name`` and ``scheduler`` are what the command line says, if it does.
+    ``name`` and ``scheduler`` are what the command line says, if it does. ``starter`` starts what
+    needs torch.
 
     Raises:
         ConfigError: configuration and environment contradict each other, or lack something; also
@@ -92,7 +95,7 @@ def meet(
         return Meeting(node=node, resolved=path)
     resolved = config.run_dir.absolute() / "resolved.yaml"
     if node == config.cluster.nodes[0].name:
-        prepare_run(config, config.run_dir, say, nodes_beside(config, 0))
+        prepare_run(config, config.run_dir, say, nodes_beside(config, 0), starter)
         return Meeting(node=node, resolved=resolved)
     ended = wait_for_start(config, node, scheduler, say)
     return Meeting(node=node, resolved=resolved, ended=ended)

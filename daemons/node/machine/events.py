@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.daemons.kit.events import (
-    BeginAsked,
     DrainAsked,
     Exit,
     RefusedByScheduler,
@@ -34,6 +33,13 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Warmed:
+    """A preloader has imported everything: from now on it forks children."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """A child is dead and reaped. ``code``: exit code, or minus the signal that killed it."""
 
@@ -48,6 +54,14 @@ class FenceAsked:
 
     member: str
     pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochBegins:
+    """The scheduler asks the node to enter ``epoch``; ``version`` steps are committed."""
+
+    epoch: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +85,11 @@ class Watched:
 
 Event = (
     Started
+    | Warmed
     | Exited
     | FenceAsked
     | DrainAsked
-    | BeginAsked
+    | EpochBegins
     | ShutdownAsked
     | RefusedByScheduler
     | StopAsked

@@ -18,13 +18,13 @@ may take, kills everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from penstock.daemons.kit.events import (
-    BeginAsked,
     DrainAsked,
     Exit,
     RefusedByScheduler,
@@ -36,10 +36,12 @@ from penstock.daemons.kit.events import (
     StopAsked,
     Tick,
 )
+from penstock.daemons.node.machine.budget import RestartBudget
 from penstock.daemons.node.machine.events import (
     AskSchedulerToStop,
     CloseLink,
     Effect,
+    EpochBegins,
     Event,
     Exited,
     FenceAsked,
@@ -50,6 +52,7 @@ from penstock.daemons.node.machine.events import (
     Started,
     StopUnheard,
     Terminate,
+    Warmed,
     Watched,
 )
 from penstock.protocol.errors import FAILURES, ExitCode
@@ -81,8 +84,9 @@ class NodeLimits:
     the scheduler: one that was not connected yet never hears that the run has ended. ``silence_s``:
     how long a child may stand still, stopped by a signal (the scheduler watches members only, and
     only those that have joined, as long as the run goes on); ``hang_s``: how long the node's
-    schedulerd may say nothing though it is not stopped. A helper that lived ``helper_forgiven_s``
-    has all of its restarts again: a run of weeks is not to end up without it.
+    schedulerd may say nothing though it is not stopped. ``warm_up_s``: how long the first start of
+    a child waits for its preloader: as long as it would take itself to import the same, and some
+    more.
     """
 
     max_restarts: int
@@ -98,7 +102,9 @@ class NodeLimits:
     terminate_timeout_s: float = 30.0
     silence_s: float = 10.0
     hang_s: float = 600.0
-    helper_forgiven_s: float = 600.0
+    warm_up_s: float = 30.0
+    lease_s: float | None = None
+    """For how long its members may run unheard by the scheduler; None: as long as they like."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,19 +112,22 @@ class Child:
     """One supervised process. ``pid`` is None while it is dead; ``start_at_s``: when it is due.
 
     ``is_helper``: it is no member of the run, which goes on without it. ``died``: pid and words of
-    its last death, if that was not ordered.
+    its last death, if that was not ordered. ``preloader``: who forks it. ``warm``, of a preloader:
+    whether it is ready; None while it warms up for the first time.
     """
 
     name: str
+    restarts: RestartBudget
     pid: int | None = None
     started_s: float = 0.0
     start_at_s: float | None = 0.0
     starting: bool = False
-    restarts: int = 0
     quick_deaths: int = 0
     fence_pid: int | None = None
     is_helper: bool = False
     died: tuple[int, str] | None = None
+    preloader: str = ""
+    warm: bool | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,6 +139,8 @@ class NodeMachine:
     stillness: Stillness
     epoch: int = 0
     """Of the last Begin."""
+    version: int = 0
+    """What was committed then."""
     phase: NodePhase = NodePhase.RUNNING
     code: int = 0
     told_code: int = 0
@@ -144,17 +155,33 @@ class NodeMachine:
     """The run is over, however long children take to end."""
     noted: bool = False
     """The scheduler has left word that the run is over."""
+    lease_out: bool = False
+    """No scheduler was heard for the lease: members are dead, and stay so until one is heard."""
     forgiven_s: float = float("-inf")
     """Silence of schedulerd before that proves nothing."""
 
     @classmethod
     def create(
-        cls, names: tuple[str, ...], limits: NodeLimits, helpers: frozenset[str] = frozenset()
+        cls,
+        names: tuple[str, ...],
+        limits: NodeLimits,
+        helpers: frozenset[str] = frozenset(),
+        preloaders: Mapping[str, str] = MappingProxyType({}),
     ) -> NodeMachine:
-        """All children are due at once, in the order of their names here."""
+        """All children are due at once, in the order of their names here. ``preloaders``: of those
+        that are forked by one.
+        """
         return cls(
             limits=limits,
-            children={name: Child(name=name, is_helper=name in helpers) for name in names},
+            children={
+                name: Child(
+                    name=name,
+                    restarts=RestartBudget(limit=limits.max_restarts),
+                    is_helper=name in helpers,
+                    preloader=preloaders.get(name, ""),
+                )
+                for name in names
+            },
             stillness=Stillness(limits.silence_s),
         )
 
@@ -173,7 +200,7 @@ class NodeMachine:
     def next_deadline_s(self) -> float | None:
         """Returns when :class:`Tick` is due at the latest; None: only when something happens."""
         times = [self.deadline_s, self.ask_again_at_s, self.give_up_s]
-        times += [child.start_at_s for child in self.children.values()]
+        times += [self._due_s(child) for child in self.children.values()]
         return min((t for t in times if t is not None), default=None)
 
     def validate(self) -> None:
@@ -202,16 +229,18 @@ class NodeMachine:
             return [AskSchedulerToStop()]  # its predecessor died before it could stop the run
         return []
 
+    def _on_warmed(self, event: Warmed, now_s: float) -> list[Effect]:
+        self.children[event.name].warm = True
+        return []
+
     def _on_exited(self, event: Exited, now_s: float) -> list[Effect]:
         child = self.children[event.name]
         lived_s = now_s - child.started_s if child.pid is not None else 0.0
-        if child.is_helper and lived_s >= self.limits.helper_forgiven_s:
-            child.restarts = 0
         child.quick_deaths = 0 if lived_s >= self.limits.quick_death_s else child.quick_deaths + 1
         fenced, child.fence_pid = child.fence_pid, None
         if child.pid is not None and fenced is None:
             child.died = child.pid, describe_exit(event.code)
-        child.pid, child.starting = None, False
+        child.pid, child.starting, child.warm = None, False, False
         effects: list[Effect] = []
         if fenced is not None:
             effects.append(SendFenced(member=event.name, pid=fenced))
@@ -224,6 +253,8 @@ class NodeMachine:
         if event.code in (ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY) and not child.is_helper:
             error = f"{event.name} ended with exit code {event.code}"
             return effects + self._fail(error, event.code, now_s)
+        if self.lease_out and not child.is_helper:
+            return effects
         return effects + self._restart(child, event.code, now_s, at_once=fenced is not None)
 
     def _on_scheduler_exit(self, code: int, now_s: float) -> list[Effect]:
@@ -256,8 +287,11 @@ class NodeMachine:
     def _on_drain(self, event: DrainAsked, now_s: float) -> list[Effect]:
         return [SendDrained(epoch=event.epoch)]
 
-    def _on_begin(self, event: BeginAsked, now_s: float) -> list[Effect]:
-        self.epoch = event.epoch
+    def _on_begin(self, event: EpochBegins, now_s: float) -> list[Effect]:
+        if event.version > self.version:
+            for child in self.children.values():
+                child.restarts.forgive()
+        self.epoch, self.version = event.epoch, event.version
         return [SendReady(epoch=event.epoch)]
 
     def _on_shutdown(self, event: ShutdownAsked, now_s: float) -> list[Effect]:
@@ -303,15 +337,40 @@ class NodeMachine:
             quiet_s = now_s - max(event.heard_s, scheduler.started_s, self.forgiven_s)
             if quiet_s > self.limits.hang_s and self.phase is NodePhase.RUNNING:
                 effects += self._replace(SCHEDULERD, f"says nothing for {quiet_s:.0f} s", now_s)
+        effects += self._heed_lease(event.heard_s, now_s)
         self.noted = event.ended is not None
         if event.ended is not None and self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
             effects += self._on_run_ended(event.ended, now_s)
         return effects
 
+    def _heed_lease(self, heard_s: float | None, now_s: float) -> list[Effect]:
+        """Kill the members when the lease has run out: another machine may be this node then."""
+        lease_s = self.limits.lease_s
+        if lease_s is None or heard_s is None or self.phase is not NodePhase.RUNNING:
+            return []
+        members = [child for child in self.children.values() if not child.is_helper]
+        silent_s, was_out = now_s - heard_s, self.lease_out
+        self.lease_out = silent_s > lease_s
+        if self.lease_out == was_out:
+            return []
+        if not self.lease_out:
+            for child in members:
+                if child.pid is None and not child.starting and child.start_at_s is None:
+                    child.start_at_s = now_s
+            return [Say(text="the scheduler is heard again: members are started")]
+        for child in members:
+            child.start_at_s = None
+        text = (
+            f"no scheduler is heard for {silent_s:.1f} s: this node's members are killed, since"
+            " another machine may take its place now; their memory is kept"
+        )
+        return [Say(text=text), *(Kill(name=c.name) for c in members if c.pid is not None)]
+
     def _on_tick(self, event: Tick, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         for child in self.children.values():
-            if child.start_at_s is not None and child.start_at_s <= now_s:
+            due_s = self._due_s(child)
+            if due_s is not None and due_s <= now_s:
                 child.start_at_s, child.starting = None, True
                 effects.append(Start(name=child.name))
         if self.ask_again_at_s is not None and self.ask_again_at_s <= now_s:
@@ -327,6 +386,16 @@ class NodeMachine:
         return effects
 
     # ---- decisions ----
+
+    def _due_s(self, child: Child) -> float | None:
+        """Returns when a child is to be started; None: not before something happens.
+
+        The first start waits for the preloader, later ones only use it if it is ready.
+        """
+        preloader = self.children.get(child.preloader)
+        if child.start_at_s is None or preloader is None or preloader.warm is not None:
+            return child.start_at_s
+        return None if preloader.pid is None else preloader.started_s + self.limits.warm_up_s
 
     def _forgive(self, jump_s: float, now_s: float) -> None:
         """After the node itself was stopped, everybody has the full time again."""
@@ -397,16 +466,16 @@ class NodeMachine:
         return effects
 
     def _restart(self, child: Child, code: int, now_s: float, *, at_once: bool) -> list[Effect]:
-        if child.is_helper and child.restarts >= self.limits.max_restarts:
-            text = f"{child.name} {describe_exit(code)} once more: the run goes on without it"
-            return [Say(text=text)]
-        if child.restarts >= self.limits.max_restarts:
+        if not child.restarts.take(now_s):
+            if child.is_helper:
+                text = f"{child.name} {describe_exit(code)} once more: the run goes on without it"
+                return [Say(text=text)]
             error = (
-                f"{child.name} died {child.restarts + 1} times (last: {describe_exit(code)});"
-                f" cluster.max_restarts is {self.limits.max_restarts}"
+                f"{child.name} died {child.restarts.spent + 1} times within an hour in which no"
+                f" step was committed (last: {describe_exit(code)}); cluster.max_restarts is"
+                f" {self.limits.max_restarts}"
             )
             return self._fail(error, ExitCode.LOST_MEMBERS, now_s)
-        child.restarts += 1
         if at_once:
             child.starting = True
             return [Start(name=child.name)]
@@ -420,7 +489,7 @@ class NodeMachine:
                 self.limits.last_backoff_s,
             )
         child.start_at_s = now_s + delay_s
-        message = f"{child.name} {describe_exit(code)}; restarting (number {child.restarts})"
+        message = f"{child.name} {describe_exit(code)}; restarting (number {child.restarts.spent})"
         return [Say(text=message)]
 
     def _fail(self, error: str, code: int, now_s: float) -> list[Effect]:
@@ -433,7 +502,11 @@ class NodeMachine:
 
     def _end(self, now_s: float) -> list[Effect]:
         self.phase, self.run_ended = NodePhase.ENDING, True
-        self.deadline_s = now_s + self.limits.end_timeout_s
+        scheduler = self.children.get(SCHEDULERD)
+        # Killed while it told the members: who has not heard never will.
+        cut_short = scheduler is not None and scheduler.pid is None
+        limits = self.limits
+        self.deadline_s = now_s + (limits.quick_death_s if cut_short else limits.end_timeout_s)
         self._forget_starts()
         # Nobody else tells helpers: they are no members.
         helpers = (c.name for c in self.children.values() if c.is_helper and c.pid is not None)
@@ -461,10 +534,11 @@ def describe_exit(code: int) -> str:
 _Handler = Callable[[NodeMachine, Any, float], list[Effect]]
 _HANDLERS: dict[type, _Handler] = {
     Started: NodeMachine._on_started,
+    Warmed: NodeMachine._on_warmed,
     Exited: NodeMachine._on_exited,
     FenceAsked: NodeMachine._on_fence,
     DrainAsked: NodeMachine._on_drain,
-    BeginAsked: NodeMachine._on_begin,
+    EpochBegins: NodeMachine._on_begin,
     ShutdownAsked: NodeMachine._on_shutdown,
     RefusedByScheduler: NodeMachine._on_refused,
     StopAsked: NodeMachine._on_stop,

@@ -52,7 +52,8 @@ class MachineMemory:
         held = sum(
             entry.num_bytes
             for entry in inventory()
-            if entry.run_id == run_id and (nodes is None or entry.node_name in nodes)
+            if entry.run_id == run_id
+            and (nodes is None or entry.node_name.partition(".")[0] in nodes)
         )
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         try:
@@ -219,7 +220,8 @@ def _host_bytes(config: Config, rows: Sequence[MemoryRow], node: int) -> int:
     devices = range(node * workers, (node + 1) * workers)
     buffers = sum(_sum(rows, f"device {device}", MemoryKind.HOST) for device in devices)
     buffers += _sum(rows, _node_place(config, node), MemoryKind.HOST)
-    return buffers + workers * WORKER_BYTES + 4 * DAEMON_BYTES
+    daemons = 4 + config.mirrors
+    return buffers + workers * WORKER_BYTES + daemons * DAEMON_BYTES
 
 
 def _node_place(config: Config, node: int) -> str:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.daemons.memory.states import refuse_damage
 from penstock.daemons.node.home import (
     RunLock,
     check_home,
@@ -34,6 +35,7 @@ from penstock.daemons.node.preparing.prospect import Progress, look_ahead
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.observer.trackers.registry import check_trackers
+from penstock.daemons.preload.starting import Starter
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.config.values import AUTO, BYTE
@@ -62,9 +64,11 @@ def prepare_run(
     run_dir: Path,
     progress: Progress = lambda message: None,
     nodes: Sequence[int] | None = None,
+    starter: Starter | None = None,
 ) -> RunDirectory:
     """Prepare ``run_dir`` for ``config``: a new run, or one to go on with. ``nodes``: those
-    (indices) that will run on this machine; all, unless given.
+    (indices) that will run on this machine; all, unless given. ``starter`` starts what needs
+    torch.
 
     Raises:
         ConfigError: impossible configuration, or a resume with keys changed that must not.
@@ -80,15 +84,22 @@ def prepare_run(
     RunDirectory(run_dir).check_shape()
     lock = RunLock.acquire(prepare_lock_path(run_dir), wait_s=PREVIOUS_PREPARATION_WAIT_S)
     with lock:
-        return _prepare(config, run_dir, progress, nodes, lock)
+        return _prepare(config, run_dir, progress, nodes, lock, starter)
 
 
 def _prepare(
-    config: Config, run_dir: Path, progress: Progress, nodes: Sequence[int], lock: RunLock
+    config: Config,
+    run_dir: Path,
+    progress: Progress,
+    nodes: Sequence[int],
+    lock: RunLock,
+    starter: Starter | None,
 ) -> RunDirectory:
     if (run_dir / "run.json").exists():
         check_home(RunDirectory(run_dir))
     previous = _previous(run_dir, progress)
+    if previous is not None:
+        refuse_damage(run_dir, progress)
     config = _name_tokenizer(_absolute_paths(config), previous, run_dir, progress)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
@@ -105,7 +116,7 @@ def _prepare(
         progress("preparing the model's block table and the data")
         if config.cluster.platform.brings_model:
             write_model(Emulation.of(config), run_dir)
-        run_models_prepare(run_dir, progress=progress, keeps=(lock.descriptor,))
+        run_models_prepare(run_dir, progress=progress, keeps=(lock.descriptor,), starter=starter)
         directory.seal(fixed_values(config))
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
@@ -147,6 +158,7 @@ def run_models_prepare(
     *arguments: str,
     progress: Progress = lambda message: None,
     keeps: tuple[int, ...] = (),
+    starter: Starter | None = None,
 ) -> None:
     """Make block table and data of a run directory in a process of its own, which says from time to
     time how far it is, and holds the locks ``keeps`` as long as it lives.
@@ -163,6 +175,7 @@ def run_models_prepare(
         log=log,
         progress=progress,
         keeps=keeps,
+        starter=starter,
     )
 
 

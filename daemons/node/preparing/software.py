@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import penstock
-from penstock.protocol.run.files import holds_text, parse_json, write_atomically
+from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
 
 FILE = "software.json"
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -60,7 +60,7 @@ class Software:
                 cpus=int(fields["cpus"]),
                 memory_bytes=int(fields["memory_bytes"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, *DAMAGED):
             return None
 
     def write(self, run_dir: Path) -> None:

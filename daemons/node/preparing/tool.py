@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.daemons.node.machine.machine import describe_exit
+from penstock.daemons.preload.owner import ChildProcess
+from penstock.daemons.preload.starting import Spawning, Starter
 from penstock.protocol.errors import (
     CapacityError,
     ConfigError,
@@ -30,9 +31,11 @@ def run_tool(
     log: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
     keeps: tuple[int, ...] = (),
+    starter: Starter | None = None,
 ) -> None:
     """Runs ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout. It
     dies with this process, and has the descriptors of locks in ``keeps`` open as long as it lives.
+    ``starter`` starts it, if there is one that does so faster.
 
     Raises:
         ConfigError: there is no torch that would do.
@@ -41,8 +44,8 @@ def run_tool(
         PenstockError: it failed otherwise; what it said is in ``log``, if there is one.
     """
     check_torch()
-    command = [sys.executable, "-m", module, *arguments, "--parent-pid", str(os.getpid())]
-    code, said = _run(command, progress, keeps)
+    words = (*arguments, "--parent-pid", str(os.getpid()))
+    code, said = _run(starter or Spawning(), module, words, progress, keeps)
     if code is None:
         raise LostMemberError(f"{module}: no end after {TIMEOUT_S:g} s")
     if code == 0:
@@ -62,7 +65,11 @@ def run_tool(
 
 
 def _run(
-    command: list[str], progress: Callable[[str], None], keeps: tuple[int, ...]
+    starter: Starter,
+    module: str,
+    arguments: Sequence[str],
+    progress: Callable[[str], None],
+    keeps: tuple[int, ...],
 ) -> tuple[int | None, str]:
     """Returns the exit code, None if the process had to be killed after :data:`TIMEOUT_S`, and what
     it said on stderr.
@@ -72,31 +79,32 @@ def _run(
     """
     late = threading.Event()
 
-    def end(process: subprocess.Popen[str]) -> None:
+    def end(process: ChildProcess) -> None:
         late.set()
-        process.kill()
+        process.signal(signal.SIGKILL)
 
-    with open(os.memfd_create("stderr"), "w+", encoding="utf-8", errors="replace") as errors:
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            errors="replace",
-            pass_fds=keeps,
-        ) as process:
-            assert process.stdout is not None
+    with (
+        open(os.memfd_create("stderr"), "w+", encoding="utf-8", errors="replace") as errors,
+        open(os.devnull, "rb") as nothing,
+    ):
+        reading, writing_end = os.pipe()
+        with open(reading, encoding="utf-8", errors="replace") as lines:
+            try:
+                streams = (nothing.fileno(), writing_end, errors.fileno())
+                process = starter.start(module, arguments, streams, keeps)
+            finally:
+                os.close(writing_end)
             watchdog = threading.Timer(TIMEOUT_S, end, (process,))
             watchdog.start()
+            code = None
             try:
-                for line in process.stdout:
+                for line in lines:
                     progress(line.rstrip())
-                code = process.wait()
             except BaseException:
-                process.kill()
+                process.signal(signal.SIGKILL)
                 raise
             finally:
+                code = process.reap()
                 watchdog.cancel()
                 watchdog.join()
         errors.seek(0)

@@ -1,0 +1,1 @@
+"""Preloaded processes: each has imported what others need, and forks them when asked."""

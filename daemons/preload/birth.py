@@ -1,0 +1,180 @@
+"""What a preloaded process forks: a request as it travels, and how a child turns into that process.
+
+A child is to be what ``python -m MODULE ARGUMENTS`` in its owner's place would have made of it.
+What differs is reset here: descriptors, signals, process group, environment, directory, cores,
+random numbers, command line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.protocol.run.process import die_with_parent
+from penstock.protocol.run.stopping import HEARD_SIGNALS, STOP_ORDER
+
+STREAMS = 3
+"""stdin, stdout and stderr are the first descriptors of every request."""
+NAMED_BYTES = 4096
+"""Room for the command line of a child: the preloader's own is so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Birth:
+    """A process to be: ``module`` with ``arguments``, as a child of ``parent_pid``.
+
+    ``heirs``: kinds of preloaders that the new process itself is to own, forked before anything
+    else happens in it.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    directory: str
+    cores: tuple[int, ...]
+    parent_pid: int
+    heirs: tuple[str, ...] = ()
+
+    @classmethod
+    def here(
+        cls,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        heirs: tuple[str, ...] = (),
+    ) -> Birth:
+        """Returns a process like one that this process would spawn."""
+        return cls(
+            module=module,
+            arguments=tuple(arguments),
+            environment=dict(environment),
+            directory=os.getcwd(),
+            cores=tuple(sorted(os.sched_getaffinity(0))),
+            parent_pid=os.getpid(),
+            heirs=heirs,
+        )
+
+    def to_bytes(self) -> bytes:
+        """Returns the request as it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def of(cls, data: bytes) -> Birth:
+        """Returns the request that came from the owner of a socket that nobody else has."""
+        fields = json.loads(data)
+        fields |= {name: tuple(fields[name]) for name in ("arguments", "cores", "heirs")}
+        return cls(**fields)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command line."""
+        return (sys.executable, "-m", self.module, *self.arguments)
+
+
+def leave_nest(birth: Birth, descriptors: Sequence[int]) -> list[int]:
+    """Makes the calling process, a fresh fork, one like a spawned child of ``birth.parent_pid``.
+
+    Only ``descriptors`` stay open: those for the standard streams first, the rest as they are.
+    Returns the rest. Ends the process if the parent is gone.
+    """
+    die_with_parent(birth.parent_pid)
+    rest = _keep_only(descriptors)
+    os.setpgid(0, 0)
+    for number in (signal.SIGTERM, signal.SIGCHLD, STOP_ORDER):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As if born so: until the process listens; it obeys its parent only.
+    signal.pthread_sigmask(signal.SIG_SETMASK, HEARD_SIGNALS)
+    os.sched_setaffinity(0, birth.cores)
+    os.chdir(birth.directory)
+    os.environ.clear()
+    os.environ.update(birth.environment)
+    _open_streams()
+    _draw_anew()
+    show_command_line(birth.words)
+    return rest
+
+
+def _open_streams() -> None:
+    """Makes Python's streams anew: what the preloader had in their buffers is not the child's."""
+    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(
+        2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+    )
+
+
+def _draw_anew() -> None:
+    """Gives the generators that are seeded by chance at import a chance of their own. (The standard
+    library's has one after every fork; torch's begins with a constant.)
+    """
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _keep_only(descriptors: Sequence[int]) -> list[int]:
+    """Puts the streams into place, and closes all but them and the rest of ``descriptors``."""
+    rest = list(descriptors[STREAMS:])
+    for stream, descriptor in enumerate(descriptors[:STREAMS]):
+        os.dup2(descriptor, stream)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= STREAMS and int(name) not in rest:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue  # the descriptor of the listing itself
+    return rest
+
+
+def show_command_line(words: Sequence[str]) -> None:
+    """Writes ``words`` where ``/proc/PID/cmdline`` shows them, as much as there is room for.
+
+    The kernel shows the bytes between two addresses of this process: they are the ones that it was
+    started with, and stay writable.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    # The last byte stays zero: else the kernel takes the whole for one word.
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def run_module(birth: Birth) -> NoReturn:
+    """Runs the module as ``python -m`` does, and ends the process as Python would end it."""
+    code = 1
+    try:
+        sys.argv[:] = [birth.module, *birth.arguments]
+        sys.orig_argv[:] = birth.words
+        runpy.run_module(birth.module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ending:
+        code = _exit_code(ending.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1

@@ -1,0 +1,238 @@
+"""The owner's side: starts a preloaded process, and asks it for children that are its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from penstock.daemons.preload.birth import NAMED_BYTES, Birth
+from penstock.daemons.preload.heirs import Heir
+from penstock.daemons.preload.server import GO, READY, REFUSED, command_line
+from penstock.protocol.run.stopping import HEARD_SIGNALS
+from penstock.shm.process import is_stopped
+
+FORK_WITHIN_S = 20.0
+"""A preloader takes some 30 ms, and seconds on a machine that does much else. One that is stopped
+or dead is not waited for."""
+_LOOK_EACH_S = 0.1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class NotForkedError(Exception):
+    """The preloader did not do it; the reason is the message. Spawn the process instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildProcess:
+    """A child of this process, by a descriptor that no reused pid can deceive."""
+
+    pid: int
+    pidfd: int
+
+    @classmethod
+    def of(cls, pid: int) -> ChildProcess:
+        """Returns the child ``pid``, which is not reaped yet."""
+        return cls(pid=pid, pidfd=os.pidfd_open(pid))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        return is_stopped(self.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal; one that is dead already, or reaped, is left alone."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            return
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Waits until it has ended; returns whether it has."""
+        return bool(select.select([self.pidfd], [], [], timeout_s)[0])
+
+    def reap(self) -> int:
+        """Waits for its end, and lets go of it; returns the exit code (negative: signal)."""
+        result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+        os.close(self.pidfd)
+        assert result is not None, "waitid without WNOHANG returns a result"
+        exited = result.si_code == os.CLD_EXITED
+        return result.si_status if exited else -result.si_status
+
+
+def spawn(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    streams: Sequence[int] = (),
+    kept: Sequence[int] = (),
+) -> ChildProcess:
+    """Starts a child of the calling thread with stop signals blocked, in a process group of its
+    own. ``streams``: descriptors for stdin, stdout and stderr, by default those of this process;
+    ``kept``: descriptors that the child has open, too.
+
+    Raises:
+        OSError: the kernel would not.
+    """
+    pid = os.posix_spawnp(
+        words[0],
+        list(words),
+        environment,
+        file_actions=[
+            *((os.POSIX_SPAWN_DUP2, fd, stream) for stream, fd in enumerate(streams)),
+            *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in kept),  # that makes them outlive the exec
+        ],
+        setpgroup=0,
+        setsigmask=HEARD_SIGNALS,  # until the child listens; it obeys this process only
+        setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE),
+    )
+    return ChildProcess.of(pid)
+
+
+class Preloader:
+    """A preloaded process of this one. Use from the thread that started it, the main thread.
+
+    ``process``: to be watched, killed and reaped by the owner.
+    """
+
+    def __init__(self, process: ChildProcess, requests: socket.socket) -> None:
+        self.process = process
+        self._requests = requests
+        self._warm = self._ended = False
+
+    @classmethod
+    def start(cls, kind: str, environment: Mapping[str, str]) -> Preloader:
+        """Starts one that imports what ``kind`` stands for. It is of use when it is ``warm``.
+
+        Raises:
+            OSError: the kernel would not.
+        """
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.set_inheritable(True)
+        words = [*command_line(kind, os.getpid()), "--socket", str(theirs.fileno())]
+        words += ["--room", "." * max(0, NAMED_BYTES - len(" ".join(words)))]
+        # numpy's library starts threads when it is imported; gRPC complains of every stranger.
+        quiet = {"OPENBLAS_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
+        try:
+            return cls(spawn(words, {**environment, **quiet}), mine)
+        except OSError:
+            mine.close()
+            raise
+        finally:
+            theirs.close()
+
+    @classmethod
+    def adopt(cls, heir: Heir) -> Preloader:
+        """Returns one that this process owns since its birth."""
+        preloader = cls(ChildProcess.of(heir.pid), socket.socket(fileno=heir.descriptor))
+        preloader._warm = heir.warm
+        return preloader
+
+    def hand_over(self, kind: str) -> Heir:
+        """Returns the preloader for another part of this process, which adopts it."""
+        os.close(self.process.pidfd)
+        pid, descriptor = self.process.pid, self._requests.detach()
+        return Heir(kind=kind, descriptor=descriptor, pid=pid, warm=self._warm)
+
+    @property
+    def announces(self) -> int:
+        """Descriptor that becomes readable when the preloader is ready, or is gone."""
+        return self._requests.fileno()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it was ready when :meth:`warm` was asked last."""
+        return self._warm
+
+    def warm(self, timeout_s: float = 0.0) -> bool:
+        """Waits until all is imported; returns whether it is."""
+        if self._ended:
+            return False
+        if not self._warm and select.select([self._requests], [], [], timeout_s)[0]:
+            try:
+                self._warm = self._requests.recv(len(READY)) == READY
+            except OSError:
+                self._warm = False
+        return self._warm
+
+    def fork(
+        self,
+        birth: Birth,
+        streams: Sequence[int],
+        kept: Sequence[int] = (),
+        within_s: float = FORK_WITHIN_S,
+    ) -> ChildProcess:
+        """Returns a new child of this process. ``streams``: its stdin, stdout and stderr; it has
+        the descriptors ``kept`` open as long as it lives.
+
+        Raises:
+            NotForkedError: with the reason; nothing was started then.
+        """
+        if not self._warm:
+            raise NotForkedError("it is not ready")
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with mine:
+            try:
+                with theirs, taking_in():
+                    descriptors = [*streams, theirs.fileno(), *kept]
+                    socket.send_fds(
+                        self._requests, [birth.to_bytes()], descriptors, socket.MSG_DONTWAIT
+                    )
+                    theirs.close()  # so that the end of the child is the end of the line
+                    self._wait_for(mine, within_s)
+                    said = mine.recv(1024)
+                if not said or said.startswith(REFUSED):
+                    reason = said.removeprefix(REFUSED).decode(errors="replace")
+                    raise NotForkedError(reason or "it ended, or its child did")
+                child = ChildProcess.of(int(said))
+                mine.send(GO)
+                return child
+            except (OSError, ValueError) as error:
+                raise NotForkedError(f"no answer: {error}") from error
+
+    def _wait_for(self, line: socket.socket, within_s: float) -> None:
+        """Waits until something comes over a birth's socket.
+
+        Raises:
+            NotForkedError: nothing came, or the preloader is stopped.
+        """
+        deadline_s = time.monotonic() + within_s
+        while not select.select([line], [], [], _LOOK_EACH_S)[0]:
+            if self.process.stopped:
+                raise NotForkedError("it is stopped")
+            if time.monotonic() >= deadline_s:
+                raise NotForkedError(f"no answer for {within_s:g} s")
+
+    def close(self) -> None:
+        """Hangs up; the process ends then."""
+        self._requests.close()
+
+    def end(self) -> None:
+        """Kills and reaps the process, and hangs up; harmless when that is done already."""
+        if self._ended:
+            return
+        self._ended, self._warm = True, False
+        self.close()
+        self.process.signal(signal.SIGKILL)
+        self.process.reap()
+
+
+@contextmanager
+def taking_in() -> Iterator[None]:
+    """Orphans among this process's descendants become its children inside the block."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def take_in(whether: int) -> None:
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, whether, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+    take_in(1)
+    try:
+        yield
+    finally:
+        take_in(0)

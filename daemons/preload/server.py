@@ -1,0 +1,118 @@
+"""The preloaded process's side: one thread that waits for requests and forks.
+
+A request comes over a socket that only the owner has, with descriptors: the standard streams, one
+end of a socket for this birth alone, and what the child is to hold (the node's lock). Two forks
+make the child a child of the owner: the one between ends at once, and orphans go to the nearest
+ancestor that takes them in (:func:`penstock.daemons.preload.owner.taking_in`). The child says its
+pid over the birth's socket and goes on when it is told to, so that nobody runs whom the owner has
+given up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from penstock.daemons.preload.birth import STREAMS, Birth, leave_nest, run_module, show_command_line
+from penstock.daemons.preload.heirs import Heir, announce
+from penstock.protocol.run.process import die_with_parent
+from penstock.protocol.run.stopping import STOP_ORDER, STOP_SIGNALS
+
+MAX_REQUEST_BYTES = 1 << 20
+MAX_DESCRIPTORS = 16
+READY, REFUSED, GO = b"ready", b"refused: ", b"go"
+ORPHANED_WITHIN_S = 5.0
+"""The process between is dead within this, or the machine is not able to do anything."""
+
+
+def command_line(kind: str, parent_pid: int) -> tuple[str, ...]:
+    """Returns the command line of a preloader; what starts one adds to it."""
+    own = ("--kind", kind, "--parent-pid", str(parent_pid))
+    return (sys.executable, "-m", "penstock.daemons.preload.main", *own)
+
+
+def serve(requests: socket.socket) -> None:
+    """Forks on request until the owner hangs up. Never returns in a child."""
+    listen_to_owner_only()
+    requests.send(READY)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(
+            requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not data:
+            return
+        try:
+            answer(Birth.of(data), requests, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def listen_to_owner_only() -> None:
+    """Strangers' signals wait for ever; the owner's order ends this process at once."""
+    signal.signal(STOP_ORDER, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, STOP_SIGNALS)
+
+
+def answer(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> None:
+    """Forks a child for one request, unless that would not be safe. Never returns in the child."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        # Locks that another thread holds would stay locked in the child for ever.
+        with socket.socket(fileno=os.dup(descriptors[STREAMS])) as line:
+            line.send(REFUSED + f"there are {threads} threads".encode())
+        return
+    between = os.fork()
+    if not between:
+        _in_between(birth, requests, descriptors)
+    os.waitpid(between, 0)
+
+
+def _in_between(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> NoReturn:
+    try:
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+        requests.detach()  # by its number it is closed with the others
+        _be_born(birth, between, descriptors)
+    except Exception as error:
+        os.write(2, f"a preloaded process cannot become {birth.words}: {error!r}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def _be_born(birth: Birth, between: int, descriptors: Sequence[int]) -> NoReturn:
+    deadline_s = time.monotonic() + ORPHANED_WITHIN_S
+    while os.getppid() == between and time.monotonic() < deadline_s:
+        time.sleep(0.0005)
+    number, *_ = leave_nest(birth, descriptors)
+    line = socket.socket(fileno=number)
+    line.send(str(os.getpid()).encode())
+    if line.recv(len(GO)) != GO:
+        os._exit(1)  # the owner has given this birth up
+    line.close()
+    announce([_fork_heir(kind) for kind in birth.heirs])
+    run_module(birth)
+
+
+def _fork_heir(kind: str) -> Heir:
+    """Returns a preloader of the calling process, forked from it."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        try:
+            mine.close()
+            die_with_parent(parent)
+            os.setpgid(0, 0)
+            show_command_line(command_line(kind, parent))
+            serve(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return Heir(kind=kind, descriptor=mine.detach(), pid=pid)

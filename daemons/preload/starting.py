@@ -1,0 +1,130 @@
+"""How commands start ``python -m MODULE``: forked by a preloader that they keep, or spawned."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from penstock.daemons.preload.birth import Birth
+from penstock.daemons.preload.heirs import announce
+from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
+
+WARM_UP_S = 30.0
+"""Who needs what the preloader imports waits so long for it at first: a process of its own would
+take about as long."""
+RETRY_S = 5.0
+"""A preloader that is lost is started again so much later."""
+
+
+class Starter(Protocol):
+    """Starts processes of this one, with stop signals blocked until they listen."""
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        streams: Sequence[int],
+        kept: Sequence[int] = (),
+        heirs: tuple[str, ...] = (),
+    ) -> ChildProcess:
+        """Starts ``python -m module arguments``. ``streams``: its stdin, stdout and stderr;
+        ``kept``: descriptors that it has open as long as it lives; ``heirs``: kinds of preloaders
+        that it gets for itself, if that is possible.
+        """
+
+    def look(self) -> None:
+        """Mends what has been lost; to be called now and then."""
+
+
+class Spawning:
+    """Starts every process from nothing."""
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        streams: Sequence[int],
+        kept: Sequence[int] = (),
+        heirs: tuple[str, ...] = (),
+    ) -> ChildProcess:
+        """See :class:`Starter`; there are no heirs."""
+        return spawn(Birth.here(module, arguments, os.environ).words, os.environ, streams, kept)
+
+    def look(self) -> None:
+        """There is nothing to lose."""
+
+
+class Preloading:
+    """Keeps one preloader, and has it fork. Use from the main thread; :meth:`close` in any case."""
+
+    def __init__(self, kind: str, environment: Mapping[str, str]) -> None:
+        self._kind = kind
+        self._environment = dict(environment)
+        self._preloader: Preloader | None = None
+        self._patience_s = WARM_UP_S
+        self._start_at_s = 0.0
+        self.look()
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        streams: Sequence[int],
+        kept: Sequence[int] = (),
+        heirs: tuple[str, ...] = (),
+    ) -> ChildProcess:
+        """See :class:`Starter`."""
+        if self._preloader is not None and self._preloader.warm(self._patience_s):
+            birth = Birth.here(module, arguments, os.environ, heirs)
+            try:
+                return self._preloader.fork(birth, streams, kept)
+            except NotForkedError:
+                self._end()
+        return Spawning().start(module, arguments, streams, kept)
+
+    def look(self) -> None:
+        """Replaces a preloader that is dead or stopped."""
+        now_s = time.monotonic()
+        if self._preloader is not None and (
+            self._preloader.process.stopped or self._preloader.process.ended()
+        ):
+            self._end()
+        if self._preloader is None and now_s >= self._start_at_s:
+            self._start_at_s = now_s + RETRY_S
+            self._preloader = Preloader.start(self._kind, self._environment)
+
+    @property
+    def process(self) -> ChildProcess | None:
+        """The preloader, if there is one now."""
+        return None if self._preloader is None else self._preloader.process
+
+    def hand_over(self) -> None:
+        """Gives the preloader to the node that this process becomes, as if it was born with it."""
+        if self._preloader is not None:
+            announce([self._preloader.hand_over(self._kind)])
+            self._preloader = None
+
+    def close(self) -> None:
+        """Ends the preloader."""
+        if self._preloader is not None:
+            self._preloader.end()
+            self._preloader = None
+
+    def _end(self) -> None:
+        self.close()
+        self._patience_s = 0.0  # from now on nobody waits for one
+        self._start_at_s = time.monotonic() + RETRY_S
+
+    def __enter__(self) -> Preloading:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

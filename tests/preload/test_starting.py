@@ -1,0 +1,71 @@
+"""What commands start with a preloader of their own, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.daemons.preload.heirs import VARIABLE, take_heirs
+from penstock.daemons.preload.owner import Preloader
+from penstock.daemons.preload.starting import Preloading, Spawning
+
+DEADLINE_S = 20.0
+STREAMS = (0, 1, 2)
+NEWBORN = "tests.preload.newborn"
+
+
+@pytest.fixture
+def preloading() -> Iterator[Preloading]:
+    with Preloading("plain", os.environ) as instance:
+        yield instance
+
+
+def test_a_tool_holds_what_it_is_to_hold_however_it_is_started(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        child = Spawning().start(
+            NEWBORN, (str(tmp_path / "view"), "3"), STREAMS, kept=(lock.fileno(),)
+        )
+        assert child.ended(DEADLINE_S) and child.reap() == 3
+    assert str(tmp_path / "lock") in (tmp_path / "view").read_text()
+
+
+def test_a_lost_preloader_holds_nobody_up_and_is_replaced(
+    preloading: Preloading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = preloading.process
+    assert first is not None
+    first.signal(signal.SIGKILL)
+    assert first.ended(DEADLINE_S)
+    child = preloading.start(NEWBORN, (str(tmp_path / "view"), "0"), STREAMS)
+    assert child.ended(DEADLINE_S) and child.reap() == 0
+    monkeypatch.setattr("penstock.daemons.preload.starting.RETRY_S", 0.0)
+    preloading.look()
+    preloading.look()
+    assert preloading.process is not None
+    assert preloading.process.pid != first.pid
+
+
+def test_a_node_has_its_preloader_from_before(
+    preloading: Preloading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    process = preloading.process
+    assert process is not None
+    preloading.hand_over()
+    [heir] = take_heirs(os.environ).values()
+    assert VARIABLE not in os.environ
+    preloader = Preloader.adopt(heir)
+    assert preloader.process.pid == process.pid
+    assert preloader.warm(DEADLINE_S)
+    preloader.end()
+
+
+def test_heirs_fork_for_whom_they_were_forked(preloading: Preloading, tmp_path: Path) -> None:
+    owner = ("tests.preload.born_owner", (str(tmp_path),), STREAMS)
+    child = preloading.start(*owner, heirs=("plain", "torch"))
+    assert child.ended(DEADLINE_S) and child.reap() == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "torch"}
