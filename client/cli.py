@@ -4,6 +4,7 @@ as ``--set``, and the examples that come with the package.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -22,6 +23,7 @@ import penstock
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, reason
 
 if TYPE_CHECKING:
+    from penstock.daemons.preload.starting import Preloading
     from penstock.protocol.config.schema import Config
 
 ConfigArgument = Annotated[
@@ -89,6 +91,22 @@ def load(config: Path, settings: list[str] | None) -> Config:
             f" folder by penstock init --example {config.stem}"
         )
     return load_config(config, tuple(settings or ()))
+
+
+def begin_to_import() -> Preloading:
+    """Returns a process that begins at once to import what all others will need."""
+    from penstock.daemons.preload.kinds import TORCH
+    from penstock.daemons.preload.starting import Preloading
+
+    return Preloading(TORCH, os.environ)
+
+
+def say_preparation(message: str) -> None:
+    """Says it here, and to a service manager that waits for this node to be up."""
+    from penstock.daemons.node.service_manager import ServiceManager
+
+    typer.echo(message, err=True)
+    ServiceManager.of(os.environ, os.getpid()).prepares(message)
 
 
 def terminal_width() -> int:

@@ -34,6 +34,7 @@ PROCESSES = {
     "optimizerd": ProcessKind(
         module="penstock.daemons.optimizer.main", arguments=("node", "scheduler")
     ),
+    "mirrord": ProcessKind(module="penstock.daemons.mirror.main", arguments=("node", "scheduler")),
     "fetchd": ProcessKind(module="penstock.daemons.fetch.main", arguments=("node",)),
     "observerd": ProcessKind(module="penstock.daemons.observer.main", arguments=()),
     "metricsd": ProcessKind(

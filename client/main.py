@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,20 +20,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.client import keys as key_commands
+from penstock.client.chaos import commands as chaos_commands
 from penstock.client.cli import (
     Command,
     ConfigArgument,
     JsonOption,
     SetOption,
+    begin_to_import,
     errors_explained,
     load,
+    say_preparation,
 )
 from penstock.client.deploying import app as deploy_app
 from penstock.client.planning import commands as plan_commands
+from penstock.client.watching import state_commands
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.daemons.node.joining.rendezvous import Meeting
     from penstock.protocol.config.schema import Config
 
 EXIT_CODES = (
@@ -146,28 +150,36 @@ def train(
     grace_seconds: GraceOption = None,
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
-    with errors_explained():
-        from penstock.client.screen.following import facts_of
-        from penstock.client.screen.screen import choose_display
-        from penstock.client.train import run_training
-        from penstock.daemons.node.joining.rendezvous import check_alone
+    with errors_explained(), ExitStack() as stack:
+        preloading = begin_to_import()
+        stack.callback(preloading.close)
+        from penstock.daemons.memory.states import refuse_damage
         from penstock.protocol.run.logs import forgive_streams
         from penstock.protocol.run.rundir import run_of
-        from penstock.protocol.wire.control import ControlClient
 
         forgive_streams()
-        advice = check_alone(os.environ)
-        if advice is not None:
-            sys.stderr.write(f"penstock: {advice}\n")
         grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
         resolved = load(config, [*(settings or []), *grace])
         moved = any(setting.startswith("run.dir=") for setting in settings or ())
         directory = run_dir or (None if moved else run_of(config)) or resolved.run_dir
+        refuse_damage(directory, lambda warning: None)  # before all else is even imported
+
+        from penstock.client.screen.following import facts_of
+        from penstock.client.screen.screen import choose_display
+        from penstock.client.train import run_training
+        from penstock.daemons.node.joining.rendezvous import check_alone
+        from penstock.protocol.wire.control import ControlClient
+
+        advice = check_alone(os.environ)
+        if advice is not None:
+            sys.stderr.write(f"penstock: {advice}\n")
         display = choose_display(
             facts_of(resolved, directory.absolute(), leaves=False),
             lambda: ControlClient.for_run(directory),
         )
-        result = run_training(resolved, directory, display, process_ends=True)
+        result = run_training(
+            resolved, directory, display, process_ends=True, preloading=preloading
+        )
         if result.error:
             sys.stderr.write(f"penstock: {result.error}\n")
     raise typer.Exit(result.exit_code)
@@ -209,6 +221,8 @@ def explain_keys(
 
 
 plan_commands.register(app)
+chaos_commands.register(app)
+state_commands.register(app)
 app.add_typer(key_commands.app)
 app.add_typer(deploy_app)
 
@@ -257,14 +271,7 @@ def node(
         loaded = load(config, None)
         chosen = name or loaded.cluster.nodes[0].name
         if parent_pid is None:
-            meeting = _meet(config, loaded, name, scheduler)
-            chosen, config = meeting.node, meeting.resolved
-            if meeting.ended is not None:
-                from penstock.daemons.node.service_manager import ServiceManager
-
-                ServiceManager.of(os.environ, os.getpid()).over()
-                sys.stderr.write(f"penstock: the run has ended: {meeting.ended.reason}\n")
-                raise typer.Exit(int(meeting.ended.code))
+            chosen, config = _take_part(config, loaded, name, scheduler)
     _launch(
         "node",
         config,
@@ -275,27 +282,26 @@ def node(
     )
 
 
-def _meet(config: Path, loaded: Config, name: str | None, scheduler: str | None) -> Meeting:
-    """Finds this node's place, and prepares the run or waits until the first node has."""
+def _take_part(
+    config: Path, loaded: Config, name: str | None, scheduler: str | None
+) -> tuple[str, Path]:
+    """Finds this node's place, and prepares the run or waits until the first node has; returns its
+    name and the configuration to run with. It imports meanwhile what the node will fork.
+    """
     from penstock.daemons.node.joining.rendezvous import meet
-
-    return meet(
-        config,
-        loaded,
-        name,
-        scheduler,
-        os.environ,
-        socket.getfqdn,
-        _say_preparation,
-    )
-
-
-def _say_preparation(message: str) -> None:
-    """Says it here, and to a service manager that waits for this node to be up."""
     from penstock.daemons.node.service_manager import ServiceManager
 
-    typer.echo(message, err=True)
-    ServiceManager.of(os.environ, os.getpid()).prepares(message)
+    with ExitStack() as stack:
+        starter = stack.enter_context(begin_to_import()) if loaded.cluster.preload else None
+        called = (os.environ, socket.getfqdn)
+        meeting = meet(config, loaded, name, scheduler, *called, say_preparation, starter)
+        if meeting.ended is not None:
+            ServiceManager.of(os.environ, os.getpid()).over()
+            sys.stderr.write(f"penstock: the run has ended: {meeting.ended.reason}\n")
+            raise typer.Exit(int(meeting.ended.code))
+        if starter is not None:
+            starter.hand_over()
+    return meeting.node, meeting.resolved
 
 
 def _require_run(resolved: Path) -> None:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from penstock.client.watching.display import Display
-from penstock.client.watching.snapshots import Observer
+from penstock.client.watching.snapshots import Observer, RunView
 from penstock.daemons.node.endpoint import remove_endpoint
 from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
+from penstock.daemons.node.machine.budget import RestartBudget
 from penstock.daemons.node.main import LAUNCHER
+from penstock.daemons.preload.kinds import PLAIN, TORCH
+from penstock.daemons.preload.owner import ChildProcess
+from penstock.daemons.preload.starting import Starter
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.run.ended import RunEnd, forget_end
@@ -34,9 +37,7 @@ from penstock.protocol.run.stopping import (
     Insistence,
     Patience,
     Stillness,
-    stop_signals_blocked,
 )
-from penstock.shm.process import is_stopped
 
 LOOK_INTERVAL_S = 0.5
 """Nodes are looked at so often, and the scheduler is asked every other time: a status takes it some
@@ -72,10 +73,12 @@ def empty_console(run_dir: Path) -> None:
 class NodeProcess:
     """One supervisor process, which is replaced when it is killed."""
 
-    def __init__(self, run_dir: Path, name: str, max_restarts: int) -> None:
+    def __init__(self, run_dir: Path, name: str, max_restarts: int, starter: Starter) -> None:
         self.name = name
+        self._starter = starter
+        self._code: int | None = None
+        self.restarts = RestartBudget(limit=max_restarts)
         self._run_dir = run_dir
-        self._restarts_left = max_restarts
         self._stopping = False
         self._process = self._spawn()
 
@@ -88,19 +91,24 @@ class NodeProcess:
         """Returns the exit code, or None while the process runs. One that was killed is started
         anew if ``replace``.
         """
-        code = self._process.poll()
-        if code is not None and code < 0 and replace and self._restarts_left:
-            self._restarts_left -= 1
-            self._process = self._spawn()
+        if self._code is None and self._process.ended():
+            self._code = self._process.reap()
+        killed = self._code is not None and self._code < 0
+        if killed and replace and self.restarts.take(time.monotonic()):
+            self._code, self._process = None, self._spawn()
             if self._stopping:
                 self.signal(STOP_ORDER)  # waits until the new process listens
-            return None
-        return code
+        return self._code
+
+    @property
+    def ends(self) -> int | None:
+        """Descriptor that becomes readable when the process ends; None: it has ended."""
+        return self._process.pidfd if self._code is None else None
 
     @property
     def stopped(self) -> bool:
         """Whether a signal has stopped the process."""
-        return is_stopped(self._process.pid)
+        return self._code is None and self._process.stopped
 
     def stop(self) -> None:
         """Asks for a clean stop of the run, of this process now and of every process that replaces
@@ -112,28 +120,24 @@ class NodeProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal if the process still runs."""
-        if self._process.poll() is None:
-            self._process.send_signal(number)
+        if self._code is None:
+            self._process.signal(number)
 
     def kill(self) -> None:
         """Sends SIGKILL and reaps; the children of the process die with it."""
-        self._process.kill()
-        self._process.wait()
+        self.signal(signal.SIGKILL)
+        if self._code is None:
+            self._code = self._process.reap()
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        # Born with stop signals blocked, the node cannot be hit before it is ready to listen.
-        with console_path(self._run_dir).open("ab") as console, stop_signals_blocked():
-            return subprocess.Popen(
-                [
-                    *LAUNCHER,
-                    "node",
-                    *("--config", str(self._run_dir / "resolved.yaml")),
-                    *("--node", self.name, "--parent-pid", str(os.getpid())),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                process_group=0,  # Ctrl-C reaches only this process, which asks for a clean stop
+    def _spawn(self) -> ChildProcess:
+        # Born with stop signals blocked, the node cannot be hit before it is ready to listen, and
+        # in a group of its own: Ctrl-C reaches only this process, which asks for a clean stop.
+        arguments = ("node", "--config", str(self._run_dir / "resolved.yaml"))
+        named = ("--node", self.name, "--parent-pid", str(os.getpid()))
+        with console_path(self._run_dir).open("ab") as console, open(os.devnull, "rb") as nothing:
+            streams = (nothing.fileno(), console.fileno(), console.fileno())
+            return self._starter.start(
+                LAUNCHER[-1], (*arguments, *named), streams, heirs=(PLAIN, TORCH)
             )
 
 
@@ -168,11 +172,15 @@ class Interruptions:
             with suppress(BlockingIOError):
                 os.write(self._heard, b"\0")
 
-    def wait(self, seconds: float, seen: tuple[bool, bool]) -> None:
-        """Waits, but not past a change of ``state`` from ``seen``."""
-        if self._hears is None:
-            time.sleep(seconds)
-        elif self.state == seen and select.select([self._hears], [], [], seconds)[0]:
+    def wait(self, seconds: float, seen: tuple[bool, bool], ends: Sequence[int] = ()) -> None:
+        """Waits, but not past a change of ``state`` from ``seen``, or until one of the descriptors
+        ``ends`` becomes readable.
+        """
+        if self.state != seen:
+            return
+        heard = [] if self._hears is None else [self._hears]
+        ready = select.select([*heard, *ends], [], [], seconds)[0]
+        if self._hears in ready:
             os.read(self._hears, 4096)
 
     @contextmanager
@@ -209,7 +217,9 @@ class Supervision:
         observer: Observer,
         interruptions: Interruptions,
         grace: Grace,
+        starter: Starter,
     ) -> None:
+        self._starter = starter
         self._run_dir = run_dir
         self._display = display
         self._observer = observer
@@ -231,12 +241,13 @@ class Supervision:
         (:func:`exit_code`).
         """
         for name in self._names:
-            self._nodes.append(NodeProcess(self._run_dir, name, self._max_restarts))
+            self._nodes.append(NodeProcess(self._run_dir, name, self._max_restarts, self._starter))
         while True:
             seen = self._interruptions.state
             self._obey()
             self._end = RunEnd.read(self._run_dir)
             self._kill_stopped()
+            self._starter.look()
             codes = [node.poll(replace=self._replaces) for node in self._nodes]
             ended = [code for code in codes if code is not None]
             if len(ended) == len(self._nodes):
@@ -245,8 +256,15 @@ class Supervision:
                 self._linger(ended)
             self._looks += 1
             if self._looks % 2:
-                self._display.show(self._observer.look())
-            self._interruptions.wait(LOOK_INTERVAL_S, seen)
+                self._show(self._observer.look())
+            ends = [node.ends for node in self._nodes if node.ends is not None]
+            self._interruptions.wait(LOOK_INTERVAL_S, seen, ends)
+
+    def _show(self, view: RunView) -> None:
+        if any(entry.get("decision") != "skip" for entry in view.fresh):
+            for node in self._nodes:
+                node.restarts.forgive()  # the run gets on
+        self._display.show(view)
 
     def close(self) -> None:
         """Kills what is left, waits until it is dead with all its children, and tidies up

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from penstock.client.watching.snapshots import Metrics, Observer, all_metrics, n
 from penstock.daemons.node.home import RunLock, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.preload.kinds import TORCH
+from penstock.daemons.preload.starting import Preloading, Spawning, Starter
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import FAILURES, ExitCode
 from penstock.protocol.requirements import check_torch
@@ -50,9 +53,15 @@ class TrainResult:
 
 
 def run_training(
-    config: Config, run_dir: Path, display: Display, *, process_ends: bool = False
+    config: Config,
+    run_dir: Path,
+    display: Display,
+    *,
+    process_ends: bool = False,
+    preloading: Preloading | None = None,
 ) -> TrainResult:
-    """Trains to the end, an interruption, or a failure.
+    """Trains to the end, an interruption, or a failure. ``preloading``: what a command has begun to
+    import meanwhile; it is closed at the end.
 
     ``process_ends``: the process ends with the training, so stop signals that come too late are
     ignored.
@@ -64,12 +73,15 @@ def run_training(
     check_torch()
     run_dir = run_dir.absolute()
     RunDirectory(run_dir).check_shape()
-    with RunLock.acquire(train_lock_path(run_dir), wait_s=PREVIOUS_NODE_WAIT_S):
+    with (
+        RunLock.acquire(train_lock_path(run_dir), wait_s=PREVIOUS_NODE_WAIT_S),
+        starter_of(config, preloading) as starter,
+    ):
         for node in config.cluster.nodes:  # what a killed run left must be gone, its memory too
             RunLock.acquire(
                 node_lock_path(run_dir, node.name), wait_s=PREVIOUS_NODE_WAIT_S
             ).release()
-        directory = prepare_run(config, run_dir, display.say)
+        directory = prepare_run(config, run_dir, display.say, starter=starter)
         if is_complete(directory, config.train.steps):
             display.say(
                 f"{run_dir}: all {config.train.steps} steps are done and saved; raise train.steps"
@@ -77,7 +89,7 @@ def run_training(
             )
             return TrainResult(exit_code=0, run_dir=run_dir, metrics=all_metrics(run_dir), error="")
         with Interruptions().installed(process_ends=process_ends) as interruptions:
-            code = _supervise(config, run_dir, display, interruptions)
+            code = _supervise(config, run_dir, display, interruptions, starter)
     result = TrainResult(
         exit_code=code,
         run_dir=run_dir,
@@ -90,8 +102,26 @@ def run_training(
     return result
 
 
+@contextmanager
+def starter_of(config: Config, preloading: Preloading | None) -> Iterator[Starter]:
+    """Yields what starts the nodes, and what needs torch: processes forked by ``preloading``, or by
+    a preloader of its own, or none where the configuration wants none.
+    """
+    if config.cluster.preload:
+        with preloading or Preloading(TORCH, os.environ) as starter:
+            yield starter
+    else:
+        if preloading is not None:
+            preloading.close()
+        yield Spawning()
+
+
 def _supervise(
-    config: Config, run_dir: Path, display: Display, interruptions: Interruptions
+    config: Config,
+    run_dir: Path,
+    display: Display,
+    interruptions: Interruptions,
+    starter: Starter,
 ) -> int:
     # What the last start left would be taken for this one's: its scheduler, and how it ended.
     empty_console(run_dir)
@@ -106,6 +136,7 @@ def _supervise(
         observer,
         interruptions,
         Grace.of(config.cluster.grace_seconds, os.environ),
+        starter,
     )
     try:
         code = supervision.run()

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeGuard
+from typing import Any
 
 from penstock.protocol.errors import StateError, reason
-from penstock.protocol.run.files import parse_json
+from penstock.protocol.run.files import is_number, parse_json
 
 WHOLE_LINES = 40_000
 """Reading so many takes a few tenths of a second."""
@@ -109,11 +109,6 @@ class Readings:
             if isinstance(epoch, int) and isinstance(step, int) and epoch not in found:
                 found[epoch] = Interval(epoch=epoch, first_step=step)
         return tuple(found.values())
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether a value of JSON is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_metrics(run_dir: Path) -> Readings:

@@ -24,6 +24,7 @@ PHASES = MappingProxyType(
         "running": "training",
         "deciding": "training",
         "amending": "training: clipping, weights are computed again",
+        "mirroring": "training: waiting for replicas",
         "settling": "saving: taking in the last step",
         "saving": "saving",
         "evaluating": "evaluating on held-out data",

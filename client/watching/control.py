@@ -10,7 +10,13 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from penstock.client.watching.display import describe, duration, member_table
+from penstock.client.watching.display import (
+    absences,
+    describe,
+    duration,
+    incomplete_replicas,
+    member_table,
+)
 from penstock.daemons.metrics.targets import addresses
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -56,7 +62,7 @@ def status_dict(status: pb.StatusReply) -> dict[str, Any]:
 
 _WIDE = frozenset(
     "epoch version attempt steps saved_version number step steps_lost sequence progress loss_tokens"
-    " peak_device_bytes device_limit_bytes".split()
+    " peak_device_bytes device_limit_bytes saving_version".split()
 )
 
 
@@ -93,6 +99,8 @@ def show_status(
     if status.last_metrics_json:
         console.print(describe(json.loads(status.last_metrics_json), None), highlight=False)
     console.print(member_table(status))
+    for line in (*absences(status), *incomplete_replicas(status)):
+        console.print(line, markup=False, highlight=False)
     for node, address in served.items():
         console.print(f"metrics of {node}: {address}", highlight=False, soft_wrap=True)
 

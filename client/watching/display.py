@@ -19,7 +19,7 @@ from penstock.protocol.run.names import SCHEDULERD
 PLAIN_INTERVAL_S = 5.0
 PLAIN_STEPS = 10
 QUIET_PHASES = frozenset(
-    "running deciding amending settling draining beginning saving done starting ending"
+    "running deciding amending mirroring settling draining beginning saving done starting ending"
     " no_answer".split()
 )
 """Phases that come and go with every step, save or epoch; plain output does not mention them."""
@@ -184,6 +184,26 @@ def member_table(status: Any) -> Table:
             f"{member.silent_seconds:.1f} s",
         )
     return table
+
+
+def absences(status: Any) -> list[str]:
+    """Returns a line for each process that is missing: since when, why, and what happens next."""
+    return [
+        f"{member.member} is gone for {duration(member.gone_seconds)}: {member.why}; next:"
+        f" {member.next}"
+        for member in status.members
+        if member.next
+    ]
+
+
+def incomplete_replicas(status: Any) -> list[str]:
+    """Returns a line for each replica that lacks blocks: a node lost now would cost steps."""
+    return [
+        f"{member.member} has not read {member.blocks_missing} blocks of its replica yet: if their"
+        " node were lost now, the run would go back to its newest saved state"
+        for member in status.members
+        if member.blocks_missing
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import PenstockError, StateError, reason
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.files import parse_json
+from penstock.protocol.run.files import is_number, parse_json
 from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.control import ControlClient
 
@@ -130,8 +129,7 @@ def _metrics(line: bytes) -> Metrics | None:
 
 def numbers(values: Iterable[Any]) -> list[float]:
     """Returns those values that are finite numbers."""
-    kept = (v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool))
-    return [value for value in kept if abs(value) < inf]
+    return [value for value in values if is_number(value)]
 
 
 class Observer:

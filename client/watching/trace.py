@@ -8,6 +8,7 @@ traces are made: :mod:`penstock.protocol.run.trace`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +56,10 @@ def parse_attempts(attempt: int | None, attempts: str | None) -> Range | None:
         return Range(first=attempt, last=attempt)
     if attempts is None:
         return None
-    first, colon, last = attempts.partition(":")
-    if not colon or not all(part.isdigit() or not part for part in (first, last)):
+    found = re.fullmatch(r"(\d{0,18}):(\d{0,18})", attempts, re.ASCII)
+    if found is None:
         raise ConfigError(f"--attempts {attempts}: expected A:B, such as 10:20, 10: or :20")
+    first, last = found.groups()
     chosen = Range(first=int(first or 0), last=int(last) if last else 2**62)
     if chosen.last < chosen.first:
         raise ConfigError(f"--attempts {attempts}: ends before it begins")

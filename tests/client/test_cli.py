@@ -39,7 +39,7 @@ def penstock(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
         [sys.executable, "-m", "penstock.client.main", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         cwd=cwd,
         env={**os.environ, "COLUMNS": "100"},
     )

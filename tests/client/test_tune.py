@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from penstock.client.main import app
 from penstock.client.planning import configured as planning
 from penstock.client.planning import tuning
 from penstock.daemons.node.preparing import tool
+from penstock.daemons.preload.owner import ChildProcess, spawn
+from penstock.daemons.preload.starting import Spawning
 from penstock.planner.configured import trainable_plan
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.tuning.auto import trainable_schemes
@@ -220,12 +223,19 @@ def test_trainable_schemes_are_those_that_a_configuration_accepts() -> None:
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let ``penstock profile`` start a program of ours; its arguments are ``sys.argv[1:]``."""
-    real = subprocess.Popen
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
-        return real([sys.executable, "-c", program, *command[3:]], **options)
+    class Pretending(Spawning):
+        def start(
+            self,
+            module: str,
+            arguments: Sequence[str],
+            streams: Sequence[int],
+            kept: Sequence[int] = (),
+            heirs: tuple[str, ...] = (),
+        ) -> ChildProcess:
+            return spawn((sys.executable, "-c", program, *arguments), os.environ, streams, kept)
 
-    monkeypatch.setattr(tool.subprocess, "Popen", start)
+    monkeypatch.setattr(tool, "Spawning", Pretending)
 
 
 def test_profile_passes_on_what_the_process_says(

@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 
-if "schedulerd" in sys.argv or "schedulerd" in getattr(sys, "orig_argv", ()):
+# A preloader forks them: it is changed, too.
+if {"schedulerd", "penstock.daemons.preload.main"} & set(sys.orig_argv):
     from penstock.daemons.scheduler import journal as _journal
 
     _append = _journal.Journal.decide

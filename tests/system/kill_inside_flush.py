@@ -7,7 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-if "worker" in sys.argv or "worker" in getattr(sys, "orig_argv", ()):
+# A preloader forks them: it is changed, too.
+if {"worker", "penstock.daemons.preload.main"} & set(sys.orig_argv):
     from penstock.workers.state import updates as _updates
 
     _flush = _updates.NativePreviewer._flush

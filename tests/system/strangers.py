@@ -20,21 +20,29 @@ from penstock.protocol.wire.frames import BlockRequest, GradientReady, encode
 from tests.protocol.hostile import GREETING, HostilePeer
 
 _LISTEN = "0A"
+_MAPPED = "0000000000000000FFFF0000"
+"""What an IPv6 address begins with that stands for one of IPv4, as the kernel writes it."""
 CURVE_GREETING = GREETING.replace(b"NULL\0", b"CURVE")
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Addresses that a process listens on, of TCP over IPv4."""
+    """Addresses that a process listens on, of TCP over IPv4; gRPC's are those of IPv6 that stand
+    for IPv4.
+    """
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
             inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
     found = []
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == _LISTEN and fields[9] in inodes:
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
             place, _, port = fields[1].partition(":")
-            found.append((socket.inet_ntoa(bytes.fromhex(place)[::-1]), int(port, 16)))
+            if fields[3] != _LISTEN or fields[9] not in inodes:
+                continue
+            if name == "tcp" or place.startswith(_MAPPED):
+                ipv4 = bytes.fromhex(place[-8:])[::-1]
+                found.append((socket.inet_ntoa(ipv4), int(port, 16)))
     return found
 
 

@@ -5,15 +5,19 @@ The short version of :mod:`tests.system.test_soak`, and a kill between journal a
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.protocol.wire.control import ControlClient
 from tests.system import conftest as H
 
 HERE = Path(__file__).parent
@@ -80,10 +84,48 @@ def test_every_process_is_disturbed_in_one_run(runner: Any, undisturbed: dict[st
     )
     H.wait_for_step(run, KILL_VERSION)
     assert marker.exists(), "the scheduler was never killed between journal and broadcast"
+    assert_a_second_scheduler_is_refused(run.run_dir)
     for target, kind in source.sample(CASES, len(CASES)):
         H.wait_for_step(run, H.newest_step(run.run_dir) + 1)
         disturb(run, target, kind, source)
     finish_exact(run, undisturbed)
+    assert_one_story_each(run.run_dir)
+
+
+def assert_a_second_scheduler_is_refused(run_dir: Path) -> None:
+    """It neither touches the run's files nor says a word to its members."""
+    arguments = ["schedulerd", "--config", str(run_dir / "resolved.yaml"), "--port", "0"]
+    with ControlClient.for_run(run_dir) as client:
+        client.pause()  # steps are few
+        second = subprocess.run(
+            [sys.executable, "-m", "penstock.client.main", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        client.resume()
+    assert second.returncode == 2, second.stderr
+    assert "another scheduler of this run has it open" in second.stderr
+    assert not (run_dir / "ended.json").exists()
+
+
+def assert_one_story_each(run_dir: Path) -> None:
+    """Every failure that the scheduler tells of has the same name in the logs of the processes that
+    it was a failure for, which go on to other work without it.
+    """
+    logs: dict[str, list[dict[str, Any]]] = {}
+    for name in ("schedulerd", "memoryd.a", "optimizerd.a", "worker.0", "worker.1", "node.a"):
+        lines = (run_dir / "logs" / f"{name}.jsonl").read_text().splitlines()
+        logs[name] = [json.loads(line) for line in lines]
+    causes = {name: {line.get("cause", "") for line in found} for name, found in logs.items()}
+    told = causes["schedulerd"] - {""}
+    assert len(told) >= len(CASES), causes
+    for name in ("memoryd.a", "optimizerd.a", "worker.0"):
+        assert causes[name] - {""} <= told and len(causes[name] & told) >= 3, causes
+        ended = [line for line in logs[name] if line["message"].startswith("drained for epoch")]
+        assert all(line["cause"] in told for line in ended)
+    assert causes["node.a"] & told, "it was ordered to fence somebody"
 
 
 def killing_after_journal(root: Path, marker: Path) -> dict[str, str]:

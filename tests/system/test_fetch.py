@@ -21,7 +21,12 @@ MODEL: dict[str, Any] = {
     "train": {"steps": 16, "clip_grad_norm": 2.7},
     "model": {"hf": {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 256}},
     "schedule": {"scheme": "spipe"},
-    "cluster": {"workers": 1, "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
+    "cluster": {
+        "workers": 1,
+        "preload": False,
+        "heartbeat_interval_s": 0.2,
+        "heartbeat_timeout_s": 2.0,
+    },
 }
 OVER_TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 WITHOUT_NIXL = """
@@ -29,7 +34,8 @@ import sys
 if "--node" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("--node") + 1] == "b":
     sys.modules["nixl_cu12"] = sys.modules["nixl_cu13"] = None
 """
-"""Python reads this at its start, and finds no NIXL on node b."""
+"""Python reads this at its start, and finds no NIXL on node b. (Forked processes learn later which
+node is theirs.)"""
 
 WAYS = {"nixl": "read from its memory, by NIXL", "zmq": "memoryd is asked, by ZeroMQ"}
 """What the log says when blocks of a node begin to come another way."""

@@ -1,13 +1,19 @@
-"""Random faults in runs of many configurations: each run ends by itself with the undisturbed bytes.
+"""``penstock chaos`` with many configurations, on one and two nodes: every run ends with the
+undisturbed bytes.
 
-``make soak`` has ``--soak-faults`` of them, 300 if not said otherwise, about ten a run. A failure
-says the seed, and what was done to which process when; ``--soak-seed`` draws the same faults again.
+``make soak`` has ``--soak-faults`` of them, 2500 if not said otherwise, :data:`FAULTS_A_TEST` of a
+configuration at a time. A failure says the seed, and what was done to which process when;
+``--soak-seed`` draws the same faults again.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from tests.shelf import Shelf, prepared
+from penstock.client.chaos.table import row_of
+from tests.shelf import Shelf
 from tests.system import conftest as H
-from tests.system.faults import Cast, draw
-from tests.system.striking import DisturbedRun
 
-FAULTS_A_RUN = 10
-STEPS, INTERVAL = 40, 8
+FAULTS_A_TEST = 40
+STEPS, INTERVAL = 120, 12
+TEST_TIMEOUT_S = 2400
 
 BASE: dict[str, Any] = {
     "model": {
@@ -117,14 +123,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a run: configurations in turn, until there are enough faults."""
+    """One test a configuration in turn, until there are enough faults."""
     if "fault_count" not in metafunc.fixturenames:
         return
     left: int = metafunc.config.getoption("--soak-faults")
     names = list(CONFIGURATIONS)
     runs = [
-        (names[index % len(names)], index // len(names), min(FAULTS_A_RUN, left - start))
-        for index, start in enumerate(range(0, left, FAULTS_A_RUN))
+        (names[index % len(names)], index // len(names), min(FAULTS_A_TEST, left - start))
+        for index, start in enumerate(range(0, left, FAULTS_A_TEST))
     ]
     ids = [f"{short(name)}-{number}" for name, number, _ in runs]
     metafunc.parametrize(("name", "number", "fault_count"), runs, ids=ids)
@@ -171,7 +177,7 @@ def short(name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(TEST_TIMEOUT_S)
 def test_random_faults_leave_the_undisturbed_bytes(
     runner: Any,
     undisturbed: Callable[[str], Path],
@@ -182,58 +188,36 @@ def test_random_faults_leave_the_undisturbed_bytes(
     fault_count: int,
 ) -> None:
     reference = undisturbed(name)
-    changes = H.merge(BASE, CONFIGURATIONS[name])
-    cluster = changes["cluster"]
-    cast = Cast(
-        nodes=tuple(node["name"] for node in cluster.get("nodes", [{"name": "a"}])),
-        workers=cluster.get("workers", 2),
-        steps=STEPS,
-        interval=INTERVAL,
-    )
-    source = random.Random(f"{seed} {name} {number}")
-    path = runner.configure("run", changes)
-    prepared(reference, runner.root / "run")
-    run = DisturbedRun(runner, path, STEPS, source)
-    try:
-        for fault in draw(source, cast, fault_count):
-            run.suffer(fault)
-        run.finish()
-        check(run, reference)
-        assert not H.segments_of(runner.root), "segments are left"
-    except BaseException as error:
-        error.add_note(f"seed {seed}, {name} {number}:\n" + "\n".join(run.history))
-        error.add_note(H.tail_logs(run.run.run_dir, 20))
-        raise
-    print(f"\nseed {seed}, {name} {number}:\n" + "\n".join(run.history))
-    tally.update(run.struck)
-
-
-def check(run: DisturbedRun, reference: Path) -> None:
-    """All that a user may ask of a run that ended, beside the one that nobody disturbed."""
-    found, wanted = (trained(path) for path in (run.run.run_dir, reference))
-    assert [line[:2] for line in found] == [line[:2] for line in wanted], "each step exactly once"
-    assert found == wanted, "other losses"
-    files, same = saved(run.run.run_dir), saved(reference)
-    last = [name for name in same if name.startswith(f"state/step-{STEPS:08d}/")]
-    assert last and set(last) <= files.keys()
-    # A run that was asked to end has saved other steps, too.
-    different = [name for name in files.keys() & same.keys() if files[name] != same[name]]
-    assert not different, f"other bytes in {sorted(different)}"
-    assert not run.survivors(), "processes are left"
-    assert not H.dirty(run.run.run_dir), "temporary files are left"
-
-
-def trained(run_dir: Path) -> list[tuple[Any, ...]]:
-    """What follows from the data alone, of every step and evaluation in the order of the file."""
-    keys = ("step", "decision", "loss", "learning_rate", "loss_scale")
-    lines = [*H.metrics(run_dir), *H.metrics(run_dir, "eval")]
-    return [tuple(line.get(key) for key in keys) for line in lines]
-
-
-def saved(run_dir: Path) -> dict[str, str]:
-    """Checksum of every file of every saved state that was kept, but of manifests."""
-    files = (run_dir / "state").glob("*/*.safetensors")
-    return {
-        str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
+    path = runner.configure("run", H.merge(BASE, CONFIGURATIONS[name]))
+    options = {
+        "--faults": fault_count,
+        "--seed": seed * 1000 + number,
+        "--reference": reference,
+        "--out": runner.root / "chaos",
     }
+    report = chaos(runner, path, options)
+    tally["faults"] += len(report["faults"])
+    tally["blows"] += report["blows"]
+    tally.update(row_of(entry) for entry in report["faults"])
+
+
+def chaos(runner: Any, config: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Run ``penstock chaos``, which must succeed; what it reports."""
+    words = [str(word) for option in options.items() for word in option]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.client.main", "chaos", str(config), *words, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    runner.started.append(process)
+    try:
+        output, events = process.communicate(timeout=TEST_TIMEOUT_S - 60)
+    except BaseException:
+        os.kill(process.pid, signal.SIGINT)  # it ends its runs
+        raise
+    assert process.returncode == 0, events
+    print(events)
+    report: dict[str, Any] = json.loads(output)
+    return report

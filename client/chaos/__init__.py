@@ -1,0 +1,1 @@
+"""``penstock chaos``: a run whose processes, connections and disks fail again and again."""

@@ -1,0 +1,283 @@
+"""``penstock chaos`` without runs: what is drawn, cut, filled, accepted and shown."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from penstock.client.chaos.connections import close, connections_of, deafen
+from penstock.client.chaos.disks import Disk, may_mount
+from penstock.client.chaos.faults import (
+    HELPERS,
+    Blow,
+    Cast,
+    FaultKind,
+    Moment,
+    Strike,
+    draw,
+    draw_last,
+)
+from penstock.client.chaos.processes import wait_until_stopped
+from penstock.client.chaos.table import percentile, rows_of, tables_of
+from penstock.client.main import app
+
+NAMES = ("train", "node.a", "schedulerd", "memoryd.a", "optimizerd.a", "worker.0", "metricsd.a")
+CAST = Cast(names=NAMES, heartbeat_timeout_s=2.0, gap_steps=3, evaluates=True, saves=True)
+
+
+def test_a_seed_draws_the_same_faults_and_all_kinds_and_moments() -> None:
+    def drawn(seed: str) -> list[object]:
+        source = random.Random(seed)
+        return [draw(source, CAST, frozenset(FaultKind)) for _ in range(1500)]
+
+    faults = [
+        draw(source, CAST, frozenset(FaultKind)) for source in [random.Random("a")] for _ in "ab"
+    ]
+    assert drawn("a")[:2] == faults
+    assert drawn("a") == drawn("a") != drawn("b")
+    source = random.Random("c")
+    many = [draw(source, CAST, frozenset(FaultKind)) for _ in range(1500)]
+    assert {fault.kind for fault in many} == set(FaultKind)
+    assert {fault.moment for fault in many} == set(Moment) - {Moment.ENDING}
+    named = {name.partition(".")[0] for name in NAMES}
+    killed = Counter(
+        fault.strikes[0].target.partition(".")[0] for fault in many if fault.kind is FaultKind.KILL
+    )
+    assert set(killed) == named
+    assert killed["schedulerd"] > killed["metricsd"]
+
+
+def test_what_is_drawn_can_be_carried_out() -> None:
+    source = random.Random(1)
+    for _ in range(1500):
+        fault = draw(source, CAST, frozenset(FaultKind))
+        for strike in fault.strikes:
+            if strike.target == "train":
+                # Nobody would wake or replace it.
+                assert strike.blow in (Blow.KILL, Blow.PAUSE, Blow.TERM, Blow.AGAIN)
+        if fault.kind in (FaultKind.CLOSED, FaultKind.HALF_OPEN):
+            assert not fault.targets & HELPERS, "they have no connections most of the time"
+        if fault.kind is FaultKind.SEVERAL:
+            targets = [strike.target for strike in fault.strikes]
+            assert 2 <= len(targets) == len(set(targets)) <= 4
+        if fault.kind is FaultKind.RECOVERY:
+            assert not fault.targets <= HELPERS
+            moments = [strike.after_s for strike in fault.strikes]
+            assert moments == sorted(moments) and 2 <= len(moments) <= 6
+
+
+def test_only_what_a_run_does_is_waited_for() -> None:
+    plain = Cast(names=NAMES, heartbeat_timeout_s=2.0, gap_steps=0, evaluates=False, saves=False)
+    source = random.Random(2)
+    faults = [draw(source, plain, frozenset((FaultKind.KILL,))) for _ in range(300)]
+    assert {fault.moment for fault in faults} == {Moment.STEP, Moment.START}
+    assert {fault.gap_steps for fault in faults} == {0}
+
+
+def test_of_few_processes_only_possible_kinds_are_drawn() -> None:
+    def cast(*names: str) -> Cast:
+        return Cast(names=names, heartbeat_timeout_s=2.0, gap_steps=0, evaluates=True, saves=True)
+
+    every = frozenset(FaultKind)
+    missing = {FaultKind.RECOVERY, FaultKind.SEVERAL, FaultKind.SWEEP}
+    assert cast("worker.0", "worker.1").possible(every) == every - missing
+    assert FaultKind.STOP not in cast("train").possible(every)
+    assert FaultKind.CLOSED not in cast("train", "metricsd.a").possible(every)
+    two = cast("memoryd.a", "optimizerd.a")
+    assert two.possible(every) == every
+    source = random.Random(4)
+    faults = [draw(source, two, two.possible(every)) for _ in range(500)]
+    own = {"memoryd", "optimizerd"}
+    for fault in faults:
+        assert fault.moment is not Moment.START
+        assert fault.targets <= own | {"train", "disk", "shm"}
+
+
+@pytest.mark.parametrize(
+    ("target", "blow", "breaks"),
+    [
+        ("worker.0", Blow.KILL, True),
+        ("memoryd.a", Blow.STOP, True),
+        ("train", Blow.TERM, True),
+        ("schedulerd", Blow.PAUSE, False),
+        ("metricsd.a", Blow.KILL, False),
+        ("preload-torch.a", Blow.STOP, False),
+        ("worker.0", Blow.CLOSE, False),
+        ("disk", Blow.FILL, False),
+    ],
+)
+def test_what_must_lead_to_another_epoch(target: str, blow: Blow, breaks: bool) -> None:
+    assert Strike(target=target, blow=blow).breaks_epoch is breaks
+
+
+def test_a_last_fault_is_one_that_was_asked_for() -> None:
+    source = random.Random(3)
+    drawn = [
+        draw_last(source, CAST, frozenset((FaultKind.STOP, FaultKind.DISK))) for _ in range(50)
+    ]
+    assert {fault.kind for fault in drawn if fault is not None} == {FaultKind.STOP}
+    assert None in drawn
+    assert draw_last(source, CAST, frozenset((FaultKind.DISK,))) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kinds", "kill,flood"], "--kinds kill,flood: accepted is kill, several"),
+        (["--out", "."], "--out {here}: exists"),
+        (["--processes", "walker"], "--processes walker: of this run are memoryd, metricsd, node"),
+    ],
+)
+def test_bad_options_are_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(app, ["init"])
+    result = CliRunner().invoke(app, ["chaos", "tiny.yaml", *words])
+    assert result.exit_code == 2
+    assert message.format(here=tmp_path) in result.stderr
+
+
+LISTENER = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    peer, _ = server.accept()
+    while data := peer.recv(100):
+        peer.sendall(data)
+print("closed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def listener() -> Iterator[subprocess.Popen[str]]:
+    """A process that sends back what it gets over one connection, and says that it was closed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
+
+
+def connected(listener: subprocess.Popen[str]) -> socket.socket:
+    """A connection to it over which something went already."""
+    assert listener.stdout is not None
+    connection = socket.create_connection(("127.0.0.1", int(listener.stdout.readline())))
+    connection.sendall(b"ping")
+    assert connection.recv(100) == b"ping"
+    return connection
+
+
+def heard(connection: socket.socket, within_s: float) -> bool:
+    """Whether anything, also an end, comes."""
+    return bool(select.select([connection], [], [], within_s)[0])
+
+
+def test_a_connection_of_another_process_is_closed(listener: subprocess.Popen[str]) -> None:
+    with connected(listener) as connection:
+        [found] = connections_of(listener.pid, tcp_only=True)
+        close(found)
+        assert connection.recv(100) == b""
+    assert listener.stdout is not None and listener.stdout.readline() == "closed\n"
+
+
+@pytest.mark.parametrize("one_way", [True, False])
+def test_a_connection_falls_silent_and_nobody_is_told(
+    listener: subprocess.Popen[str], one_way: bool
+) -> None:
+    """Deaf in one way: what the other process sends still comes."""
+    with connected(listener) as connection:
+        [found] = connections_of(listener.pid, tcp_only=True)
+        deafen(found, [listener.pid, os.getpid()], one_way=one_way)
+        connection.sendall(b"ping")
+        assert not heard(connection, 0.3)
+        assert connections_of(listener.pid, tcp_only=True) == [found], "it is as good as it was"
+
+
+def test_a_disk_is_filled_and_cleared(tmp_path: Path) -> None:
+    if not may_mount():
+        pytest.skip("needs root")
+    script = (
+        "from pathlib import Path\n"
+        "from penstock.client.chaos.disks import own_disks\n"
+        f"disk, shm = own_disks(Path({str(tmp_path / 'disk')!r}), 4 << 20, 4 << 20)\n"
+        "for each in (disk, shm):\n"
+        "    each.fill(); each.fill()\n"
+        "    assert each.free_bytes() == 0\n"
+        "    try:\n"
+        "        (each.path / 'more').write_bytes(b'x')\n"
+        "        raise SystemExit('there is room')\n"
+        "    except OSError: pass\n"
+        "    each.clear()\n"
+        "    assert each.free_bytes() > 3 << 20\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if "--kinds disk,shm" in done.stderr:
+        pytest.skip("mounting is not permitted")
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "disk").iterdir()) == [], "nobody else sees the mount"
+    Disk(path=tmp_path).clear()
+
+
+def test_a_process_is_stopped_when_all_its_threads_are() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        process.send_signal(19)
+        wait_until_stopped(process.pid)
+        process.kill()
+        process.wait()
+        with pytest.raises(ProcessLookupError):
+            wait_until_stopped(process.pid)
+
+
+def entry(kind: FaultKind, target: str, seconds: float, **more: object) -> dict[str, object]:
+    return {
+        "kind": kind,
+        "moment": Moment.STEP,
+        "targets": [target],
+        "outcome": "recovered by itself",
+        "seconds": seconds,
+        "timeout": False,
+        **more,
+    }
+
+
+def test_the_table_has_a_row_for_each_kind_and_sets_deadlines_apart() -> None:
+    entries = [
+        entry(FaultKind.KILL, "worker", 1.0),
+        entry(FaultKind.KILL, "worker", 3.0),
+        entry(FaultKind.KILL, "worker", 9.0, moment=Moment.START),
+        entry(FaultKind.CLOSED, "memoryd", 0.5, outcome="went on"),
+        entry(FaultKind.STOP, "node", 4.0, timeout=True),
+    ]
+    assert {words: len(found) for words, found in rows_of(entries).items()} == {
+        "kill worker": 2,
+        "kill worker, while it starts": 1,
+        "stop node": 1,
+        "closed": 1,
+    }
+    console = Console(width=110)
+    with console.capture() as captured:
+        for table in tables_of(entries):
+            console.print(table)
+    at_once, silence = captured.get().split("faults that are seen by their silence")
+    assert "stop node" in silence and "stop node" not in at_once
+    [line] = [line for line in at_once.splitlines() if line.startswith("kill worker  ")]
+    assert line.split() == ["kill", "worker", "2", "2", "2.00", "3.00"]
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([float(n) for n in range(1, 201)], 0.99) == 198.0
+    assert percentile([7.0], 0.99) == 7.0

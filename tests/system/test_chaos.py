@@ -1,0 +1,147 @@
+"""``penstock chaos`` with a real run, and what it finds in runs that are not as they should be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client.chaos.checks import Trained, check
+from penstock.client.chaos.processes import survivors
+from penstock.protocol.errors import LostMemberError, StateError
+from tests.system.conftest import PLAIN
+
+STEPS = int(PLAIN["train"]["steps"])
+
+
+@pytest.mark.timeout(180)
+def test_faults_are_struck_counted_and_leave_the_same_bytes(
+    runner: Any, plain_run: Path, tmp_path: Path
+) -> None:
+    config = runner.configure("run", PLAIN)
+    out = tmp_path / "chaos"
+    options = {
+        "--kinds": "kill,second,closed",
+        "--faults": "3",
+        "--seed": "8",
+        "--reference": str(plain_run),
+        "--out": str(out),
+    }
+    words = [word for option in options.items() for word in option]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.client.main", "chaos", str(config), *words],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "seed 8: equal bytes, no step lost or repeated, nothing left over" in done.stdout
+    entries = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
+    assert len(entries) >= 3
+    assert not (out / "run-1").exists(), "a run that is as it should be is not kept"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_an_interrupted_campaign_ends_its_run(runner: Any, plain_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "chaos"
+    options = {"--kinds": "kill", "--reference": str(plain_run), "--out": str(out)}
+    words = [word for option in options.items() for word in option]
+    config = runner.configure("run", PLAIN)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.client.main", "chaos", str(config), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    runner.started.append(process)
+    deadline_s = time.monotonic() + 60
+    while not survivors(out / "run-1") and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    process.terminate()
+    output, events = process.communicate(timeout=60)
+    assert process.returncode == 130, events
+    assert "interrupted; the run under way was not checked" in events
+    assert "0 faults" in output and "interrupted" in output
+    deadline_s = time.monotonic() + 20
+    while survivors(out / "run-1") and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not survivors(out / "run-1")
+
+
+@pytest.fixture
+def copied(plain_run: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run."""
+    return Path(shutil.copytree(plain_run, tmp_path / "copied"))
+
+
+def test_a_run_equals_its_copy(plain_run: Path, copied: Path) -> None:
+    check(copied, Trained.of(plain_run, STEPS))
+
+
+def test_one_other_byte_is_found(plain_run: Path, copied: Path) -> None:
+    file = sorted(copied.glob(f"state/step-{STEPS:08d}/*.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(LostMemberError, match=f"other bytes in .*{file.name}"):
+        check(copied, Trained.of(plain_run, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("DELETE FROM decisions WHERE version = 7", r"row 7 is \(.*8.*undisturbed \(.*7"),
+        (
+            "INSERT INTO decisions SELECT (SELECT max(seq) + 1 FROM decisions), epoch, "
+            "{columns} FROM decisions ORDER BY seq DESC LIMIT 1",
+            f"{STEPS + 1} rows, undisturbed {STEPS}",
+        ),
+    ],
+    ids=["lost", "repeated"],
+)
+def test_a_lost_or_repeated_step_is_found(
+    plain_run: Path, copied: Path, statement: str, message: str
+) -> None:
+    with closing(sqlite3.connect(copied / "journal.sqlite")) as journal:
+        names = [row[1] for row in journal.execute("PRAGMA table_info(decisions)")]
+        columns = ", ".join(name for name in names if name not in ("seq", "epoch"))
+        journal.execute(statement.format(columns=columns))
+        journal.commit()
+    with pytest.raises(LostMemberError, match=rf"journal\.sqlite: .*{message}"):
+        check(copied, Trained.of(plain_run, STEPS))
+
+
+def test_a_line_of_metrics_that_is_there_twice_is_found(plain_run: Path, copied: Path) -> None:
+    path = copied / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[-1]]))
+    with pytest.raises(LostMemberError, match=r"metrics\.jsonl \(train\)"):
+        check(copied, Trained.of(plain_run, STEPS))
+
+
+def test_what_is_left_over_is_found(plain_run: Path, copied: Path) -> None:
+    wanted = Trained.of(plain_run, STEPS)
+    (copied / "state" / ".tmp-step-00000007").mkdir()
+    with pytest.raises(LostMemberError, match=r"left over: .*\.tmp-step-00000007"):
+        check(copied, wanted)
+    (copied / "state" / ".tmp-step-00000007").rmdir()
+    words = [sys.executable, "-c", "print(flush=True); input()", str(copied)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # a process that is only just starting has no words yet
+        with pytest.raises(LostMemberError, match=f"left over: .*{process.pid}"):
+            check(copied, wanted)
+        process.kill()
+
+
+def test_a_run_that_has_not_finished_is_nothing_to_compare_with(copied: Path) -> None:
+    with pytest.raises(StateError, match=f"step {STEPS + 1} is not saved"):
+        Trained.of(copied, STEPS + 1)
