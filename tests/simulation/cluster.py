@@ -1,0 +1,377 @@
+"""A simulated cluster: its machines, its processes as production wires them, and its operator."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import penstock.daemons.memory.main as memory_main
+import penstock.daemons.optimizer.main as optimizer_main
+import penstock.daemons.scheduler.main as scheduler_main
+import penstock.workers.main as worker_main
+from penstock.daemons.kit.events import StopAsked, Tick
+from penstock.daemons.kit.loop import Loop
+from penstock.daemons.kit.messages import event_of
+from penstock.daemons.memory.segments import reclaim
+from penstock.daemons.node.effects import LinkSettings, NodeEffects, NodeMetrics
+from penstock.daemons.node.machine.events import Exited, Watched
+from penstock.daemons.node.machine.machine import NodeMachine
+from penstock.daemons.node.main import _clean_up, _limits, _watch_for_end
+from penstock.daemons.node.service import _EVENTS as NODE_EVENTS
+from penstock.daemons.scheduler.machine.events import ControlCall
+from penstock.protocol import world
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.run.ended import EndWatch, RunEnd
+from penstock.protocol.run.names import (
+    SCHEDULERD,
+    devices_of_node,
+    memoryd_name,
+    node_member_name,
+    optimizerd_name,
+    worker_name,
+)
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.stopping import STOP_ORDER, StopSignal
+from penstock.shm.memory import NodeMemory
+from tests.simulation.configurations import Shape
+from tests.simulation.disk import Disk
+from tests.simulation.history import History
+from tests.simulation.kernel import Kernel, Machine, Process
+from tests.simulation.network import Network
+from tests.simulation.simulated import SimWorld, load_initial
+from tests.simulation.streams import SimAccess
+
+PORT = 7000
+START_S = 0.05
+
+
+class Cluster:
+    """One run of a shape, from its first start to its end."""
+
+    def __init__(
+        self, kernel: Kernel, shape: Shape, run: RunDirectory, batches: dict[Any, Any]
+    ) -> None:
+        self.kernel = kernel
+        self.shape = shape
+        self.run = run
+        self.batches = batches
+        self.network = Network(kernel)
+        self.history = History(kernel)
+        self.disk = Disk(kernel, self.history)
+        nodes = run.config.cluster.nodes
+        self.machines = [Machine(node.name) for node in nodes]
+        self.nodes: list[SimNode | None] = [None] * len(nodes)
+        self.codes: dict[int, int] = {}
+        self.cuts: dict[str, float] = {}
+        self.doomed: dict[str, int] = {}
+        self.beginnings = 0
+        """How often the run was begun again while nodes of its last start were still ending."""
+        self.history.cluster = self
+        self.restart_nodes = True
+        self.scheduler: Any = None
+        self.excused: set[int] = set()
+        self._next_pid = 100
+        self._tickets = 0
+        self._specs = [run.memory_spec(index) for index in range(len(nodes))]
+
+    # ---- processes ----
+
+    def spawn(
+        self, index: int, name: str, main: Callable[[Process], int], delay_s: float = START_S
+    ) -> Process:
+        """Start a process on a machine; it begins a moment later, as imports take their time."""
+        kernel = self.kernel
+        self._next_pid += 1
+        process = Process(kernel, self.machines[index], name, self._next_pid)
+        if name in self.doomed:
+            process.doom(self.doomed.pop(name), self._fell)
+        kernel.processes.append(process)
+        process.world = SimWorld(process, self.network, self)
+        process.enter(process.world)
+        kernel.note("starts", name, f"pid {process.pid}")
+
+        def run() -> None:
+            world.sleep(delay_s * (0.5 + kernel.random.random()) * process.machine.slow)
+            try:
+                code = int(main(process) or 0)
+            except PenstockError as error:
+                kernel.note("stops", name, str(error)[:200])
+                code = int(error.exit_code)
+            process.last_point = "ended"
+            process.kill(code)
+
+        process.spawn(run, "main")
+        return process
+
+    def _fell(self) -> None:
+        self.history.effective["kill after a loss"] += 1
+
+    def process(self, name: str) -> Process | None:
+        """Returns the living process of a name."""
+        found = [p for p in self.kernel.processes if p.alive and p.name == name]
+        return found[-1] if found else None
+
+    @property
+    def living(self) -> list[Process]:
+        """All processes that live."""
+        return [process for process in self.kernel.processes if process.alive]
+
+    def start(self) -> None:
+        """Start all nodes."""
+        for index in range(len(self.nodes)):
+            self.start_node(index)
+
+    def start_node(self, index: int, delay_s: float = START_S) -> None:
+        """The operator starts a node's supervisor."""
+        node = SimNode(self, index)
+        self.nodes[index] = node
+        name = node_member_name(self.machines[index].name)
+        process = self.spawn(index, name, node.main, delay_s)
+        node.process = process
+        process.at_death.append(node.children_die)
+        process.on_exit = lambda: self._node_ended(index, process)
+
+    def _node_ended(self, index: int, process: Process) -> None:
+        self.kernel.look = True
+        code = process.code or 0
+        node = self.nodes[index]
+        if code >= 0 and node is not None and node.beginning < self.beginnings:
+            self.kernel.after(0.3, lambda: self._start_again(index))
+        elif code >= 0:
+            self.codes[index] = code
+        elif self.restart_nodes:  # the same command again
+            delay_s = 0.3 + self.kernel.random.random()
+            self.kernel.after(delay_s, lambda: self._start_again(index))
+
+    def _start_again(self, index: int) -> None:
+        machine = self.machines[index]
+        end = RunEnd.read(self.run.path)
+        self.kernel.look = True
+        if index and end is not None:  # nobody starts one node of a run that has ended
+            self.codes[index] = int(end.code)
+            if not end.keep_memory:
+                self.lose_memory(index)
+        elif machine.up:
+            self.beginnings += end is not None
+            self.start_node(index)
+            for other in [] if index else list(self.codes):  # the run begins again: all are needed
+                del self.codes[other]
+                self.start_node(other)
+        else:
+            self.kernel.after(0.5, lambda: self._start_again(index))
+
+    def start_again(self) -> None:
+        """The operator gives the same command again: all nodes."""
+        self.codes.clear()
+        self.excused = {3} if self.disk.full else set()
+        self.scheduler = None
+        self.start()
+
+    def complete(self) -> bool:
+        """Whether the last step is saved."""
+        steps = self.run.config.train.steps
+        return (self.run.path / "state" / f"step-{steps:08d}").exists()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all nodes have ended of their own accord."""
+        return len(self.codes) == len(self.nodes)
+
+    # ---- memory ----
+
+    def memory_of(self, index: int) -> NodeMemory:
+        """Map a node's memory."""
+        return NodeMemory.attach(self._specs[index])
+
+    def lose_memory(self, index: int) -> None:
+        """The machine was switched off."""
+        reclaim(self._specs[index])
+
+    def reclaim(self) -> None:
+        """Remove all segments."""
+        for spec in self._specs:
+            reclaim(spec)
+
+    # ---- what operators do ----
+
+    def stop_first_node(self) -> bool:
+        """SIGTERM for the node that hosts the scheduler."""
+        node = self.nodes[0]
+        if node is None or node.process is None or not node.process.alive or node.inbox is None:
+            return False
+        node.inbox.put(StopAsked())
+        return True
+
+    def ask(self, call: str) -> bool:
+        """A control client calls; returns whether there is a scheduler to hear it."""
+        scheduler = self.process(SCHEDULERD)
+        hosts = self.run.config.cluster.nodes[0].host
+        server = self.network.listeners.get(f"{hosts}:{PORT}")
+        if scheduler is None or server is None:
+            return False
+        self._tickets += 1
+        server.ask(ControlCall(call), self._tickets)
+        return True
+
+
+class SimChildren:
+    """See :class:`penstock.daemons.node.children.Children`."""
+
+    def __init__(self, node: SimNode) -> None:
+        self._node = node
+        self.running: dict[str, Process] = {}
+
+    @property
+    def stopped(self) -> frozenset[str]:
+        return frozenset(name for name, process in self.running.items() if process.stopped)
+
+    def start(self, name: str) -> int:
+        node = self._node
+        if node.cluster.kernel.random.random() < node.cluster.cuts.get("spawn fails", 0.0):
+            raise OSError(errno.EAGAIN, "no process can be made")
+        process = node.spawn(name)
+        self.running[name] = process
+        process.on_exit = lambda: node.child_ended(name, process)
+        return process.pid
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        process = self.running.get(name)
+        if process is None:
+            return
+        if number == signal.SIGKILL:
+            kernel = self._node.cluster.kernel
+            kernel.after(kernel.random.random() * 1e-3, process.kill)
+        elif number == STOP_ORDER:
+            stop = process.on_stop or self._node.stops.get(process.pid)
+            if stop is not None:
+                stop()
+
+
+class SimNode:
+    """A node's supervisor: the real machine and effects over simulated children."""
+
+    def __init__(self, cluster: Cluster, index: int) -> None:
+        self.cluster = cluster
+        self.index = index
+        self.beginning = cluster.beginnings
+        self.name = cluster.machines[index].name
+        self.process: Process | None = None
+        self.stops: dict[int, Callable[[], None]] = {}
+        self.children = SimChildren(self)
+        self.inbox: Any = None
+
+    def main(self, process: Process) -> int:
+        """The loop of :class:`penstock.daemons.node.service.Supervisor`."""
+        cluster, run, config = self.cluster, self.cluster.run, self.cluster.run.config
+        self.inbox = world.queue()
+        names = self._names()
+        machine = NodeMachine.create(names, _limits(config, hosts=self.index == 0))
+        hosts = config.cluster.nodes[0].host
+        effects = NodeEffects(
+            children=self.children,  # type: ignore[arg-type]
+            hosts_scheduler=self.index == 0,
+            link=LinkSettings(
+                address=f"{hosts}:{PORT}",
+                access=SimAccess(process, cluster.network),  # type: ignore[arg-type]
+                run_id=run.run_id,
+                member=node_member_name(self.name),
+                heartbeat_interval_s=config.cluster.heartbeat_interval_s,
+                silence_timeout_s=config.cluster.heartbeat_timeout_s,
+            ),
+            epoch=lambda: machine.epoch,
+            announce=lambda: self.inbox.put("message"),
+            metrics=NodeMetrics(names),
+        )
+        ending = _watch_for_end(run.path, starts_run=self.index == 0, alone=True)
+        loop = Loop(machine, effects)
+        effects.open_link()
+        loop.feed(Tick())
+        while loop.exit is None:
+            self._turn(machine, effects, loop, ending)
+        effects.close_link()
+        _clean_up(run, self.name, ending)
+        return int(loop.exit.code)
+
+    def _turn(self, machine: Any, effects: Any, loop: Loop, ending: EndWatch) -> None:
+        due_s = machine.next_deadline_s()
+        now_s = world.monotonic()
+        sleep_s = 1.0 if due_s is None else min(max(0.0, due_s - now_s), 1.0)
+        items = []
+        if sleep_s > 0.0 or not self.inbox.empty():
+            try:
+                items.append(self.inbox.get(timeout=sleep_s))
+            except Exception:  # queue.Empty
+                items = []
+        link = effects.link
+        connected = link is not None and link.connected
+        watched = Watched(
+            stopped=self.children.stopped,
+            heard_s=None if link is None else link.heard_s,
+            ended=None if connected else ending.look(),
+        )
+        loop.feed(watched)
+        for item in items:
+            if item == "message":
+                message = link.receive(1.0) if link is not None else None
+                event = event_of(message, NODE_EVENTS) if message is not None else None
+                if event is not None:
+                    loop.feed(event)
+            else:
+                loop.feed(item)
+        loop.feed(Tick())
+
+    def child_ended(self, name: str, process: Process) -> None:
+        """SIGCHLD."""
+        if self.children.running.get(name) is process:
+            del self.children.running[name]
+        if self.process is not None and self.process.alive and self.inbox is not None:
+            code = -9 if process.code is None else process.code
+            self.inbox.put(Exited(name=name, pid=process.pid, code=code))
+
+    def children_die(self) -> None:
+        """The kernel's parent-death signal."""
+        for process in list(self.children.running.values()):
+            process.on_exit = lambda: None
+            process.kill()
+        self.children.running.clear()
+
+    def spawn(self, name: str) -> Process:
+        """Start a child."""
+        return self.cluster.spawn(self.index, name, self._main_of(name))
+
+    def _names(self) -> tuple[str, ...]:
+        config = self.cluster.run.config
+        names = [memoryd_name(self.name), optimizerd_name(self.name)]
+        if self.index == 0:
+            names.insert(0, SCHEDULERD)
+        names += [worker_name(device) for device in devices_of_node(config, self.index)]
+        return tuple(names)
+
+    def _main_of(self, name: str) -> Callable[[Process], int]:
+        cluster, run = self.cluster, self.cluster.run
+        address = f"{run.config.cluster.nodes[0].host}:{PORT}"
+        kind, _, rest = name.partition(".")
+
+        def main(process: Process) -> Any:
+            stop = StopSignal()
+            self.stops[process.pid] = stop.set
+            if kind == "memoryd":
+                load = load_initial(run, self.index)
+                return memory_main._run(run, self.name, address, load, stop)
+            if kind == "optimizerd":
+                return optimizer_main._run(run, self.name, address, stop)
+            if kind == "worker":
+                return worker_main._work(run, int(rest), address, stop)
+            assert name == SCHEDULERD
+            return scheduler_main._run(run, PORT, process.pid, None)
+
+        cluster.history.rare[f"starts {kind}"] += 1
+        return main
+
+
+def run_path(base: Path, shape: Shape) -> Path:
+    """Returns where a shape's run directory is."""
+    return base / shape.name

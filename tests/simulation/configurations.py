@@ -1,0 +1,236 @@
+"""What runs are simulated: small models, all ways of training them, and their prepared directories.
+
+Blocks have a few vectors of parameters, so that a sweep takes microseconds; everything else is as
+in a run that ``penstock train`` prepared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.daemons.node.preparing.changes import fixed_values
+from penstock.planner.configured import build_plan
+from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
+
+NUM_TOKENS = 4096
+VOCABULARY = 61
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One configuration. ``extra``: sections of the configuration file, merged last."""
+
+    name: str
+    scheme: str = "1f1b"
+    nodes: int = 1
+    workers: int = 2
+    dtype: str = "fp32"
+    grad_dtype: str = "fp32"
+    settle: str = "auto"
+    master: str = "fp32"
+    clip: float | None = None
+    speculate: str = "auto"
+    steps: int = 24
+    save_every: int = 0
+    eval_every: int = 0
+    tied: bool = False
+    overflows: bool = False
+    blocks: int = 4
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, path: Path) -> Config:
+        """Returns the configuration of a run in ``path``."""
+        sections: dict[str, Any] = {
+            "run": {"dir": str(path), "seed": 7},
+            "model": {"hf": {"model_type": "none"}, "dtype": self.dtype},
+            "data": {"path": "@stdlib", "sequence_length": 8},
+            "train": {
+                "steps": self.steps,
+                "global_batch": 4,
+                "micro_batch": 2,
+                "clip_grad_norm": self.clip,
+                "save_every": self.save_every,
+                "eval_every": self.eval_every,
+                "eval_batches": 1,
+                "max_skips": 2,
+            },
+            "optimizer": {
+                "lr": 0.05,
+                "warmup_steps": 0,
+                "grad_dtype": self.grad_dtype,
+                "settle": self.settle,
+                "master": self.master,
+                "speculate": self.speculate,
+            },
+            "schedule": {"scheme": self.scheme},
+            "cluster": {
+                "workers": self.workers,
+                "nodes": [
+                    {"name": "abcd"[index], "host": f"127.0.0.{index + 1}"}
+                    for index in range(self.nodes)
+                ],
+                "heartbeat_interval_s": 0.25,
+                "heartbeat_timeout_s": 2.0,
+                "attempt_timeout_s": 8.0,
+                "max_restarts": 10000,
+                "transport": "zmq" if self.nodes > 1 else "auto",
+            },
+            "observability": {"trace": False},
+        }
+        if self.overflows:
+            sections["optimizer"]["initial_loss_scale"] = 1024.0
+        for section, values in self.extra.items():
+            sections.setdefault(section, {}).update(values)
+        return parse_config(sections)
+
+    def table(self) -> BlockTable:
+        """Returns the block table."""
+        last = self.blocks - 1
+        blocks = [self._block(index, index == last) for index in range(self.blocks)]
+        table = BlockTable(
+            blocks=tuple(blocks),
+            weight_dtype=DType(self.dtype),
+            grad_dtype=DType(self.grad_dtype),
+            state_arrays=("exp_avg", "exp_avg_sq"),
+            vocab_size=VOCABULARY,
+            num_parameters=sum(block.trainable_elements for block in blocks),
+        )
+        table.validate()
+        return table
+
+    def _block(self, index: int, last: bool) -> BlockSpec:
+        tensors, offset = [], 0
+        for number, size in enumerate((48 + 16 * (index % 2), 16)):
+            name = f"block{index}.tensor{number}"
+            tensors.append(
+                TensorSpec(
+                    name=name, shape=(size,), trainable=True, decay=number == 0, offset=offset
+                )
+            )
+            offset += padded(size)
+        borrows: tuple[BorrowedTensor, ...] = ()
+        if last and self.tied:
+            borrows = (
+                BorrowedTensor(name="block0.tensor0", local_name="tied", owner=0, contribution=1),
+            )
+        return BlockSpec(
+            index=index,
+            name=f"block{index}",
+            kind="vectors",
+            layer_index=None,
+            tensors=tuple(tensors),
+            borrows=borrows,
+            trainable_elements=offset,
+            frozen_elements=0,
+            contributions=2 if index == 0 and self.tied else 1,
+            forward_flops=1000.0,
+            activation_bytes=64.0,
+            output_bytes=8.0,
+        )
+
+
+SHAPES = (
+    Shape(name="plain"),
+    Shape(name="early", settle="early"),
+    Shape(name="late", settle="advance", scheme="spipe"),
+    Shape(name="clipped", clip=0.12, scheme="spipe"),
+    Shape(name="held", clip=0.12, speculate="never"),
+    Shape(name="bf16", dtype="bf16", grad_dtype="bf16", scheme="gpipe"),
+    Shape(name="split", dtype="bf16", grad_dtype="bf16", master="split", settle="early"),
+    Shape(name="overflow", dtype="fp16", grad_dtype="fp32", overflows=True),
+    Shape(name="saves", save_every=3, scheme="mobius"),
+    Shape(name="evaluates", eval_every=2, save_every=4),
+    Shape(name="tied", tied=True, clip=0.12),
+    Shape(name="one", workers=1, scheme="naive", blocks=3),
+    Shape(
+        name="split-held",
+        dtype="bf16",
+        grad_dtype="bf16",
+        master="split",
+        speculate="never",
+        clip=0.12,
+    ),
+    Shape(name="replicas", extra={"schedule": {"replicas": 2}}),
+    Shape(
+        name="devices",
+        scheme="spipe",
+        extra={"schedule": {"passes": ["interleave-updates"], "update_stride": 2.0}},
+    ),
+    Shape(
+        name="flushes",
+        scheme="spipe",
+        clip=0.12,
+        extra={
+            "schedule": {
+                "passes": ["interleave-updates"],
+                "update_stride": 2.0,
+                "device_updates": "flush",
+            }
+        },
+    ),
+    Shape(
+        name="two-nodes-replicas",
+        nodes=2,
+        workers=2,
+        extra={"schedule": {"replicas": 2, "reduce_gradients": True}},
+    ),
+    Shape(name="two-nodes", nodes=2, workers=1),
+    Shape(name="two-nodes-spipe", nodes=2, workers=1, scheme="spipe", save_every=4),
+    Shape(name="two-nodes-chimera", nodes=2, workers=2, scheme="chimera", clip=0.12),
+    Shape(name="three-nodes", nodes=3, workers=1, blocks=6, eval_every=3),
+    Shape(name="four-nodes", nodes=4, workers=1, blocks=6, clip=0.12),
+)
+
+
+def prepare(shape: Shape, path: Path) -> RunDirectory:
+    """Prepare a run directory; everything that its processes read is there."""
+    config, table = shape.config(path), shape.table()
+    run = RunDirectory.create(path)
+    plan = build_plan(config, table)
+    (path / "resolved.yaml").write_text(config.to_yaml())
+    (path / "table.json").write_text(table.to_json())
+    (path / "plan.json").write_text(plan.to_json())
+    (path / "data").mkdir(exist_ok=True)
+    (path / "model").mkdir(exist_ok=True)
+    (path / "logs").mkdir(exist_ok=True)
+    (path / "model" / "config.json").write_text(json.dumps({"model_type": "none"}))
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, NUM_TOKENS).astype("<u2")
+    (path / "data" / "train.bin").write_bytes(tokens.tobytes())
+    split = {
+        "path": "train.bin",
+        "token_dtype": "uint16",
+        "vocab_size": VOCABULARY,
+        "eos": None,
+        "mask": None,
+        "fingerprint": "none",
+    }
+    train = {**split, "first_token": 0, "num_tokens": NUM_TOKENS - 512}
+    held_out = {**split, "first_token": NUM_TOKENS - 512, "num_tokens": 512}
+    meta = {"train": train, "eval": held_out}
+    (path / "data" / "meta.json").write_text(json.dumps(meta))
+    run = RunDirectory(path)
+    run.seal(fixed_values(config))
+    return run
+
+
+def drawn_shape(seed: int) -> Shape:
+    """Returns the shape of a seed."""
+    return SHAPES[random.Random(f"shape {seed}").randrange(len(SHAPES))]
+
+
+def clean(path: Path) -> None:
+    """Remove what a run left in its directory, so that it can begin anew."""
+    for name in ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"):
+        (path / name).unlink(missing_ok=True)
+    (path / "ended.json").unlink(missing_ok=True)
+    for name in ("state", "trace", "metrics"):
+        shutil.rmtree(path / name, ignore_errors=True)

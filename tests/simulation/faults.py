@@ -1,0 +1,339 @@
+"""What goes wrong in a seed: a plan that the seed alone decides, carried out under virtual time.
+
+A fault counts as effective when a process died of it, an epoch broke, or storage refused; delays
+and reorderings are counted apart.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.simulation.cluster import Cluster
+from tests.simulation.kernel import Process
+
+KINDS = {
+    "kill": 30,
+    "kill at a step": 50,
+    "cut a sweep": 8,
+    "kill several": 6,
+    "kill a node": 4,
+    "kill in a restore": 4,
+    "lose a machine": 3,
+    "switch off": 3,
+    "stop": 4,
+    "stop for long": 2,
+    "stop for ever": 2,
+    "stop the node": 1,
+    "cut the network": 5,
+    "cut one way": 3,
+    "slow machine": 2,
+    "slow network": 2,
+    "full disk": 2,
+    "jump of the clock": 1,
+    "save": 3,
+    "stop the run": 1,
+}
+"""Kind -> weight."""
+ONLY_SEVERAL_NODES = ("cut the network", "cut one way")
+VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``after_s`` the fault before and ``decisions`` decided attempts later; ``number`` decides all
+    else.
+    """
+
+    kind: str
+    after_s: float
+    decisions: int
+    number: int
+
+
+def draw(seed: int, *, several_nodes: bool, kinds: tuple[str, ...] = ()) -> tuple[Fault, ...]:
+    """Returns the faults of a seed."""
+    dice = random.Random(f"faults {seed}")
+    count = dice.choice((8, 30, 60, 80, 80, 80))
+    pace = dice.choice((0.001, 0.003, 0.01, 0.03))
+    spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
+    weights = {
+        kind: weight
+        for kind, weight in KINDS.items()
+        if (several_nodes or kind not in ONLY_SEVERAL_NODES) and (not kinds or kind in kinds)
+    }
+    chosen = dice.choices(list(weights), list(weights.values()), k=count)
+    return tuple(
+        Fault(
+            kind=kind,
+            after_s=dice.expovariate(1.0) * pace,
+            decisions=dice.choice(spacing),
+            number=dice.getrandbits(32),
+        )
+        for kind in chosen
+    )
+
+
+class Injector:
+    """Carries out a plan, fault after fault."""
+
+    def __init__(self, cluster: Cluster, plan: tuple[Fault, ...]) -> None:
+        self._cluster = cluster
+        self._kernel = cluster.kernel
+        self._plan = list(plan)
+        self.left = len(plan)
+        self.under_way = 0
+        self.last_s = cluster.kernel.now
+        self._watched: list[tuple[str, int]] = []
+        self._awaited: tuple[Fault, int] | None = None
+        self._struck: set[Fault] = set()
+        cluster.history.on_decision = self.decided
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing goes wrong any more."""
+        return not self.left and not self.under_way
+
+    def start(self) -> None:
+        """Wait for the first fault."""
+        self._next()
+
+    def settle(self) -> None:
+        """Count the faults that broke an epoch since they began."""
+        epoch = self._cluster.history.epoch
+        for kind, since in self._watched:
+            if epoch > since:
+                self._cluster.history.effective[kind] += 1
+            else:
+                self._cluster.history.delays += 1
+        self._watched.clear()
+
+    def _next(self) -> None:
+        if not self._plan:
+            return
+        fault, self._awaited = self._plan.pop(0), None
+        if fault.decisions:
+            self._awaited = (fault, self._cluster.history.num_decided + fault.decisions)
+            # Where nothing is decided any more it strikes all the same.
+            self._kernel.after(1.0 + fault.after_s, lambda: self._strike(fault))
+        else:
+            self._kernel.after(fault.after_s, lambda: self._strike(fault))
+
+    def decided(self) -> None:
+        """An attempt was decided."""
+        if self._awaited is not None and self._cluster.history.num_decided >= self._awaited[1]:
+            fault, self._awaited = self._awaited[0], None
+            self._kernel.after(fault.after_s, lambda: self._strike(fault))
+
+    def _strike(self, fault: Fault) -> None:
+        if fault in self._struck:
+            return
+        self._struck.add(fault)
+        self._awaited = None
+        self.left -= 1
+        if self._cluster.ended:
+            return
+        self.settle()
+        self.last_s = self._kernel.now
+        self._kernel.note("fault", fault.kind)
+        _STRIKES[fault.kind](self, random.Random(fault.number))
+        self._next()
+
+    # ---- kinds ----
+
+    def _effective(self, kind: str) -> None:
+        self._cluster.history.effective[kind] += 1
+
+    def _watch(self, kind: str) -> None:
+        self._watched.append((kind, self._cluster.history.epoch))
+
+    def _victim(self, dice: random.Random) -> Process | None:
+        living = [p for p in self._cluster.living if p.kind in VICTIMS]
+        if not living:
+            return None
+        return dice.choices(living, [VICTIMS[p.kind] for p in living])[0]
+
+    def _kill(self, dice: random.Random) -> None:
+        victim = self._victim(dice)
+        if victim is not None:
+            self._effective("kill")
+            victim.kill()
+
+    def _kill_at_a_step(self, dice: random.Random) -> None:
+        victim = self._victim(dice)
+        if victim is not None and victim.steps_left is None:
+            steps = 1 + int(dice.expovariate(1.0) * dice.choice((2, 8, 30)))
+            victim.doom(steps, lambda: self._effective("kill at a step"))
+
+    def _cut_a_sweep(self, dice: random.Random) -> None:
+        victims = [p for p in self._cluster.living if p.kind == "optimizerd"]
+        if victims:
+            self._cluster.cuts[dice.choice(victims).name] = dice.random()
+
+    def _kill_several(self, dice: random.Random) -> None:
+        living = [p for p in self._cluster.living if p.kind in VICTIMS]
+        for victim in dice.sample(living, min(len(living), dice.randint(2, 4))):
+            self._effective("kill several")
+            victim.kill()
+
+    def _kill_a_node(self, dice: random.Random) -> None:
+        nodes = [p for p in self._cluster.living if p.kind == "node"]
+        if nodes:
+            self._effective("kill a node")
+            dice.choice(nodes).kill()
+
+    def _kill_in_a_restore(self, dice: random.Random) -> None:
+        """A moment after memory begins to be filled the next time."""
+
+        def strike() -> None:
+            victim = self._victim(dice)
+            if victim is not None:
+                self._effective("kill in a restore")
+                victim.kill()
+
+        self._cluster.history.at_restore.append(
+            lambda: self._kernel.after(dice.random() * 8e-3, strike)
+        )
+
+    def _lose_a_machine(self, dice: random.Random) -> None:
+        self._machine_down(dice, "lose a machine")
+
+    def _switch_off(self, dice: random.Random) -> None:
+        self._machine_down(dice, "switch off")
+
+    def _machine_down(self, dice: random.Random, kind: str) -> None:
+        cluster = self._cluster
+        index = dice.randrange(len(cluster.machines))
+        machine = cluster.machines[index]
+        if not machine.up or index in cluster.codes:
+            return
+        self._effective(kind)
+        machine.up = False
+        for process in [p for p in cluster.living if p.machine is machine]:
+            if process.kind == "node":
+                process.kill()
+        for process in [p for p in cluster.living if p.machine is machine]:
+            process.kill()
+        cluster.lose_memory(index)
+        if dice.random() < 0.5:  # while its memory is filled anew
+            cluster.doomed[f"memoryd.{machine.name}"] = dice.randint(1, 240)
+        cluster.history.lost_in_epoch = cluster.history.epoch
+        if kind == "switch off" and index == 0:
+            cluster.disk.power_cut(dice)
+        self._for_a_while(dice, 2.0, lambda: setattr(machine, "up", True))
+
+    def _for_a_while(self, dice: random.Random, longest_s: float, end: Callable[[], None]) -> None:
+        self.under_way += 1
+
+        def over() -> None:
+            self.under_way -= 1
+            self.last_s = self._kernel.now
+            end()
+
+        self._kernel.after(dice.random() * longest_s, over)
+
+    def _stop(self, dice: random.Random) -> None:
+        self._stopped(dice, 0.5)
+
+    def _stop_for_long(self, dice: random.Random) -> None:
+        self._stopped(dice, 15.0)
+
+    def _stop_for_ever(self, dice: random.Random) -> None:
+        victim = self._victim(dice)
+        if victim is not None and not victim.stopped:
+            victim.stop()
+            self._watch("stop for ever")
+
+    def _stop_the_node(self, dice: random.Random) -> None:
+        if self._cluster.stop_first_node():
+            self._cluster.excused.add(-1)
+            self._effective("stop the run")
+
+    def _stopped(self, dice: random.Random, longest_s: float) -> None:
+        living = [p for p in self._cluster.living if not p.stopped]
+        if living:
+            victim = dice.choice(living)
+            victim.stop()
+            self._watch("stop")
+            self._for_a_while(dice, longest_s, victim.go_on)
+
+    def _cut_the_network(self, dice: random.Random) -> None:
+        self._network(dice, both=True)
+
+    def _cut_one_way(self, dice: random.Random) -> None:
+        self._network(dice, both=False)
+
+    def _network(self, dice: random.Random, *, both: bool) -> None:
+        network = self._cluster.network
+        one, other = dice.sample(self._cluster.machines, 2)
+        ways = [(one, other), (other, one)] if both else [(one, other)]
+        self._watch("network")
+        for source, target in ways:
+            network.cut(source, target)
+
+        def heal() -> None:
+            for source, target in ways:
+                network.heal(source, target)
+
+        self._for_a_while(dice, dice.choice((0.2, 2.0, 8.0)), heal)
+
+    def _slow_machine(self, dice: random.Random) -> None:
+        machine = dice.choice(self._cluster.machines)
+        machine.slow = dice.choice((5.0, 50.0))
+        self._cluster.history.delays += 1
+        self._for_a_while(dice, 0.5, lambda: setattr(machine, "slow", 1.0))
+
+    def _slow_network(self, dice: random.Random) -> None:
+        network = self._cluster.network
+        network.slow = dice.choice((5.0, 50.0))
+        self._cluster.history.delays += 1
+        self._for_a_while(dice, 0.5, lambda: setattr(network, "slow", 1.0))
+
+    def _full_disk(self, dice: random.Random) -> None:
+        cluster, disk = self._cluster, self._cluster.disk
+        disk.full = True
+        cluster.excused.add(3)
+
+        def over() -> None:
+            disk.full = False
+
+        self._for_a_while(dice, 0.5, over)
+
+    def _jump_of_the_clock(self, dice: random.Random) -> None:
+        skew_s = dice.uniform(-5000.0, 5000.0)
+        self._cluster.history.delays += 1
+        for process in self._cluster.living:
+            process.world.skew_s += skew_s
+
+    def _save(self, dice: random.Random) -> None:
+        self._cluster.ask("snapshot")
+
+    def _stop_the_run(self, dice: random.Random) -> None:
+        if self._cluster.ask("stop"):
+            self._cluster.excused.add(-1)
+            self._effective("stop the run")
+
+
+_STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
+    "kill": Injector._kill,
+    "kill at a step": Injector._kill_at_a_step,
+    "cut a sweep": Injector._cut_a_sweep,
+    "kill several": Injector._kill_several,
+    "kill a node": Injector._kill_a_node,
+    "kill in a restore": Injector._kill_in_a_restore,
+    "lose a machine": Injector._lose_a_machine,
+    "switch off": Injector._switch_off,
+    "stop": Injector._stop,
+    "stop for long": Injector._stop_for_long,
+    "stop for ever": Injector._stop_for_ever,
+    "stop the node": Injector._stop_the_node,
+    "cut the network": Injector._cut_the_network,
+    "cut one way": Injector._cut_one_way,
+    "slow machine": Injector._slow_machine,
+    "slow network": Injector._slow_network,
+    "full disk": Injector._full_disk,
+    "jump of the clock": Injector._jump_of_the_clock,
+    "save": Injector._save,
+    "stop the run": Injector._stop_the_run,
+}

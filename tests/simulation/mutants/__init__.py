@@ -1,0 +1,1 @@
+"""Planted faults that the simulation must find: named ones, and automatic ones."""

@@ -1,0 +1,153 @@
+"""``python -m tests.simulation.mutants named|automatic|list``: the score of the simulation.
+
+Example::
+
+    python -m tests.simulation.mutants named --only announces-before-the-journal --minutes-each 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+
+from tests.simulation.mutants.automatic import COUNT, SEED, automatic_mutants
+from tests.simulation.mutants.mutant import Mutant, OutdatedError, named_mutants
+from tests.simulation.mutants.trial import (
+    Seeds,
+    Trial,
+    Verdict,
+    passes_without,
+    try_mutant,
+)
+
+GOALS = {"named": 0.95, "automatic": 0.80}
+SCORES = Path(__file__).parent / "scores"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try mutants, or list them; 1 where the goal is missed, 2 where one does not apply."""
+    options = _parser().parse_args(arguments)
+    mutants = _chosen(options)
+    try:
+        for mutant in mutants:
+            mutant.source()
+    except (OutdatedError, SyntaxError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.name}  ({mutant.origin}): {mutant.wrong}")
+        return 0
+    seeds = Seeds(first=options.first_seed, minutes=options.minutes_each)
+    out = options.out or SCORES / f"{options.kind}.json"
+    known = _read(out) if options.resume else {}
+    trials = dict(known)
+    for trial in _clean(_tried([m for m in mutants if m.name not in known], seeds, options.jobs)):
+        trials[trial.mutant] = trial
+        found = f"seed {trial.seed}" if trial.seed is not None else ""
+        print(f"{trial.verdict:8} {trial.seconds:7.1f} s  {trial.mutant}  {found}", flush=True)
+        _write(out, trials)
+    chosen = {mutant.name: mutant for mutant in mutants}
+    return _score([t for t in trials.values() if t.mutant in chosen], options.kind)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
+    parser.add_argument("kind", choices=sorted(GOALS))
+    parser.add_argument("--only", action="append", default=[], help="name, or part of it")
+    parser.add_argument("--list", action="store_true", help="show them and run nothing")
+    parser.add_argument("--minutes-each", type=float, default=1.0)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--count", type=int, default=COUNT, help="of automatic mutants")
+    parser.add_argument("--seed", type=int, default=SEED, help="that draws automatic mutants")
+    parser.add_argument("--out", type=Path, help="JSON file of all trials")
+    parser.add_argument("--resume", action="store_true", help="leave out those that --out has")
+    return parser
+
+
+def _chosen(options: argparse.Namespace) -> list[Mutant]:
+    mutants = (
+        named_mutants()
+        if options.kind == "named"
+        else automatic_mutants(options.count, options.seed)
+    )
+    wanted = options.only
+    return [m for m in mutants if not wanted or any(part in m.name for part in wanted)]
+
+
+def _tried(mutants: Sequence[Mutant], seeds: Seeds, jobs: int) -> Iterator[Trial]:
+    cores: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for core in islice(cycle(sorted(os.sched_getaffinity(0))), jobs):
+        cores.put(core)
+    with ThreadPoolExecutor(jobs, initializer=lambda: _stay_on(cores.get())) as pool:
+        yield from pool.map(lambda mutant: try_mutant(mutant, seeds), mutants)
+
+
+def _stay_on(core: int) -> None:
+    """The calling thread, and the simulations that it starts, have a core of their own: each would
+    take the first of all otherwise.
+    """
+    os.sched_setaffinity(0, {core})
+
+
+def _clean(trials: Iterator[Trial]) -> Iterator[Trial]:
+    """Holds the seed that found a mutant against the code without it, each seed once."""
+    passes: dict[int, bool] = {}
+    for trial in trials:
+        if trial.seed is not None and trial.seed not in passes:
+            passes[trial.seed] = passes_without(trial.seed)
+        unclean = trial.seed is not None and not passes[trial.seed]
+        yield replace(trial, verdict=Verdict.UNCLEAN) if unclean else trial
+
+
+def _read(path: Path) -> dict[str, Trial]:
+    if not path.exists():
+        return {}
+    trials = map(Trial.from_fields, json.loads(path.read_text(encoding="utf-8"))["trials"])
+    return {trial.mutant: trial for trial in trials}
+
+
+def _write(path: Path, trials: dict[str, Trial]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    score = Counter(trial.verdict for trial in trials.values())
+    fields = {
+        "score": {verdict.value: score[verdict] for verdict in Verdict},
+        "trials": [trial.to_fields() for trial in trials.values()],
+    }
+    path.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+
+
+def _score(trials: Sequence[Trial], kind: str) -> int:
+    """Print the table by origin, and who was missed; returns the exit code."""
+    by_origin: dict[str, Counter[Verdict]] = {}
+    for trial in trials:
+        origin = trial.origin if kind == "automatic" else _whose(trial.origin)
+        by_origin.setdefault(origin, Counter())[trial.verdict] += 1
+    print(f"{'':20}" + "".join(f"{verdict.value:>9}" for verdict in Verdict))
+    for origin, counts in sorted(by_origin.items()):
+        print(f"{origin:20}" + "".join(f"{counts[verdict]:9}" for verdict in Verdict))
+    found = sum(trial.verdict.is_found for trial in trials)
+    share = found / max(1, len(trials))
+    for trial in trials:
+        if not trial.verdict.is_found:
+            print(f"missed: {trial.mutant}")
+    print(f"{found} of {len(trials)} found: {share:.0%} (goal {GOALS[kind]:.0%})")
+    return 0 if share >= GOALS[kind] else 1
+
+
+def _whose(origin: str) -> str:
+    return origin if origin == "protocol" else "mended here"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

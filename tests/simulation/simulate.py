@@ -1,0 +1,227 @@
+"""One seed: a configuration, a cluster, faults, and what must have come of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.segment import list_segments
+from tests.simulation.cluster import Cluster
+from tests.simulation.configurations import SHAPES, Shape, clean, drawn_shape, prepare
+from tests.simulation.faults import Fault, Injector, draw
+from tests.simulation.kernel import BEGIN_S, Kernel
+
+PATIENCE_S = 70.0
+"""Virtual seconds in which a run must end when nothing goes wrong any more: a process that hangs is
+given the attempt's timeout, a node that dies young its longest delay, members that missed the end a
+node's ``end_timeout_s``.
+"""
+LONGEST_S = 4000.0
+
+
+@dataclass
+class Outcome:
+    """What came of a seed."""
+
+    seed: int
+    shape: str
+    violations: list[str] = field(default_factory=list)
+    effective: Counter[str] = field(default_factory=Counter)
+    rare: Counter[str] = field(default_factory=Counter)
+    delays: int = 0
+    events: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    switches: int = 0
+    plan: tuple[Fault, ...] = ()
+    metrics: str = ""
+    result: Result | None = None
+
+    @property
+    def digest(self) -> str:
+        """A checksum of all that happened, in order."""
+        text = json.dumps([self.events, self.switches, self.metrics])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: a checksum of each saved state, and what lines of metrics say."""
+
+    states: dict[str, str]
+    lines: dict[str, str]
+    final: str
+
+    @classmethod
+    def of(cls, path: Path) -> Result:
+        """Read a run directory."""
+        states = {}
+        for directory in sorted((path / "state").glob("step-*")):
+            digest = hashlib.sha256()
+            for file in sorted(directory.glob("block-*")):
+                digest.update(file.name.encode() + file.read_bytes())
+            states[directory.name] = digest.hexdigest()
+        lines: dict[str, str] = {}
+        metrics = path / "metrics.jsonl"
+        for text in metrics.read_text().splitlines() if metrics.exists() else ():
+            said = json.loads(text)
+            key = f"{said['phase']} {said.get('decision', '')} {said['step']}"
+            lines[key] = json.dumps({k: said[k] for k in sorted(said) if k in _SAID})
+        return cls(states=states, lines=lines, final=max(states, default=""))
+
+
+_SAID = ("phase", "step", "loss", "grad_norm", "lr", "loss_scale", "tokens", "data_position")
+
+
+class Laboratory:
+    """Prepared run directories, one for each shape, in a folder of their own."""
+
+    def __init__(self) -> None:
+        logging.disable(logging.CRITICAL)
+        self._folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="penstock-simulation-")
+        self.base = Path(self._folder.name)
+        self._runs: dict[str, RunDirectory] = {}
+        self._undisturbed: dict[str, Result] = {}
+        self.batches: dict[Any, Any] = {}
+
+    def run_of(self, shape: Shape) -> RunDirectory:
+        """Returns the prepared run of a shape."""
+        if shape.name not in self._runs:
+            self._runs[shape.name] = prepare(shape, self.base / shape.name)
+        return self._runs[shape.name]
+
+    def undisturbed(self, shape: Shape) -> Result:
+        """Returns what the run of a shape leaves that nobody disturbs."""
+        if shape.name not in self._undisturbed:
+            outcome = simulate(self, shape, 0, ())
+            assert not outcome.violations, outcome.violations
+            assert outcome.result is not None
+            self._undisturbed[shape.name] = outcome.result
+        return self._undisturbed[shape.name]
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
+
+
+def run_seed(laboratory: Laboratory, seed: int, kinds: tuple[str, ...] = ()) -> Outcome:
+    """Run a seed and compare what it leaves with what its shape leaves undisturbed."""
+    shape = drawn_shape(seed)
+    plan = draw(seed, several_nodes=shape.nodes > 1, kinds=kinds)
+    return run_plan(laboratory, shape, seed, plan)
+
+
+def run_plan(laboratory: Laboratory, shape: Shape, seed: int, plan: Sequence[Fault]) -> Outcome:
+    """Run a shape with these faults, and compare."""
+    expected = laboratory.undisturbed(shape)
+    outcome = simulate(laboratory, shape, seed, tuple(plan))
+    if not outcome.violations and outcome.result is not None:
+        outcome.violations += _differences(outcome.result, expected)
+    return outcome
+
+
+def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault, ...]) -> Outcome:
+    """Run a shape with faults to its end."""
+    run = laboratory.run_of(shape)
+    clean(run.path)
+    begun_s = time.process_time()
+    kernel = Kernel(seed)
+    cluster = Cluster(kernel, shape, run, laboratory.batches)
+    injector = Injector(cluster, plan)
+    outcome = Outcome(seed=seed, shape=shape.name, plan=plan)
+    try:
+        cluster.start()
+        injector.start()
+        _to_the_end(kernel, cluster, injector)
+        if not kernel.violations:
+            outcome.result = Result.of(run.path)
+            outcome.metrics = (run.path / "metrics.jsonl").read_text()  # times, too
+            _nothing_left(kernel, run)
+    finally:
+        injector.settle()
+        outcome.violations = list(kernel.violations)
+        outcome.events = list(kernel.events)
+        outcome.switches = kernel.switches
+        outcome.virtual_s = kernel.now - BEGIN_S
+        outcome.effective = cluster.history.effective
+        outcome.rare = cluster.history.rare
+        outcome.delays = cluster.history.delays
+        kernel.close()
+        cluster.disk.unmount()
+        cluster.reclaim()
+        outcome.cpu_s = time.process_time() - begun_s
+    return outcome
+
+
+def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
+    """Until the run is done: what ended for a reason that may be is started again."""
+    while not kernel.violations:
+
+        def over() -> bool:
+            quiet = injector.done and kernel.now - injector.last_s > PATIENCE_S
+            return cluster.ended or quiet or kernel.now > BEGIN_S + LONGEST_S
+
+        kernel.run(over, BEGIN_S + 2 * LONGEST_S)
+        if kernel.violations:
+            return
+        if not cluster.ended:
+            kernel.violations.append(f"the run did not end: {_state_of(cluster)}")
+            return
+        codes = set(cluster.codes.values())
+        if codes == {0}:
+            if not cluster.complete():
+                kernel.violations.append("the run ended as a finished one, and is not")
+            return
+        if not codes <= {0, *cluster.excused, *_STOPPED}:
+            kernel.violations.append(f"the run ended with exit codes {sorted(codes)}")
+            return
+        kernel.note("the same command again")
+        cluster.start_again()
+
+
+_STOPPED = (130, 5)
+
+
+def _state_of(cluster: Cluster) -> str:
+    machine = cluster.scheduler
+    living = ", ".join(f"{p.name}{' stopped' if p.stopped else ''}" for p in cluster.living)
+    phase = "" if machine is None else f"{machine.phase.value}, missing {machine.members.missing}"
+    return f"{phase}; alive: {living}"
+
+
+def _nothing_left(kernel: Kernel, run: RunDirectory) -> None:
+    left = [name for name in list_segments() if run.run_id in name]
+    if left:
+        kernel.violations.append(f"memory was left: {left}")
+    temporary = [path.name for path in (run.path / "state").glob(".tmp*")]
+    if temporary:
+        kernel.violations.append(f"temporary states were left: {temporary}")
+
+
+def _differences(found: Result, expected: Result) -> list[str]:
+    wrong = []
+    if found.final != expected.final:
+        wrong.append(f"the run ended at {found.final}, undisturbed at {expected.final}")
+    for name, digest in found.states.items():
+        if name in expected.states and expected.states[name] != digest:
+            wrong.append(f"{name} has other bytes than undisturbed")
+    for key, said in found.lines.items():
+        other = expected.lines.get(key)
+        if other is not None and other != said:
+            wrong.append(f"metrics of {key}: {said}, undisturbed {other}")
+    missing = expected.lines.keys() - found.lines.keys()
+    if missing:
+        wrong.append(f"metrics lack {sorted(missing)[:3]}")
+    return wrong
+
+
+__all__ = ["SHAPES", "Laboratory", "Outcome", "run_plan", "run_seed", "simulate"]

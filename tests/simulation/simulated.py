@@ -1,0 +1,507 @@
+"""The world that a simulated process lives in, and what of production it replaces.
+
+Replaced are: the port (:class:`SimWorld`), the scheduler's gRPC server, members' channels, metric
+pages, logs, pinning, and the model (numbers that follow from weights and tokens, as on emulated
+devices). Words of shared memory and sweeps are the real ones, with a point before each store at
+which the process may die.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import penstock.daemons.memory.main as memory_main
+import penstock.daemons.memory.restore as restore_module
+import penstock.daemons.memory.saving as saving_module
+import penstock.daemons.memory.server as server_module
+import penstock.daemons.memory.snapshot as snapshot_module
+import penstock.daemons.node.home as home_module
+import penstock.daemons.optimizer.main as optimizer_main
+import penstock.daemons.scheduler.journal as journal_module
+import penstock.daemons.scheduler.main as scheduler_main
+import penstock.protocol.metrics.page as page_module
+import penstock.protocol.security.sockets as sockets_module
+import penstock.shm.control as control_module
+import penstock.shm.memory as memory_module
+import penstock.shm.segment as segment_module
+import penstock.workers.epoch_builder as epoch_builder_module
+import penstock.workers.main as worker_main
+from penstock import _native
+from penstock.daemons.kit.events import StopAsked
+from penstock.daemons.optimizer.kernels import Kernels
+from penstock.daemons.scheduler.machine.machine import SchedulerMachine
+from penstock.models.runtime import HIDDEN
+from penstock.protocol import world
+from penstock.protocol.plan.instructions import Opcode
+from penstock.protocol.security.sockets import OpenAccess
+from penstock.shm.cgroup import MemoryLimit
+from penstock.shm.control import ControlView
+from penstock.shm.pages import HugePages
+from penstock.workers.epoch_builder import EpochBuilder
+from penstock.workers.handlers import HANDLERS
+from penstock.workers.platforms.base import WorkerSite
+from penstock.workers.platforms.cpu.device import CpuDevice
+from penstock.workers.platforms.emulated.runtime import EmulatedOutput, EmulatedRuntime
+from penstock.workers.platforms.meters import NoMeter
+from penstock.workers.state.updates import NativePreviewer
+from tests.simulation.cuts import cut
+from tests.simulation.kernel import Process
+from tests.simulation.network import Network
+from tests.simulation.streams import SimAccess, SimServer
+from tests.simulation.threads import Condition, Event, Executor, Lock, Queue, Thread
+from tests.simulation.zeromq import Context, Poller
+
+WALL_S = 1.7e9
+LOOK_AGAIN_S = 0.02
+
+
+class SimWorld(world.World):
+    """See :class:`penstock.protocol.world.World`."""
+
+    guards_sockets = False
+
+    def __init__(self, process: Process, network: Network, cluster: Any) -> None:
+        self.process = process
+        self.network = network
+        self.cluster = cluster
+        self._kernel = process.kernel
+        self.skew_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._kernel.now
+
+    def perf_counter(self) -> float:
+        return self._kernel.now
+
+    def wall(self) -> float:
+        return WALL_S + self._kernel.now + self.skew_s
+
+    def sleep(self, seconds: float) -> None:
+        deadline = self._kernel.now + seconds
+        while (left := deadline - self._kernel.now) > 0.0:
+            self._kernel.park(left)
+
+    def look_again(self, since_s: float) -> bool:
+        machine, task = self.process.machine, self._kernel.current
+        assert task is not None
+        machine.watchers.append(task)
+        if not self._kernel.park(LOOK_AGAIN_S) and task in machine.watchers:
+            machine.watchers.remove(task)
+        return True
+
+    def pid(self) -> int:
+        return self.process.pid
+
+    def random_bits(self, count: int) -> int:
+        return self._kernel.random.getrandbits(count)
+
+    def thread(self, target: Callable[..., object], **options: Any) -> Any:
+        return Thread(self.process, target, **options)
+
+    def current_thread(self) -> Any:
+        return SimpleNamespace(join=lambda timeout=None: None)
+
+    def event(self) -> Any:
+        return Event(self._kernel)
+
+    def lock(self) -> Any:
+        return Lock(self._kernel)
+
+    def condition(self) -> Any:
+        return Condition(self._kernel)
+
+    def queue(self) -> Any:
+        return Queue(self._kernel)
+
+    def executor(self, max_workers: int, name: str) -> Any:
+        return Executor(self.process, max_workers, name)
+
+    def sockets(self) -> Any:
+        return Context(self.process, self.network)
+
+    def poller(self) -> Any:
+        return Poller(self.process)
+
+    def database(self, path: Path, *, timeout_s: float) -> Any:
+        return self.cluster.disk.database(self.process, path)
+
+
+def here() -> SimWorld:
+    """Returns the world of the running task."""
+    found = world.here()
+    assert isinstance(found, SimWorld)
+    return found
+
+
+# ---- shared memory: a point before every store, and whoever looks at words is woken ----
+
+
+def _pointed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: ControlView, *args: Any, **named: Any) -> Any:
+        found = world.here()
+        if not isinstance(found, SimWorld):
+            return method(self, *args, **named)
+        process = found.process
+        process.kernel.point(name)
+        result = method(self, *args, **named)
+        found.cluster.history.stored(process, name, args, named)
+        watchers = process.machine.watchers
+        while watchers:
+            process.kernel.wake(watchers.pop())
+        return result
+
+    return call
+
+
+_real_store = _native.store_u64
+
+
+def _store(buffer: Any, offset: int, value: int) -> None:
+    found = world.here()
+    if isinstance(found, SimWorld):
+        found.process.kernel.point("word")
+    _real_store(buffer, offset, value)
+
+
+def _write_record(self: ControlView, record: Any) -> None:
+    """In two halves: a kill between them leaves a wrong checksum."""
+    start = control_module._RECORDS + (record.version % 2) * control_module._RECORD_BYTES
+    data = record.pack()
+    half = len(data) // 2
+    self._buffer[start : start + half] = data[:half]
+    found = world.here()
+    if isinstance(found, SimWorld):
+        found.process.kernel.point("half a record")
+    self._buffer[start + half : start + len(data)] = data[half:]
+
+
+_WORDS = (
+    *("set_incarnation", "set_epoch", "set_committed", "begin_sweep", "end_sweep"),
+    *("set_state_version", "set_slot_version", "set_ready", "begin_gradients", "end_gradients"),
+    "clear_history",
+)
+
+
+# ---- sweeps ----
+
+_real_run = Kernels.run
+
+
+def _run_sweep(self: Kernels, work: Any) -> Any:
+    found = world.here()
+    if not isinstance(found, SimWorld):
+        return _real_run(self, work)
+    process = found.process
+    kernel = process.kernel
+    kernel.point("sweep")
+    found.sleep(kernel.random.random() * 4e-4 * process.machine.slow)
+    if process.name in found.cluster.cuts:
+        del found.cluster.cuts[process.name]
+        was_cut, status = cut(self, work, _real_run, kernel.random)
+        if was_cut:
+            process.last_point = "cut"
+            found.cluster.history.effective["cut a sweep"] += 1
+            process.kill()
+            kernel.park_forever()
+        return status
+    result = _real_run(self, work)
+    kernel.point("swept")
+    return result
+
+
+# ---- models ----
+
+
+class SimRuntime(EmulatedRuntime):
+    """Numbers instead of a model; some gradients overflow while the loss scale is high."""
+
+    def __init__(self, table: Any, *, seed: int, overflows: bool) -> None:
+        super().__init__(table, seed=seed)
+        self._overflows = overflows
+
+    def backward_input(self, output: EmulatedOutput, gradients: Any) -> Any:
+        tensors, deferred = super().backward_input(output, gradients)
+        block, factor = deferred[0]
+        number = int(tensors[HIDDEN][0])
+        if self._overflows and output.amplitude > 8.0 and number % 3 == 0:
+            deferred = ((block, float("inf") if factor >= 0 else float("-inf")), *deferred[1:])
+        return tensors, deferred
+
+
+_COMPUTES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.RECOMPUTE)
+
+
+def _timed(handler: Any) -> Any:
+    def run(instruction: Any, attempt: Any) -> None:
+        found = here()
+        process = found.process
+        process.kernel.point("computes")
+        found.sleep((2e-4 + process.kernel.random.random() * 8e-4) * process.machine.slow)
+        handler(instruction, attempt)
+
+    return run
+
+
+def _batches(self: EpochBuilder, phase: Any, data_position: int) -> Any:
+    """The batches of a position, made once: they follow from it alone."""
+    known = here().cluster.batches
+    if (phase, data_position) not in known:
+        known[phase, data_position] = _real_batches(self, phase, data_position)
+    return known[phase, data_position]
+
+
+_real_batches = EpochBuilder.batches
+
+
+class SimPlatform:
+    """See :class:`penstock.workers.platforms.registry.WorkerPlatform`."""
+
+    reads = None
+    peak_flops: float | None = None
+    handlers = {  # noqa: RUF012  # read only
+        opcode: _timed(handler) if opcode in _COMPUTES else handler
+        for opcode, handler in HANDLERS.items()
+    }
+
+    def __init__(self, site: WorkerSite) -> None:
+        self._site = site
+        table = site.table
+        self.device = CpuDevice(weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype)
+        self.meter = NoMeter()
+
+    def set_up_process(self) -> None:
+        """Nothing to do."""
+
+    def runtime(self) -> SimRuntime:
+        site = self._site
+        overflows = here().cluster.shape.overflows
+        return SimRuntime(site.table, seed=site.config.run.seed, overflows=overflows)
+
+    def previewer(self, memory: Any, plan: Any) -> NativePreviewer:
+        config = self._site.config.optimizer
+        return NativePreviewer(memory, config, [0], (), plan.flushed)
+
+
+# ---- what production does to its process and machine ----
+
+
+class _NoPage:
+    def close(self) -> None:
+        """Nobody asks."""
+
+
+class _LocalAccess(OpenAccess):
+    """Sockets without keys; addresses are believed."""
+
+    def check(self, address: str, node: str) -> None:
+        """Whose it is."""
+
+    def connect(self, socket: Any, address: str) -> None:
+        socket.connect(address)
+
+
+@cache
+def _thread() -> Any:
+    """The one thread that all sweeps of this interpreter run on. Interpreter and thread share a
+    core: handing a sweep over is a switch on it, however busy other cores are.
+    """
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    return _native.Pool([core])
+
+
+@contextmanager
+def _pool(cores: Any) -> Iterator[Any]:
+    yield _thread(), frozenset()
+
+
+def _access(*_: Any) -> SimAccess:
+    found = here()
+    return SimAccess(found.process, found.network)
+
+
+def _server(events: Any, host: str, port: int, homes: Any, admission: Any) -> SimServer:
+    found = here()
+    return SimServer(found.process, found.network, f"{host}:{port}", events)
+
+
+def _machine(*args: Any) -> SchedulerMachine:
+    """The real one; the cluster looks at what it is up to when somebody dies."""
+    found = here()
+    machine = found.cluster.scheduler = SchedulerMachine(*args)
+    return machine
+
+
+def _hear_stops(events: Any, grace: Any, parent_pid: int | None) -> None:
+    """A stop signal becomes an event."""
+    here().process.on_stop = lambda: events.put(StopAsked())
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of what concerns the real process."""
+
+
+class _Identity:
+    """See :class:`penstock.shm.process.ProcessIdentity`, of simulated processes."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    def of(cls, pid: int) -> _Identity | None:
+        found = [p for p in here().cluster.living if p.pid == pid]
+        return cls(found[0]) if found else None
+
+    def alive(self) -> bool:
+        return self._process.alive
+
+
+def _told(name: str) -> Callable[..., None]:
+    """Returns a method of the journal that tells the history of its row."""
+    method = getattr(journal_module.Journal, name)
+
+    def call(self: Any, effect: Any) -> None:
+        history = here().cluster.history
+        history.begins_to_write(name, effect)
+        method(self, effect)
+        history.wrote()
+
+    return call
+
+
+def _load(self: Any) -> Any:
+    facts = _real_load(self)
+    here().cluster.history.loaded(facts)
+    return facts
+
+
+_real_load = journal_module.Journal.load
+_real_cast = restore_module._cast
+
+
+def _cast(pool: Any, memory: Any, block: int, version: int) -> None:
+    """On the shared thread."""
+    here().process.kernel.point("casts")
+    _real_cast(_thread(), memory, block, version)
+
+
+_real_write_tensors = saving_module.write_tensors
+
+
+def _write_tensors(
+    file: Any, name: str, tensors: Any, stopped: Callable[[], bool], port: Any
+) -> Any:
+    """A file of a saved state."""
+    found = here()
+    found.process.kernel.point("saves")
+    found.sleep(found.process.kernel.random.random() * 2e-3)
+    disk = found.cluster.disk
+    if disk.full:
+        disk.refuse()
+        raise OSError(errno.ENOSPC, "no space left on device", name)
+    written = _real_write_tensors(file, name, tensors, stopped, port)
+    found.process.kernel.point("written")
+    return written
+
+
+_real_inventory = home_module.inventory
+
+
+def _inventory() -> tuple[Any, ...]:
+    """As a node sees it whose children are dead: only this process has their memory mapped."""
+    return tuple(replace(found, in_use=False) for found in _real_inventory())
+
+
+_room = MemoryLimit(owner="nobody", limit=1 << 40, available=1 << 40)
+_torch = SimpleNamespace(set_num_threads=_nothing, set_num_interop_threads=_nothing)
+
+MODULES = (memory_main, optimizer_main, scheduler_main, worker_main)
+
+
+@contextmanager
+def replaced() -> Iterator[None]:
+    """Everything above is in the place of production's parts."""
+    with ExitStack() as stack:
+
+        def put(target: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(target, name, value))
+
+        local = _LocalAccess()
+        for name in ("__init__", "add", "set", "observe", "say", "ask", "refreshed_by", "forget"):
+            put(page_module.MetricPage, name, _nothing)
+        for module in MODULES:
+            put(module, "configure_logging", _nothing)
+            put(module, "serve_metrics", lambda *_: _NoPage())
+        for module in (memory_main, optimizer_main, worker_main):
+            put(module, "member_access", _access)
+            put(module, "socket_access", lambda *_: local)
+        put(optimizer_main, "open_pool", _pool)
+        put(home_module, "inventory", _inventory)
+        put(restore_module, "_cast", _cast)
+        put(memory_module, "huge_bytes", Counter)
+        put(segment_module, "_populate", _nothing)
+        put(segment_module, "allowed_huge_pages", lambda *_: HugePages.NEVER)
+        put(segment_module, "tightest_memory", lambda: _room)
+        put(snapshot_module, "usable_cpus", lambda: 2)
+        put(saving_module, "write_tensors", _write_tensors)
+        put(worker_main, "usable_cpus", lambda: 2)
+        put(optimizer_main, "ceiling_of", _nothing)
+        put(optimizer_main, "local_ratio", lambda *_: 1.0)
+        put(scheduler_main, "SchedulerServer", _server)
+        put(scheduler_main, "scheduler_admission", _nothing)
+        put(scheduler_main, "make_room_for_streams", _nothing)
+        put(scheduler_main, "SchedulerMachine", _machine)
+        put(scheduler_main, "_hear_stops", _hear_stops)
+        put(journal_module, "check_locks", _nothing)
+        put(worker_main, "torch", _torch)
+        put(worker_main, "RunDirectory", lambda path: here().cluster.run)
+        put(worker_main, "open_platform", SimPlatform)
+        put(EpochBuilder, "batches", _batches)
+        put(worker_main, "os", SimpleNamespace(sched_setaffinity=_nothing))
+        put(epoch_builder_module, "checked_places", lambda config, access, found: found)
+        put(sockets_module, "refuse_foreign_owner", _nothing)
+        put(server_module, "ProcessIdentity", _Identity)
+        journal = journal_module.Journal
+        put(journal, "begin_epoch", _told("begin_epoch"))
+        put(journal, "decide", _told("decide"))
+        put(journal, "load", _load)
+        put(Kernels, "run", _run_sweep)
+        put(control_module, "store_u64", _store)
+        put(ControlView, "write_record", _pointed("write_record", _write_record))
+        for name in _WORDS:
+            put(ControlView, name, _pointed(name, getattr(ControlView, name)))
+        torch.set_num_threads(1)
+        yield
+
+
+def load_initial(run: Any, node: int) -> Callable[[Any], None]:
+    """Returns what fills memory with the initial weights of a run, as the emulated loader does."""
+
+    def load(cancelled: Callable[[], bool]) -> None:
+        memory = here().cluster.memory_of(node)
+        try:
+            for block in memory.owned_blocks():
+                here().process.kernel.point("loads")
+                count = run.table.blocks[block].trainable_elements
+                numbers = np.random.Generator(np.random.Philox([run.config.run.seed, block]))
+                values = numbers.standard_normal(count, dtype=np.float32)
+                memory.store_master(block, 0, values * np.float32(0.02))
+                here().sleep(1e-3)
+                cancelled()
+        finally:
+            memory.close()
+
+    return load

@@ -1,0 +1,58 @@
+"""A minute of simulated clusters: fixed seeds, and some that nobody has seen."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, timeout_s: float = 280.0) -> str:
+    """Returns what the command says, which must succeed."""
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    found = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    said = found.stdout[-6000:] + found.stderr[-2000:]
+    assert found.returncode == 0, said
+    return found.stdout
+
+
+@pytest.mark.timeout(300)
+def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones() -> None:
+    first = random.SystemRandom().randrange(10**6, 10**9)
+    print(f"first random seed: {first}")
+    fixed = run("run", "--seeds", "0:", "--minutes", "0.35")
+    unseen = run("run", "--seeds", f"{first}:", "--minutes", "0.25")
+    for said in (fixed, unseen):
+        assert " 0 violations" in said
+        assert not said.startswith("0 seeds")
+
+
+@pytest.mark.timeout(120)
+def test_a_seed_is_a_life_that_can_be_told_again() -> None:
+    """Replayed in another process it leaves the same list of events."""
+    told = run("replay", "10")
+    assert told == run("replay", "10")
+    assert "decided  COMMIT" in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_clusters() -> None:
+    first = random.SystemRandom().randrange(10**9)
+    said = run("run", "--seeds", f"{first}:", "--minutes", "15", "--jobs", "2", timeout_s=1100.0)
+    print(said)
