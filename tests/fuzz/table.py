@@ -1,0 +1,87 @@
+"""Every decoder of bytes from outside: what fuzzes it, or why nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tests.fuzz.target import Target
+from tests.fuzz.targets.keys import KEYS
+from tests.fuzz.targets.messages import MESSAGES
+from tests.fuzz.targets.plans import PLANS
+from tests.fuzz.targets.run_files import RUN_FILES
+from tests.fuzz.targets.saved import SAVED
+from tests.fuzz.targets.wire import WIRE
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {target.name: target for target in (*WIRE, *MESSAGES, *RUN_FILES, *SAVED, *PLANS, *KEYS)}
+)
+
+_OWN = "makes values of this process's own bytes: a digest, a buffer, a text it has just written"
+_KERNEL = "reads what the kernel says, in a form that it promises"
+_READ = "reads a file again that was read, and refused if it is damaged, just before"
+_SEALED = "reads a file whose checksum was compared with inputs.json before"
+_SCHEDULER = "shows what the scheduler says, which has proved to be the run's, and wrote it itself"
+_MEMORY = "makes a view of memory at places that the layout says, whatever bytes are there"
+_NAMED_SO = "is only named like a decoder"
+
+EXCUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "client.cli.Command.parse_args": _NAMED_SO,
+        "client.deploying.kubernetes": _READ,
+        "client.planning.tuning._is_accepted": _OWN,
+        "client.screen.following._Follower._fresh": _SCHEDULER,
+        "client.watching.chrome_trace.chrome_trace": _NAMED_SO,
+        "client.watching.control.show_status": _SCHEDULER,
+        "client.watching.control.status_dict": _SCHEDULER,
+        "daemons.fetch.reads.Read._words": "hands bytes of one size to CopiedWords.unpack",
+        "daemons.fetch.serving.address_of": _OWN,
+        "client.chaos.checks._decisions": "reads the journal of a run that has just ended well",
+        "daemons.memory.server.ServingMetrics.malformed": _NAMED_SO,
+        "daemons.mirror.metrics.MirrorMetrics.malformed": _NAMED_SO,
+        "daemons.preload.birth.Birth.of": "hears its own node alone, over an inherited descriptor",
+        "protocol.wire.states.StateReader.words": "hands 16 bytes to StateWords.unpack",
+        "daemons.memory.metrics.MemoryMetrics.malformed": _NAMED_SO,
+        "daemons.memory.segments._cut_short": "looks whether eight bytes are zero",
+        "daemons.metrics.network._names_by_ipv4": _KERNEL,
+        "daemons.metrics.network._names_by_ipv6": _KERNEL,
+        "daemons.observer.trackers.spans._Ids.generate_span_id": _OWN,
+        "daemons.observer.trackers.spans._Ids.generate_trace_id": _OWN,
+        "daemons.optimizer.ceiling.measure_ceiling": _OWN,
+        "daemons.optimizer.kernels.RemoteGradients.__init__": _OWN,
+        "daemons.scheduler.machine.machine.SchedulerMachine._cut_short": _NAMED_SO,
+        "daemons.scheduler.main.data_samples": _SEALED,
+        "daemons.scheduler.main.read_rules": "asks RunDirectory, whose files have targets",
+        "daemons.scheduler.metrics.SchedulerMetrics.line": _OWN,
+        "models.binding.unpack": _NAMED_SO,
+        "models.checkpoints.carried.read_carried": "copies files as they are",
+        "models.checkpoints.export.saved_blocks": _READ,
+        "models.checkpoints.initial._drawn": _OWN,
+        "models.data.chunks._mapped": _MEMORY,
+        "models.data.objectives.Masked._mask": _OWN,
+        "models.data.prepare._Sources.__init__": _OWN,
+        "models.data.prepare._Sources._given_tokens": _MEMORY,
+        "models.data.prepare._prepare_data": _OWN,
+        "models.data.tokenizer.ByteTokenizer.encode": "takes any bytes, one token each",
+        "models.profiling.machine._shared": _OWN,
+        "models.runtime.ModelRuntime._reseed": _OWN,
+        "models.surgery.hf._read_by_type": _NAMED_SO,
+        "planner.simulate.weights._read_from_owners": _NAMED_SO,
+        "planner.traces.fitted.Fit._read_bandwidth": _NAMED_SO,
+        "planner.tuning.auto.TunedConfig.with_schedule": _OWN,
+        "protocol.security.token._listeners": _KERNEL,
+        "protocol.security.token.peer_process": _KERNEL,
+        "protocol.wire.guard.Guard._count": _KERNEL,
+        "protocol.wire.guard._unread_bytes": _KERNEL,
+        "shm.memory.NodeMemory._view": _MEMORY,
+        "shm.memory.NodeMemory.halves": _MEMORY,
+        "shm.segment._populate": _MEMORY,
+        "workers.channels.group.GroupChannel.take": "takes bytes of a size that Packing checked",
+        "workers.data._feistel": _OWN,
+        "workers.platforms.cuda.pinned.StagingPool.take": _OWN,
+        "workers.platforms.emulated.runtime._hash": _OWN,
+        "workers.platforms.emulated.runtime._tensors": _OWN,
+        "workers.state.updates._mapped": _OWN,
+    }
+)
+"""Functions that the census finds and no target covers, and why that is right."""

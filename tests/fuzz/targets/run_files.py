@@ -1,0 +1,421 @@
+"""Files of a run directory that processes write and others, or the next start, read."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+from penstock.client.reporting.facts import RunFacts
+from penstock.client.reporting.incidents import read_history
+from penstock.client.reporting.readings import read_metrics
+from penstock.client.watching.snapshots import _metrics
+from penstock.daemons.metrics.targets import addresses
+from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
+from penstock.daemons.node.home import original_of
+from penstock.daemons.node.preparing.software import Software
+from penstock.daemons.node.service_manager import progress_of
+from penstock.daemons.observer.analysed import Analysed
+from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path, read_batch
+from penstock.daemons.observer.trackers.sampled import JsonLines
+from penstock.daemons.optimizer.ceiling import LEAST_STATE_BYTES, ceiling_of
+from penstock.daemons.scheduler.journal import _step_of
+from penstock.daemons.scheduler.rollback import line_attempt
+from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations
+from penstock.protocol.platforms.peer_memory import PeerMemory
+from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.seal import read_sealed, seal_text, sealed_values, with_checksum
+from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceOrigin
+from penstock.protocol.run.trace_reading import TraceFollower, read_traces
+from penstock.protocol.wire.control import ControlClient
+from penstock.shm.layout import SegmentKind
+from tests.fuzz.target import Decoder, Form, Open, Target, from_file, plainly
+from tests.fuzz.targets.material import run_directory
+
+NEVER: tuple[type[Exception], ...] = ()
+"""Of readers to which a damaged file is as good as none."""
+
+
+def in_run(name: str, function: Callable[[Path], object]) -> Open:
+    """Returns ``open`` of a function that reads the file ``name`` of a prepared run."""
+
+    @contextmanager
+    def opened(folder: Path) -> Iterator[Decoder]:
+        run_directory(folder)
+        with from_file(name, function)(folder) as read:
+            yield read
+
+    return opened
+
+
+def _note(folder: Path) -> list[bytes]:
+    RunEnd(reason="done", code=ExitCode.DONE, keep_memory=False, failed=False, written_s=1.5).write(
+        folder
+    )
+    return [(folder / "ended.json").read_bytes()]
+
+
+def dumped(*values: Any) -> list[bytes]:
+    """Returns JSON texts."""
+    return [json.dumps(value).encode() for value in values]
+
+
+LINE = {
+    "phase": "train",
+    "step": 3,
+    "attempt": 4,
+    "epoch": 1,
+    "decision": "commit",
+    "loss": 2.5,
+    "grad_norm": 0.7,
+    "lr": 0.001,
+    "loss_scale": 1.0,
+    "tokens": 512,
+    "tokens_per_second": 1000.0,
+    "seconds": 0.5,
+    "bubble_ratio": 0.1,
+    "optimizer_tail_seconds": 0.1,
+    "peak_device_bytes": [1, 2],
+    "time": 1.7e9,
+}
+EVALUATION = {"phase": "eval", "step": 3, "loss": 2.25, "perplexity": 9.5, "seconds": 0.5}
+
+
+def metrics_lines() -> list[bytes]:
+    """Returns pieces of ``metrics.jsonl``."""
+    lines = dumped(LINE, EVALUATION, LINE | {"step": 4, "decision": "skip", "loss": None})
+    return [b"\n".join([*lines, b""]), lines[0] + b"\n" + lines[1][:20]]
+
+
+def log_lines() -> list[bytes]:
+    """Returns a log."""
+    entries = [
+        {"time": 1.7e9, "level": "info", "process": "schedulerd", "message": "epoch 2"},
+        {"time": 1.7e9, "level": "warning", "process": "node.a", "message": "worker.0 is lost"},
+    ]
+    return [b"\n".join([*dumped(*entries), b""])]
+
+
+def trace_lines() -> list[bytes]:
+    """Returns a trace."""
+    event = TraceEvent(
+        lane=TraceLane.COMPUTE, text="F 0 0", attempt=4, start_s=1.0, end_s=2.0, waited_s=0.5
+    )
+    return [(TraceOrigin.here("worker.0").to_line() + 2 * event.to_line()).encode()]
+
+
+def _lines(folder: Path) -> Iterator[Any]:
+    return JsonLines(folder / "trace" / "worker.0.jsonl").new()
+
+
+def _last_line(data: bytes) -> tuple[int, int]:
+    line = data.decode(errors="replace")
+    return _step_of(line), line_attempt(line)
+
+
+def _follow(folder: Path) -> None:
+    TraceFollower(run_dir=folder, wanted=lambda member, attempt: True).look()
+
+
+def _emulated(folder: Path) -> None:
+    log = BandwidthLog(folder / "shared", 2)
+    log.since(0.0)
+    log.close()
+
+
+def _nics(folder: Path) -> None:
+    nics = NicReservations(folder / "shared", 2)
+    nics.occupy(0.0, 1.0, source=0, target=1)
+    nics.close()
+
+
+def _lodging(folder: Path) -> None:
+    peers = PeerMemory(folder / "shared", 2, 0)
+    peers.bytes_here(0.0, 1.0)
+    peers.close()
+
+
+@contextmanager
+def _ceiling(folder: Path) -> Iterator[Decoder]:
+    """What an earlier optimizerd measured; nothing is measured here."""
+    layout = SimpleNamespace(sizes={SegmentKind.STATE: LEAST_STATE_BYTES})
+    spec: Any = SimpleNamespace(layout=layout, node_name="a")
+    path = folder / "ceiling-a.json"
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        return ceiling_of(folder, spec, (0,))
+
+    with patch("penstock.daemons.optimizer.ceiling.measure_ceiling", lambda cores: 1e9):
+        yield read
+
+
+def _control_client(folder: Path) -> object:
+    access: Any = SimpleNamespace(connect=lambda address, options: MagicMock())
+    return ControlClient.for_run(folder, access=access)
+
+
+def _facts(folder: Path) -> object:
+    facts: Any = RunFacts(RunDirectory(folder), None, None)  # type: ignore[arg-type]
+    return facts.created
+
+
+def _sealed(folder: Path) -> None:
+    sealed_values(folder)
+    read_sealed(folder, "table.json")
+
+
+def _seals(folder: Path) -> list[bytes]:
+    run_directory(folder)
+    text = seal_text(folder, {"run.seed": 1})
+    fields = json.loads(text)
+    fields["files"]["table.json"] = "0" * 64
+    del fields["checksum"]
+    return [text.encode(), *dumped(with_checksum(fields))]
+
+
+def made(function: Callable[[Path], list[bytes]]) -> Callable[[], list[bytes]]:
+    """Returns ``seeds`` of what a function writes into a folder."""
+
+    def seeds() -> list[bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            return function(Path(folder))
+
+    return seeds
+
+
+def _home(folder: Path) -> list[bytes]:
+    return dumped({"path": str(folder), "device": 1, "inode": 2})
+
+
+def json_file(
+    name: str,
+    path: str,
+    function: Callable[[Path], object],
+    covers: tuple[str, ...],
+    *seeds: Any,
+    **changes: Any,
+) -> Target:
+    """Returns the target of a small JSON file of a run directory; readers raise nothing."""
+    fields: dict[str, Any] = {"allowed": NEVER, "seeds": lambda: dumped(*seeds)} | changes
+    return Target(name=name, open=in_run(path, function), covers=covers, form=Form.JSON, **fields)
+
+
+ENTRY = {"targets": ["10.0.0.1:29700"], "labels": {"node": "a", "__scheme__": "http"}}
+
+RUN_FILES = (
+    json_file(
+        "run-json",
+        "run.json",
+        lambda folder: RunDirectory(folder).run_id,
+        ("protocol.run.rundir.RunDirectory.run_id", "protocol.run.files.parse_json"),
+        {"run_id": "0123456789ab", "created": "2026-01-01T00:00:00Z", "format": 1},
+        allowed=(PenstockError,),
+    ),
+    json_file(
+        "created",
+        "run.json",
+        _facts,
+        ("client.reporting.facts.RunFacts._json",),
+        {"run_id": "0123456789ab", "created": "2026-01-01T00:00:00Z", "format": 1},
+    ),
+    json_file(
+        "seal",
+        "inputs.json",
+        _sealed,
+        ("protocol.run.seal._read", "protocol.run.seal.read_sealed"),
+        seeds=made(_seals),
+        allowed=(PenstockError,),
+    ),
+    json_file(
+        "ended",
+        "ended.json",
+        RunEnd.read,
+        ("protocol.run.ended.RunEnd.read",),
+        seeds=made(_note),
+    ),
+    json_file(
+        "endpoint",
+        "endpoint.json",
+        lambda folder: (read_endpoint(folder), read_endpoint_port(folder)),
+        (
+            "daemons.node.endpoint.read_endpoint",
+            "daemons.node.endpoint.read_endpoint_port",
+        ),
+        {"scheduler": "127.0.0.1:29400", "pid": 4711},
+    ),
+    json_file(
+        "endpoint-for-clients",
+        "endpoint.json",
+        _control_client,
+        ("protocol.wire.control.ControlClient.for_run",),
+        {"scheduler": "127.0.0.1:29400", "pid": 4711},
+        allowed=(PenstockError,),
+        examples=30,
+    ),
+    json_file(
+        "home",
+        ".home",
+        original_of,
+        ("daemons.node.home.original_of",),
+        seeds=made(_home),
+    ),
+    json_file(
+        "software",
+        "software.json",
+        Software.read,
+        ("daemons.node.preparing.software.Software.read",),
+        {
+            "packages": {"torch": "2.13.0"},
+            "system": "Linux",
+            "processor": "x",
+            "cpus": 2,
+            "memory_bytes": 1024,
+        },
+    ),
+    json_file(
+        "critical",
+        "critical.json",
+        Analysed.read,
+        ("daemons.observer.analysed.Analysed.read",),
+        {"attempt": 5, "step_s": 0.5, "critical_s": {"compute": 0.25}, "savings_s": {"nic": 0.1}},
+    ),
+    json_file(
+        "bookmark",
+        "trackers/wandb.json",
+        lambda folder: Bookmark.read(bookmark_path(folder, "wandb")),
+        ("daemons.observer.trackers.following.Bookmark.read",),
+        {"offset": 100, "lines": 3, "dropped": 0, "failures": 1},
+    ),
+    json_file(
+        "metrics-targets",
+        "metrics/a.json",
+        addresses,
+        ("daemons.metrics.targets.read_targets", "daemons.metrics.targets._entries"),
+        [ENTRY],
+        [ENTRY, ENTRY | {"targets": []}],
+    ),
+    Target(
+        name="ceiling",
+        open=_ceiling,
+        covers=("daemons.optimizer.ceiling.ceiling_of",),
+        seeds=lambda: dumped({"cores": [0], "bytes_per_second": 10**10}),
+        form=Form.JSON,
+        allowed=NEVER,
+    ),
+    Target(
+        name="metrics-lines",
+        open=in_run("metrics.jsonl", read_metrics),
+        covers=(
+            "client.reporting.readings.read_metrics",
+            "client.reporting.readings._parsed",
+        ),
+        seeds=metrics_lines,
+        form=Form.LINES,
+        allowed=NEVER,
+    ),
+    Target(
+        name="metrics-tracked",
+        open=in_run("metrics.jsonl", lambda folder: read_batch(folder / "metrics.jsonl", 0, 1.0)),
+        covers=(
+            "daemons.observer.trackers.following.read_batch",
+            "daemons.observer.trackers.following._reading",
+        ),
+        seeds=metrics_lines,
+        form=Form.LINES,
+        allowed=NEVER,
+    ),
+    Target(
+        name="metrics-progress",
+        open=in_run("metrics.jsonl", lambda folder: progress_of(folder, 100)),
+        covers=("daemons.node.service_manager.progress_of",),
+        seeds=metrics_lines,
+        form=Form.LINES,
+        allowed=NEVER,
+    ),
+    Target(
+        name="metrics-watched",
+        open=plainly(lambda data: [_metrics(line) for line in data.split(b"\n")]),
+        covers=("client.watching.snapshots._metrics",),
+        seeds=metrics_lines,
+        form=Form.LINES,
+        allowed=NEVER,
+    ),
+    Target(
+        name="metrics-last-line",
+        open=plainly(_last_line),
+        covers=("daemons.scheduler.journal._step_of", "daemons.scheduler.rollback.line_attempt"),
+        seeds=lambda: dumped(LINE),
+        form=Form.JSON,
+        allowed=NEVER,
+    ),
+    Target(
+        name="json-lines",
+        open=in_run("trace/worker.0.jsonl", lambda folder: list(_lines(folder))),
+        covers=("daemons.observer.trackers.sampled.JsonLines.new",),
+        seeds=trace_lines,
+        form=Form.LINES,
+        allowed=NEVER,
+    ),
+    Target(
+        name="logs",
+        open=in_run("logs/schedulerd.jsonl", read_history),
+        covers=(
+            "client.reporting.incidents.read_history",
+            "client.reporting.incidents._entries",
+        ),
+        seeds=log_lines,
+        form=Form.LINES,
+        allowed=NEVER,
+    ),
+    Target(
+        name="traces",
+        open=in_run("trace/worker.0.jsonl", read_traces),
+        covers=(
+            "protocol.run.trace_reading.read_traces",
+            "protocol.run.trace_reading._read",
+            "protocol.run.trace.TraceEvent.from_list",
+            "protocol.run.trace.TraceOrigin.from_list",
+        ),
+        seeds=trace_lines,
+        form=Form.LINES,
+        examples=100,
+    ),
+    Target(
+        name="traces-followed",
+        open=in_run("trace/worker.0.jsonl", _follow),
+        covers=("protocol.run.trace_reading.TraceFollower._lives",),
+        seeds=trace_lines,
+        form=Form.LINES,
+        allowed=NEVER,
+    ),
+    Target(
+        name="emulated-traffic",
+        open=in_run("shared", _emulated),
+        covers=("protocol.platforms.bandwidth_log.BandwidthLog.__init__",),
+        seeds=lambda: [bytes(100), bytes(2 * 256 * 24)],
+        allowed=NEVER,
+    ),
+    Target(
+        name="emulated-nics",
+        open=in_run("shared", _nics),
+        covers=("protocol.platforms.bandwidth_log.NicReservations.__init__",),
+        seeds=lambda: [bytes(32)],
+        allowed=NEVER,
+    ),
+    Target(
+        name="emulated-lodging",
+        open=in_run("shared", _lodging),
+        covers=("protocol.platforms.peer_memory.PeerMemory.__init__",),
+        seeds=lambda: [bytes(2 * 256 * 32)],
+        allowed=NEVER,
+        examples=20,
+    ),
+)
