@@ -97,7 +97,7 @@ def settle(probe: Callable[[], T]) -> T:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How much ``make soak`` does, and what it repeats."""
-    parser.addoption("--soak-faults", type=int, default=300, help="faults in all runs of the soak")
+    parser.addoption("--soak-faults", type=int, default=2500, help="faults in all runs of the soak")
     parser.addoption("--soak-seed", type=int, default=None, help="seed of the faults (random)")
 
 

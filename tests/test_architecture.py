@@ -46,7 +46,7 @@ MAY_IMPORT = {
 
 FLOORS = {
     "protocol": """errors
-        requirements sums
+        requirements sums world
         platforms.registry
         config
         plan security
@@ -78,9 +78,10 @@ FLOORS = {
         data.prepare storing
         runtime
         profiling""",
-    "daemons": """kit
+    "daemons": """kit preload
         memory fetch metrics observer
-        node optimizer scheduler""",
+        node optimizer scheduler
+        mirror""",
     "workers": """waiting data platforms.base
         telemetry
         state channels
@@ -102,7 +103,7 @@ FLOORS = {
         watching placement capacity
         screen
         doctor export supervision deploying keys reporting
-        train
+        train chaos
         api configuration
         main""",
 }

@@ -58,7 +58,7 @@ class BedRun:
         log = self.run_dir.parent / f"{self.run_dir.name}-{name}.txt"
         self.nodes[name] = self.bed[name].start(argv, log)
 
-    def wait_for_step(self, step: int, timeout_s: float = 100.0) -> float:
+    def wait_for_step(self, step: int, timeout_s: float = 200.0) -> float:
         """Wait until ``step`` is committed; returns the seconds waited."""
         start_s = time.monotonic()
         while newest_step(self.run_dir) < step:
