@@ -1,10 +1,10 @@
 """``python -m tests.simulation``: many seeds, one seed again, or the shortest plan that fails.
 
-``run --seeds A:B [--minutes M] [--jobs N] [--kind K ...]`` exits with 1 when a seed violates what
-must hold, and prints the line that replays it. Without an end (``--seeds A:``) it goes on until the
-minutes are over. ``replay SEED ...`` prints the list of events; without seeds it reads them from
-its input, one a line: what takes long is to import torch. ``shrink SEED`` leaves out faults as long
-as the seed still fails.
+``run --seeds A:B [--minutes M] [--jobs N] [--kind K ...] [--shape S ...]`` exits with 1 when a seed
+violates what must hold, and prints the line that replays it. Without an end (``--seeds A:``) it
+goes on until the minutes are over; with ``--shape`` it runs only seeds of these shapes. ``replay
+SEED ...`` prints the list of events; without seeds it reads them from its input, one a line: what
+takes long is to import torch. ``shrink SEED`` leaves out faults as long as the seed still fails.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--minutes", type=float, default=None)
     run.add_argument("--jobs", type=int, default=1)
     run.add_argument("--kind", action="append", default=[])
+    run.add_argument("--shape", action="append", default=[])
     run.add_argument("--stop-at-first", action="store_true")
     for name in ("replay", "shrink"):
         command = commands.add_parser(name)
@@ -52,16 +53,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: Any) -> int:
+    from tests.simulation.configurations import SHAPES
+
     first, _, last = given.seeds.partition(":")
     seeds = range(int(first), int(last) if last else 1 << 62)
     begun_s = time.monotonic()
-    kinds = tuple(given.kind)
+    kinds, shapes = tuple(given.kind), frozenset(given.shape)
+    unknown = shapes - {shape.name for shape in SHAPES}
+    if unknown:
+        print(f"no such shape: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
     if given.jobs <= 1:
-        totals = work(seeds, given.minutes, kinds, 0, given.stop_at_first)
+        totals = work(seeds, given.minutes, kinds, 0, given.stop_at_first, shapes)
     else:
         totals = Totals()
         shares = [
-            (seeds[job :: given.jobs], given.minutes, kinds, job, given.stop_at_first)
+            (seeds[job :: given.jobs], given.minutes, kinds, job, given.stop_at_first, shapes)
             for job in range(given.jobs)
         ]
         with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
@@ -72,7 +79,7 @@ def _run(given: Any) -> int:
 
 
 def _report(totals: Totals, wall_s: float) -> None:
-    from tests.simulation.rare import RARE
+    from tests.simulation.rare import PULLED, RARE
 
     print(
         f"{totals.seeds} seeds, {totals.twice} of them twice; {totals.faults} effective faults"
@@ -84,7 +91,7 @@ def _report(totals: Totals, wall_s: float) -> None:
     print("faults: " + ", ".join(f"{k} {n}" for k, n in totals.effective.most_common()))
     reached = [name for name in RARE if totals.rare[name]]
     print(f"rare states: {len(reached)} of {len(RARE)} reached")
-    for name in RARE:
+    for name in (*RARE, PULLED):
         print(f"  {totals.rare[name]:8d}  {name}")
 
 

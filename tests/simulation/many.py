@@ -45,9 +45,17 @@ class Totals:
 
 
 def work(
-    seeds: range, minutes: float | None, kinds: tuple[str, ...], job: int, stop_at_first: bool
+    seeds: range,
+    minutes: float | None,
+    kinds: tuple[str, ...],
+    job: int,
+    stop_at_first: bool,
+    shapes: frozenset[str] = frozenset(),
 ) -> Totals:
-    """Run seeds on a core of its own, at least one; ``minutes`` begin when all is imported."""
+    """Run seeds on a core of its own, at least one; ``minutes`` begin when all is imported. Only
+    seeds of these ``shapes``, if any are named.
+    """
+    from tests.simulation.configurations import drawn_shape
     from tests.simulation.simulate import Laboratory, run_seed
     from tests.simulation.simulated import replaced
 
@@ -60,6 +68,8 @@ def work(
     try:
         with replaced():
             for seed in seeds:
+                if shapes and drawn_shape(seed).name not in shapes:
+                    continue
                 if totals.seeds and until_s is not None and time.monotonic() > until_s:
                     break
                 with contextlib.redirect_stderr(io.StringIO()):

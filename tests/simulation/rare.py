@@ -22,6 +22,9 @@ class Death:
     nodes: int
 
 
+PULLED = "gradients were pulled from another node"
+"""What is counted as rare states are, and is none."""
+
 _PHASES = (
     *("gathering", "fencing", "draining", "restoring", "beginning"),
     *("running", "deciding", "amending", "settling", "saving", "evaluating", "stopping"),
@@ -48,6 +51,8 @@ _OPTIMIZER = {
     "swept": "between a sweep and its words",
     "cut": "in the middle of a sweep",
     "set_epoch": "before the epoch's word",
+    "pulls": "while it pulls gradients",
+    "pulled": "between pulled gradients and their event",
 }
 _SCHEDULER = {
     "before the journal": "before its row is durable",

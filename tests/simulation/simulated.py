@@ -30,6 +30,7 @@ import penstock.daemons.memory.server as server_module
 import penstock.daemons.memory.snapshot as snapshot_module
 import penstock.daemons.node.home as home_module
 import penstock.daemons.optimizer.main as optimizer_main
+import penstock.daemons.optimizer.pulls as pulls_module
 import penstock.daemons.scheduler.journal as journal_module
 import penstock.daemons.scheduler.main as scheduler_main
 import penstock.protocol.metrics.page as page_module
@@ -60,6 +61,7 @@ from penstock.workers.state.updates import NativePreviewer
 from tests.simulation.cuts import cut
 from tests.simulation.kernel import Process
 from tests.simulation.network import Network
+from tests.simulation.rare import PULLED
 from tests.simulation.streams import SimAccess, SimServer
 from tests.simulation.threads import Condition, Event, Executor, Lock, Queue, Thread
 from tests.simulation.zeromq import Context, Poller
@@ -220,6 +222,22 @@ def _run_sweep(self: Kernels, work: Any) -> Any:
     result = _real_run(self, work)
     kernel.point("swept")
     return result
+
+
+# ---- gradients of other nodes ----
+
+_real_fetch = pulls_module.Puller._fetch
+
+
+def _fetch(self: Any, *asked: Any) -> bool:
+    """One contribution: whoever pulls it may die before and after."""
+    found = here()
+    found.process.kernel.point("pulls")
+    arrived = _real_fetch(self, *asked)
+    if arrived:
+        found.cluster.history.rare[PULLED] += 1
+        found.process.kernel.point("pulled")
+    return arrived
 
 
 # ---- models ----
@@ -478,6 +496,7 @@ def replaced() -> Iterator[None]:
         put(journal, "begin_epoch", _told("begin_epoch"))
         put(journal, "decide", _told("decide"))
         put(journal, "load", _load)
+        put(pulls_module.Puller, "_fetch", _fetch)
         put(Kernels, "run", _run_sweep)
         put(control_module, "store_u64", _store)
         put(ControlView, "write_record", _pointed("write_record", _write_record))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.rare import PULLED
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,6 +50,13 @@ def test_a_seed_is_a_life_that_can_be_told_again() -> None:
     told = run("replay", "10")
     assert told == run("replay", "10")
     assert "decided  COMMIT" in told
+
+
+@pytest.mark.timeout(120)
+def test_gradients_are_pulled_where_nobody_sums_them_before() -> None:
+    said = run("run", "--seeds", "0:", "--minutes", "0.01", "--shape", "two-nodes-pulls")
+    (counted,) = [line for line in said.splitlines() if line.endswith(PULLED)]
+    assert int(counted.split()[0]) > 100
 
 
 @pytest.mark.slow
