@@ -13,14 +13,11 @@ import argparse
 import contextlib
 import io
 import multiprocessing
-import os
 import sys
 import time
 from typing import Any
 
-from tests.simulation.many import Totals, work
-
-HASH_SEED = "0"
+from tests.simulation.many import Totals, fix_hash_seed, work_on_core
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,10 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("seed", type=int, nargs=count)
         command.add_argument("--kind", action="append", default=[])
     given = parser.parse_args(arguments)
-    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:  # sets of names have an order of their own
-        environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
-        command_line = [sys.executable, "-m", "tests.simulation", *(arguments or sys.argv[1:])]
-        os.execve(sys.executable, command_line, environment)
+    fix_hash_seed("tests.simulation", arguments)
     if given.command == "run":
         return _run(given)
     return _replay(given) if given.command == "replay" else _shrink(given)
@@ -64,15 +58,15 @@ def _run(given: Any) -> int:
         print(f"no such shape: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     if given.jobs <= 1:
-        totals = work(seeds, given.minutes, kinds, 0, given.stop_at_first, shapes)
+        totals = work_on_core(0, seeds, given.minutes, kinds, shapes, given.stop_at_first)
     else:
         totals = Totals()
         shares = [
-            (seeds[job :: given.jobs], given.minutes, kinds, job, given.stop_at_first, shapes)
+            (job, seeds[job :: given.jobs], given.minutes, kinds, shapes, given.stop_at_first)
             for job in range(given.jobs)
         ]
         with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
-            for part in pool.starmap(work, shares):
+            for part in pool.starmap(work_on_core, shares):
                 totals.add(part)
     _report(totals, time.monotonic() - begun_s)
     return int(bool(totals.failed))

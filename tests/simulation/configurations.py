@@ -6,9 +6,12 @@ in a run that ``penstock train`` prepared.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,6 +246,18 @@ def prepare(shape: Shape, path: Path) -> RunDirectory:
 def drawn_shape(seed: int) -> Shape:
     """Returns the shape of a seed."""
     return SHAPES[random.Random(f"shape {seed}").randrange(len(SHAPES))]
+
+
+def seeds_by_shape(first: int) -> Iterator[int]:
+    """Yields seeds from ``first`` on, in rounds of one of each shape."""
+    waiting: dict[str, deque[int]] = {shape.name: deque() for shape in SHAPES}
+    seeds = itertools.count(first)
+    while True:
+        for shape, found in waiting.items():
+            while not found:
+                seed = next(seeds)
+                waiting[drawn_shape(seed).name].append(seed)
+            yield waiting[shape].popleft()
 
 
 def clean(path: Path) -> None:

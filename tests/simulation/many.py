@@ -6,12 +6,26 @@ import contextlib
 import gc
 import io
 import os
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+FOLDER = "penstock-simulation-"
+"""How a simulation's folder in /dev/shm begins; its process id follows."""
+HASH_SEED = "0"
 TWICE_EVERY = 100
 """Every so many seeds are run twice: they must leave the same trace."""
+
+
+def fix_hash_seed(module: str, arguments: Sequence[str] | None) -> None:
+    """Begin again as ``python -m module`` where sets of names would have an order of their own."""
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
+        environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
+        command_line = [sys.executable, "-m", module, *(arguments or sys.argv[1:])]
+        os.execve(sys.executable, command_line, environment)
 
 
 @dataclass
@@ -45,56 +59,88 @@ class Totals:
 
 
 def work(
-    seeds: range,
-    minutes: float | None,
-    kinds: tuple[str, ...],
-    job: int,
-    stop_at_first: bool,
-    shapes: frozenset[str] = frozenset(),
+    seeds: Iterable[int],
+    minutes: float | None = None,
+    kinds: tuple[str, ...] = (),
+    *,
+    stop_at_first: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    undisturbed: Any = None,
 ) -> Totals:
-    """Run seeds on a core of its own, at least one; ``minutes`` begin when all is imported. Only
-    seeds of these ``shapes``, if any are named.
+    """Run seeds, at least one; ``minutes`` of ``clock`` begin when all is imported.
+    ``undisturbed``: what :func:`undisturbed_runs` gave, where it is known.
     """
-    from tests.simulation.configurations import drawn_shape
-    from tests.simulation.simulate import Laboratory, run_seed
+    from tests.simulation.simulate import Laboratory
     from tests.simulation.simulated import replaced
 
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[job % len(cores)]})
-    totals, laboratory = Totals(), Laboratory()
+    totals, laboratory = Totals(), Laboratory(undisturbed)
     gc.freeze()  # what was imported stays
     gc.set_threshold(20_000, 20, 100)
-    until_s = None if minutes is None else time.monotonic() + 60.0 * minutes
+    until_s = None if minutes is None else clock() + 60.0 * minutes
     try:
         with replaced():
             for seed in seeds:
-                if shapes and drawn_shape(seed).name not in shapes:
-                    continue
-                if totals.seeds and until_s is not None and time.monotonic() > until_s:
+                if totals.seeds and until_s is not None and clock() > until_s:
                     break
-                with contextlib.redirect_stderr(io.StringIO()):
-                    outcome = run_seed(laboratory, seed, kinds)
-                    if seed % TWICE_EVERY == 0:
-                        totals.twice += 1
-                        again = run_seed(laboratory, seed, kinds)
-                        if again.digest != outcome.digest:
-                            outcome.violations.append("a second run left another trace")
-                totals.seeds += 1
-                totals.cpu_s += outcome.cpu_s
-                totals.delays += outcome.delays
-                totals.effective += outcome.effective
-                totals.rare += outcome.rare
-                totals.shapes[outcome.shape] += 1
-                if outcome.violations:
-                    said = outcome.violations[0]
-                    totals.failed.append((seed, outcome.shape, said))
-                    print(
-                        f"VIOLATION seed {seed} ({outcome.shape}): {said[-1500:]}\n"
-                        f"  replay: python -m tests.simulation replay {seed}",
-                        flush=True,
-                    )
-                    if stop_at_first:
-                        break
+                _live(laboratory, seed, kinds, totals)
+                if totals.failed and stop_at_first:
+                    break
     finally:
         laboratory.close()
     return totals
+
+
+def work_on_core(
+    core: int,
+    seeds: range,
+    minutes: float | None,
+    kinds: tuple[str, ...],
+    shapes: frozenset[str],
+    stop_at_first: bool,
+) -> Totals:
+    """Run seeds as :func:`work` does, of ``shapes`` if any are named, on a core of its own."""
+    from tests.simulation.configurations import drawn_shape
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[core % len(cores)]})
+    chosen = (seed for seed in seeds if not shapes or drawn_shape(seed).name in shapes)
+    return work(chosen, minutes, kinds, stop_at_first=stop_at_first)
+
+
+def undisturbed_runs() -> Any:
+    """Returns what each shape leaves that nobody disturbs."""
+    from tests.simulation.simulate import SHAPES, Laboratory
+    from tests.simulation.simulated import replaced
+
+    laboratory = Laboratory()
+    try:
+        with replaced(), contextlib.redirect_stderr(io.StringIO()):
+            return {shape.name: laboratory.undisturbed(shape) for shape in SHAPES}
+    finally:
+        laboratory.close()
+
+
+def _live(laboratory: Any, seed: int, kinds: tuple[str, ...], totals: Totals) -> None:
+    from tests.simulation.simulate import run_seed
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        outcome = run_seed(laboratory, seed, kinds)
+        if seed % TWICE_EVERY == 0:
+            totals.twice += 1
+            again = run_seed(laboratory, seed, kinds)
+            if again.digest != outcome.digest:
+                outcome.violations.append("a second run left another trace")
+    totals.seeds += 1
+    totals.cpu_s += outcome.cpu_s
+    totals.delays += outcome.delays
+    totals.effective += outcome.effective
+    totals.rare += outcome.rare
+    totals.shapes[outcome.shape] += 1
+    if outcome.violations:
+        said = outcome.violations[0]
+        totals.failed.append((seed, outcome.shape, said))
+        print(
+            f"VIOLATION seed {seed} ({outcome.shape}): {said[-1500:]}\n"
+            f"  replay: python -m tests.simulation replay {seed}",
+            flush=True,
+        )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.configurations import SHAPES, Shape, clean, drawn_shape, prepare
 from tests.simulation.faults import Fault, Injector, draw
 from tests.simulation.kernel import BEGIN_S, Kernel
+from tests.simulation.many import FOLDER
 
 PATIENCE_S = 70.0
 """Virtual seconds in which a run must end when nothing goes wrong any more: a process that hangs is
@@ -83,14 +85,17 @@ _SAID = ("phase", "step", "loss", "grad_norm", "lr", "loss_scale", "tokens", "da
 
 
 class Laboratory:
-    """Prepared run directories, one for each shape, in a folder of their own."""
+    """Prepared run directories, one for each shape, in a folder of their own. ``undisturbed``: what
+    shapes are known to leave.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, undisturbed: Mapping[str, Result] | None = None) -> None:
         logging.disable(logging.CRITICAL)
-        self._folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="penstock-simulation-")
+        prefix = f"{FOLDER}{os.getpid()}-"
+        self._folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix=prefix)
         self.base = Path(self._folder.name)
         self._runs: dict[str, RunDirectory] = {}
-        self._undisturbed: dict[str, Result] = {}
+        self._undisturbed = dict(undisturbed or {})
         self.batches: dict[Any, Any] = {}
 
     def run_of(self, shape: Shape) -> RunDirectory:

@@ -2,30 +2,32 @@
 
 Example::
 
-    python -m tests.simulation.mutants named --only announces-before-the-journal --minutes-each 2
+    python -m tests.simulation.mutants named --only announces-before-the-journal --seconds-each 90
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import queue
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
+from tests.simulation.many import fix_hash_seed
 from tests.simulation.mutants.automatic import COUNT, SEED, automatic_mutants
 from tests.simulation.mutants.mutant import Mutant, OutdatedError, named_mutants
 from tests.simulation.mutants.trial import (
-    Seeds,
+    Laboratory,
     Trial,
     Verdict,
     passes_without,
+    prepare,
     try_mutant,
 )
 
@@ -36,6 +38,7 @@ SCORES = Path(__file__).parent / "scores"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try mutants, or list them; 1 where the goal is missed, 2 where one does not apply."""
     options = _parser().parse_args(arguments)
+    fix_hash_seed("tests.simulation.mutants", arguments)
     mutants = _chosen(options)
     try:
         for mutant in mutants:
@@ -47,14 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in mutants:
             print(f"{mutant.name}  ({mutant.origin}): {mutant.wrong}")
         return 0
-    seeds = Seeds(first=options.first_seed, minutes=options.minutes_each)
     out = options.out or SCORES / f"{options.kind}.json"
-    known = _read(out) if options.resume else {}
-    trials = dict(known)
-    for trial in _clean(_tried([m for m in mutants if m.name not in known], seeds, options.jobs)):
+    trials = _read(out) if options.resume else {}
+    for trial in _tried(mutants, trials, options):
         trials[trial.mutant] = trial
         found = f"seed {trial.seed}" if trial.seed is not None else ""
-        print(f"{trial.verdict:8} {trial.seconds:7.1f} s  {trial.mutant}  {found}", flush=True)
+        print(f"{trial.verdict:8} {trial.cpu_s:7.1f} s  {trial.mutant}  {found}", flush=True)
         _write(out, trials)
     chosen = {mutant.name: mutant for mutant in mutants}
     return _score([t for t in trials.values() if t.mutant in chosen], options.kind)
@@ -65,13 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("kind", choices=sorted(GOALS))
     parser.add_argument("--only", action="append", default=[], help="name, or part of it")
     parser.add_argument("--list", action="store_true", help="show them and run nothing")
-    parser.add_argument("--minutes-each", type=float, default=1.0)
+    parser.add_argument("--seconds-each", type=float, default=40.0, help="of CPU time")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--count", type=int, default=COUNT, help="of automatic mutants")
     parser.add_argument("--seed", type=int, default=SEED, help="that draws automatic mutants")
     parser.add_argument("--out", type=Path, help="JSON file of all trials")
-    parser.add_argument("--resume", action="store_true", help="leave out those that --out has")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with those that --out lacks or missed"
+    )
     return parser
 
 
@@ -85,29 +88,30 @@ def _chosen(options: argparse.Namespace) -> list[Mutant]:
     return [m for m in mutants if not wanted or any(part in m.name for part in wanted)]
 
 
-def _tried(mutants: Sequence[Mutant], seeds: Seeds, jobs: int) -> Iterator[Trial]:
-    cores: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for core in islice(cycle(sorted(os.sched_getaffinity(0))), jobs):
+def _tried(
+    mutants: Sequence[Mutant], known: Mapping[str, Trial], options: argparse.Namespace
+) -> Iterator[Trial]:
+    """Yields trials in the order of mutants that were not found before."""
+    laboratory = prepare(options.seconds_each)
+    lives = {m.name: known[m.name].lives if m.name in known else 0 for m in mutants}
+    left = [m for m in mutants if m.name not in known or not known[m.name].verdict.is_found]
+    one = partial(_try, laboratory, options.first_seed)
+    fork = multiprocessing.get_context("fork")
+    cores = fork.SimpleQueue()
+    for core in islice(cycle(sorted(os.sched_getaffinity(0))), options.jobs):
         cores.put(core)
-    with ThreadPoolExecutor(jobs, initializer=lambda: _stay_on(cores.get())) as pool:
-        yield from pool.map(lambda mutant: try_mutant(mutant, seeds), mutants)
+    with fork.Pool(options.jobs, lambda: os.sched_setaffinity(0, {cores.get()})) as pool:
+        yield from pool.imap(one, [(mutant, lives[mutant.name]) for mutant in left])
 
 
-def _stay_on(core: int) -> None:
-    """The calling thread, and the simulations that it starts, have a core of their own: each would
-    take the first of all otherwise.
-    """
-    os.sched_setaffinity(0, {core})
-
-
-def _clean(trials: Iterator[Trial]) -> Iterator[Trial]:
-    """Holds the seed that found a mutant against the code without it, each seed once."""
-    passes: dict[int, bool] = {}
-    for trial in trials:
-        if trial.seed is not None and trial.seed not in passes:
-            passes[trial.seed] = passes_without(trial.seed)
-        unclean = trial.seed is not None and not passes[trial.seed]
-        yield replace(trial, verdict=Verdict.UNCLEAN) if unclean else trial
+def _try(laboratory: Laboratory, first_seed: int, share: tuple[Mutant, int]) -> Trial:
+    """Try a mutant, and hold the seed that found it against the code without it."""
+    mutant, lives = share
+    live = partial(laboratory.live, first_seed, lives)
+    trial = try_mutant(mutant, live, laboratory.cpu_s, lives=lives)
+    if trial.seed is None or passes_without(trial.seed, laboratory):
+        return trial
+    return replace(trial, verdict=Verdict.UNCLEAN)
 
 
 def _read(path: Path) -> dict[str, Trial]:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import subprocess
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from tests.simulation.configurations import SHAPES, drawn_shape, seeds_by_shape
+from tests.simulation.many import FOLDER
 from tests.simulation.mutants.automatic import FILES, automatic_mutants
 from tests.simulation.mutants.mutant import (
     OF_THE_PROTOCOL,
+    ROOT,
     Edit,
     Mutant,
     OutdatedError,
     named_mutants,
 )
-from tests.simulation.mutants.trial import Seeds, Trial, Verdict, try_mutant
+from tests.simulation.mutants.trial import SLACK_S, Trial, Verdict, prepare
 
 COMMIT = re.compile(r"[0-9a-f]{7}")
 
@@ -111,37 +118,81 @@ def _decide(self, x):
     assert len({mutant.source(tmp_path) for mutant in mutants}) == len(mutants)
 
 
-HALF_LIFE = "import sys; from penstock.daemons.node.machine import budget as b; "
+PROGRAM = """
+import json, sys
+from tests.simulation.mutants.mutant import OF_THE_PROTOCOL, Edit, Mutant
+from tests.simulation.mutants.trial import try_mutant
+
+def live():
+    {life}
+    return 0
+
+edit = Edit(old="        return True\\n", new="        return False\\n")
+file = "daemons/node/machine/budget.py"
+mutant = Mutant(name="never", file=file, origin=OF_THE_PROTOCOL, wrong="", edits=(edit,))
+print(json.dumps(try_mutant(mutant, live, {budget_s}).to_fields()))
+"""
+TAKEN = (
+    "from penstock.daemons.node.machine.budget import RestartBudget; "
+    "taken = RestartBudget(limit=1).take(0.0)"
+)
+
+
+def trial_of(life: str, budget_s: float = 30.0) -> Trial:
+    """Returns how a mutant fared in a process that has not imported the package."""
+    program = PROGRAM.format(life=life, budget_s=budget_s)
+    told = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert told.returncode == 0, told.stderr
+    trial = Trial.from_fields(json.loads(told.stdout))
+    assert Trial.from_fields(trial.to_fields()) == trial
+    return trial
 
 
 @pytest.mark.parametrize(
-    ("program", "verdict", "seed"),
+    ("life", "verdict", "seed", "lives"),
     [
-        ("print(b.RestartBudget(limit=1).take(0.0))", Verdict.MISSED, None),
-        ("assert b.RestartBudget(limit=1).take(0.0) is not False", Verdict.CRASHED, None),
-        ("sys.exit('seed 7: ' + str(b.RestartBudget(limit=1).take(0.0)))", Verdict.FOUND, 7),
+        (f"{TAKEN}; print('3 lives')", Verdict.MISSED, None, 3),
+        (f"{TAKEN}; assert taken", Verdict.CRASHED, None, 0),
+        ("import signal, os; os.kill(os.getpid(), signal.SIGSEGV)", Verdict.CRASHED, None, 0),
+        (f"{TAKEN}; print('seed 7:', taken); return 1", Verdict.FOUND, 7, 0),
     ],
 )
 def test_a_process_has_the_fault_and_says_how_it_fared(
-    program: str, verdict: Verdict, seed: int | None
+    life: str, verdict: Verdict, seed: int | None, lives: int
 ) -> None:
-    mutant = Mutant(
-        name="never-again",
-        file="daemons/node/machine/budget.py",
-        origin=OF_THE_PROTOCOL,
-        wrong="No process is started again.",
-        edits=(Edit(old="        return True\n", new="        return False\n"),),
-    )
-    command = [sys.executable, "-c", HALF_LIFE + program]
-    trial = try_mutant(mutant, Seeds(minutes=0.5), command)
-    assert (trial.verdict, trial.seed) == (verdict, seed)
+    trial = trial_of(life)
+    assert (trial.verdict, trial.seed, trial.lives) == (verdict, seed, lives), trial.said
     assert "True" not in trial.said
-    assert Trial.from_fields(trial.to_fields()) == trial
 
 
-def test_a_simulation_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.simulation.mutants.trial.SLACK_S", 0.5)
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    trial = try_mutant(named_mutants()[0], Seeds(minutes=0.0), command)
+@pytest.mark.parametrize("life", ["while True: pass", "import time; time.sleep(60)"])
+def test_a_simulation_that_does_not_end_is_killed_and_leaves_nothing(life: str) -> None:
+    """Its folder and the segments of its runs in shared memory go with it."""
+    folder = f"/dev/shm/{FOLDER}%d-x/plain"
+    make = (
+        f"import os, pathlib; folder = pathlib.Path('{folder}' % os.getpid()); "
+        "folder.mkdir(parents=True); name = f'5e6{os.getpid():09}'; "
+        "pathlib.Path(f'/dev/shm/penstock-{name}-a').touch(); print('made', name, flush=True); "
+        "(folder / 'run.json').write_text('{\"run_id\": \"' + name + '\"}')"
+    )
+    trial = trial_of(f"{make}\n    {life}", budget_s=0.2 - SLACK_S)
     assert trial.verdict is Verdict.STUCK
-    assert trial.seconds < 30.0
+    name = trial.said.split()[-1]
+    assert not list(Path("/dev/shm").glob(f"*{name}*"))
+    assert not list(Path("/dev/shm").glob(f"{FOLDER}{int(name[3:])}-*"))
+
+
+def test_seeds_come_in_rounds_of_all_shapes() -> None:
+    seeds = list(islice(seeds_by_shape(5), 3 * len(SHAPES)))
+    assert len(set(seeds)) == len(seeds) and min(seeds) >= 5
+    for start in range(0, len(seeds), len(SHAPES)):
+        drawn = {drawn_shape(seed).name for seed in seeds[start : start + len(SHAPES)]}
+        assert drawn == {shape.name for shape in SHAPES}
+
+
+def test_a_process_that_has_the_package_refuses() -> None:
+    importlib.import_module("penstock.protocol.errors")
+    with pytest.raises(RuntimeError, match="too late"):
+        prepare(1.0)

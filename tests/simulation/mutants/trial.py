@@ -1,32 +1,51 @@
-"""The simulation against one mutant, in a process with a deadline."""
+"""The simulation against one mutant, in a forked process with a budget of CPU time.
+
+The process that forks has imported what the simulation needs of other packages, and nothing of the
+package itself (:func:`prepare`): so a mutant pays neither those imports nor undisturbed runs.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
 import os
+import pickle
 import re
+import resource
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.many import FOLDER
 from tests.simulation.mutants import overlay
-from tests.simulation.mutants.mutant import ROOT, Mutant
+from tests.simulation.mutants.mutant import Mutant
 
-SLACK_S = 60.0
-"""What a simulation may take beyond its minutes: to start, and to end its last seed."""
+SLACK_S = 60
+"""CPU seconds that a simulation may take beyond its budget: to end its last seed."""
+PATIENCE = 10.0
+"""How many times its CPU time it may take by the clock, on a machine that others use."""
+LOOK_EVERY_S = 0.02
+SHARED_MEMORY = Path("/dev/shm")
 _SAID_BYTES = 4000
 _SEED = re.compile(r"\bseed\W{1,2}(\d+)", re.IGNORECASE)
+_LIVES = re.compile(r"^(\d+) lives$", re.MULTILINE)
+_VIOLATION, _FELL_OVER = 1, 2
 
 
 class Verdict(StrEnum):
     """``FOUND``: a violation was reported. ``CRASHED``: the simulation itself fell over, as where
-    its undisturbed run already fails. ``STUCK``: it did not end. ``MISSED``: all seeds passed.
+    the module cannot be imported. ``STUCK``: it did not end. ``MISSED``: all seeds passed.
     ``UNCLEAN``: the seed that found it fails without it, too, so nothing is known.
     """
 
@@ -43,31 +62,16 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seeds:
-    """Which lives a mutant is tried in: seeds from ``first`` on, for ``minutes``."""
-
-    first: int = 0
-    minutes: float = 1.0
-
-    @property
-    def command(self) -> list[str]:
-        """The simulation's command; it ends with the first violation."""
-        return [
-            *(sys.executable, "-m", "tests.simulation", "run", "--stop-at-first"),
-            *("--seeds", f"{self.first}:", "--minutes", f"{self.minutes:g}"),
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How a mutant fared. ``seed``: that found it, if the simulation said so; ``said``: its last
-    words.
+    """How a mutant fared. ``seed``: that found it, if the simulation said so; ``lives``: how many
+    seeds passed; ``cpu_s``: what they took in CPU seconds; ``said``: the last words.
     """
 
     mutant: str
     origin: str
     verdict: Verdict
-    seconds: float
+    cpu_s: float
+    lives: int = 0
     seed: int | None = None
     said: str = ""
 
@@ -81,34 +85,103 @@ class Trial:
         return cls(**{**fields, "verdict": Verdict(fields["verdict"])})
 
 
-def try_mutant(mutant: Mutant, seeds: Seeds, command: list[str] | None = None) -> Trial:
-    """Run the simulation, or ``command``, with the fault in it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laboratory:
+    """Where mutants are tried. ``undisturbed``: what the shapes leave without faults, pickled, as
+    its classes belong to modules that a mutant may change; ``cpu_s``: the budget of each.
+    """
+
+    undisturbed: bytes
+    cpu_s: float
+
+    def live(self, first_seed: int, lives: int) -> int:
+        """Run seeds, after the first ``lives`` of them, until one violates something; returns the
+        exit code.
+        """
+        from tests.simulation.configurations import seeds_by_shape
+        from tests.simulation.many import work
+
+        seeds = islice(seeds_by_shape(first_seed), lives, None)
+        return _outcome(work, seeds, pickle.loads(self.undisturbed), self.cpu_s)
+
+    def live_once(self, seed: int) -> int:
+        """Run one seed; returns the exit code."""
+        from tests.simulation.many import work
+
+        return _outcome(work, [seed], pickle.loads(self.undisturbed), self.cpu_s)
+
+
+def prepare(cpu_s: float) -> Laboratory:
+    """Import all that the simulation imports of other packages, and run every shape undisturbed.
+
+    Raises:
+        RuntimeError: this process has imported the package, or an undisturbed run failed.
+    """
+    if overlay.is_package_imported():
+        raise RuntimeError("the package is imported here: a mutant would come too late")
+    with tempfile.TemporaryFile() as file:
+        code, said, _ = _forked(partial(_survey, file.fileno()), 10 * SLACK_S)
+        if code != 0:
+            raise RuntimeError(f"the shapes fail without a fault: {said}")
+        file.seek(0)
+        names, undisturbed = pickle.load(file)
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    return Laboratory(undisturbed=undisturbed, cpu_s=cpu_s)
+
+
+def try_mutant(
+    mutant: Mutant, live: Callable[[], int], budget_s: float, *, lives: int = 0
+) -> Trial:
+    """Call ``live`` in a forked process which has the fault; ``lives``: those that were lived in
+    earlier trials.
 
     Raises:
         OutdatedError, SyntaxError: it cannot be planted.
     """
     source = mutant.source()
-    with tempfile.TemporaryDirectory(prefix="penstock-mutant-") as name:
-        overlay.write(Path(name), mutant.module, source, ROOT)
-        start_s = time.monotonic()
-        code, said = _run(command or seeds.command, Path(name), 60.0 * seeds.minutes + SLACK_S)
-        seconds = time.monotonic() - start_s
-    found = _SEED.search(said)
+
+    def mutated() -> int:
+        overlay.plant(mutant.module, source)
+        return live()
+
+    code, said, cpu_s = _forked(mutated, budget_s + SLACK_S)
+    found, passed = _SEED.search(said), _LIVES.search(said)
     return Trial(
         mutant=mutant.name,
         origin=mutant.origin,
         verdict=_verdict(code, said),
-        seconds=round(seconds, 1),
-        seed=int(found[1]) if found and code == 1 else None,
+        cpu_s=round(cpu_s, 1),
+        lives=lives + (int(passed[1]) if passed else 0),
+        seed=int(found[1]) if found and code == _VIOLATION else None,
         said=said[-_SAID_BYTES:].strip(),
     )
 
 
-def passes_without(seed: int) -> bool:
+def passes_without(seed: int, laboratory: Laboratory) -> bool:
     """Returns whether the simulation has nothing to say of a seed when no fault is planted."""
-    command = [sys.executable, "-m", "tests.simulation", "run", "--seeds", f"{seed}:{seed + 1}"]
-    code, _ = _run(command, None, SLACK_S)
+    code, _, _ = _forked(partial(laboratory.live_once, seed), SLACK_S)
     return code == 0
+
+
+def _outcome(work: Callable[..., Any], seeds: Iterable[int], undisturbed: Any, cpu_s: float) -> int:
+    totals = work(
+        seeds, cpu_s / 60.0, stop_at_first=True, clock=time.process_time, undisturbed=undisturbed
+    )
+    print(f"{totals.seeds - len(totals.failed)} lives")
+    return _VIOLATION if totals.failed else 0
+
+
+def _survey(descriptor: int) -> int:
+    from tests.simulation.many import undisturbed_runs
+
+    results = pickle.dumps(undisturbed_runs())
+    ours = (overlay.PACKAGE, "tests", "__main__")
+    names = sorted(name for name in sys.modules if name.partition(".")[0] not in ours)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        pickle.dump((names, results), file)
+    return 0
 
 
 def _verdict(code: int | None, said: str) -> Verdict:
@@ -116,38 +189,71 @@ def _verdict(code: int | None, said: str) -> Verdict:
         return Verdict.STUCK
     if code == 0:
         return Verdict.MISSED
-    return Verdict.FOUND if code == 1 and _SEED.search(said) else Verdict.CRASHED
+    return Verdict.FOUND if code == _VIOLATION and _SEED.search(said) else Verdict.CRASHED
 
 
-def _run(command: list[str], folder: Path | None, timeout_s: float) -> tuple[int | None, str]:
-    """Returns exit code (None after the deadline) and output; ``folder``: the overlay's. Whatever
-    the command started is killed with it.
-    """
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    if folder is not None:
-        environment["PYTHONPATH"] = str(folder)
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+# ---- processes ----
+
+
+def _forked(live: Callable[[], int], cpu_s: float) -> tuple[int | None, str, float]:
+    """Returns exit code (None: it did not end in ``cpu_s``), output, and CPU seconds."""
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            _be_child(live, output.fileno(), round(cpu_s))
+        with _killed_at_the_end(pid):
+            status, used = _waited(pid, time.monotonic() + PATIENCE * cpu_s)
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    code = None if status is None else os.waitstatus_to_exitcode(status)
+    return None if code == -signal.SIGXCPU else code, said, used
+
+
+def _be_child(live: Callable[[], int], output: int, cpu_s: int) -> None:
+    code = _FELL_OVER
     try:
-        said, _ = process.communicate(timeout=timeout_s)
-        return process.returncode, said.decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        return None, ""
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+        sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)
+        code = live()
+    except BaseException:  # whatever a mutant does, it must not go on as the parent
+        traceback.print_exc()
     finally:
-        _end_group(process)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(code)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _waited(pid: int, until_s: float) -> tuple[int | None, float]:
+    while time.monotonic() < until_s:
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        if ended:
+            return status, usage.ru_utime + usage.ru_stime
+        time.sleep(LOOK_EVERY_S)
+    return None, 0.0
+
+
+@contextlib.contextmanager
+def _killed_at_the_end(pid: int) -> Iterator[None]:
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        yield
     finally:
-        process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        _clean_up(pid)
+
+
+def _clean_up(pid: int) -> None:
+    """Remove what a killed simulation left in shared memory: its folder and its runs' segments."""
+    for folder in SHARED_MEMORY.glob(f"{FOLDER}{pid}-*"):
+        for file in folder.glob("*/run.json"):
+            with contextlib.suppress(ValueError, KeyError):  # killed while it was written
+                run_id = json.loads(file.read_text(encoding="utf-8"))["run_id"]
+                for segment in SHARED_MEMORY.glob(f"*{run_id}*"):
+                    segment.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
