@@ -30,7 +30,9 @@ VOCABULARY = 61
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One configuration. ``extra``: sections of the configuration file, merged last."""
+    """One configuration. ``extra``: sections of the configuration file, merged last. ``undefined``:
+    in one backward of so many a gradient is infinite (0: in none).
+    """
 
     name: str
     scheme: str = "1f1b"
@@ -47,6 +49,8 @@ class Shape:
     eval_every: int = 0
     tied: bool = False
     overflows: bool = False
+    rollback: str = "exact"
+    undefined: int = 0
     blocks: int = 4
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -73,6 +77,7 @@ class Shape:
                 "settle": self.settle,
                 "master": self.master,
                 "speculate": self.speculate,
+                "rollback": self.rollback,
             },
             "schedule": {"scheme": self.scheme},
             "cluster": {
@@ -94,6 +99,11 @@ class Shape:
         for section, values in self.extra.items():
             sections.setdefault(section, {}).update(values)
         return parse_config(sections)
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether a step that is taken back leaves nothing; otherwise it leaves rounding errors."""
+        return self.rollback == "exact"
 
     def table(self) -> BlockTable:
         """Returns the block table."""
@@ -162,6 +172,7 @@ SHAPES = (
         speculate="never",
         clip=0.12,
     ),
+    Shape(name="in-place", rollback="arithmetic", clip=0.2, undefined=14, save_every=4),
     Shape(name="replicas", extra={"schedule": {"replicas": 2}}),
     Shape(
         name="devices",
@@ -204,6 +215,14 @@ SHAPES = (
         extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
     ),
     Shape(name="two-nodes", nodes=2, workers=1),
+    Shape(
+        name="two-nodes-in-place",
+        nodes=2,
+        workers=1,
+        rollback="arithmetic",
+        tied=True,
+        clip=0.12,
+    ),
     Shape(name="two-nodes-overflow", nodes=2, workers=1, dtype="fp16", overflows=True),
     Shape(name="two-nodes-spipe", nodes=2, workers=1, scheme="spipe", save_every=4),
     Shape(name="two-nodes-chimera", nodes=2, workers=2, scheme="chimera", clip=0.12),

@@ -21,6 +21,7 @@ from tests.simulation.configurations import SHAPES, Shape, clean, drawn_shape, p
 from tests.simulation.faults import Fault, Injector, draw
 from tests.simulation.kernel import BEGIN_S, Kernel
 from tests.simulation.many import FOLDER
+from tests.simulation.results import Result
 
 PATIENCE_S = 70.0
 """Virtual seconds in which a run must end when nothing goes wrong any more: a process that hangs is
@@ -53,35 +54,6 @@ class Outcome:
         """A checksum of all that happened, in order."""
         text = json.dumps([self.events, self.switches, self.metrics])
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves: a checksum of each saved state, and what lines of metrics say."""
-
-    states: dict[str, str]
-    lines: dict[str, str]
-    final: str
-
-    @classmethod
-    def of(cls, path: Path) -> Result:
-        """Read a run directory."""
-        states = {}
-        for directory in sorted((path / "state").glob("step-*")):
-            digest = hashlib.sha256()
-            for file in sorted(directory.glob("block-*")):
-                digest.update(file.name.encode() + file.read_bytes())
-            states[directory.name] = digest.hexdigest()
-        lines: dict[str, str] = {}
-        metrics = path / "metrics.jsonl"
-        for text in metrics.read_text().splitlines() if metrics.exists() else ():
-            said = json.loads(text)
-            key = f"{said['phase']} {said.get('decision', '')} {said['step']}"
-            lines[key] = json.dumps({k: said[k] for k in sorted(said) if k in _SAID})
-        return cls(states=states, lines=lines, final=max(states, default=""))
-
-
-_SAID = ("phase", "step", "loss", "grad_norm", "lr", "loss_scale", "tokens", "data_position")
 
 
 class Laboratory:
@@ -130,7 +102,7 @@ def run_plan(laboratory: Laboratory, shape: Shape, seed: int, plan: Sequence[Fau
     expected = laboratory.undisturbed(shape)
     outcome = simulate(laboratory, shape, seed, tuple(plan))
     if not outcome.violations and outcome.result is not None:
-        outcome.violations += _differences(outcome.result, expected)
+        outcome.violations += outcome.result.differences(expected)
     return outcome
 
 
@@ -148,7 +120,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
         injector.start()
         _to_the_end(kernel, cluster, injector)
         if not kernel.violations:
-            outcome.result = Result.of(run.path)
+            outcome.result = Result.of(run.path, keeps_bits=shape.keeps_bits)
             outcome.metrics = (run.path / "metrics.jsonl").read_text()  # times, too
             _nothing_left(kernel, run)
     finally:
@@ -210,23 +182,6 @@ def _nothing_left(kernel: Kernel, run: RunDirectory) -> None:
     temporary = [path.name for path in (run.path / "state").glob(".tmp*")]
     if temporary:
         kernel.violations.append(f"temporary states were left: {temporary}")
-
-
-def _differences(found: Result, expected: Result) -> list[str]:
-    wrong = []
-    if found.final != expected.final:
-        wrong.append(f"the run ended at {found.final}, undisturbed at {expected.final}")
-    for name, digest in found.states.items():
-        if name in expected.states and expected.states[name] != digest:
-            wrong.append(f"{name} has other bytes than undisturbed")
-    for key, said in found.lines.items():
-        other = expected.lines.get(key)
-        if other is not None and other != said:
-            wrong.append(f"metrics of {key}: {said}, undisturbed {other}")
-    missing = expected.lines.keys() - found.lines.keys()
-    if missing:
-        wrong.append(f"metrics lack {sorted(missing)[:3]}")
-    return wrong
 
 
 __all__ = ["SHAPES", "Laboratory", "Outcome", "run_plan", "run_seed", "simulate"]

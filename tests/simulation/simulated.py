@@ -44,7 +44,6 @@ from penstock import _native
 from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
-from penstock.models.runtime import HIDDEN
 from penstock.protocol import world
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.security.sockets import OpenAccess
@@ -55,11 +54,11 @@ from penstock.workers.epoch_builder import EpochBuilder
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.cpu.device import CpuDevice
-from penstock.workers.platforms.emulated.runtime import EmulatedOutput, EmulatedRuntime
 from penstock.workers.platforms.meters import NoMeter
 from penstock.workers.state.updates import NativePreviewer
 from tests.simulation.cuts import cut
 from tests.simulation.kernel import Process
+from tests.simulation.models import SimRuntime, SmoothRuntime
 from tests.simulation.network import Network
 from tests.simulation.rare import PULLED
 from tests.simulation.streams import SimAccess, SimServer
@@ -243,22 +242,6 @@ def _fetch(self: Any, *asked: Any) -> bool:
 # ---- models ----
 
 
-class SimRuntime(EmulatedRuntime):
-    """Numbers instead of a model; some gradients overflow while the loss scale is high."""
-
-    def __init__(self, table: Any, *, seed: int, overflows: bool) -> None:
-        super().__init__(table, seed=seed)
-        self._overflows = overflows
-
-    def backward_input(self, output: EmulatedOutput, gradients: Any) -> Any:
-        tensors, deferred = super().backward_input(output, gradients)
-        block, factor = deferred[0]
-        number = int(tensors[HIDDEN][0])
-        if self._overflows and output.amplitude > 8.0 and number % 3 == 0:
-            deferred = ((block, float("inf") if factor >= 0 else float("-inf")), *deferred[1:])
-        return tensors, deferred
-
-
 _COMPUTES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.RECOMPUTE)
 
 
@@ -305,8 +288,14 @@ class SimPlatform:
 
     def runtime(self) -> SimRuntime:
         site = self._site
-        overflows = here().cluster.shape.overflows
-        return SimRuntime(site.table, seed=site.config.run.seed, overflows=overflows)
+        shape = here().cluster.shape
+        runtime = SimRuntime if shape.keeps_bits else SmoothRuntime
+        return runtime(
+            site.table,
+            seed=site.config.run.seed,
+            overflows=shape.overflows,
+            undefined=shape.undefined,
+        )
 
     def previewer(self, memory: Any, plan: Any) -> NativePreviewer:
         config = self._site.config.optimizer
