@@ -175,6 +175,15 @@ def test_a_replica_one_step_behind_counts_with_the_gradients_of_that_step() -> N
     assert lines == ["mirrord.b <- settle e4 v4"]
 
 
+def test_a_replica_of_no_block_needs_no_gradients_to_be_one_step_behind() -> None:
+    """It can name no attempt: a node that trains nothing would take all the others' steps along."""
+    rules = replace(partner_rules(), blocks=(1,))  # node a owns blocks 0 and 2
+    _, lines = drain(EMPTY, memory(3), replica(3), rules=rules)
+    assert lines == ["mirrord.b <- settle e4 v4"]
+    _, lines = drain(EMPTY, memory(3), replica(2), rules=rules)
+    assert lines[0] == "memoryd.a <- restore e4 v2 from /run/state/step-00000002"
+
+
 def test_memory_of_an_older_generation_is_filled_anew() -> None:
     """A node that was replaced comes back with what it had, and its spare has taken over."""
     generations = (("memoryd.a", 2),)

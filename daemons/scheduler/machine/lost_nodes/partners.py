@@ -59,7 +59,7 @@ class Holdings:
             return ()
         wanted = {**unfit, **self._dependent(rules, record, unfit)}
         keepers = keepers_of(rules)
-        if not all(self._usable(keepers[member], record) for member in wanted):
+        if not all(self._usable(rules, member, keepers[member], record) for member in wanted):
             return ()
         return tuple(
             Refill(memoryd=member, mirrord=keepers[member], reason=reason)
@@ -84,12 +84,16 @@ class Holdings:
                 return found
             found |= more
 
-    def _usable(self, mirrord: str, record: CommitRecord) -> bool:
+    def _usable(self, rules: Rules, memoryd: str, mirrord: str, record: CommitRecord) -> bool:
         replica = self.replicas.get(mirrord)
         if replica is None or not replica.complete:
             return False
+        # A replica without blocks holds no gradients that could name an attempt, and needs none.
+        has_step = replica.attempt == record.attempt or (
+            _optimizerd_of(rules, memoryd) in rules.spectators
+        )
         at = replica.committed == record.version
-        beyond = replica.committed + 1 == record.version and replica.attempt == record.attempt
+        beyond = replica.committed + 1 == record.version and has_step
         return replica.incarnation == record.incarnation and (at or beyond)
 
 
