@@ -323,6 +323,8 @@ class BlockServer:
         for held in self._held:
             if self._is_complete(held.request):
                 self._send_range(held)
+            elif error := self._block_error(held.request):  # a sweep has led the state on meanwhile
+                self._reply(held, "error", error=error)
             elif now_s >= held.until_s:
                 self._reply(held, "wait")
             else:

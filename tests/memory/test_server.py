@@ -19,6 +19,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from penstock.daemons.memory import server
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError, StateError
@@ -130,6 +131,29 @@ def test_state_is_read_while_no_sweep_leads_it_on(served: Served, client: BlockC
         read(4)
     with pytest.raises(ProtocolError, match="holds no words"):
         reader.words(address, 2**40, lambda: False)
+
+
+def test_state_that_a_sweep_leads_on_is_refused_at_once(
+    served: Served, client: BlockClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held back to the end it would cost a partner the step in which the state can be read."""
+    monkeypatch.setattr(server, "HOLD_S", 20.0)
+    control = served.memory.control
+    control.begin_sweep(SweepIntent(block=1, state_version=5))
+
+    def sweep_on() -> None:
+        while not served.value("waiting_requests"):
+            time.sleep(0.001)
+        control.set_state_version(1, 5)
+        control.end_sweep()
+
+    thread = threading.Thread(target=sweep_on)
+    thread.start()
+    master = np.zeros_like(served.memory.state(1, "master"))
+    request = served.request(array="state", version=4, name="master", epoch=0, attempt=0)
+    with pytest.raises(ProtocolError, match="state of block 1 is at version 5"):
+        client.fetch(served.address, request, master, timeout_s=1.9)  # it asks again after 2 s
+    thread.join()
 
 
 def test_weights_over_both_sockets(served: Served, client: BlockClient) -> None:
