@@ -73,7 +73,7 @@ def _run(given: Any) -> int:
 
 
 def _report(totals: Totals, wall_s: float) -> None:
-    from tests.simulation.rare import PULLED, RARE
+    from tests.simulation.rare import LOSSES, PULLED, RARE
 
     print(
         f"{totals.seeds} seeds, {totals.twice} of them twice; {totals.faults} effective faults"
@@ -83,9 +83,10 @@ def _report(totals: Totals, wall_s: float) -> None:
         f" {len(totals.failed)} violations"
     )
     print("faults: " + ", ".join(f"{k} {n}" for k, n in totals.effective.most_common()))
-    reached = [name for name in RARE if totals.rare[name]]
-    print(f"rare states: {len(reached)} of {len(RARE)} reached")
-    for name in (*RARE, PULLED):
+    names = (*RARE, *LOSSES)
+    reached = [name for name in names if totals.rare[name]]
+    print(f"rare states: {len(reached)} of {len(names)} reached")
+    for name in (*names, PULLED):
         print(f"  {totals.rare[name]:8d}  {name}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock.daemons.memory.main as memory_main
+import penstock.daemons.mirror.main as mirror_main
 import penstock.daemons.optimizer.main as optimizer_main
 import penstock.daemons.scheduler.main as scheduler_main
 import penstock.workers.main as worker_main
@@ -29,18 +30,21 @@ from penstock.protocol.run.names import (
     SCHEDULERD,
     devices_of_node,
     memoryd_name,
+    mirrord_name,
+    mirrored_by,
     node_member_name,
     optimizerd_name,
     worker_name,
 )
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import STOP_ORDER, StopSignal
-from penstock.shm.memory import NodeMemory
+from penstock.shm.memory import MemorySpec, NodeMemory
 from tests.simulation.configurations import Shape
 from tests.simulation.disk import Disk
 from tests.simulation.history import History
 from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.network import Network
+from tests.simulation.partners import Partners
 from tests.simulation.simulated import SimWorld, load_initial
 from tests.simulation.streams import SimAccess
 
@@ -76,6 +80,9 @@ class Cluster:
         self._next_pid = 100
         self._tickets = 0
         self._specs = [run.memory_spec(index) for index in range(len(nodes))]
+        self.kept = self._kept_specs()
+        """By node: the replica in its memory, of another node's state, if it keeps one."""
+        self.history.partners = Partners(run, self.kept)
 
     # ---- processes ----
 
@@ -186,14 +193,25 @@ class Cluster:
         """Map a node's memory."""
         return NodeMemory.attach(self._specs[index])
 
+    def _kept_specs(self) -> dict[int, MemorySpec]:
+        config = self.run.config
+        if not config.mirrors:
+            return {}
+        return {
+            index: self.run.replica_spec(mirrored_by(config, index))
+            for index in range(len(self.machines))
+        }
+
     def lose_memory(self, index: int) -> None:
-        """The machine was switched off."""
+        """The machine was switched off: its node's memory is gone, and the replica that it kept."""
         reclaim(self._specs[index])
+        if index in self.kept:
+            reclaim(self.kept[index])
 
     def reclaim(self) -> None:
         """Remove all segments."""
-        for spec in self._specs:
-            reclaim(spec)
+        for index in range(len(self.machines)):
+            self.lose_memory(index)
 
     # ---- what operators do ----
 
@@ -345,6 +363,8 @@ class SimNode:
     def _names(self) -> tuple[str, ...]:
         config = self.cluster.run.config
         names = [memoryd_name(self.name), optimizerd_name(self.name)]
+        if config.mirrors:
+            names.append(mirrord_name(self.name))
         if self.index == 0:
             names.insert(0, SCHEDULERD)
         names += [worker_name(device) for device in devices_of_node(config, self.index)]
@@ -361,6 +381,8 @@ class SimNode:
             if kind == "memoryd":
                 load = load_initial(run, self.index)
                 return memory_main._run(run, self.name, address, load, stop)
+            if kind == "mirrord":
+                return mirror_main._run(run, self.name, address, stop)
             if kind == "optimizerd":
                 return optimizer_main._run(run, self.name, address, stop)
             if kind == "worker":

@@ -52,6 +52,7 @@ class Shape:
     rollback: str = "exact"
     undefined: int = 0
     blocks: int = 4
+    partners: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self, path: Path) -> Config:
@@ -94,6 +95,8 @@ class Shape:
             },
             "observability": {"trace": False},
         }
+        if self.partners:
+            sections["memory"] = {"mirror": "partner"}
         if self.overflows:
             sections["optimizer"]["initial_loss_scale"] = 1024.0
         for section, values in self.extra.items():
@@ -228,6 +231,31 @@ SHAPES = (
     Shape(name="two-nodes-chimera", nodes=2, workers=2, scheme="chimera", clip=0.12),
     Shape(name="three-nodes", nodes=3, workers=1, blocks=6, eval_every=3),
     Shape(name="four-nodes", nodes=4, workers=1, blocks=6, clip=0.12),
+    Shape(name="partners", nodes=2, workers=1, clip=0.12, partners=True),
+    Shape(
+        name="partners-split",
+        nodes=2,
+        workers=1,
+        dtype="bf16",
+        grad_dtype="bf16",
+        master="split",
+        speculate="never",
+        clip=0.12,
+        partners=True,
+    ),
+    Shape(name="partners-early", nodes=2, workers=2, settle="early", partners=True),
+    Shape(
+        name="three-partners", nodes=3, workers=1, blocks=6, clip=0.12, save_every=4, partners=True
+    ),
+    Shape(
+        name="four-partners",
+        nodes=4,
+        workers=1,
+        dtype="fp16",
+        overflows=True,
+        partners=True,
+        extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
+    ),
 )
 
 

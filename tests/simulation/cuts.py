@@ -8,10 +8,12 @@ and the undo area is armed with the old values of the last two vectors.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
@@ -28,11 +30,16 @@ PIECE_BYTES = 576
 HEADER_BYTES = 64
 
 
-def cut(kernels: Kernels, work: Any, run: Any, dice: random.Random) -> tuple[bool, Any]:
+def cut(
+    kernels: Kernels | ReplicaSweeps, work: Any, run: Any, dice: random.Random
+) -> tuple[bool, Any]:
     """Run ``work`` and leave what a kill in its middle would; returns whether it was cut, and the
     sweep's status where it was not.
     """
-    arrays = kernels._arrays[work.block]
+    if isinstance(kernels, ReplicaSweeps):
+        arrays = _replica_arrays(kernels._blocks[work.block])
+    else:
+        arrays = kernels._arrays[work.block]
     if len(arrays.states) > 1 or isinstance(work, GradientStatus):
         return False, run(kernels, work)
     if arrays.split and not isinstance(work, Settle | Advance | Hold | Preview):
@@ -51,6 +58,12 @@ def cut(kernels: Kernels, work: Any, run: Any, dice: random.Random) -> tuple[boo
             target[:at] = new[:at]
         return True, None
     return _cut_state(arrays, targets, before, after, undo, undo_before, dice, upper), status
+
+
+def _replica_arrays(block: Any) -> Any:
+    """Returns a replica's block as if it were an owner's: no weights, a whole master."""
+    state = SimpleNamespace(all=[block.master, *block.arrays])
+    return SimpleNamespace(states=[state], weights=[], split=False)
 
 
 def _cut_state(

@@ -22,6 +22,7 @@ KINDS = {
     "kill in a restore": 4,
     "lose a machine": 3,
     "switch off": 3,
+    "lose two machines": 1,
     "stop": 4,
     "stop for long": 2,
     "stop for ever": 2,
@@ -36,8 +37,11 @@ KINDS = {
     "stop the run": 1,
 }
 """Kind -> weight."""
-ONLY_SEVERAL_NODES = ("cut the network", "cut one way")
-VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5}
+ONLY_SEVERAL_NODES = ("cut the network", "cut one way", "lose two machines")
+WITH_PARTNERS = {"lose a machine": 12, "switch off": 6, "lose two machines": 4, "cut a sweep": 12}
+"""Kind -> weight where memory outlives a machine."""
+SWEEPERS = ("optimizerd", "mirrord")
+VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,9 @@ class Fault:
     number: int
 
 
-def draw(seed: int, *, several_nodes: bool, kinds: tuple[str, ...] = ()) -> tuple[Fault, ...]:
+def draw(
+    seed: int, *, several_nodes: bool, partners: bool = False, kinds: tuple[str, ...] = ()
+) -> tuple[Fault, ...]:
     """Returns the faults of a seed."""
     dice = random.Random(f"faults {seed}")
     count = dice.choice((8, 30, 60, 80, 80, 80))
@@ -60,7 +66,7 @@ def draw(seed: int, *, several_nodes: bool, kinds: tuple[str, ...] = ()) -> tupl
     spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
     weights = {
         kind: weight
-        for kind, weight in KINDS.items()
+        for kind, weight in (KINDS | (WITH_PARTNERS if partners else {})).items()
         if (several_nodes or kind not in ONLY_SEVERAL_NODES) and (not kinds or kind in kinds)
     }
     chosen = dice.choices(list(weights), list(weights.values()), k=count)
@@ -167,7 +173,7 @@ class Injector:
             victim.doom(steps, lambda: self._effective("kill at a step"))
 
     def _cut_a_sweep(self, dice: random.Random) -> None:
-        victims = [p for p in self._cluster.living if p.kind == "optimizerd"]
+        victims = [p for p in self._cluster.living if p.kind in SWEEPERS]
         if victims:
             self._cluster.cuts[dice.choice(victims).name] = dice.random()
 
@@ -204,7 +210,22 @@ class Injector:
 
     def _machine_down(self, dice: random.Random, kind: str) -> None:
         cluster = self._cluster
+        self._goes_down(dice.randrange(len(cluster.machines)), dice, kind)
+
+    def _lose_two_machines(self, dice: random.Random) -> None:
+        """A node's partner goes while the node's loss is still being mended, or both at once."""
+        cluster = self._cluster
         index = dice.randrange(len(cluster.machines))
+        partner = (index + 1) % len(cluster.machines)
+        self._goes_down(index, dice, "lose two machines")
+        self._for_a_while(
+            dice,
+            dice.choice((1e-3, 0.1, 2.0, 6.0)),
+            lambda: self._goes_down(partner, dice, "lose two machines"),
+        )
+
+    def _goes_down(self, index: int, dice: random.Random, kind: str) -> None:
+        cluster = self._cluster
         machine = cluster.machines[index]
         if not machine.up or index in cluster.codes:
             return
@@ -215,10 +236,14 @@ class Injector:
                 process.kill()
         for process in [p for p in cluster.living if p.machine is machine]:
             process.kill()
+        cluster.history.machine_lost(index)
         cluster.lose_memory(index)
+        machine.boot += "'"
         if dice.random() < 0.5:  # while its memory is filled anew
             cluster.doomed[f"memoryd.{machine.name}"] = dice.randint(1, 240)
-        cluster.history.lost_in_epoch = cluster.history.epoch
+        if cluster.kept and dice.random() < 0.5:  # while partners help, or are helped
+            victim = dice.choice(cluster.machines)
+            cluster.doomed[f"mirrord.{victim.name}"] = dice.randint(1, 120)
         if kind == "switch off" and index == 0:
             cluster.disk.power_cut(dice)
         self._for_a_while(dice, 2.0, lambda: setattr(machine, "up", True))
@@ -324,6 +349,7 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "kill in a restore": Injector._kill_in_a_restore,
     "lose a machine": Injector._lose_a_machine,
     "switch off": Injector._switch_off,
+    "lose two machines": Injector._lose_two_machines,
     "stop": Injector._stop,
     "stop for long": Injector._stop_for_long,
     "stop for ever": Injector._stop_for_ever,

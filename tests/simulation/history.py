@@ -7,11 +7,13 @@ decision that was journaled, every word that was stored, and every message of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from penstock.protocol.run.ended import RunEnd
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.rare import RARE, Death
+from tests.simulation.partners import Partners
+from tests.simulation.rare import LOSSES, RARE, Death, Loss
 
 
 class History:
@@ -32,8 +34,14 @@ class History:
         self._journaled = 0
         self._attempts: set[int] = set()
         self._incarnations: set[int] = set()
-        self.lost_in_epoch: int | None = None
         self.epoch = 0
+        self.partners: Partners
+        """Set by the cluster."""
+        self.undisturbed = False
+        self._generations: dict[str, int] = {}
+        self._fills = False  # lost memory is being filled from partners
+        self._saved = 0
+        self._decided_s = 0.0
 
     def violation(self, text: str) -> None:
         """Something happened that must not."""
@@ -41,9 +49,12 @@ class History:
 
     def died(self, process: Process) -> None:
         """A process is dead: look which rare states that was."""
+        self._look_for_end()
         if process.code is not None and process.code >= 0:
             return
-        cluster = self.cluster
+        cluster, partners = self.cluster, self.partners
+        node = cluster.machines.index(process.machine)
+        self._look()
         machine = cluster.scheduler
         missing = 0 if machine is None else len(machine.members.missing)
         death = Death(
@@ -52,6 +63,9 @@ class History:
             phase=_phase(machine),
             others=missing,
             nodes=len(cluster.machines),
+            reseeds=partners.num_reseeded > 0,
+            reseeds_itself=bool(partners.kept_by(node) - partners.whole),
+            fills=self._fills,
         )
         for name, matches in RARE.items():
             if matches(death):
@@ -70,11 +84,18 @@ class History:
         (row, effect), self._maybe = self._maybe, None
         if row == "begin_epoch":
             self._epoch_began(effect.epoch)
+        elif row == "replace":
+            self._replaced(effect)
         else:
             self._decided(effect.epoch, effect.record, effect.position)
 
     def loaded(self, facts: Any) -> None:
         """A scheduler has read the journal: it must hold what was durable."""
+        generations = dict(facts.generations)
+        if self._maybe is not None and self._maybe[0] == "replace":
+            if generations.items() >= dict(self._maybe[1].generations).items():
+                self.wrote()
+            self._maybe = None
         if self._maybe is not None:
             row, effect = self._maybe
             counts = (
@@ -95,6 +116,50 @@ class History:
                 f"the journal is at version {version} of epoch {facts.epoch}, durable was"
                 f" {self._journaled} of {self.epoch}"
             )
+        if generations != self._generations:
+            self.violation(
+                f"the journal has generations {generations}, durable was {self._generations}"
+            )
+
+    def machine_lost(self, index: int) -> None:
+        """A machine's memory is about to go."""
+        self._look()
+        partners = self.partners
+        if partners.mirrors and partners.committed.incarnation:
+            loss = Loss(
+                phase=_phase(self.cluster.scheduler),
+                whole=index in partners.whole,
+                keeps_lost=bool(partners.kept_by(index) & partners.lost),
+                fills=self._fills,
+                hosts=index == 0,
+            )
+            for name, matches in LOSSES.items():
+                if matches(loss):
+                    self.rare[name] += 1
+        partners.machine_lost(index, self.epoch)
+
+    def _look(self) -> None:
+        """Replicas that were whole must still be."""
+        self._look_for_end()
+        self._complain(self.partners.look())
+
+    def _look_for_end(self) -> None:
+        """A run that has ended, with all saved, gives its memory back."""
+        end = RunEnd.read(self.cluster.run.path)
+        if end is not None and not end.keep_memory:
+            self.partners.run_ended()
+
+    def _complain(self, objections: Iterable[str]) -> None:
+        for text in objections:
+            self.violation(text)
+
+    def _replaced(self, effect: Any) -> None:
+        """Memory is going to be filled from partners."""
+        for name, generation in effect.generations:
+            if generation <= self._generations.get(name, 0):
+                self.violation(f"generation {generation} of {name} is used again")
+            self._generations[name] = generation
+        self._fills = True
 
     def _epoch_began(self, epoch: int) -> None:
         """The scheduler journaled an epoch."""
@@ -102,6 +167,9 @@ class History:
             self.violation(f"epoch {epoch} was journaled after epoch {self.epoch}")
         self._kernel.note("epoch", str(epoch))
         self.epoch = epoch
+        self._fills = False
+        steps = [path.name for path in (self.cluster.run.path / "state").glob("step-*")]
+        self._saved = max((int(name.removeprefix("step-")) for name in steps), default=0)
 
     def _decided(self, epoch: int, record: Any, position: Any) -> None:
         """The scheduler journaled a decision."""
@@ -110,13 +178,15 @@ class History:
         if epoch != self.epoch:
             self.violation(f"a decision of epoch {epoch} in epoch {self.epoch}")
         if name == "RESTORE":
-            if version < self._journaled and self.lost_in_epoch is None:
+            lossy = version < self._journaled
+            if lossy and not self.partners.may_restore(self._new_optimizers()):
                 self.violation(f"restored version {version}, {self._journaled} was committed")
+            if version < self._saved:
+                self.violation(f"restored version {version}, {self._saved} was saved")
             if record.incarnation in self._incarnations:
                 self.violation(f"incarnation {record.incarnation} is used again")
             self._incarnations.add(record.incarnation)
-            if self.lost_in_epoch is not None and self.lost_in_epoch < epoch:
-                self.lost_in_epoch = None  # a loss since this epoch began needs another restore
+            self._generations.clear()
         else:
             if attempt in self._attempts:
                 self.violation(f"attempt {attempt} was decided twice")
@@ -130,7 +200,12 @@ class History:
                     f"attempt {attempt} ends at sample {position.data_position}, the one before at"
                     f" {self._samples}"
                 )
+        self._fills = False
+        objections = self.partners.decided(epoch, record, undisturbed=self.undisturbed)
+        self._complain(objections)
         self._journaled, self._samples = version, position.data_position
+        if name != "RESTORE":
+            self._decided_s = self._kernel.now
         self.num_decided += 1
         self.on_decision()
 
@@ -138,10 +213,12 @@ class History:
         self, process: Process, name: str, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         """A word of a control segment was stored."""
-        if name == "clear_history":
+        if name == "clear_history" and process.kind == "memoryd":
             begun, self.at_restore = self.at_restore, []
             for action in begun:
                 action()
+        if name == "set_incarnation" and process.kind == "memoryd" and not args[0]:
+            self._given_up(process)
         if name == "set_epoch" and args[0] > self.epoch:
             self.violation(f"{process.name} enters epoch {args[0]}, journaled is {self.epoch}")
         if name == "set_committed":
@@ -151,6 +228,22 @@ class History:
                     f"{process.name} flips to version {version}, the journal is at"
                     f" {self._journaled}"
                 )
+
+    def _given_up(self, process: Process) -> None:
+        """A memory is about to be filled: what was in it is void from now on."""
+        node = self.cluster.machines.index(process.machine)
+        begun = self.partners.committed.incarnation != 0
+        if begun and not self.partners.given_up(node, self.epoch, self._new_optimizers()):
+            self.violation(f"{process.name} gives up what is committed, and could keep it")
+
+    def _new_optimizers(self) -> set[int]:
+        """Returns the nodes whose optimizerds took part in no attempt that was decided."""
+        old = {
+            process.machine.name
+            for process in self.cluster.living
+            if process.kind == "optimizerd" and process.started_s < self._decided_s
+        }
+        return {i for i, machine in enumerate(self.cluster.machines) if machine.name not in old}
 
     @property
     def committed(self) -> int:

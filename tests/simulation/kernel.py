@@ -75,10 +75,13 @@ class Task:
 
 @dataclass(eq=False)
 class Machine:
-    """What processes of one node share. ``cut_from``: machines that it cannot send to."""
+    """What processes of one node share. ``boot``: its kernel's boot id; ``cut_from``: machines that
+    it cannot send to.
+    """
 
     name: str
     up: bool = True
+    boot: str = "1"
     slow: float = 1.0
     watchers: list[Task] = field(default_factory=list)
     cut_from: set[str] = field(default_factory=set)

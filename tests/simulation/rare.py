@@ -12,7 +12,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Death:
     """``kind`` of the process, the ``point`` it had come to, the scheduler's ``phase``; ``others``:
-    how many processes were missing besides; ``nodes`` of the cluster.
+    how many processes were missing besides; ``nodes`` of the cluster; ``reseeds``: a replica is not
+    whole yet, ``reseeds_itself``: the one that the process keeps; ``fills``: a lost memory is being
+    filled from its partner.
     """
 
     kind: str
@@ -20,6 +22,23 @@ class Death:
     phase: str
     others: int
     nodes: int
+    reseeds: bool = False
+    reseeds_itself: bool = False
+    fills: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A machine lost with its memory, of a run with partners. ``whole``: its replica is;
+    ``keeps_lost``: it kept the replica of a node that is lost, too; ``fills``: as of
+    :class:`Death`; ``hosts``: the scheduler was on it.
+    """
+
+    phase: str
+    whole: bool
+    keeps_lost: bool
+    fills: bool
+    hosts: bool
 
 
 PULLED = "gradients were pulled from another node"
@@ -28,6 +47,10 @@ PULLED = "gradients were pulled from another node"
 _PHASES = (
     *("gathering", "fencing", "draining", "restoring", "beginning"),
     *("running", "deciding", "amending", "settling", "saving", "evaluating", "stopping"),
+)
+_MIRRORING_PHASES = (
+    *("gathering", "draining", "restoring", "beginning", "running", "deciding", "amending"),
+    *("mirroring", "saving"),
 )
 
 
@@ -77,6 +100,19 @@ _MEMORYD = {
     "write_record": "before the record of a restore",
     "set_committed": "before the committed word of a restore",
 }
+_MIRRORD = {
+    "set_held": "between gradients and the word that they are here",
+    "write_record": "before a record is written",
+    "half a record": "in the middle of a record",
+    "set_committed": "between record and flip",
+    "begin_sweep": "before a settle's intent",
+    "cut": "in the middle of a settle",
+    "swept": "between a settle and its words",
+    "set_state_version": "between a settle and its version",
+    "end_sweep": "between a version and the end of its intent",
+    "clear_history": "before what it follows no more is void",
+    "set_incarnation": "before the word of the filling that it follows",
+}
 
 RARE: dict[str, Callable[[Death], bool]] = {
     **{f"optimizerd killed {text}": _dies("optimizerd", p) for p, text in _OPTIMIZER.items()},
@@ -89,9 +125,37 @@ RARE: dict[str, Callable[[Death], bool]] = {
         for phase in _PHASES
         if (kind, phase) != ("schedulerd", "fencing")
     },
+    **{f"mirrord killed {text}": _dies("mirrord", p) for p, text in _MIRRORD.items()},
+    **{f"mirrord killed while {phase}": _while("mirrord", phase) for phase in _MIRRORING_PHASES},
+    "mirrord killed while it re-seeds": lambda d: d.kind == "mirrord" and d.reseeds_itself,
+    "mirrord killed while a node is filled": lambda d: d.kind == "mirrord" and d.fills,
+    "memoryd killed while a partner fills it": lambda d: d.kind == "memoryd" and d.fills,
+    "memoryd killed before the generation's word": _dies("memoryd", "set_generation"),
+    "schedulerd killed while a node is filled": lambda d: d.kind == "schedulerd" and d.fills,
+    "schedulerd killed between journal and announcement while a partner re-seeds": (
+        lambda d: d.kind == "schedulerd" and d.point == "journaled" and d.reseeds
+    ),
+    **{
+        f"{kind} killed while mirroring": _while(kind, "mirroring")
+        for kind in ("worker", "optimizerd", "memoryd", "schedulerd")
+    },
     "node killed while draining": _while("node", "draining"),
     "node killed while restoring": _while("node", "restoring"),
     "node killed while running": _while("node", "running"),
     "killed while three others are gone": lambda d: d.others >= 3,
 }
 """Name -> whether a death is one of these."""
+
+LOSSES: dict[str, Callable[[Loss], bool]] = {
+    "node lost whose replica is whole": lambda loss: loss.whole,
+    "node lost while its partner's replica is re-seeded": lambda loss: not loss.whole,
+    "partner lost in the recovery from a lost node": lambda loss: loss.keeps_lost,
+    "partner lost while it fills a node": lambda loss: loss.keeps_lost and loss.fills,
+    "node lost while it is filled": lambda loss: loss.fills and not loss.keeps_lost,
+    "the scheduler's node lost, and its replica whole": lambda loss: loss.hosts and loss.whole,
+    **{
+        f"node with a partner lost while {phase}": (lambda loss, phase=phase: loss.phase == phase)
+        for phase in ("restoring", "running", "mirroring", "saving")
+    },
+}
+"""Name -> whether a loss is one of these."""

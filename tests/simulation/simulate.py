@@ -93,7 +93,7 @@ class Laboratory:
 def run_seed(laboratory: Laboratory, seed: int, kinds: tuple[str, ...] = ()) -> Outcome:
     """Run a seed and compare what it leaves with what its shape leaves undisturbed."""
     shape = drawn_shape(seed)
-    plan = draw(seed, several_nodes=shape.nodes > 1, kinds=kinds)
+    plan = draw(seed, several_nodes=shape.nodes > 1, partners=shape.partners, kinds=kinds)
     return run_plan(laboratory, shape, seed, plan)
 
 
@@ -113,6 +113,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
     begun_s = time.process_time()
     kernel = Kernel(seed)
     cluster = Cluster(kernel, shape, run, laboratory.batches)
+    cluster.history.undisturbed = not plan
     injector = Injector(cluster, plan)
     outcome = Outcome(seed=seed, shape=shape.name, plan=plan)
     try:

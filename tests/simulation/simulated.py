@@ -28,6 +28,8 @@ import penstock.daemons.memory.restore as restore_module
 import penstock.daemons.memory.saving as saving_module
 import penstock.daemons.memory.server as server_module
 import penstock.daemons.memory.snapshot as snapshot_module
+import penstock.daemons.mirror.main as mirror_main
+import penstock.daemons.node.effects as node_effects_module
 import penstock.daemons.node.home as home_module
 import penstock.daemons.optimizer.main as optimizer_main
 import penstock.daemons.optimizer.pulls as pulls_module
@@ -42,6 +44,7 @@ import penstock.workers.epoch_builder as epoch_builder_module
 import penstock.workers.main as worker_main
 from penstock import _native
 from penstock.daemons.kit.events import StopAsked
+from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.protocol import world
@@ -192,35 +195,38 @@ def _write_record(self: ControlView, record: Any) -> None:
 _WORDS = (
     *("set_incarnation", "set_epoch", "set_committed", "begin_sweep", "end_sweep"),
     *("set_state_version", "set_slot_version", "set_ready", "begin_gradients", "end_gradients"),
-    "clear_history",
+    *("clear_history", "set_held", "set_generation"),
 )
 
 
 # ---- sweeps ----
 
-_real_run = Kernels.run
 
+def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a sweep that takes its time, and that a kill may cut short."""
 
-def _run_sweep(self: Kernels, work: Any) -> Any:
-    found = world.here()
-    if not isinstance(found, SimWorld):
-        return _real_run(self, work)
-    process = found.process
-    kernel = process.kernel
-    kernel.point("sweep")
-    found.sleep(kernel.random.random() * 4e-4 * process.machine.slow)
-    if process.name in found.cluster.cuts:
-        del found.cluster.cuts[process.name]
-        was_cut, status = cut(self, work, _real_run, kernel.random)
-        if was_cut:
-            process.last_point = "cut"
-            found.cluster.history.effective["cut a sweep"] += 1
-            process.kill()
-            kernel.park_forever()
-        return status
-    result = _real_run(self, work)
-    kernel.point("swept")
-    return result
+    def call(self: Any, work: Any) -> Any:
+        found = world.here()
+        if not isinstance(found, SimWorld):
+            return run(self, work)
+        process = found.process
+        kernel = process.kernel
+        kernel.point("sweep")
+        found.sleep(kernel.random.random() * 4e-4 * process.machine.slow)
+        if process.name in found.cluster.cuts:
+            del found.cluster.cuts[process.name]
+            was_cut, status = cut(self, work, run, kernel.random)
+            if was_cut:
+                process.last_point = "cut"
+                found.cluster.history.effective["cut a sweep"] += 1
+                process.kill()
+                kernel.park_forever()
+            return status
+        result = run(self, work)
+        kernel.point("swept")
+        return result
+
+    return call
 
 
 # ---- gradients of other nodes ----
@@ -335,6 +341,11 @@ def _pool(cores: Any) -> Iterator[Any]:
     yield _thread(), frozenset()
 
 
+@contextmanager
+def _replica_pool(cores: Any) -> Iterator[Any]:
+    yield _thread()
+
+
 def _access(*_: Any) -> SimAccess:
     found = here()
     return SimAccess(found.process, found.network)
@@ -435,7 +446,7 @@ def _inventory() -> tuple[Any, ...]:
 _room = MemoryLimit(owner="nobody", limit=1 << 40, available=1 << 40)
 _torch = SimpleNamespace(set_num_threads=_nothing, set_num_interop_threads=_nothing)
 
-MODULES = (memory_main, optimizer_main, scheduler_main, worker_main)
+MODULES = (memory_main, mirror_main, optimizer_main, scheduler_main, worker_main)
 
 
 @contextmanager
@@ -452,10 +463,12 @@ def replaced() -> Iterator[None]:
         for module in MODULES:
             put(module, "configure_logging", _nothing)
             put(module, "serve_metrics", lambda *_: _NoPage())
-        for module in (memory_main, optimizer_main, worker_main):
+        for module in (memory_main, mirror_main, optimizer_main, worker_main):
             put(module, "member_access", _access)
             put(module, "socket_access", lambda *_: local)
         put(optimizer_main, "open_pool", _pool)
+        put(mirror_main, "_native", SimpleNamespace(Pool=_replica_pool))
+        put(node_effects_module, "boot_id", lambda: here().process.machine.boot)
         put(home_module, "inventory", _inventory)
         put(restore_module, "_cast", _cast)
         put(memory_module, "huge_bytes", Counter)
@@ -484,9 +497,11 @@ def replaced() -> Iterator[None]:
         journal = journal_module.Journal
         put(journal, "begin_epoch", _told("begin_epoch"))
         put(journal, "decide", _told("decide"))
+        put(journal, "replace", _told("replace"))
         put(journal, "load", _load)
         put(pulls_module.Puller, "_fetch", _fetch)
-        put(Kernels, "run", _run_sweep)
+        for sweeps in (Kernels, ReplicaSweeps):
+            put(sweeps, "run", _swept(sweeps.run))
         put(control_module, "store_u64", _store)
         put(ControlView, "write_record", _pointed("write_record", _write_record))
         for name in _WORDS:
