@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_the_reference_page_is_current() -> None:
     assert (ROOT / "docs" / "METRICS.md").read_text(encoding="utf-8") == markdown()
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="not installed: promtool")
 @pytest.mark.parametrize("process", PROCESSES)
 def test_descriptions_follow_the_conventions(process: str) -> None:
     """promtool reads a page on which every metric has samples."""

@@ -188,12 +188,12 @@ def _pour(place: Place, start: bytes, more: bytes) -> int:
 
 
 def slow_writer(attacker: Attacker, place: Place) -> None:
-    """A byte at a time."""
+    """A byte at a time, until it is cut off."""
     with suppress(OSError), place.connect() as connection:
+        attacker.done["slow"] += 1
         for byte in (GREETING + HTTP)[:30]:
             connection.sendall(bytes([byte]))
             time.sleep(0.02)
-        attacker.done["slow"] += 1
 
 
 def held_connections(attacker: Attacker, place: Place) -> None:
