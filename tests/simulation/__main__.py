@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import multiprocessing
+import os
 import sys
 import time
 from typing import Any
@@ -58,7 +59,8 @@ def _run(given: Any) -> int:
         print(f"no such shape: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     if given.jobs <= 1:
-        totals = work_on_core(0, seeds, given.minutes, kinds, shapes, given.stop_at_first)
+        any_core = os.getpid()  # so that two runs do not share one
+        totals = work_on_core(any_core, seeds, given.minutes, kinds, shapes, given.stop_at_first)
     else:
         totals = Totals()
         shares = [
