@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def _link(
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,
         silence_timeout_s=cluster.heartbeat_timeout_s,
-        doing=jobs.doing,
+        doing=lambda: replace(jobs.doing(), stuck=server.stuck),
     )
 
 

@@ -51,6 +51,8 @@ HOLD_POLL_S = 0.001
 IDLE_POLL_S = 0.1
 MAX_HELD = 4096
 PRUNE_INTERVAL_S = 1.0
+STUCK_S = 30.0
+"""A turn of the server takes milliseconds. Whoever asks one that hangs gives up after 60 s."""
 MAX_LEASES = 4096
 
 REQUESTS_UNREAD = 64
@@ -132,6 +134,7 @@ class BlockServer:
         self._leases: dict[int, Lease] = {}
         self._offer: tuple[AgentOffer, ProcessIdentity] | None = None
         self._closing = world.event()
+        self._turned_s = float("inf")  # written by the server's thread only
         self._thread: threading.Thread | None = None
         self.failure: Exception | None = None
         try:
@@ -174,6 +177,11 @@ class BlockServer:
         return self._home.endpoint
 
     @property
+    def stuck(self) -> bool:
+        """Whether it has stood still for so long that it hangs."""
+        return world.monotonic() - self._turned_s > STUCK_S
+
+    @property
     def leases(self) -> tuple[Lease, ...]:
         """Who has been told the segments and was alive a moment ago."""
         return tuple(self._leases.values())
@@ -206,6 +214,8 @@ class BlockServer:
         except Exception as error:
             _log.exception("block server ended")
             self.failure = error
+        finally:
+            self._turned_s = float("inf")
 
     def _serve(self) -> None:
         poller = world.poller()
@@ -213,6 +223,7 @@ class BlockServer:
             poller.register(socket, zmq.POLLIN)
         next_prune_s = 0.0
         while not self._closing.is_set():
+            self._turned_s = world.monotonic()
             wait_s = HOLD_POLL_S if self._held else IDLE_POLL_S
             for socket, _ in poller.poll(round(wait_s * 1000)):
                 self._receive(socket)

@@ -141,6 +141,7 @@ class MirrorService:
             activity=activity or "waiting for gradients",
             waiting=not activity,
             progress=self._items,
+            stuck=self._parts.server.stuck,
         )
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:

@@ -52,12 +52,14 @@ class Doing:
     """What a member's work has come to, as its heartbeats say it.
 
     ``activity``: under way now, empty for nothing. ``waiting``: for another member. ``progress``: a
-    count that grows as long as the work goes on.
+    count that grows as long as the work goes on. ``stuck``: a thread that others depend on stands
+    still. The process is silent then, so that it is replaced.
     """
 
     activity: str = ""
     waiting: bool = False
     progress: int = 0
+    stuck: bool = False
 
 
 IDLE = Doing()
@@ -234,6 +236,7 @@ class MemberLink:
         told where this process listened before its machine's address changed.
         """
         sequence = 0
+        stuck = False
         last_tick = world.monotonic()
         while not self._closing.wait(self._interval_s):
             now, previous, last_tick = world.monotonic(), last_tick, world.monotonic()
@@ -251,8 +254,14 @@ class MemberLink:
                 _log.warning("this process listens elsewhere now: reconnecting")
                 stream.cut()
                 continue
+            doing = self._doing()
+            if doing.stuck and not stuck:
+                _log.error("a thread of this process stands still: heartbeats are not sent")
+            stuck = doing.stuck
+            if stuck:
+                continue
             sequence += 1
-            stream.put(pb.MemberMessage(heartbeat=_heartbeat(sequence, self._doing())))
+            stream.put(pb.MemberMessage(heartbeat=_heartbeat(sequence, doing)))
 
 
 _ORDINARY = frozenset(("run_attempt", "evaluate"))

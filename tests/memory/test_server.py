@@ -105,6 +105,28 @@ def client(context: zmq.Context[Any]) -> Iterator[BlockClient]:
     found.close()
 
 
+def test_a_server_that_stands_still_is_stuck_until_it_turns_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "STUCK_S", 0.5)
+    assert not served.server.stuck
+    go_on, stands = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        stands.set()
+        go_on.wait(30.0)
+
+    monkeypatch.setattr(served.server._home, "follow", stand)
+    assert stands.wait(30.0)
+    time.sleep(0.6)
+    assert served.server.stuck
+    go_on.set()
+    deadline_s = time.monotonic() + 30.0
+    while served.server.stuck:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def test_state_is_read_while_no_sweep_leads_it_on(served: Served, client: BlockClient) -> None:
     """A partner reads words, state, words: equal ones mean that the state is of one version."""
     control, run_id = served.memory.control, served.memory.spec.run_id

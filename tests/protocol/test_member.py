@@ -27,7 +27,7 @@ from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.security import access
 from penstock.protocol.security.access import Options
 from penstock.protocol.wire.control import ControlClient
-from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.member import Doing, MemberLink
 
 DEADLINE_S = 10.0
 
@@ -206,6 +206,20 @@ def test_heartbeats_count_up(server: ScriptedServer, make_link: Callable[..., Me
     stream = server.joined.get(timeout=DEADLINE_S)
     stream.next("hello")
     assert [stream.next("heartbeat").sequence for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_process_of_which_a_thread_stands_still_is_silent(
+    server: ScriptedServer, make_link: Callable[..., MemberLink]
+) -> None:
+    """So the scheduler has it replaced, though the thread that sends heartbeats lives on."""
+    doing = [Doing(stuck=True)]
+    make_link(server.address, doing=lambda: doing[-1])
+    stream = server.joined.get(timeout=DEADLINE_S)
+    assert stream.next("hello")
+    with pytest.raises(queue.Empty):
+        stream.heard.get(timeout=0.3)  # six intervals
+    doing.append(Doing())
+    assert stream.next("heartbeat").sequence == 1
 
 
 def test_reconnects_with_a_fresh_hello_and_keeps_old_messages_in_order(

@@ -26,6 +26,7 @@ KINDS = {
     "stop": 4,
     "stop for long": 2,
     "stop for ever": 2,
+    "hang": 2,
     "stop the node": 1,
     "cut the network": 5,
     "cut one way": 3,
@@ -42,6 +43,8 @@ WITH_PARTNERS = {"lose a machine": 12, "switch off": 6, "lose two machines": 4, 
 """Kind -> weight where memory outlives a machine."""
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
+MOST_HUNG = 2
+"""Processes that hang at a time: each may take as long as an epoch's beginning may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class Injector:
         self._watched: list[tuple[str, int]] = []
         self._awaited: tuple[Fault, int] | None = None
         self._struck: set[Fault] = set()
+        self._striking = False
         cluster.history.on_decision = self.decided
 
     @property
@@ -143,7 +147,9 @@ class Injector:
         self.settle()
         self.last_s = self._kernel.now
         self._kernel.note("fault", fault.kind)
+        self._striking = True
         _STRIKES[fault.kind](self, random.Random(fault.number))
+        self._striking = False
         self._next()
 
     # ---- kinds ----
@@ -270,6 +276,29 @@ class Injector:
             victim.stop()
             self._watch("stop for ever")
 
+    def _hang(self, dice: random.Random) -> None:
+        """One thread of a process stands still for ever; the others go on, heartbeats among them,
+        unless it was theirs. After three hangs in a row a run ends, with code 4. Who hangs before
+        the scheduler knows it is missed by nobody, and so is who cannot join a new scheduler.
+        """
+        cluster, victim = self._cluster, self._victim(dice)
+        if victim is None or sum(process.hung for process in cluster.living) >= MOST_HUNG:
+            return
+        known = cluster.scheduler is not None and victim.name in cluster.scheduler.members.present
+        if victim.kind != "schedulerd" and not known:
+            return
+        threads = [task for task in victim.tasks if not task.done and task.name != "member-link"]
+        task = threads[0] if dice.random() < 0.3 else dice.choice(threads)
+        task.hung = True
+        self._kernel.note("hangs", victim.name, task.name)
+        cluster.excused.add(4)
+        victim.at_death.append(lambda: self._hung_is_dead(victim))
+
+    def _hung_is_dead(self, victim: Process) -> None:
+        self.last_s = self._kernel.now
+        if not self._striking and not victim.fell and not self._cluster.ended:
+            self._effective("hang")  # it was noticed
+
     def _stop_the_node(self, dice: random.Random) -> None:
         if self._cluster.stop_first_node():
             self._cluster.excused.add(-1)
@@ -353,6 +382,7 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "stop": Injector._stop,
     "stop for long": Injector._stop_for_long,
     "stop for ever": Injector._stop_for_ever,
+    "hang": Injector._hang,
     "stop the node": Injector._stop_the_node,
     "cut the network": Injector._cut_the_network,
     "cut one way": Injector._cut_one_way,

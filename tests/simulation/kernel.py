@@ -39,6 +39,7 @@ class Task:
         "done",
         "error",
         "glet",
+        "hung",
         "ident",
         "joiners",
         "name",
@@ -53,7 +54,7 @@ class Task:
         self.process = process
         self.name = name
         self.ident: int | None = None
-        self.done = self.waiting = self.waking = self.woken = False
+        self.done = self.hung = self.waiting = self.waking = self.woken = False
         self.error: BaseException | None = None
         self.token = 0
         self.joiners: list[Task] = []
@@ -138,6 +139,11 @@ class Process:
         if self.kernel.closed:
             return
         self.kernel.crash(self, task, error)
+
+    @property
+    def hung(self) -> bool:
+        """Whether one of its tasks stands still for ever."""
+        return any(task.hung for task in self.tasks)
 
     def kill(self, code: int = -9) -> None:
         """Die now: nothing of it runs any more, and its connections break."""
@@ -236,7 +242,7 @@ class Kernel:
 
     def _resume(self, task: Task, token: int, woken: bool) -> None:
         process = task.process
-        if not process.alive:
+        if not process.alive or task.hung:
             return
         if process.stopped:
             process.deferred.append((task, token, woken))

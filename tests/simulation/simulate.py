@@ -28,7 +28,9 @@ PATIENCE_S = 70.0
 given the attempt's timeout, a node that dies young its longest delay, members that missed the end a
 node's ``end_timeout_s``.
 """
-LONGEST_S = 4000.0
+HUNG_PATIENCE_S = 670.0
+"""The same while a process lives that hangs: the beginning of an epoch has 600 s."""
+LONGEST_S = 8000.0
 
 
 @dataclass
@@ -145,7 +147,9 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
     while not kernel.violations:
 
         def over() -> bool:
-            quiet = injector.done and kernel.now - injector.last_s > PATIENCE_S
+            hung = any(process.hung for process in cluster.living)
+            patience_s = HUNG_PATIENCE_S if hung else PATIENCE_S
+            quiet = injector.done and kernel.now - injector.last_s > patience_s
             return cluster.ended or quiet or kernel.now > BEGIN_S + LONGEST_S
 
         kernel.run(over, BEGIN_S + 2 * LONGEST_S)
