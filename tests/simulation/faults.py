@@ -279,7 +279,8 @@ class Injector:
     def _hang(self, dice: random.Random) -> None:
         """One thread of a process stands still for ever; the others go on, heartbeats among them,
         unless it was theirs. After three hangs in a row a run ends, with code 4. Who hangs before
-        the scheduler knows it is missed by nobody, and so is who cannot join a new scheduler.
+        the scheduler knows it is missed by nobody, and so is who cannot join a new scheduler; a
+        directory of saved states that hangs is for people to mend.
         """
         cluster, victim = self._cluster, self._victim(dice)
         if victim is None or sum(process.hung for process in cluster.living) >= MOST_HUNG:
@@ -287,7 +288,8 @@ class Injector:
         known = cluster.scheduler is not None and victim.name in cluster.scheduler.members.present
         if victim.kind != "schedulerd" and not known:
             return
-        threads = [task for task in victim.tasks if not task.done and task.name != "member-link"]
+        spared = ("member-link", "saved-states-0")
+        threads = [task for task in victim.tasks if not task.done and task.name not in spared]
         task = threads[0] if dice.random() < 0.3 else dice.choice(threads)
         task.hung = True
         self._kernel.note("hangs", victim.name, task.name)
