@@ -59,7 +59,7 @@ def _run(given: Any) -> int:
         print(f"no such shape: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     if given.jobs <= 1:
-        any_core = os.getpid()  # so that two runs do not share one
+        any_core = os.getpid()
         totals = work_on_core(any_core, seeds, given.minutes, kinds, shapes, given.stop_at_first)
     else:
         totals = Totals()

@@ -331,7 +331,8 @@ def _thread() -> Any:
     """The one thread that all sweeps of this interpreter run on. Interpreter and thread share a
     core: handing a sweep over is a switch on it, however busy other cores are.
     """
-    core = min(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[os.getpid() % len(cores)]
     os.sched_setaffinity(0, {core})
     return _native.Pool([core])
 
