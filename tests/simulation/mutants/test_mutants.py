@@ -177,7 +177,7 @@ def test_a_simulation_that_does_not_end_is_killed_and_leaves_nothing(life: str) 
         "pathlib.Path(f'/dev/shm/penstock-{name}-a').touch(); print('made', name, flush=True); "
         "(folder / 'run.json').write_text('{\"run_id\": \"' + name + '\"}')"
     )
-    trial = trial_of(f"{make}\n    {life}", budget_s=0.2 - SLACK_S)
+    trial = trial_of(f"{make}\n    {life}", budget_s=0.8 - SLACK_S)
     assert trial.verdict is Verdict.STUCK
     name = trial.said.split()[-1]
     assert not list(Path("/dev/shm").glob(f"*{name}*"))
