@@ -75,7 +75,7 @@ def _run(given: Any) -> int:
 
 
 def _report(totals: Totals, wall_s: float) -> None:
-    from tests.simulation.rare import LOSSES, PULLED, RARE
+    from tests.simulation.rare import COUNTED, LOSSES, RARE
 
     print(
         f"{totals.seeds} seeds, {totals.twice} of them twice; {totals.faults} effective faults"
@@ -88,7 +88,7 @@ def _report(totals: Totals, wall_s: float) -> None:
     names = (*RARE, *LOSSES)
     reached = [name for name in names if totals.rare[name]]
     print(f"rare states: {len(reached)} of {len(names)} reached")
-    for name in (*names, PULLED):
+    for name in (*names, *COUNTED):
         print(f"  {totals.rare[name]:8d}  {name}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from penstock.daemons.kit.loop import Loop
 from penstock.daemons.kit.messages import event_of
 from penstock.daemons.memory.segments import reclaim
 from penstock.daemons.node.effects import LinkSettings, NodeEffects, NodeMetrics
-from penstock.daemons.node.machine.events import Exited, Watched
+from penstock.daemons.node.machine.events import EpochBegins, Exited, Watched
 from penstock.daemons.node.machine.machine import NodeMachine
 from penstock.daemons.node.main import _clean_up, _limits, _watch_for_end
 from penstock.daemons.node.service import _EVENTS as NODE_EVENTS
 from penstock.daemons.scheduler.machine.events import ControlCall
 from penstock.protocol import world
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.run.ended import EndWatch, RunEnd
 from penstock.protocol.run.names import (
     SCHEDULERD,
@@ -280,6 +281,9 @@ class SimNode:
         self.stops: dict[int, Callable[[], None]] = {}
         self.children = SimChildren(self)
         self.inbox: Any = None
+        self._deaths: Counter[str] = Counter()
+        """Of each child, since an epoch began with a new version: what a budget must allow."""
+        self._version = 0
 
     def main(self, process: Process) -> int:
         """The loop of :class:`penstock.daemons.node.service.Supervisor`."""
@@ -335,6 +339,9 @@ class SimNode:
             if item == "message":
                 message = link.receive(1.0) if link is not None else None
                 event = event_of(message, NODE_EVENTS) if message is not None else None
+                if isinstance(event, EpochBegins) and event.version > self._version:
+                    self._version = event.version
+                    self._deaths.clear()
                 if event is not None:
                     loop.feed(event)
             else:
@@ -347,6 +354,9 @@ class SimNode:
             del self.children.running[name]
         if self.process is not None and self.process.alive and self.inbox is not None:
             code = -9 if process.code is None else process.code
+            self._deaths[name] += 1
+            if self._deaths[name] > self.cluster.run.config.cluster.max_restarts:
+                self.cluster.excused.add(int(ExitCode.LOST_MEMBERS))
             self.inbox.put(Exited(name=name, pid=process.pid, code=code))
 
     def children_die(self) -> None:

@@ -26,6 +26,8 @@ from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, Ten
 
 NUM_TOKENS = 4096
 VOCABULARY = 61
+FEW_RESTARTS = 4
+"""So few that many runs end for it, and have to be started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,7 @@ SHAPES = (
         speculate="never",
         clip=0.12,
     ),
+    Shape(name="few-restarts", extra={"cluster": {"max_restarts": FEW_RESTARTS}}),
     Shape(name="in-place", rollback="arithmetic", clip=0.2, undefined=14, save_every=4),
     Shape(name="replicas", extra={"schedule": {"replicas": 2}}),
     Shape(

@@ -42,6 +42,8 @@ class Loss:
 
 
 PULLED = "gradients were pulled from another node"
+GAVE_UP = "a run ended for lost members, and was started again"
+COUNTED = (PULLED, GAVE_UP)
 """What is counted as rare states are, and is none."""
 
 _PHASES = (

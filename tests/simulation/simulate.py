@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.errors import ExitCode
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments
 from tests.simulation.cluster import Cluster
@@ -21,6 +22,7 @@ from tests.simulation.configurations import SHAPES, Shape, clean, drawn_shape, p
 from tests.simulation.faults import Fault, Injector, draw
 from tests.simulation.kernel import BEGIN_S, Kernel
 from tests.simulation.many import FOLDER
+from tests.simulation.rare import GAVE_UP
 from tests.simulation.results import Result
 
 PATIENCE_S = 70.0
@@ -166,7 +168,8 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
         if not codes <= {0, *cluster.excused, *_STOPPED}:
             kernel.violations.append(f"the run ended with exit codes {sorted(codes)}")
             return
-        kernel.note("the same command again")
+        kernel.note("the same command again", str(sorted(codes)))
+        cluster.history.rare[GAVE_UP] += ExitCode.LOST_MEMBERS in codes
         cluster.start_again()
 
 
