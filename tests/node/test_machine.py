@@ -206,6 +206,18 @@ def test_normal_end(machine: Machine) -> None:
     assert machine.exit("schedulerd", 0) == [Exit(code=0)]
 
 
+def test_a_member_elsewhere_that_missed_the_end_is_given_20_s() -> None:
+    """It stays for 15 s, and tells members that come meanwhile; nobody does afterwards."""
+    machine = Machine(("memoryd.b", "worker.1"), NodeLimits(max_restarts=3))
+    machine.feed(Tick())
+    machine.feed(Started(name="memoryd.b", pid=11), Started(name="worker.1", pid=12))
+    assert machine.feed(ShutdownAsked(reason="done")) == [CloseLink()]
+    assert machine.exit("worker.1", 0) == []
+    assert machine.feed(Tick(), after_s=19.0) == []
+    assert machine.feed(Tick(), after_s=1.0) == [Terminate(name="memoryd.b")]
+    assert machine.exit("memoryd.b", 0) == [Exit(code=0)]
+
+
 def test_a_member_that_hears_the_shutdown_before_the_node(machine: Machine) -> None:
     assert machine.exit("worker.0", 0) == []
     assert machine.feed(Tick(), after_s=0.5) == []

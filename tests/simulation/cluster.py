@@ -184,6 +184,11 @@ class Cluster:
         return (self.run.path / "state" / f"step-{steps:08d}").exists()
 
     @property
+    def hangs_in_a_row(self) -> int:
+        """How often the run has hung without an attempt that came to its end."""
+        return 0 if self.scheduler is None else int(self.scheduler.hangs.in_a_row)
+
+    @property
     def ended(self) -> bool:
         """Whether all nodes have ended of their own accord."""
         return len(self.codes) == len(self.nodes)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.daemons.scheduler.machine.membership import MAX_IN_A_ROW
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments
@@ -25,10 +26,10 @@ from tests.simulation.many import FOLDER
 from tests.simulation.rare import GAVE_UP
 from tests.simulation.results import Result
 
-PATIENCE_S = 70.0
+PATIENCE_S = 40.0
 """Virtual seconds in which a run must end when nothing goes wrong any more: a process that hangs is
 given the attempt's timeout, a node that dies young its longest delay, members that missed the end a
-node's ``end_timeout_s``.
+node's ``told_grace_s``.
 """
 HUNG_PATIENCE_S = 670.0
 """The same while a process lives that hangs: the beginning of an epoch has 600 s."""
@@ -165,6 +166,8 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
             if not cluster.complete():
                 kernel.violations.append("the run ended as a finished one, and is not")
             return
+        if cluster.hangs_in_a_row >= MAX_IN_A_ROW:
+            cluster.excused.add(ExitCode.LOST_MEMBERS)
         if not codes <= {0, *cluster.excused, *_STOPPED}:
             kernel.violations.append(f"the run ended with exit codes {sorted(codes)}")
             return

@@ -81,12 +81,13 @@ class NodePhase(StrEnum):
 class NodeLimits:
     """Deadlines and counts. A child that lived shorter than ``quick_death_s`` is restarted after a
     delay that grows with every such death in a row. ``deaf_grace_s``: how long a child may outlive
-    the scheduler: one that was not connected yet never hears that the run has ended. ``silence_s``:
-    how long a child may stand still, stopped by a signal (the scheduler watches members only, and
-    only those that have joined, as long as the run goes on); ``hang_s``: how long the node's
-    schedulerd may say nothing though it is not stopped. ``warm_up_s``: how long the first start of
-    a child waits for its preloader: as long as it would take itself to import the same, and some
-    more.
+    the scheduler: one that was not connected yet never hears that the run has ended.
+    ``told_grace_s``: how long it may outlive the end where the scheduler is on another node, which
+    stays for at most 15 s to tell members that come late. ``silence_s``: how long a child may stand
+    still, stopped by a signal (the scheduler watches members only, and only those that have joined,
+    as long as the run goes on); ``hang_s``: how long the node's schedulerd may say nothing though
+    it is not stopped. ``warm_up_s``: how long the first start of a child waits for its preloader:
+    as long as it would take itself to import the same, and some more.
     """
 
     max_restarts: int
@@ -99,6 +100,7 @@ class NodeLimits:
     fail_timeout_s: float = 15.0
     end_timeout_s: float = 60.0
     deaf_grace_s: float = 5.0
+    told_grace_s: float = 20.0
     terminate_timeout_s: float = 30.0
     silence_s: float = 10.0
     hang_s: float = 600.0
@@ -506,7 +508,8 @@ class NodeMachine:
         # Killed while it told the members: who has not heard never will.
         cut_short = scheduler is not None and scheduler.pid is None
         limits = self.limits
-        self.deadline_s = now_s + (limits.quick_death_s if cut_short else limits.end_timeout_s)
+        elsewhere_s = limits.told_grace_s if scheduler is None else limits.end_timeout_s
+        self.deadline_s = now_s + (limits.quick_death_s if cut_short else elsewhere_s)
         self._forget_starts()
         # Nobody else tells helpers: they are no members.
         helpers = (c.name for c in self.children.values() if c.is_helper and c.pid is not None)
