@@ -39,7 +39,9 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import STOP_ORDER, StopSignal
+from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
+from penstock.shm.segment import SHM_ROOT, exists
 from tests.simulation.configurations import Shape
 from tests.simulation.disk import Disk
 from tests.simulation.history import History
@@ -213,6 +215,17 @@ class Cluster:
         reclaim(self._specs[index])
         if index in self.kept:
             reclaim(self.kept[index])
+
+    def copy_of_memory(self, index: int) -> dict[str, bytes]:
+        """Returns the segments of a machine by name: what it still has while nobody reaches it."""
+        specs = [self._specs[index], *([self.kept[index]] if index in self.kept else ())]
+        names = [spec.name(kind) for spec in specs for kind in SegmentKind]
+        return {name: _file(name).read_bytes() for name in names if exists(name)}
+
+    def bring_back(self, segments: dict[str, bytes]) -> None:
+        """A machine that was out of reach has what it had."""
+        for name, content in segments.items():
+            _file(name).write_bytes(content)
 
     def reclaim(self) -> None:
         """Remove all segments."""
@@ -407,6 +420,10 @@ class SimNode:
 
         cluster.history.rare[f"starts {kind}"] += 1
         return main
+
+
+def _file(segment: str) -> Path:
+    return SHM_ROOT / segment.removeprefix("/")
 
 
 def run_path(base: Path, shape: Shape) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.kernel import Process
@@ -23,6 +24,7 @@ KINDS = {
     "lose a machine": 3,
     "switch off": 3,
     "lose two machines": 1,
+    "spare": 1,
     "stop": 4,
     "stop for long": 2,
     "stop for ever": 2,
@@ -38,8 +40,15 @@ KINDS = {
     "stop the run": 1,
 }
 """Kind -> weight."""
-ONLY_SEVERAL_NODES = ("cut the network", "cut one way", "lose two machines")
-WITH_PARTNERS = {"lose a machine": 12, "switch off": 6, "lose two machines": 4, "cut a sweep": 12}
+ONLY_SEVERAL_NODES = ("cut the network", "cut one way", "lose two machines", "spare")
+WITH_PARTNERS = {
+    "lose a machine": 12,
+    "switch off": 6,
+    "lose two machines": 4,
+    "spare": 5,
+    "cut a sweep": 12,
+    "strike in a re-seed": 10,
+}
 """Kind -> weight where memory outlives a machine."""
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
@@ -98,6 +107,8 @@ class Injector:
         self._awaited: tuple[Fault, int] | None = None
         self._struck: set[Fault] = set()
         self._striking = False
+        self._due: list[tuple[int, Callable[[], None]]] = []
+        """What happens as soon as so many attempts are decided."""
         cluster.history.on_decision = self.decided
 
     @property
@@ -132,6 +143,10 @@ class Injector:
 
     def decided(self) -> None:
         """An attempt was decided."""
+        due = [entry for entry in self._due if self._cluster.history.num_decided >= entry[0]]
+        for entry in due:
+            self._due.remove(entry)
+            self._kernel.after(self._kernel.random.random() * 5e-3, entry[1])
         if self._awaited is not None and self._cluster.history.num_decided >= self._awaited[1]:
             fault, self._awaited = self._awaited[0], None
             self._kernel.after(fault.after_s, lambda: self._strike(fault))
@@ -230,11 +245,53 @@ class Injector:
             lambda: self._goes_down(partner, dice, "lose two machines"),
         )
 
-    def _goes_down(self, index: int, dice: random.Random, kind: str) -> None:
+    def _spare(self, dice: random.Random) -> None:
+        """Nobody reaches a machine any more, and another one takes its node's place. A step or two
+        after that was filled it goes, and the first one comes back with what it had.
+        """
+        cluster = self._cluster
+        index = dice.randrange(len(cluster.machines))
+        machine = cluster.machines[index]
+        segments, boot = cluster.copy_of_memory(index), machine.boot
+        if not self._goes_down(index, dice, "spare"):
+            return
+
+        def comes_back() -> None:
+            if self._goes_down(index, dice, "spare"):
+                cluster.bring_back(segments)
+                machine.boot = boot
+
+        def wait() -> None:
+            count = cluster.history.num_decided + dice.choice((0, 1, 1, 1, 2))
+            self._due.append((count, comes_back))
+
+        cluster.history.at_refill.append(wait)
+
+    def _strike_in_a_reseed(self, dice: random.Random) -> None:
+        """A moment after a replica begins anew the next time."""
+
+        def strike() -> None:
+            kind = dice.choice(("schedulerd", "mirrord", "mirrord", "machine"))
+            if kind == "machine":
+                index = dice.randrange(len(self._cluster.machines))
+                self._goes_down(index, dice, "strike in a re-seed")
+                return
+            victims = [p for p in self._cluster.living if p.kind == kind and p.steps_left is None]
+            if victims:
+                steps = 1 + int(dice.expovariate(1.0) * dice.choice((2, 8)))
+                fallen = partial(self._effective, "strike in a re-seed")
+                dice.choice(victims).doom(steps, fallen)
+
+        self._cluster.history.at_reseed.append(
+            lambda: self._kernel.after(dice.random() * 12e-3, strike)
+        )
+
+    def _goes_down(self, index: int, dice: random.Random, kind: str) -> bool:
+        """A machine goes with its memory, for a while; returns whether it was up."""
         cluster = self._cluster
         machine = cluster.machines[index]
         if not machine.up or index in cluster.codes:
-            return
+            return False
         self._effective(kind)
         machine.up = False
         for process in [p for p in cluster.living if p.machine is machine]:
@@ -253,6 +310,7 @@ class Injector:
         if kind == "switch off" and index == 0:
             cluster.disk.power_cut(dice)
         self._for_a_while(dice, 2.0, lambda: setattr(machine, "up", True))
+        return True
 
     def _for_a_while(self, dice: random.Random, longest_s: float, end: Callable[[], None]) -> None:
         self.under_way += 1
@@ -380,6 +438,8 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "lose a machine": Injector._lose_a_machine,
     "switch off": Injector._switch_off,
     "lose two machines": Injector._lose_two_machines,
+    "spare": Injector._spare,
+    "strike in a re-seed": Injector._strike_in_a_reseed,
     "stop": Injector._stop,
     "stop for long": Injector._stop_for_long,
     "stop for ever": Injector._stop_for_ever,

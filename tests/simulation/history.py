@@ -27,6 +27,8 @@ class History:
         self.num_decided = 0
         self.on_decision: Callable[[], None] = lambda: None
         self.at_restore: list[Callable[[], None]] = []
+        self.at_refill: list[Callable[[], None]] = []
+        self.at_reseed: list[Callable[[], None]] = []
         self.cluster: Any = None
         kernel.died = self.died
         self._samples = 0
@@ -160,6 +162,7 @@ class History:
                 self.violation(f"generation {generation} of {name} is used again")
             self._generations[name] = generation
         self._fills = True
+        _begin(self.at_refill)
 
     def _epoch_began(self, epoch: int) -> None:
         """The scheduler journaled an epoch."""
@@ -214,9 +217,9 @@ class History:
     ) -> None:
         """A word of a control segment was stored."""
         if name == "clear_history" and process.kind == "memoryd":
-            begun, self.at_restore = self.at_restore, []
-            for action in begun:
-                action()
+            _begin(self.at_restore)
+        if name == "clear_history" and process.kind == "mirrord":
+            _begin(self.at_reseed)
         if name == "set_incarnation" and process.kind == "memoryd" and not args[0]:
             self._given_up(process)
         if name == "set_epoch" and args[0] > self.epoch:
@@ -249,6 +252,14 @@ class History:
     def committed(self) -> int:
         """The last journaled version."""
         return self._journaled
+
+
+def _begin(waiting: list[Callable[[], None]]) -> None:
+    """What waited for this moment happens."""
+    actions = list(waiting)
+    waiting.clear()
+    for action in actions:
+        action()
 
 
 def _phase(machine: Any) -> str:
