@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -73,6 +74,8 @@ class Cluster:
         self.nodes: list[SimNode | None] = [None] * len(nodes)
         self.codes: dict[int, int] = {}
         self.cuts: dict[str, float] = {}
+        self.settle_s = random.Random(f"settle {kernel.seed}").choice((4e-4, 4e-4, 8e-3))
+        """The longest settle of a replica: in some runs longer than a step."""
         self.doomed: dict[str, int] = {}
         self.beginnings = 0
         """How often the run was begun again while nodes of its last start were still ending."""

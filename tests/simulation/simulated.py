@@ -70,6 +70,10 @@ from tests.simulation.zeromq import Context, Poller
 
 WALL_S = 1.7e9
 LOOK_AGAIN_S = 0.02
+SWEEP_S = 4e-4
+"""Longest sweep."""
+ENDS = 0.3
+"""How many of the sweeps that are to be cut come to their end, and no word says so."""
 
 
 class SimWorld(world.World):
@@ -212,9 +216,15 @@ def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
         process = found.process
         kernel = process.kernel
         kernel.point("sweep")
-        found.sleep(kernel.random.random() * 4e-4 * process.machine.slow)
+        longest_s = found.cluster.settle_s if isinstance(self, ReplicaSweeps) else SWEEP_S
+        found.sleep(kernel.random.random() * longest_s * process.machine.slow)
         if process.name in found.cluster.cuts:
-            del found.cluster.cuts[process.name]
+            if found.cluster.cuts.pop(process.name) < ENDS:
+                run(self, work)
+                process.last_point = "swept"
+                found.cluster.history.effective["cut a sweep"] += 1
+                process.kill()
+                kernel.park_forever()
             was_cut, status = cut(self, work, run, kernel.random)
             if was_cut:
                 process.last_point = "cut"
