@@ -44,6 +44,7 @@ import penstock.workers.epoch_builder as epoch_builder_module
 import penstock.workers.main as worker_main
 from penstock import _native
 from penstock.daemons.kit.events import StopAsked
+from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
@@ -446,6 +447,26 @@ def _write_tensors(
     return written
 
 
+_real_load_block = snapshot_module.load_block
+
+
+def _load_block(*args: Any) -> None:
+    """A block's files of a saved state."""
+    here().process.kernel.point("reads a state")
+    _takes_a_while(2e-3)
+    _real_load_block(*args)
+    here().process.kernel.point("has read a state")
+
+
+def _takes_a_while(usual_s: float) -> None:
+    """At times longer than a process takes to come back, as with models of many GB: orders of the
+    next epoch come meanwhile.
+    """
+    process = here().process
+    dice = process.kernel.random
+    here().sleep(dice.random() * dice.choice((usual_s, usual_s, 50e-3, 0.5)) * process.machine.slow)
+
+
 _real_inventory = home_module.inventory
 
 
@@ -482,6 +503,7 @@ def replaced() -> Iterator[None]:
         put(node_effects_module, "boot_id", lambda: here().process.machine.boot)
         put(home_module, "inventory", _inventory)
         put(restore_module, "_cast", _cast)
+        put(snapshot_module, "load_block", _load_block)
         put(memory_module, "huge_bytes", Counter)
         put(segment_module, "_populate", _nothing)
         put(segment_module, "allowed_huge_pages", lambda *_: HugePages.NEVER)
@@ -533,8 +555,9 @@ def load_initial(run: Any, node: int) -> Callable[[Any], None]:
                 numbers = np.random.Generator(np.random.Philox([run.config.run.seed, block]))
                 values = numbers.standard_normal(count, dtype=np.float32)
                 memory.store_master(block, 0, values * np.float32(0.02))
-                here().sleep(1e-3)
-                cancelled()
+                _takes_a_while(1e-3)
+                if cancelled():
+                    raise CancelledError
         finally:
             memory.close()
 
