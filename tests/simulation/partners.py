@@ -20,7 +20,7 @@ from penstock.shm.control import INVALID_VERSION
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import SegmentError
 
-SEEDED_WITHIN = 12
+SEEDED_WITHIN = 20
 """A replica has all blocks after so many attempts that nobody disturbs."""
 
 
