@@ -322,11 +322,14 @@ class Driver:
         return self.each(self.rules.memoryds, restored=restored)
 
     def ready(self) -> list[str]:
-        """Daemons, then workers say Ready; the lines of the workers' part."""
+        """Daemons, then workers say Ready; the lines of their part, behind those of nodes."""
         ready = pb.Ready(epoch=self.epoch)
         daemons = (*self.rules.memoryds, *self.rules.optimizerds, *self.rules.mirrords)
         self.each(daemons, ready=ready)
-        return self.each(self.rules.workers, ready=ready)
+        version, nodes = self.machine.mirror.version, self.rules.nodes
+        lines = self.each(self.rules.workers, ready=ready)
+        assert lines[: len(nodes)] == [f"{n} <- begin e{self.epoch} v{version}" for n in nodes]
+        return lines[len(nodes) :]
 
     def begin(self) -> list[str]:
         """From nothing, or from a broken epoch with everyone back, to a live epoch."""

@@ -47,9 +47,13 @@ def test_the_first_epoch_from_nothing_to_the_first_attempt() -> None:
         "worker.1 <- begin e1 v0",
     ]
     assert driver.say("worker.1", ready=ready) == []
-    assert driver.say("worker.0", ready=ready) == [
-        f"{name} <- run_attempt e1 a1 v0 data 0" for name in DRAINS[1:]
-    ]
+    assert (
+        driver.say("worker.0", ready=ready)
+        == [
+            "node.a <- begin e1 v0",  # whose budget of restarts begins anew with a version
+            *(f"{name} <- run_attempt e1 a1 v0 data 0" for name in DRAINS[1:]),
+        ]
+    )
     assert driver.status.phase == "running"
     assert [m.state for m in driver.status.members] == ["ready"] * 5
 

@@ -426,6 +426,8 @@ class World:
         return [pb.MemberMessage(restored=restored)]
 
     def _on_begin(self, process: Process, body: pb.Begin) -> list[pb.MemberMessage]:
+        if process.name.startswith("node."):
+            process.epoch = body.epoch  # nodes have nothing to drain
         assert body.epoch == process.epoch
         if process.name.startswith("optimizerd"):
             self.memory[process.node].apply(body.record)

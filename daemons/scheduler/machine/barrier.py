@@ -7,7 +7,6 @@ committed version and nothing of an older epoch running anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from penstock.daemons.kit.events import Say
 from penstock.daemons.kit.messages import record_message
@@ -230,7 +229,11 @@ class Barrier(Activity):
         if member in self.rules.workers:
             self.done = True
             self._members.take_part()
-            return [Say(text=f"epoch {self.mirror.epoch} begins at version {self.mirror.version}")]
+            news = pb.SchedulerMessage(begin=self._begin_message())
+            return [  # nodes owe no answer: they hear that the run has got on
+                *send_all(self.rules.nodes, news),
+                Say(text=f"epoch {self.mirror.epoch} begins at version {self.mirror.version}"),
+            ]
         # The commit is applied everywhere: only now may workers read weights.
         self.waiting = set(self.rules.workers)
         self.deadline_s = now_s + self.rules.deadlines.begin_s
@@ -240,21 +243,22 @@ class Barrier(Activity):
         """Each member hears of its own peers only, and of the plan by its digest: with all of them
         and the plan itself Begins would grow with the square of the members.
         """
-        assert self.mirror.record is not None, "an epoch begins with what is committed"
-        fields: dict[str, Any] = {
-            "epoch": self.mirror.epoch,
-            "record": record_message(self.mirror.record),
-            "plan_digest": self.rules.plan_digest,
-            "next_attempt": self.mirror.next_attempt,
-            "next_evaluation": self.mirror.next_evaluation,
-        }
-        begins = {
-            name: pb.Begin(endpoints=self._members.endpoints(name), **fields) for name in members
-        }
+        begins = {name: self._begin_message(self._members.endpoints(name)) for name in members}
         return [
             Send(member=name, message=pb.SchedulerMessage(begin=begin))
             for name, begin in begins.items()
         ]
+
+    def _begin_message(self, endpoints: Iterable[pb.Endpoint] = ()) -> pb.Begin:
+        assert self.mirror.record is not None, "an epoch begins with what is committed"
+        return pb.Begin(
+            epoch=self.mirror.epoch,
+            record=record_message(self.mirror.record),
+            endpoints=endpoints,
+            plan_digest=self.rules.plan_digest,
+            next_attempt=self.mirror.next_attempt,
+            next_evaluation=self.mirror.next_evaluation,
+        )
 
     answers = {  # noqa: RUF012  # the base class says ClassVar
         "drained": _on_drained,

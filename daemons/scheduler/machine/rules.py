@@ -122,6 +122,11 @@ class Rules:
         return frozenset(self.blocks)
 
     @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """Names of the nodes' supervisors."""
+        return self._named(Role.NODE)
+
+    @cached_property
     def workers(self) -> tuple[str, ...]:
         """Member names of the workers."""
         return self._named(Role.WORKER)
