@@ -50,6 +50,11 @@ WITH_PARTNERS = {
     "strike in a re-seed": 10,
 }
 """Kind -> weight where memory outlives a machine."""
+DEATHS = (
+    *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
+    *("lose a machine", "save", "strike in a re-seed"),
+)
+"""Of these nobody hangs: whoever is said to is wronged."""
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
 MOST_HUNG = 2
@@ -81,6 +86,8 @@ def draw(
         for kind, weight in (KINDS | (WITH_PARTNERS if partners else {})).items()
         if (several_nodes or kind not in ONLY_SEVERAL_NODES) and (not kinds or kind in kinds)
     }
+    if not kinds:
+        weights = _themed(weights, dice)
     chosen = dice.choices(list(weights), list(weights.values()), k=count)
     return tuple(
         Fault(
@@ -91,6 +98,19 @@ def draw(
         )
         for kind in chosen
     )
+
+
+def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
+    """Returns the kinds of a seed: all, or deaths alone, or a few, each then as likely as another:
+    what is rare among all kinds is often met where it has few beside it.
+    """
+    theme = dice.random()
+    if theme < 0.5:
+        return weights
+    if theme < 0.7:
+        return {kind: weight for kind, weight in weights.items() if kind in DEATHS}
+    few = dice.sample(sorted(weights), 3)
+    return {**dict.fromkeys(few, 1), "kill": 1}
 
 
 class Injector:
@@ -110,6 +130,7 @@ class Injector:
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""
         cluster.history.on_decision = self.decided
+        cluster.history.nobody_hangs = all(fault.kind in DEATHS for fault in plan)
 
     @property
     def done(self) -> bool:

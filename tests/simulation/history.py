@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol.run.ended import RunEnd
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.partners import Partners
@@ -40,6 +41,7 @@ class History:
         self.partners: Partners
         """Set by the cluster."""
         self.undisturbed = False
+        self.nobody_hangs = False
         self._generations: dict[str, int] = {}
         self._fills = False  # lost memory is being filled from partners
         self._saved = 0
@@ -48,6 +50,11 @@ class History:
     def violation(self, text: str) -> None:
         """Something happened that must not."""
         self._kernel.violations.append(text)
+
+    def broke(self, cause: BreakCause, reason: str) -> None:
+        """The scheduler breaks an epoch."""
+        if self.nobody_hangs and cause is BreakCause.HUNG:
+            self.violation(f"{cause.value} where nobody hangs: {reason}")
 
     def died(self, process: Process) -> None:
         """A process is dead: look which rare states that was."""

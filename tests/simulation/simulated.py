@@ -48,6 +48,7 @@ from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
+from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol import world
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.security.sockets import OpenAccess
@@ -372,6 +373,13 @@ def _machine(*args: Any) -> SchedulerMachine:
     """The real one; the cluster looks at what it is up to when somebody dies."""
     found = here()
     machine = found.cluster.scheduler = SchedulerMachine(*args)
+    real = machine._break_epoch
+
+    def break_epoch(cause: BreakCause, reason: str, now_s: float) -> None:
+        found.cluster.history.broke(cause, reason)
+        real(cause, reason, now_s)
+
+    machine._break_epoch = break_epoch  # type: ignore[method-assign]
     return machine
 
 
