@@ -357,11 +357,28 @@ class Injector:
 
     def _hang(self, dice: random.Random) -> None:
         """One thread of a process stands still for ever; the others go on, heartbeats among them,
-        unless it was theirs. Who hangs before
-        the scheduler knows it is missed by nobody, and so is who cannot join a new scheduler; a
-        directory of saved states that hangs is for people to mend.
+        unless it was theirs. Now, or a moment after memory begins to be filled the next time: then
+        who fills it.
         """
-        cluster, victim = self._cluster, self._victim(dice)
+        if dice.random() < 0.7:
+            self._hang_one(self._victim(dice), dice)
+            return
+
+        def strike() -> None:
+            filled = [p for p in self._cluster.living if p.kind == "memoryd"]
+            self._hang_one(dice.choice(filled) if filled else None, dice, newest=True)
+
+        self._cluster.history.at_restore.append(
+            lambda: self._kernel.after(dice.random() * 4e-3, strike)
+        )
+
+    def _hang_one(
+        self, victim: Process | None, dice: random.Random, *, newest: bool = False
+    ) -> None:
+        """Who hangs before the scheduler knows it is missed by nobody, and so is who cannot join a
+        new scheduler; a directory of saved states that hangs is for people to mend.
+        """
+        cluster = self._cluster
         if victim is None or sum(process.hung for process in cluster.living) >= MOST_HUNG:
             return
         known = cluster.scheduler is not None and victim.name in cluster.scheduler.members.present
@@ -369,7 +386,8 @@ class Injector:
             return
         spared = ("member-link", "saved-states-0")
         threads = [task for task in victim.tasks if not task.done and task.name not in spared]
-        task = threads[0] if dice.random() < 0.3 else dice.choice(threads)
+        first_or_any = threads[0] if dice.random() < 0.3 else dice.choice(threads)
+        task = threads[-1] if newest else first_or_any
         task.hung = True
         self._kernel.note("hangs", victim.name, task.name)
         victim.at_death.append(lambda: self._hung_is_dead(victim))
