@@ -77,6 +77,8 @@ class Cluster:
         self.settle_s = random.Random(f"settle {kernel.seed}").choice((4e-4, 4e-4, 8e-3))
         """The longest settle of a replica: in some runs longer than a step."""
         self.doomed: dict[str, int] = {}
+        self.changed_s = kernel.now
+        """When a process was started, or died, for the last time."""
         self.beginnings = 0
         """How often the run was begun again while nodes of its last start were still ending."""
         self.history.cluster = self
@@ -97,6 +99,7 @@ class Cluster:
     ) -> Process:
         """Start a process on a machine; it begins a moment later, as imports take their time."""
         kernel = self.kernel
+        self.changed_s = kernel.now
         self._next_pid += 1
         process = Process(kernel, self.machines[index], name, self._next_pid)
         if name in self.doomed:
@@ -197,6 +200,15 @@ class Cluster:
     def ended(self) -> bool:
         """Whether all nodes have ended of their own accord."""
         return len(self.codes) == len(self.nodes)
+
+    def state(self) -> str:
+        """Returns what the run is up to, for people."""
+        machine = self.scheduler
+        living = ", ".join(f"{p.name}{' stopped' if p.stopped else ''}" for p in self.living)
+        phase = (
+            "" if machine is None else f"{machine.phase.value}, missing {machine.members.missing}"
+        )
+        return f"{phase}; alive: {living}"
 
     # ---- memory ----
 

@@ -24,6 +24,7 @@ KINDS = {
     "lose a machine": 3,
     "switch off": 3,
     "lose two machines": 1,
+    "lose a machine at a cut": 2,
     "spare": 1,
     "stop": 4,
     "stop for long": 2,
@@ -40,7 +41,9 @@ KINDS = {
     "stop the run": 1,
 }
 """Kind -> weight."""
-ONLY_SEVERAL_NODES = ("cut the network", "cut one way", "lose two machines", "spare")
+ONLY_SEVERAL_NODES = (
+    *("cut the network", "cut one way", "lose two machines", "lose a machine at a cut", "spare"),
+)
 WITH_PARTNERS = {
     "lose a machine": 12,
     "switch off": 6,
@@ -52,13 +55,23 @@ WITH_PARTNERS = {
 """Kind -> weight where memory outlives a machine."""
 DEATHS = (
     *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
-    *("lose a machine", "save", "strike in a re-seed"),
+    *("lose a machine", "lose a machine at a cut", "save", "strike in a re-seed"),
 )
 """Of these nobody hangs: whoever is said to is wronged."""
+RESTORES = (
+    *("kill", "cut a sweep", "kill in a restore"),
+    *("lose a machine", "lose a machine at a cut", "save"),
+)
+"""What is often met where memory is filled again and again."""
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
 MOST_HUNG = 2
 """Processes that hang at a time: each may take as long as an epoch's beginning may."""
+PATIENCE_S = 40.0
+"""Virtual seconds in which a run must end, or decide an attempt, when nothing goes wrong any more:
+a process that hangs is given the attempt's timeout, a node that dies young its longest delay,
+members that missed the end a node's ``told_grace_s``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +114,18 @@ def draw(
 
 
 def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
-    """Returns the kinds of a seed: all, or deaths alone, or a few, each then as likely as another:
-    what is rare among all kinds is often met where it has few beside it.
+    """Returns the kinds of a seed: all, or deaths alone, or what memory is filled for, or a few,
+    each then as likely as another: what is rare among all kinds is often met where it has few
+    beside it.
     """
     theme = dice.random()
     if theme < 0.5:
         return weights
-    if theme < 0.7:
+    if theme < 0.65:
         return {kind: weight for kind, weight in weights.items() if kind in DEATHS}
+    restores = [kind for kind in weights if kind in RESTORES]
+    if theme < 0.8:
+        return {**dict.fromkeys(restores, 2), "kill": 1}
     few = dice.sample(sorted(weights), 3)
     return {**dict.fromkeys(few, 1), "kill": 1}
 
@@ -156,9 +173,14 @@ class Injector:
             return
         fault, self._awaited = self._plan.pop(0), None
         if fault.decisions:
-            self._awaited = (fault, self._cluster.history.num_decided + fault.decisions)
-            # Where nothing is decided any more it strikes all the same.
-            self._kernel.after(1.0 + fault.after_s, lambda: self._strike(fault))
+            decided = self._cluster.history.num_decided
+            self._awaited = (fault, decided + fault.decisions)
+            # Where nothing is decided any more it strikes all the same. At times so late that it is
+            # no rescue for who would never go on by themselves.
+            patience_s = PATIENCE_S + 5.0 if fault.number % 8 == 0 else 1.0
+            self._kernel.after(
+                patience_s + fault.after_s, lambda: self._strike_late(fault, decided)
+            )
         else:
             self._kernel.after(fault.after_s, lambda: self._strike(fault))
 
@@ -171,6 +193,19 @@ class Injector:
         if self._awaited is not None and self._cluster.history.num_decided >= self._awaited[1]:
             fault, self._awaited = self._awaited[0], None
             self._kernel.after(fault.after_s, lambda: self._strike(fault))
+
+    def _strike_late(self, fault: Fault, decided: int) -> None:
+        """The attempts that a fault waits for have not been decided: somebody must have been in the
+        way, lately.
+        """
+        cluster = self._cluster
+        if fault not in self._struck and not cluster.ended:
+            hung = any(process.hung for process in cluster.living)
+            since_s = max(self.last_s, cluster.changed_s)
+            quiet = not hung and not self.under_way and self._kernel.now - since_s > PATIENCE_S
+            if quiet and cluster.history.num_decided == decided:
+                cluster.history.violation(f"nothing is decided any more: {cluster.state()}")
+        self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
         if fault in self._struck:
@@ -240,8 +275,9 @@ class Injector:
                 self._effective("kill in a restore")
                 victim.kill()
 
+        longest_s = dice.choice((8e-3, 8e-3, 0.1))
         self._cluster.history.at_restore.append(
-            lambda: self._kernel.after(dice.random() * 8e-3, strike)
+            lambda: self._kernel.after(dice.random() * longest_s, strike)
         )
 
     def _lose_a_machine(self, dice: random.Random) -> None:
@@ -265,6 +301,24 @@ class Injector:
             dice.choice((1e-3, 0.1, 2.0, 6.0)),
             lambda: self._goes_down(partner, dice, "lose two machines"),
         )
+
+    def _lose_at_a_cut(self, dice: random.Random) -> None:
+        """A moment after a sweep was cut short on another one: what it left is in memory when all
+        memory is filled anew.
+        """
+        cluster = self._cluster
+        victims = [p for p in cluster.living if p.kind in SWEEPERS]
+        if not victims:
+            return
+        victim = dice.choice(victims)
+        others = [i for i, m in enumerate(cluster.machines) if m is not victim.machine]
+        index = dice.choice(others)
+
+        def strike() -> None:
+            self._goes_down(index, dice, "lose a machine at a cut")
+
+        cluster.cuts[victim.name] = dice.random()
+        cluster.history.at_cut.append(lambda: self._kernel.after(dice.random() * 5e-3, strike))
 
     def _spare(self, dice: random.Random) -> None:
         """Nobody reaches a machine any more, and another one takes its node's place. A step or two
@@ -477,6 +531,7 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "lose a machine": Injector._lose_a_machine,
     "switch off": Injector._switch_off,
     "lose two machines": Injector._lose_two_machines,
+    "lose a machine at a cut": Injector._lose_at_a_cut,
     "spare": Injector._spare,
     "strike in a re-seed": Injector._strike_in_a_reseed,
     "stop": Injector._stop,

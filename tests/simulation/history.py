@@ -27,6 +27,7 @@ class History:
         self.delays = 0
         self.num_decided = 0
         self.on_decision: Callable[[], None] = lambda: None
+        self.at_cut: list[Callable[[], None]] = []
         self.at_restore: list[Callable[[], None]] = []
         self.at_refill: list[Callable[[], None]] = []
         self.at_reseed: list[Callable[[], None]] = []
@@ -58,6 +59,7 @@ class History:
 
     def died(self, process: Process) -> None:
         """A process is dead: look which rare states that was."""
+        self.cluster.changed_s = self._kernel.now
         self._look_for_end()
         if process.code is not None and process.code >= 0:
             return
@@ -79,6 +81,11 @@ class History:
         for name, matches in RARE.items():
             if matches(death):
                 self.rare[name] += 1
+
+    def cut(self) -> None:
+        """A sweep was cut short."""
+        self.effective["cut a sweep"] += 1
+        _begin(self.at_cut)
 
     def begins_to_write(self, row: str, effect: Any) -> None:
         """A row is about to be written: if its scheduler dies now, it may count or not. So where

@@ -20,17 +20,12 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments
 from tests.simulation.cluster import Cluster
 from tests.simulation.configurations import SHAPES, Shape, clean, drawn_shape, prepare
-from tests.simulation.faults import Fault, Injector, draw
+from tests.simulation.faults import PATIENCE_S, Fault, Injector, draw
 from tests.simulation.kernel import BEGIN_S, Kernel
 from tests.simulation.many import FOLDER
 from tests.simulation.rare import GAVE_UP
 from tests.simulation.results import Result
 
-PATIENCE_S = 40.0
-"""Virtual seconds in which a run must end when nothing goes wrong any more: a process that hangs is
-given the attempt's timeout, a node that dies young its longest delay, members that missed the end a
-node's ``told_grace_s``.
-"""
 HUNG_PATIENCE_S = 670.0
 """The same while a process lives that hangs: the beginning of an epoch has 600 s."""
 LONGEST_S = 8000.0
@@ -159,7 +154,7 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
         if kernel.violations:
             return
         if not cluster.ended:
-            kernel.violations.append(f"the run did not end: {_state_of(cluster)}")
+            kernel.violations.append(f"the run did not end: {cluster.state()}")
             return
         codes = set(cluster.codes.values())
         if codes == {0}:
@@ -177,13 +172,6 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
 
 
 _STOPPED = (130, 5)
-
-
-def _state_of(cluster: Cluster) -> str:
-    machine = cluster.scheduler
-    living = ", ".join(f"{p.name}{' stopped' if p.stopped else ''}" for p in cluster.living)
-    phase = "" if machine is None else f"{machine.phase.value}, missing {machine.members.missing}"
-    return f"{phase}; alive: {living}"
 
 
 def _nothing_left(kernel: Kernel, run: RunDirectory) -> None:

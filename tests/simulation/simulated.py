@@ -76,6 +76,8 @@ SWEEP_S = 4e-4
 """Longest sweep."""
 ENDS = 0.3
 """How many of the sweeps that are to be cut come to their end, and no word says so."""
+UNTOUCHED = 0.2
+"""How many are cut ahead of their first byte."""
 
 
 class SimWorld(world.World):
@@ -208,6 +210,21 @@ _WORDS = (
 # ---- sweeps ----
 
 
+def _cut(kernels: Any, work: Any, run: Callable[..., Any], process: Process) -> tuple[bool, Any]:
+    """A sweep whose process is to die of it; returns whether it does, and else the status."""
+    fate = process.world.cluster.cuts.pop(process.name)
+    if fate < ENDS:
+        run(kernels, work)
+        process.last_point = "swept"
+        return True, None
+    if fate < ENDS + UNTOUCHED:
+        return True, None
+    was_cut, status = cut(kernels, work, run, process.kernel.random)
+    if was_cut:
+        process.last_point = "cut"
+    return was_cut, status
+
+
 def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a sweep that takes its time, and that a kill may cut short."""
 
@@ -221,17 +238,10 @@ def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
         longest_s = found.cluster.settle_s if isinstance(self, ReplicaSweeps) else SWEEP_S
         found.sleep(kernel.random.random() * longest_s * process.machine.slow)
         if process.name in found.cluster.cuts:
-            if found.cluster.cuts.pop(process.name) < ENDS:
-                run(self, work)
-                process.last_point = "swept"
-                found.cluster.history.effective["cut a sweep"] += 1
-                process.kill()
-                kernel.park_forever()
-            was_cut, status = cut(self, work, run, kernel.random)
+            was_cut, status = _cut(self, work, run, process)
             if was_cut:
-                process.last_point = "cut"
-                found.cluster.history.effective["cut a sweep"] += 1
                 process.kill()
+                found.cluster.history.cut()
                 kernel.park_forever()
             return status
         result = run(self, work)
@@ -433,6 +443,7 @@ _real_cast = restore_module._cast
 def _cast(pool: Any, memory: Any, block: int, version: int) -> None:
     """On the shared thread."""
     here().process.kernel.point("casts")
+    _takes_a_while(1e-3)
     _real_cast(_thread(), memory, block, version)
 
 
