@@ -257,11 +257,15 @@ class Cluster:
         node.inbox.put(StopAsked())
         return True
 
+    @property
+    def server(self) -> Any:
+        """The scheduler's side of all streams; None while nobody listens."""
+        return self.network.listeners.get(f"{self.run.config.cluster.nodes[0].host}:{PORT}")
+
     def ask(self, call: str) -> bool:
         """A control client calls; returns whether there is a scheduler to hear it."""
         scheduler = self.process(SCHEDULERD)
-        hosts = self.run.config.cluster.nodes[0].host
-        server = self.network.listeners.get(f"{hosts}:{PORT}")
+        server = self.server
         if scheduler is None or server is None:
             return False
         self._tickets += 1

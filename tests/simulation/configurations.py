@@ -51,6 +51,7 @@ class Shape:
     eval_every: int = 0
     tied: bool = False
     overflows: bool = False
+    initial_scale: float = 1024.0
     rollback: str = "exact"
     undefined: int = 0
     blocks: int = 4
@@ -100,7 +101,7 @@ class Shape:
         if self.partners:
             sections["memory"] = {"mirror": "partner"}
         if self.overflows:
-            sections["optimizer"]["initial_loss_scale"] = 1024.0
+            sections["optimizer"]["initial_loss_scale"] = self.initial_scale
         for section, values in self.extra.items():
             sections.setdefault(section, {}).update(values)
         return parse_config(sections)
@@ -164,7 +165,9 @@ SHAPES = (
     Shape(name="held", clip=0.12, speculate="never"),
     Shape(name="bf16", dtype="bf16", grad_dtype="bf16", scheme="gpipe"),
     Shape(name="split", dtype="bf16", grad_dtype="bf16", master="split", settle="early"),
-    Shape(name="overflow", dtype="fp16", grad_dtype="fp32", overflows=True),
+    Shape(
+        name="overflow", dtype="fp16", grad_dtype="fp32", overflows=True, initial_scale=2.0**20
+    ),  # skipped more often in a row than max_skips while the scale comes down
     Shape(name="saves", save_every=3, scheme="mobius"),
     Shape(name="evaluates", eval_every=2, save_every=4),
     Shape(name="tied", tied=True, clip=0.12),

@@ -29,7 +29,8 @@ KINDS = {
     "stop": 4,
     "stop for long": 2,
     "stop for ever": 2,
-    "hang": 2,
+    "hang": 4,
+    "close a connection": 6,
     "stop the node": 1,
     "cut the network": 5,
     "cut one way": 3,
@@ -484,6 +485,17 @@ class Injector:
 
         self._for_a_while(dice, dice.choice((0.2, 2.0, 8.0)), heal)
 
+    def _close_a_connection(self, dice: random.Random) -> None:
+        """Between two that live: both hear of it, and what was under way is lost."""
+        links, server = self._cluster.network.open_connections(), self._cluster.server
+        streams = [] if server is None else list(server.streams.values())
+        if dice.random() < 0.7 and links:
+            self._watch("close a connection")
+            dice.choice(links).sever()
+        elif streams:
+            self._watch("close a connection")
+            dice.choice(streams).cut()
+
     def _slow_machine(self, dice: random.Random) -> None:
         machine = dice.choice(self._cluster.machines)
         machine.slow = dice.choice((5.0, 50.0))
@@ -541,6 +553,7 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "stop the node": Injector._stop_the_node,
     "cut the network": Injector._cut_the_network,
     "cut one way": Injector._cut_one_way,
+    "close a connection": Injector._close_a_connection,
     "slow machine": Injector._slow_machine,
     "slow network": Injector._slow_network,
     "full disk": Injector._full_disk,

@@ -24,6 +24,8 @@ class Network:
         self.listeners: dict[str, Any] = {}
         self.awaiting: dict[str, list[Callable[[], None]]] = {}
         self.held: list[Pipe] = []
+        self.connections: list[Any] = []
+        """ZeroMQ's, seen from who connected; see :meth:`open_connections`."""
         self.slow = 1.0
         self._port = 20000
 
@@ -45,6 +47,11 @@ class Network:
         """Give an address back."""
         if self.listeners.get(address) is listener:
             del self.listeners[address]
+
+    def open_connections(self) -> list[Any]:
+        """Returns the connections whose ends both live."""
+        self.connections = [link for link in self.connections if link.open]
+        return self.connections
 
     def delay_s(self, local: bool) -> float:
         """Returns how long a message takes now."""

@@ -87,6 +87,18 @@ class Link:
         self.peer: Link | None = None
         self.pipe: Pipe | None = None
 
+    @property
+    def open(self) -> bool:
+        """Whether both ends live, and neither has lost the other."""
+        ends = [self] if self.peer is None else [self, self.peer]
+        return all(end.socket.context.process.alive and end.socket.has(end) for end in ends)
+
+    def sever(self) -> None:
+        """The connection breaks, though both ends live: what is under way is lost."""
+        assert self.peer is not None
+        for end in (self, self.peer):
+            end.socket.lost(end)
+
     def receive(self, frames: list[Any]) -> None:
         """Messages of the other end arrive."""
         self.socket.arrive(frames, self)
@@ -174,10 +186,15 @@ class Socket:
         theirs.pipe = Pipe(network, there, here, mine.receive)
         self._links[identity] = mine
         other._links[identity] = theirs
+        network.connections.append(mine)
         self._tell(zmq.EVENT_HANDSHAKE_SUCCEEDED, address)
         unsent, self._unsent = self._unsent, deque()
         for frames in unsent:
             self._transmit(mine, frames)
+
+    def has(self, link: Link) -> bool:
+        """Returns whether a connection is still there, for this end."""
+        return link.identity in self._links
 
     def lost(self, link: Link) -> None:
         """The connection broke; a connecting socket makes another one."""
