@@ -171,7 +171,7 @@ SHAPES = (
     Shape(name="saves", save_every=3, scheme="mobius"),
     Shape(name="evaluates", eval_every=2, save_every=4),
     Shape(name="tied", tied=True, clip=0.12),
-    Shape(name="one", workers=1, scheme="naive", blocks=3),
+    Shape(name="one", workers=1, scheme="naive", blocks=1),
     Shape(
         name="split-held",
         dtype="bf16",
@@ -223,7 +223,7 @@ SHAPES = (
         settle="early",
         extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
     ),
-    Shape(name="two-nodes", nodes=2, workers=1),
+    Shape(name="two-nodes", nodes=2, workers=1, blocks=2),
     Shape(
         name="two-nodes-in-place",
         nodes=2,

@@ -18,7 +18,6 @@ from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
     CastWeights,
-    GradientStatus,
     Hold,
     Preview,
     Settle,
@@ -40,7 +39,7 @@ def cut(
         arrays = _replica_arrays(kernels._blocks[work.block])
     else:
         arrays = kernels._arrays[work.block]
-    if len(arrays.states) > 1 or isinstance(work, GradientStatus):
+    if len(arrays.states) > 1:
         return False, run(kernels, work)
     if arrays.split and not isinstance(work, Settle | Advance | Hold | Preview):
         return False, run(kernels, work)  # tests/native cuts those

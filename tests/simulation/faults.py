@@ -17,7 +17,7 @@ from tests.simulation.kernel import Process
 KINDS = {
     "kill": 30,
     "kill at a step": 50,
-    "cut a sweep": 8,
+    "cut a sweep": 12,
     "kill several": 6,
     "kill a node": 4,
     "kill in a restore": 4,

@@ -47,6 +47,7 @@ from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
+from penstock.daemons.optimizer.machine.sweeps import GradientStatus
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol import world
@@ -237,7 +238,7 @@ def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
         kernel.point("sweep")
         longest_s = found.cluster.settle_s if isinstance(self, ReplicaSweeps) else SWEEP_S
         found.sleep(kernel.random.random() * longest_s * process.machine.slow)
-        if process.name in found.cluster.cuts:
+        if process.name in found.cluster.cuts and not isinstance(work, GradientStatus):
             was_cut, status = _cut(self, work, run, process)
             if was_cut:
                 process.kill()
