@@ -86,7 +86,7 @@ class Cluster:
         self.scheduler: Any = None
         self.excused: set[int] = set()
         self._next_pid = 100
-        self._tickets = 0
+        self._insisted = False
         self._specs = [run.memory_spec(index) for index in range(len(nodes))]
         self.kept = self._kept_specs()
         """By node: the replica in its memory, of another node's state, if it keeps one."""
@@ -154,6 +154,8 @@ class Cluster:
         self.kernel.look = True
         code = process.code or 0
         node = self.nodes[index]
+        if code >= 0:
+            self.history.node_ended(index)
         if code >= 0 and node is not None and node.beginning < self.beginnings:
             self.kernel.after(0.3, lambda: self._start_again(index))
         elif code >= 0:
@@ -166,7 +168,9 @@ class Cluster:
         machine = self.machines[index]
         end = RunEnd.read(self.run.path)
         self.kernel.look = True
-        if index and end is not None:  # nobody starts one node of a run that has ended
+        if self._insisted:
+            self.codes[index] = int(ExitCode.INTERRUPTED)
+        elif index and end is not None:  # nobody starts one node of a run that has ended
             self.codes[index] = int(end.code)
             if not end.keep_memory:
                 self.lose_memory(index)
@@ -182,6 +186,7 @@ class Cluster:
     def start_again(self) -> None:
         """The operator gives the same command again: all nodes."""
         self.codes.clear()
+        self._insisted = False
         self.excused = {3} if self.disk.full else set()
         self.scheduler = None
         self.start()
@@ -249,12 +254,12 @@ class Cluster:
 
     # ---- what operators do ----
 
-    def stop_first_node(self) -> bool:
-        """SIGTERM for the node that hosts the scheduler."""
-        node = self.nodes[0]
+    def stop_node(self, index: int, *, again: bool = False) -> bool:
+        """SIGTERM for a node; returns whether it is there to hear it."""
+        node = self.nodes[index]
         if node is None or node.process is None or not node.process.alive or node.inbox is None:
             return False
-        node.inbox.put(StopAsked())
+        node.inbox.put(StopAsked(again=again))
         return True
 
     @property
@@ -262,14 +267,23 @@ class Cluster:
         """The scheduler's side of all streams; None while nobody listens."""
         return self.network.listeners.get(f"{self.run.config.cluster.nodes[0].host}:{PORT}")
 
+    def insist(self) -> None:
+        """One more signal for all nodes. Those that cannot hear it are killed, and nobody starts
+        nodes again until all have ended.
+        """
+        self._insisted = True
+        for index, node in enumerate(self.nodes):
+            heard = self.stop_node(index, again=True)
+            if not heard and node is not None and node.process is not None:
+                node.process.kill()
+
     def ask(self, call: str) -> bool:
         """A control client calls; returns whether there is a scheduler to hear it."""
         scheduler = self.process(SCHEDULERD)
         server = self.server
         if scheduler is None or server is None:
             return False
-        self._tickets += 1
-        server.ask(ControlCall(call), self._tickets)
+        server.ask(ControlCall(call))
         return True
 
 
@@ -301,9 +315,7 @@ class SimChildren:
             kernel = self._node.cluster.kernel
             kernel.after(kernel.random.random() * 1e-3, process.kill)
         elif number == STOP_ORDER:
-            stop = process.on_stop or self._node.stops.get(process.pid)
-            if stop is not None:
-                stop()
+            process.order_to_stop()
 
 
 class SimNode:
@@ -315,7 +327,6 @@ class SimNode:
         self.beginning = cluster.beginnings
         self.name = cluster.machines[index].name
         self.process: Process | None = None
-        self.stops: dict[int, Callable[[], None]] = {}
         self.children = SimChildren(self)
         self.inbox: Any = None
         self._deaths: Counter[str] = Counter()
@@ -423,8 +434,10 @@ class SimNode:
         kind, _, rest = name.partition(".")
 
         def main(process: Process) -> Any:
+            if kind == SCHEDULERD:
+                return scheduler_main._run(run, PORT, process.pid, None)
             stop = StopSignal()
-            self.stops[process.pid] = stop.set
+            process.listen(stop.set)
             if kind == "memoryd":
                 load = load_initial(run, self.index)
                 return memory_main._run(run, self.name, address, load, stop)
@@ -432,10 +445,8 @@ class SimNode:
                 return mirror_main._run(run, self.name, address, stop)
             if kind == "optimizerd":
                 return optimizer_main._run(run, self.name, address, stop)
-            if kind == "worker":
-                return worker_main._work(run, int(rest), address, stop)
-            assert name == SCHEDULERD
-            return scheduler_main._run(run, PORT, process.pid, None)
+            assert kind == "worker"
+            return worker_main._work(run, int(rest), address, stop)
 
         cluster.history.rare[f"starts {kind}"] += 1
         return main

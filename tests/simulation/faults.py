@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tests.simulation.cluster import Cluster
+from tests.simulation.endings import ENDINGS, Endings
 from tests.simulation.kernel import Process
 
 KINDS = {
@@ -31,7 +32,6 @@ KINDS = {
     "stop for ever": 2,
     "hang": 4,
     "close a connection": 6,
-    "stop the node": 1,
     "cut the network": 5,
     "cut one way": 3,
     "slow machine": 2,
@@ -40,10 +40,17 @@ KINDS = {
     "jump of the clock": 1,
     "save": 3,
     "stop the run": 1,
+    "stop a node": 1,
+    "stop in a recovery": 1,
+    "insist": 1,
+    "pause": 1,
+    "strike at the end": 2,
+    "away at the end": 1,
 }
 """Kind -> weight."""
 ONLY_SEVERAL_NODES = (
     *("cut the network", "cut one way", "lose two machines", "lose a machine at a cut", "spare"),
+    "away at the end",
 )
 WITH_PARTNERS = {
     "lose a machine": 12,
@@ -64,6 +71,7 @@ RESTORES = (
     *("lose a machine", "lose a machine at a cut", "save"),
 )
 """What is often met where memory is filled again and again."""
+ABOUT_THE_END = (*ENDINGS, "kill", "kill at a step", "kill a node")
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
 MOST_HUNG = 2
@@ -115,18 +123,20 @@ def draw(
 
 
 def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
-    """Returns the kinds of a seed: all, or deaths alone, or what memory is filled for, or a few,
-    each then as likely as another: what is rare among all kinds is often met where it has few
-    beside it.
+    """Returns the kinds of a seed: all, or deaths alone, or what memory is filled for, or those
+    about the end, or a few, each then as likely as another: what is rare among all kinds is often
+    met where it has few beside it.
     """
     theme = dice.random()
-    if theme < 0.5:
+    if theme < 0.4:
         return weights
-    if theme < 0.65:
+    if theme < 0.55:
         return {kind: weight for kind, weight in weights.items() if kind in DEATHS}
     restores = [kind for kind in weights if kind in RESTORES]
-    if theme < 0.8:
+    if theme < 0.7:
         return {**dict.fromkeys(restores, 2), "kill": 1}
+    if theme < 0.85:
+        return {kind: 1 + (kind in ENDINGS) for kind in weights if kind in ABOUT_THE_END}
     few = dice.sample(sorted(weights), 3)
     return {**dict.fromkeys(few, 1), "kill": 1}
 
@@ -145,6 +155,7 @@ class Injector:
         self._awaited: tuple[Fault, int] | None = None
         self._struck: set[Fault] = set()
         self._striking = False
+        self._endings = Endings(cluster, self._effective, self._for_a_while)
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""
         cluster.history.on_decision = self.decided
@@ -220,7 +231,11 @@ class Injector:
         self.last_s = self._kernel.now
         self._kernel.note("fault", fault.kind)
         self._striking = True
-        _STRIKES[fault.kind](self, random.Random(fault.number))
+        dice = random.Random(fault.number)
+        if fault.kind in ENDINGS:
+            ENDINGS[fault.kind](self._endings, dice)
+        else:
+            _STRIKES[fault.kind](self, dice)
         self._striking = False
         self._next()
 
@@ -452,11 +467,6 @@ class Injector:
         if not self._striking and not victim.fell and not self._cluster.ended:
             self._effective("hang")  # it was noticed
 
-    def _stop_the_node(self, dice: random.Random) -> None:
-        if self._cluster.stop_first_node():
-            self._cluster.excused.add(-1)
-            self._effective("stop the run")
-
     def _stopped(self, dice: random.Random, longest_s: float) -> None:
         living = [p for p in self._cluster.living if not p.stopped]
         if living:
@@ -527,11 +537,6 @@ class Injector:
     def _save(self, dice: random.Random) -> None:
         self._cluster.ask("snapshot")
 
-    def _stop_the_run(self, dice: random.Random) -> None:
-        if self._cluster.ask("stop"):
-            self._cluster.excused.add(-1)
-            self._effective("stop the run")
-
 
 _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "kill": Injector._kill,
@@ -550,7 +555,6 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "stop for long": Injector._stop_for_long,
     "stop for ever": Injector._stop_for_ever,
     "hang": Injector._hang,
-    "stop the node": Injector._stop_the_node,
     "cut the network": Injector._cut_the_network,
     "cut one way": Injector._cut_one_way,
     "close a connection": Injector._close_a_connection,
@@ -559,5 +563,4 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "full disk": Injector._full_disk,
     "jump of the clock": Injector._jump_of_the_clock,
     "save": Injector._save,
-    "stop the run": Injector._stop_the_run,
 }

@@ -10,11 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from penstock.daemons.node.home import committed_version
 from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol.run.ended import RunEnd
+from penstock.shm.inventory import inventory
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.partners import Partners
 from tests.simulation.rare import LOSSES, RARE, Death, Loss
+
+AFTER_A_STOP = 2
+"""The attempt under way when a stop comes, and one that the scheduler begins before it hears it."""
 
 
 class History:
@@ -31,6 +36,10 @@ class History:
         self.at_restore: list[Callable[[], None]] = []
         self.at_refill: list[Callable[[], None]] = []
         self.at_reseed: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = []
+        self._since_stop: dict[Process, int] = {}
+        """Attempts decided since a stop was heard that is not forgotten while this process lives.
+        """
         self.cluster: Any = None
         kernel.died = self.died
         self._samples = 0
@@ -165,6 +174,29 @@ class History:
         if end is not None and not end.keep_memory:
             self.partners.run_ended()
 
+    def ends(self) -> None:
+        """The scheduler has noted that the run is over."""
+        _begin(self.at_end)
+
+    def stop_heard(self, owner: Process) -> None:
+        """The scheduler is asked to stop the run, and asked again as long as ``owner`` lives."""
+        self._since_stop.setdefault(owner, 0)
+
+    def _look_at_stops(self) -> None:
+        """An attempt was decided: nothing begins after a stop but what waited before it."""
+        for owner in [owner for owner in self._since_stop if owner.alive]:
+            self._since_stop[owner] += 1
+            if self._since_stop[owner] > AFTER_A_STOP:
+                self.violation(f"trains on after a stop that {owner.name} has heard")
+
+    def node_ended(self, index: int) -> None:
+        """A node has ended of its own accord: memory that never held a model is of no use."""
+        for entry in inventory():
+            cluster = self.cluster
+            mine = entry.node_name.partition(".")[0] == cluster.machines[index].name
+            if mine and entry.run_id == cluster.run.run_id and committed_version(entry) is None:
+                self.violation(f"{entry.node_name} has ended and leaves memory without a model")
+
     def _complain(self, objections: Iterable[str]) -> None:
         for text in objections:
             self.violation(text)
@@ -208,6 +240,7 @@ class History:
             if attempt in self._attempts:
                 self.violation(f"attempt {attempt} was decided twice")
             self._attempts.add(attempt)
+            self._look_at_stops()
             expected = self._journaled + (name != "SKIP")
             if version != expected:
                 self.violation(f"{name} leads to version {version} from {self._journaled}")

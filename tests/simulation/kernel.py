@@ -106,7 +106,8 @@ class Process:
         self.deferred: list[tuple[Task, int, bool]] = []
         self.at_death: list[Callable[[], None]] = []
         self.on_exit: Callable[[], None] = lambda: None
-        self.on_stop: Callable[[], None] | None = None
+        self._on_stop: Callable[[], None] | None = None
+        self._stop_waits = False
         self.context = contextvars.Context()
         self.world: Any = None
         self.started_s = kernel.now
@@ -162,6 +163,19 @@ class Process:
         """Let it die at the n-th point from now, unless it ends before."""
         self.steps_left = steps
         self.at_death.append(lambda: fallen() if self.fell else None)
+
+    def listen(self, on_stop: Callable[[], None]) -> None:
+        """Obey orders to stop from now on; one that came before has waited."""
+        self._on_stop = on_stop
+        if self._stop_waits:
+            on_stop()
+
+    def order_to_stop(self) -> None:
+        """The parent's signal, which is blocked until the process listens."""
+        if self._on_stop is None:
+            self._stop_waits = True
+        else:
+            self._on_stop()
 
     def stop(self) -> None:
         """SIGSTOP."""

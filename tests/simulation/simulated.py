@@ -33,6 +33,7 @@ import penstock.daemons.node.effects as node_effects_module
 import penstock.daemons.node.home as home_module
 import penstock.daemons.optimizer.main as optimizer_main
 import penstock.daemons.optimizer.pulls as pulls_module
+import penstock.daemons.scheduler.effects as scheduler_effects_module
 import penstock.daemons.scheduler.journal as journal_module
 import penstock.daemons.scheduler.main as scheduler_main
 import penstock.protocol.metrics.page as page_module
@@ -67,7 +68,7 @@ from tests.simulation.kernel import Process
 from tests.simulation.models import SimRuntime, SmoothRuntime
 from tests.simulation.network import Network
 from tests.simulation.rare import PULLED
-from tests.simulation.streams import SimAccess, SimServer
+from tests.simulation.streams import SimAccess, SimControlClient, SimServer
 from tests.simulation.threads import Condition, Event, Executor, Lock, Queue, Thread
 from tests.simulation.zeromq import Context, Poller
 
@@ -396,7 +397,13 @@ def _machine(*args: Any) -> SchedulerMachine:
 
 def _hear_stops(events: Any, grace: Any, parent_pid: int | None) -> None:
     """A stop signal becomes an event."""
-    here().process.on_stop = lambda: events.put(StopAsked())
+    found = here()
+
+    def heard() -> None:
+        found.cluster.history.stop_heard(found.cluster.nodes[0].process)
+        events.put(StopAsked())
+
+    found.process.listen(heard)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -439,6 +446,16 @@ def _load(self: Any) -> Any:
 
 _real_load = journal_module.Journal.load
 _real_cast = restore_module._cast
+_real_leave_word = scheduler_effects_module.leave_word
+
+
+def _leave_word(run_dir: Path, end: Any) -> None:
+    """The run ends: its scheduler may die before it says so, and before it tells anybody."""
+    found = here()
+    found.process.kernel.point("before the note of the end")
+    _real_leave_word(run_dir, end)
+    found.cluster.history.ends()
+    found.process.kernel.point("noted the end")
 
 
 def _cast(pool: Any, memory: Any, block: int, version: int) -> None:
@@ -521,6 +538,8 @@ def replaced() -> Iterator[None]:
         put(optimizer_main, "open_pool", _pool)
         put(mirror_main, "_native", SimpleNamespace(Pool=_replica_pool))
         put(node_effects_module, "boot_id", lambda: here().process.machine.boot)
+        put(node_effects_module, "ControlClient", SimControlClient)
+        put(scheduler_effects_module, "leave_word", _leave_word)
         put(home_module, "inventory", _inventory)
         put(restore_module, "_cast", _cast)
         put(snapshot_module, "load_block", _load_block)

@@ -23,12 +23,14 @@ from penstock.daemons.scheduler.machine.events import (
     ReplyError,
     StreamClosed,
 )
+from penstock.protocol.errors import LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.simulation.kernel import Process
 from tests.simulation.network import Network, Pipe
 from tests.simulation.threads import Queue, Waiters
 
 LAST_WORDS_S = 3.0
+CONTROL_TIMEOUT_S = 5.0
 
 
 class BrokenStream(grpc.RpcError):
@@ -39,11 +41,11 @@ class SimAccess:
     """What a simulated process connects to the scheduler with."""
 
     def __init__(self, process: Process, network: Network) -> None:
-        self._process = process
-        self._network = network
+        self.process = process
+        self.network = network
 
     def connect(self, address: str, options: object) -> SimConnection:
-        return SimConnection(self._process, self._network, address)
+        return SimConnection(self.process, self.network, address)
 
 
 class SimConnection:
@@ -251,6 +253,7 @@ class SimServer:
         self._address = address
         self._streams_of: dict[str, int] = {}
         self._next = 1
+        self._tickets = 0
         process.at_death.append(self._die)
         if not network.listen(address, self):
             raise OSError(f"{address} is taken")
@@ -312,9 +315,13 @@ class SimServer:
 
     # ---- what others do ----
 
-    def ask(self, call: ControlCall, ticket: int) -> None:
-        """A control client calls."""
-        self.events.put(ControlAsked(ticket=ticket, call=call))
+    def ask(self, call: ControlCall) -> int:
+        """A control client calls; returns its ticket."""
+        self._tickets += 1
+        if call is ControlCall.STOP:
+            self.process.world.cluster.history.stop_heard(self.process)
+        self.events.put(ControlAsked(ticket=self._tickets, call=call))
+        return self._tickets
 
     def _put(self, number: int, message: pb.SchedulerMessage) -> None:
         stream = self.streams.get(number)
@@ -336,4 +343,35 @@ def _breaking(call: Call) -> Callable[[], None]:
 
 _HEARTBEAT = pb.SchedulerMessage(heartbeat=pb.Heartbeat())
 
-__all__ = ["Queue", "SimAccess", "SimServer"]
+
+class SimControlClient:
+    """See :class:`penstock.protocol.wire.control.ControlClient`, of which nodes use one call."""
+
+    def __init__(self, address: str, access: SimAccess) -> None:
+        self._address = address
+        self._access = access
+
+    def __enter__(self) -> SimControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing stays open."""
+
+    def stop(self, within_s: float | None) -> None:
+        """Raises LostMemberError without an answer in time."""
+        process, network = self._access.process, self._access.network
+        kernel = process.kernel
+        deadline_s = kernel.now + CONTROL_TIMEOUT_S
+        kernel.park(2 * network.delay_s(True))
+        server: SimServer | None = network.listeners.get(self._address)
+        if server is None:
+            raise LostMemberError("nobody listens")
+        here, there = process.machine, server.process.machine
+        ticket = server.ask(ControlCall.STOP) if network.reaches(here, there) else 0
+        while ticket not in server.replies or not network.reaches(there, here):
+            if kernel.now > deadline_s or not server.process.alive:
+                raise LostMemberError("no answer")
+            kernel.park(1e-3)
+
+
+__all__ = ["Queue", "SimAccess", "SimControlClient", "SimServer"]
