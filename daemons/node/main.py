@@ -184,6 +184,8 @@ def _run(
     if node not in known:
         raise ConfigError(f"--node {node}: cluster.nodes has {', '.join(known)}")
     member = node_member_name(node)
+    # Before any wait: while this node waits for the lock the run may end, and that is news.
+    old = RunEnd.read(run_dir) if stops.parent_pid is None else None
     configure_logging(member, run_dir, config.observability.log_level)
     access = member_access(config, run_dir, node)
     with RunLock.acquire(
@@ -192,7 +194,7 @@ def _run(
         check(directory, node)
         check_port(config, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
-        ending = _watch_for_end(run_dir, starts_run=starts_run, alone=stops.parent_pid is None)
+        ending = _watch_for_end(run_dir, old, starts_run=starts_run)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
         manager = ServiceManager.of(os.environ, os.getpid())
         if found is None:
@@ -260,13 +262,14 @@ def _limits(config: Config, *, hosts: bool) -> NodeLimits:
     )
 
 
-def _watch_for_end(run_dir: Path, *, starts_run: bool, alone: bool) -> EndWatch:
+def _watch_for_end(run_dir: Path, old: RunEnd | None, *, starts_run: bool) -> EndWatch:
     """A node that starts the run removes the old note; beside one that does so it does not count.
-    Under ``penstock train``, which did so, a note says that this node is a late replacement.
+    Under ``penstock train``, which did so, none is old: a note says that this node is a late
+    replacement.
     """
     if starts_run:
         forget_end(run_dir)
-    return EndWatch(run_dir, old=RunEnd.read(run_dir) if alone else None)
+    return EndWatch(run_dir, old=old)
 
 
 def _clean_up(directory: RunDirectory, node: str, ending: EndWatch) -> int:

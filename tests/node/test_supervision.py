@@ -293,3 +293,31 @@ def test_lock_waits_for_the_children_of_a_killed_node(tmp_path: Path) -> None:
     with RunLock.acquire(path, wait_s=10.0):
         assert time.monotonic() - started > 0.2
     child.wait()
+
+
+def test_a_run_that_ends_while_a_node_waits_for_its_lock_is_no_old_run(node: Node) -> None:
+    """The node before was killed, its last child is still dying, and the run ends."""
+    path = node_lock_path(node.run_dir, "a")
+    held = RunLock.acquire(path, wait_s=0.0, inheritable=True)
+    child = subprocess.Popen(["sleep", FOREVER], close_fds=False)
+    held.release()
+    node.stub("worker.0")
+    node.start(scheduler="127.0.0.1:9")
+    assert node.process is not None
+    opened = Path(f"/proc/{node.process.pid}/fd")
+    try:
+        wait_until(lambda: str(path) in _targets(opened), "the node waits for its lock")
+        end = RunEnd(
+            reason="stopped", code=ExitCode.STOPPED, keep_memory=False, failed=False, written_s=2.0
+        )
+        end.write(node.run_dir)
+    finally:
+        child.kill()
+        child.wait()
+    assert node.wait()[0] == ExitCode.STOPPED
+    assert node.pids("worker.0") == []
+
+
+def _targets(descriptors: Path) -> set[str]:
+    """Returns what a process has open; files that it closes meanwhile are left out."""
+    return {str(file.resolve()) for file in descriptors.iterdir()}

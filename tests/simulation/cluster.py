@@ -325,6 +325,8 @@ class SimNode:
         self.cluster = cluster
         self.index = index
         self.beginning = cluster.beginnings
+        self.old_end = RunEnd.read(cluster.run.path)
+        """What is there when the command is given."""
         self.name = cluster.machines[index].name
         self.process: Process | None = None
         self.children = SimChildren(self)
@@ -355,7 +357,7 @@ class SimNode:
             announce=lambda: self.inbox.put("message"),
             metrics=NodeMetrics(names),
         )
-        ending = _watch_for_end(run.path, starts_run=self.index == 0, alone=True)
+        ending = _watch_for_end(run.path, self.old_end, starts_run=self.index == 0)
         loop = Loop(machine, effects)
         effects.open_link()
         loop.feed(Tick())

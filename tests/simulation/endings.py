@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.kernel import Machine, Process
@@ -30,12 +31,20 @@ class Endings:
         """A control client asks for it."""
         if self._cluster.ask("stop"):
             self._effective("stop the run")
+            self._perhaps_without_its_scheduler(dice)
 
     def stop_a_node(self, dice: random.Random) -> None:
         """A node is signalled, as a service manager does where a machine goes down."""
         index = dice.choice((0, dice.randrange(len(self._cluster.nodes))))
         if self._cluster.stop_node(index):
             self._effective("stop a node")
+            self._perhaps_without_its_scheduler(dice)
+
+    def _perhaps_without_its_scheduler(self, dice: random.Random) -> None:
+        """Who has heard of a stop dies before the state is saved, or is about to."""
+        if dice.random() < 0.5:
+            strike = partial(self._kill, dice, "kill after a stop", kinds=("schedulerd",))
+            self._kernel.after(dice.expovariate(1.0) * 8e-3, strike)
 
     def stop_in_a_recovery(self, dice: random.Random) -> None:
         """Somebody dies; a stop comes before the next epoch is live."""
@@ -59,15 +68,14 @@ class Endings:
         if not cluster.ask("pause"):
             return
         if dice.random() < 0.4:
-            self._for_a_while(dice, 2.0, lambda: self._resume())
+            self._for_a_while(dice, 2.0, self._resume)
             return
         index = dice.randrange(len(cluster.nodes))
         if index:
-            self._cut_off(dice, index)
+            self._cut_off(dice, index, dice.choice((0.5, 8.0)))
         elif dice.random() < 0.5:
             self._kill(dice, "pause", kinds=("schedulerd",))
-        asked = cluster.stop_node(index)
-        if asked:
+        if cluster.stop_node(index):
             self._effective("pause")
         else:
             self._resume()
@@ -79,10 +87,10 @@ class Endings:
         """A moment after the run's end is noted the next time."""
 
         def strike() -> None:
-            delay_s = dice.choice((2e-3, 20e-3, 0.2))
+            delay_s = dice.choice((0.0, 2e-3, 20e-3, 0.2))
             for _ in range(dice.randint(1, 3)):
                 after_s = dice.random() * delay_s
-                self._kernel.after(after_s, lambda: self._kill(dice, "strike at the end"))
+                self._kernel.after(after_s, partial(self._kill, dice, "strike at the end"))
 
         self._cluster.history.at_end.append(strike)
 
@@ -91,7 +99,8 @@ class Endings:
 
         def cut_off() -> None:
             self._effective("away at the end")
-            self._cut_off(dice, dice.randrange(1, len(self._cluster.nodes)))
+            index = dice.randrange(1, len(self._cluster.nodes))
+            self._cut_off(dice, index, dice.choice((2.0, 60.0)))
 
         def at_end() -> None:
             delay_s = dice.choice((0.0, 0.0, 1e-3))
@@ -102,7 +111,7 @@ class Endings:
 
         self._cluster.history.at_end.append(at_end)
 
-    def _cut_off(self, dice: random.Random, index: int) -> None:
+    def _cut_off(self, dice: random.Random, index: int, longest_s: float) -> None:
         """Cut one machine from all others."""
         machine, network = self._cluster.machines[index], self._cluster.network
         ways: list[tuple[Machine, Machine]] = []
@@ -116,7 +125,7 @@ class Endings:
             for source, target in ways:
                 network.heal(source, target)
 
-        self._for_a_while(dice, dice.choice((0.5, 8.0, 30.0)), heal)
+        self._for_a_while(dice, longest_s, heal)
 
     def _kill(self, dice: random.Random, kind: str, kinds: tuple[str, ...] = ()) -> None:
         living: list[Process] = [
