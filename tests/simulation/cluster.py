@@ -316,6 +316,8 @@ class SimChildren:
             kernel.after(kernel.random.random() * 1e-3, process.kill)
         elif number == STOP_ORDER:
             process.order_to_stop()
+            if name == SCHEDULERD and self._node.process is not None:
+                self._node.cluster.history.stop_heard(self._node.process)
 
 
 class SimNode:

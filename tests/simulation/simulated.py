@@ -397,13 +397,7 @@ def _machine(*args: Any) -> SchedulerMachine:
 
 def _hear_stops(events: Any, grace: Any, parent_pid: int | None) -> None:
     """A stop signal becomes an event."""
-    found = here()
-
-    def heard() -> None:
-        found.cluster.history.stop_heard(found.cluster.nodes[0].process)
-        events.put(StopAsked())
-
-    found.process.listen(heard)
+    here().process.listen(lambda: events.put(StopAsked()))
 
 
 def _nothing(*_: Any, **__: Any) -> None:
