@@ -17,6 +17,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
        120  epoch                  optimizerd (Begin)      all
        128  committed version      optimizerd, memoryd     workers, memoryd
        136  generation             memoryd (restore)       memoryd
+       144  lost attempt           memoryd (restore)       memoryd, fetchd
        256  record of even version optimizerd, memoryd     optimizerd, memoryd
        384  record of odd version  optimizerd, memoryd     optimizerd, memoryd
        512  sweep: active          optimizerd              optimizerd (recovery)
@@ -87,7 +88,7 @@ INVALID_VERSION = 2**64 - 1
 
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
 _INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
-_EPOCH, _COMMITTED, _GENERATION, _RECORDS, _SWEEP = 120, 128, 136, 256, 512
+_EPOCH, _COMMITTED, _GENERATION, _LOST_ATTEMPT, _RECORDS, _SWEEP = 120, 128, 136, 144, 256, 512
 _RECORD_BYTES, _PIN, _READY = 128, 24, 32
 BLOCK_BYTES = 384
 """Of the words of one block."""
@@ -299,6 +300,17 @@ class ControlView:
     def set_generation(self, generation: int) -> None:
         """Before the incarnation, which says that all is there."""
         self._store(_GENERATION, generation)
+
+    @property
+    def lost_attempt(self) -> int:
+        """The memory was filled from a partner with the commit of this attempt: its gradients, and
+        older ones, are not here, whatever ready words say later. 0: it was not.
+        """
+        return self._load(_LOST_ATTEMPT)
+
+    def set_lost_attempt(self, attempt: int) -> None:
+        """Before the incarnation, which says that all is there."""
+        self._store(_LOST_ATTEMPT, attempt)
 
     @property
     def epoch(self) -> int:

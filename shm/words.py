@@ -13,10 +13,10 @@ from penstock.shm.control import BLOCK_BYTES, block_words_offset
 from penstock.shm.layout import GRADIENT_COPIES, WEIGHT_SLOTS
 from penstock.shm.table import MAX_CONTRIBUTIONS
 
-HEADER_WORDS = range(80, 136)
-"""Bytes of the control segment from the incarnation to the committed version."""
+HEADER_WORDS = range(80, 152)
+"""Bytes of the control segment from the incarnation to the lost attempt."""
 
-_HEADER = struct.Struct("<Q32xQQ")
+_HEADER = struct.Struct("<Q32xQQ8xQ")
 _BLOCK = struct.Struct(
     f"<8x{WEIGHT_SLOTS}Q8x{MAX_CONTRIBUTIONS}Q{WEIGHT_SLOTS}QQ8x"
     f"{GRADIENT_COPIES * MAX_CONTRIBUTIONS}Q32x"
@@ -36,6 +36,7 @@ class CopiedWords:
     incarnation: int
     epoch: int
     committed: int
+    lost_attempt: int
     slot_versions: tuple[int, ...]
     ready: tuple[tuple[int, int], ...]
     slot_sequences: tuple[int, ...]
@@ -45,7 +46,7 @@ class CopiedWords:
     @classmethod
     def unpack(cls, header: bytes, block: bytes) -> CopiedWords:
         """From the bytes of :data:`HEADER_WORDS` and :func:`block_words`."""
-        incarnation, epoch, committed = _HEADER.unpack(header)
+        incarnation, epoch, committed, lost_attempt = _HEADER.unpack(header)
         words = iter(_BLOCK.unpack(block))
 
         def some(count: int) -> tuple[int, ...]:
@@ -56,6 +57,7 @@ class CopiedWords:
             incarnation=incarnation,
             epoch=epoch,
             committed=committed,
+            lost_attempt=lost_attempt,
             slot_versions=slot_versions,
             ready=tuple((word >> 32, word & 0xFFFF_FFFF) for word in ready),
             slot_sequences=some(WEIGHT_SLOTS),

@@ -171,6 +171,7 @@ class MemoryEffects:
             incarnation=control.incarnation,
             committed=control.committed,
             generation=control.generation,
+            lost_attempt=control.lost_attempt,
         )
         self._link.send(answer(effect, memory))
 

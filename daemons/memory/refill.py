@@ -66,6 +66,7 @@ def refill(
         finally:
             client.close()
     memory.control.set_generation(generation)
+    memory.control.set_lost_attempt(record.attempt)
     finish(memory, record, cores)
 
 

@@ -84,6 +84,7 @@ def restore(
         assert filling.source is not None
         snapshot.load_block(memory, filling.source, block, filling.version, places)
     memory.control.set_generation(0)
+    memory.control.set_lost_attempt(0)
     finish(memory, CommitRecord.of_restore(filling.version, filling.incarnation), cores)
 
 

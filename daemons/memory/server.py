@@ -358,6 +358,8 @@ class BlockServer:
             found = self._words(request.block).state_version
             if found not in (request.version, INVALID_VERSION):
                 return f"state of block {request.block} is at version {found}"
+        if request.array == "grads" and request.attempt <= self._memory.control.lost_attempt:
+            return f"gradients of attempt {request.attempt} were lost with this node's memory"
         array_bytes = self._array_bytes(request)
         end = request.offset + request.num_bytes
         if request.num_bytes > MAX_RANGE_BYTES or end > array_bytes:
@@ -377,7 +379,8 @@ class BlockServer:
             # Or a later one: a new optimizerd asks for committed gradients again, with epoch 0; the
             # next attempt may have set the word by then, but it fills the other copy.
             epoch, attempt = control.ready(request.block, request.contribution)
-            return epoch >= request.epoch and attempt >= request.attempt
+            kept = request.attempt > control.lost_attempt
+            return kept and epoch >= request.epoch and attempt >= request.attempt
         if request.array == "state":
             return self._words(request.block).state_version == request.version
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.daemons.kit.events import EffectFailed, Exit, StopAsked
@@ -145,11 +145,12 @@ class MirrorService:
         )
 
     def _on_message(self, message: pb.SchedulerMessage) -> None:
-        if message.WhichOneof("body") == "begin":
+        event = event_of(message, EVENTS)
+        if isinstance(event, FollowAsked):
             addresses = {e.member: e.address for e in message.begin.endpoints}
             self._parts.puller.set_addresses({**addresses, **self._parts.near})
             self._parts.seeder.set_address(addresses.get(memoryd_name(self._parts.owner), ""))
-        event = event_of(message, EVENTS)
+            event = replace(event, bereft=self._parts.puller.blocks_from(message.begin.bereft))
         if event is not None:
             self._loop.feed(event)
 

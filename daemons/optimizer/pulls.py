@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from penstock.daemons.kit.events import EffectFailed
@@ -73,6 +73,10 @@ class Puller:
     def sources(self) -> list[str]:
         """Names of the memoryds that contributions come from."""
         return sorted(set(self._source.values()))
+
+    def blocks_from(self, memoryds: Collection[str]) -> frozenset[int]:
+        """Returns the blocks of which one of ``memoryds`` has a contribution."""
+        return frozenset(block for (block, _), name in self._source.items() if name in memoryds)
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Remember where the memoryds listen in this epoch: member name -> address."""

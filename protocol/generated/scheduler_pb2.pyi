@@ -93,14 +93,16 @@ class Fenced(_message.Message):
     def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ..., death: _Optional[str] = ...) -> None: ...
 
 class MemoryState(_message.Message):
-    __slots__ = ("incarnation", "committed", "generation")
+    __slots__ = ("incarnation", "committed", "generation", "lost_attempt")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LOST_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     committed: int
     generation: int
-    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    lost_attempt: int
+    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., generation: _Optional[int] = ..., lost_attempt: _Optional[int] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
     __slots__ = ("incarnation", "committed", "attempt", "complete")
@@ -385,20 +387,22 @@ class Endpoint(_message.Message):
     def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "record", "endpoints", "next_attempt", "next_evaluation", "plan_digest")
+    __slots__ = ("epoch", "record", "endpoints", "next_attempt", "next_evaluation", "plan_digest", "bereft")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NEXT_EVALUATION_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BEREFT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     record: Record
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
     next_attempt: int
     next_evaluation: int
     plan_digest: str
-    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ..., plan_digest: _Optional[str] = ...) -> None: ...
+    bereft: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ..., plan_digest: _Optional[str] = ..., bereft: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunAttempt(_message.Message):
     __slots__ = ("epoch", "attempt", "base_version", "data_position", "loss_scale", "learning_rate", "hold")

@@ -54,7 +54,8 @@ def is_complete(words: CopiedWords, request: BlockRequest) -> bool:
         return there and words.committed >= request.version
     if request.array == "grads":  # or a later attempt's, as memoryd answers
         epoch, attempt = words.ready[request.contribution]
-        return epoch >= request.epoch and attempt >= request.attempt
+        kept = request.attempt > words.lost_attempt
+        return kept and epoch >= request.epoch and attempt >= request.attempt
     return True
 
 

@@ -109,6 +109,8 @@ def test_copied_words_are_those_of_the_view(memory: NodeMemory) -> None:
     control.set_incarnation(3)
     control.set_epoch(4)
     control.set_committed(5)
+    control.set_generation(1)
+    control.set_lost_attempt(6)
     control.set_slot_version(2, 1, 7)
     control.set_ready(2, 11, epoch=8, attempt=9)
     control.begin_frozen(2)
@@ -116,8 +118,9 @@ def test_copied_words_are_those_of_the_view(memory: NodeMemory) -> None:
     buffer = memory.segment_buffer(SegmentKind.CONTROL)
     assert buffer is not None
     words = block_words(memory.spec.undo_bytes, 2)
-    found = CopiedWords.unpack(bytes(buffer[80:136]), bytes(buffer[words.start : words.stop]))
+    found = CopiedWords.unpack(bytes(buffer[80:152]), bytes(buffer[words.start : words.stop]))
     assert (found.incarnation, found.epoch, found.committed) == (3, 4, 5)
+    assert found.lost_attempt == 6
     assert found.slot_versions == (INVALID_VERSION, 7)
     assert found.ready[11] == (8, 9)
     assert found.slot_sequences == (1, control.slot_sequence(2, 1)) == (1, 2)
@@ -144,6 +147,7 @@ def test_what_is_complete_and_left_alone_counts(peer: Peer) -> None:
         (request(array="frozen"), lambda c: c.begin_frozen(1)),
         (request(array="grads", version=5, attempt=10), lambda c: None),
         (GRADS, lambda c: c.begin_gradients(1, 1, 0)),
+        (GRADS, lambda c: c.set_lost_attempt(9)),  # they went with memory that a partner filled
     ],
 )
 def test_what_is_not_complete_is_not_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import secrets
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.daemons.memory import server
 from penstock.daemons.memory.metrics import MemoryMetrics
+from penstock.daemons.memory.refill import Partner, refill
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
@@ -39,7 +41,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.protocol.wire.states import StateReader
-from penstock.shm.control import INVALID_VERSION, SweepIntent
+from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
@@ -202,6 +204,50 @@ def test_frozen_and_gradients(served: Served, client: BlockClient) -> None:
     served.memory.control.set_ready(1, 0, epoch=2, attempt=10)
     again = served.request(array="grads", version=5, epoch=0)
     client.fetch(served.address, again, grads, timeout_s=5.0)
+    # A partner filled the memory between the two: the other copy has nothing any more.
+    served.memory.control.set_lost_attempt(9)
+    with pytest.raises(ProtocolError, match="attempt 9 were lost with this node's memory"):
+        client.fetch(served.address, again, grads, timeout_s=5.0)
+    newer = served.request(array="grads", version=6, attempt=10)
+    client.fetch(served.address, newer, grads, timeout_s=5.0)
+
+
+def test_gradients_that_were_waited_for_when_memory_was_lost_are_refused(
+    served: Served, client: BlockClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HOLD_S", 20.0)
+    control = served.memory.control
+    control.set_incarnation(0)
+
+    def fill() -> None:
+        while not served.value("waiting_requests"):
+            time.sleep(0.001)
+        control.set_lost_attempt(9)
+        control.set_ready(1, 0, epoch=3, attempt=10)
+        control.set_incarnation(1)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    wanted, grads = served.request(array="grads", version=5, epoch=0), np.zeros(112, np.float32)
+    with pytest.raises(ProtocolError, match="were lost"):
+        client.fetch(served.address, wanted, grads, timeout_s=1.9)  # it asks again after 2 s
+    thread.join()
+
+
+def test_memory_that_a_partner_fills_has_the_commit_and_none_of_its_gradients(
+    served: Served, make_run: Any
+) -> None:
+    memory = NodeMemory.create(make_run().memory_spec(0))
+    of_restore = CommitRecord.of_restore(4, served.memory.control.incarnation)
+    record = dataclasses.replace(of_restore, attempt=9, decision=Decision.COMMIT)
+    partner = Partner(node="a", run_id=served.memory.spec.run_id, access=OPEN)
+    endpoint = served.server.endpoint
+    refill(memory, partner, endpoint, record, 1, lambda _: None, lambda: False, [0])
+    control = memory.control
+    assert np.array_equal(memory.state(1, "master"), served.memory.state(1, "master"))
+    assert (control.committed, control.generation) == (4, 1)
+    assert (control.record(4), control.lost_attempt) == (record, 9)
+    memory.close()
 
 
 @pytest.mark.parametrize("with_keys", [False, True])

@@ -120,11 +120,12 @@ class Life:
         self.published: set[tuple[int, int]] = set()
         self.copies: dict[tuple[int, int, int], int] = {}
         self.owner = {b.index: 0 for b in self.blocks}  # version of the owner's state
+        self.bereft: set[int] = set()  # blocks whose commit lost gradients with a machine
         self.mirrored = self.overflows = False
         self.live = False
         self.told: deque[Any] = deque()
         self.counts = dict.fromkeys(
-            ("commits", "skips", "kills", "losses", "kept", "fallbacks", "wiped"), 0
+            ("commits", "skips", "kills", "losses", "kept", "fallbacks", "wiped", "bereft"), 0
         )
         self.start()
 
@@ -333,6 +334,7 @@ class Life:
         if not self.mirrored or any(v < self.committed for v in self.owner.values()):
             return
         self.counts["commits"] += 1
+        self.bereft.clear()
         self.history.append(self.attempt)
         self.attempt = 0
         self.told.append(CommitAsked(epoch=self.epoch, record=self.record))
@@ -360,7 +362,8 @@ class Life:
 
     def begin(self) -> None:
         self.live = True
-        self.told.append(FollowAsked(epoch=self.epoch, record=self.record))
+        bereft = frozenset(self.bereft)
+        self.told.append(FollowAsked(epoch=self.epoch, record=self.record, bereft=bereft))
 
     def usable(self, replica: SendReplica) -> bool:
         """Asks the scheduler's own rule."""
@@ -371,7 +374,7 @@ class Life:
             complete=replica.complete,
         )
         holdings = Holdings(memory={"memoryd.a": pb.MemoryState()}, replicas={"mirrord.b": said})
-        unfit = holdings.unfit(self.record, {})
+        unfit = holdings.unfit(RULES, self.record, {})
         return bool(holdings.refills(RULES, self.record, unfit))
 
     def lose_owner(self) -> None:
@@ -395,6 +398,17 @@ class Life:
         for block in self.owner:
             assert self.segments.content[block] == tuple(self.history), block
             self.owner[block] = self.committed
+        self.begin()
+
+    def lose_contributor(self) -> None:
+        """A machine that computes for the owner is lost, and filled again; the owner pulled what
+        its commit needs before.
+        """
+        self.counts["bereft"] += 1
+        self.drain()
+        lost = {pair for pair in self.pairs if self.random.random() < 0.5}
+        self.copies = {key: a for key, a in self.copies.items() if key[:2] not in lost}
+        self.bereft |= {block for block, _ in lost}
         self.begin()
 
     def calm_down(self) -> None:

@@ -140,6 +140,19 @@ def test_a_block_one_step_behind_joins_only_while_its_gradients_stay() -> None:
     assert [(p.attempt, p.version, p.since_epoch) for p in pulls] == [(2, 2, 0)]
 
 
+def test_a_block_one_step_behind_waits_for_its_owner_where_gradients_were_lost() -> None:
+    machine = MirrorMachine([MirroredBlock(index=4, contributions=1)], NOTHING)
+    machine.handle(DrainAsked(epoch=1))
+    record = record_of(1, 1)
+    machine.handle(FollowAsked(epoch=1, record=record, bereft=frozenset({4})))
+    behind = Seeded(epoch=1, block=4, version=0, incarnation=INCARNATION)
+    assert machine.handle(behind) == [Seed(epoch=1, block=4)]
+    machine.handle(attempt(2, 1))
+    machine.handle(CommitAsked(epoch=1, record=record_of(2, 2)))
+    joined = machine.handle(Seeded(epoch=1, block=4, version=1, incarnation=INCARNATION))
+    assert joined[0] == SetState(block=4, version=1), "of the next commit they are there"
+
+
 def test_a_commit_that_was_not_mirrored_ends_the_process_and_not_the_run() -> None:
     machine = begun()
     machine.handle(Seeded(epoch=1, block=4, version=0, incarnation=INCARNATION))
@@ -184,6 +197,7 @@ def moves(life: Life) -> list[tuple[int, Callable[[], None]]]:
         (60, life.begin_attempt),
         (60, life.decide),
         (1, life.lose_owner),
+        (2, life.lose_contributor),
         (1, life.kill),
         (2, life.lose_replica),
     ]

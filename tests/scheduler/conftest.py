@@ -172,7 +172,8 @@ def _fields(kind: str, body: Any) -> str:
             generation = f" generation {body.generation}" if body.generation else ""
             return f" e{body.epoch} v{body.version} from {source}{generation}"
         case "begin":
-            return f" e{body.epoch} v{body.record.version}"
+            bereft = f" without gradients of {', '.join(body.bereft)}" if body.bereft else ""
+            return f" e{body.epoch} v{body.record.version}{bereft}"
         case "run_attempt":
             hold = " hold" if body.hold else ""
             place = f"v{body.base_version} data {body.data_position}"

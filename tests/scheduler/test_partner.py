@@ -98,8 +98,8 @@ def test_neighbours_on_one_host_are_no_partners() -> None:
         make_config(memory={"mirror": "partner"}, cluster={"nodes": nodes, "workers": 1})
 
 
-def memory(committed: int = 4, incarnation: int = INCARNATION, generation: int = 0) -> Any:
-    return pb.MemoryState(incarnation=incarnation, committed=committed, generation=generation)
+def memory(committed: int = 4, incarnation: int = INCARNATION, **fields: int) -> Any:
+    return pb.MemoryState(incarnation=incarnation, committed=committed, **fields)
 
 
 EMPTY = pb.MemoryState()
@@ -117,6 +117,7 @@ def drain(
     *,
     rules: Rules | None = None,
     epochs: dict[str, int] | None = None,
+    replica_of_b: Any = None,
     **facts: Any,
 ) -> tuple[Driver, list[str]]:
     """A scheduler whose journal is at version 4 gathers everybody; the lines after the last word of
@@ -128,6 +129,7 @@ def drain(
     said = {
         "memoryd.a": {"memory": memory_a},
         "memoryd.b": {"memory": memory_b},
+        "mirrord.a": {"replica": replica_of_b},
         "mirrord.b": {"replica": replica_of_a},
     }
     lines: list[str] = []
@@ -149,7 +151,9 @@ def test_a_node_without_memory_is_filled_by_its_partner_alone() -> None:
     ]
     restored = pb.Restored(epoch=4, incarnation=INCARNATION)
     lines = driver.say("memoryd.a", restored=restored)
-    assert lines[0] == "memoryd.a <- begin e4 v4", "nothing is journaled: no step is taken back"
+    assert lines[0] == "memoryd.a <- begin e4 v4 without gradients of memoryd.a", (
+        "nothing is journaled: no step is taken back"
+    )
     assert driver.machine.mirror.version == 4
 
 
@@ -208,6 +212,27 @@ def test_a_new_optimizerd_that_needs_the_lost_gradients_is_lost_with_them() -> N
     assert lines == ["mirrord.b <- settle e4 v4"]
     _, lines = drain(EMPTY, memory(), replica(), rules=rules, epochs={"optimizerd.b": 0})
     assert lines[0] == "memoryd.a <- restore e4 v2 from /run/state/step-00000002"
+
+
+def test_gradients_of_memory_that_was_filled_stay_lost_until_the_next_commit() -> None:
+    """Whoever needs them in a later epoch is filled as well: what the next attempt left there is
+    not them.
+    """
+    contributors = {"memoryd.b": frozenset({"memoryd.a"})}
+    rules = replace(partner_rules(), contributors=contributors)
+    new = {"optimizerd.b": 0}
+    filled, before = memory(lost_attempt=4), memory(lost_attempt=3)
+    partners = {"rules": rules, "replica_of_b": replica()}
+    _, lines = drain(filled, memory(3), replica(), epochs=new, **partners)
+    assert lines == ["mirrord.a <- settle e4 v4"]
+    _, lines = drain(filled, memory(3), replica(), **partners)
+    assert lines[0] == "memoryd.a <- begin e4 v4 without gradients of memoryd.a"
+    _, lines = drain(before, memory(3), replica(), epochs=new, **partners)
+    assert lines[0] == "memoryd.a <- begin e4 v4"
+    _, lines = drain(filled, memory(lost_attempt=4), replica(), epochs=new, **partners)
+    assert lines[0] == "memoryd.a <- begin e4 v4 without gradients of memoryd.a, memoryd.b", (
+        "what was filled is at the commit, and needs nothing"
+    )
 
 
 def test_an_optimizerd_that_was_in_the_last_epoch_is_not_new() -> None:

@@ -57,6 +57,7 @@ class Partners:
             if block.trainable_elements:
                 self._blocks[owner].append(block.index)
         self._lost: dict[int, int] = {}
+        self._bereft: set[int] = set()  # whose gradients of the last commit went with their memory
         self.whole: set[int] = set()
         """Nodes whose replicas must be good for all that is committed."""
         self._attempts = 0
@@ -83,6 +84,8 @@ class Partners:
             )
         # A memory that was lost before this epoch began has been filled since.
         self._lost = {owner: lost for owner, lost in self._lost.items() if lost >= epoch}
+        if name != "SKIP":
+            self._bereft = {*self._lost}
         if not self.mirrors or name == "RESTORE":
             return
         yield from self.look()
@@ -111,6 +114,7 @@ class Partners:
     def machine_lost(self, node: int, epoch: int) -> None:
         """A machine is about to lose its memory."""
         self._lost[node] = epoch
+        self._bereft.add(node)
         self.whole -= self.kept_by(node)
 
     def given_up(self, node: int, epoch: int, new: set[int]) -> bool:
@@ -122,6 +126,7 @@ class Partners:
         wanted = self._wanted(new)
         allowed = bool(wanted) and (node in wanted or not wanted <= self.whole)
         self._lost[node] = epoch
+        self._bereft.add(node)
         return allowed
 
     def may_restore(self, new: set[int]) -> bool:
@@ -149,7 +154,8 @@ class Partners:
         """Memory that has to be filled: what is lost, and what lacks gradients that are."""
         wanted = set(self._lost)
         while True:
-            more = {n for n in new - wanted if self._sources[n] & wanted}
+            gone = wanted | self._bereft
+            more = {n for n in new - gone if self._sources[n] & gone}
             if not more:
                 return wanted
             wanted |= more

@@ -70,10 +70,13 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowAsked:
-    """The scheduler's Begin: enter ``epoch`` with the commit that ``record`` describes."""
+    """The scheduler's Begin: enter ``epoch`` with the commit that ``record`` describes. ``bereft``:
+    blocks some of whose gradients of that commit were lost with a machine.
+    """
 
     epoch: int
     record: CommitRecord
+    bereft: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ An attempt is *mirrored* when every block that is here has its gradients and lac
 So the gradients of a commit stay where they are computed until the replica has taken them in: the
 attempt that overwrites them begins only after a commit that waited for it. A block that was read
 from its owner joins at the committed version at any time; one step behind only while the attempt
-under way is not mirrored, because only then do the gradients of that step stay long enough.
+under way is not mirrored, because only then do the gradients of that step stay long enough; and
+not where some of them were lost with a machine: its owner, which has them, takes that step first.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class MirrorMachine:
         self._running: Settle | FinishSettle | None = None
         self._cut_short: int | None = None
         self._seeding: int | None = None
+        self._bereft: frozenset[int] = frozenset()  # nobody has the commit's gradients of these
         self._farewell: Callable[[], Effect] | None = None  # due when no sweep runs
 
     # ---- looking from outside ----
@@ -200,6 +202,7 @@ class MirrorMachine:
         if self._too_old(event.epoch):
             return
         self._enter(event, MirrorPhase.LIVE)
+        self._bereft = event.bereft
         self._out.append(SendReady(epoch=event.epoch))
 
     def _on_present(self, event: PresentAsked) -> None:
@@ -283,7 +286,7 @@ class MirrorMachine:
                 f" {self.attempt} is under way towards {self.replica.committed + 1}"
                 f"{'' if self._mirrored else ', and not mirrored'}"
             )
-        self.attempt, self._mirrored = 0, False
+        self.attempt, self._mirrored, self._bereft = 0, False, frozenset()
         self.replica.commit(record)
 
     def _on_skip(self, event: SkipAsked) -> None:
@@ -314,7 +317,8 @@ class MirrorMachine:
         replica, block = self.replica, event.block
         behind = replica.committed - event.version
         # One step behind: its gradients stay until a commit that waits for this block, too.
-        joins = behind == 0 or (behind == 1 and not self._mirrored)
+        stay = not self._mirrored and block not in self._bereft
+        joins = behind == 0 or (behind == 1 and stay)
         if event.incarnation != replica.incarnation or not joins:
             return  # it is read again
         replica.set_state(block, event.version)

@@ -52,6 +52,7 @@ class Barrier(Activity):
         self._members = members
         self._found = Holdings()
         self._refills: tuple[Refill, ...] = ()
+        self._bereft: frozenset[str] = frozenset()
         self._unfilled: list[str] = []
         self._restoration: CommitRecord | None = None
         self._daemons = (*rules.memoryds, *rules.optimizerds, *rules.mirrords)
@@ -85,7 +86,8 @@ class Barrier(Activity):
     def _fill_or_begin(self, now_s: float) -> list[Effect]:
         record, steps = self.mirror.record, self.rules.config.train.steps
         self._found.forgetful = self._members.newcomers(self.rules.optimizerds)
-        unfit = self._found.unfit(record, self.mirror.generations)
+        unfit = self._found.unfit(self.rules, record, self.mirror.generations)
+        self._bereft = self._found.bereft(record)
         if not unfit:
             return self._begin(now_s)
         if self.mirror.saved is None or self.mirror.saved.version < steps:
@@ -143,6 +145,7 @@ class Barrier(Activity):
             self._unfilled.append(member)
         if not self.answered(member):
             return []
+        self._bereft |= {refill.memoryd for refill in self._refills}
         self._refills = ()
         if self._unfilled:
             return self._restore(f"no replica could be read by {', '.join(self._unfilled)}")
@@ -158,6 +161,7 @@ class Barrier(Activity):
             return [Say(text=text)]
         self.phase, self._reason, self._damaged = RunPhase.RESTORING, reason, {}
         self.waiting, self.deadline_s = set(self.rules.memoryds), None
+        self._bereft = frozenset()  # no gradients led there
         record = self._restoration = self.mirror.restoration()
         restore = pb.Restore(
             epoch=self.mirror.epoch,
@@ -258,6 +262,7 @@ class Barrier(Activity):
             plan_digest=self.rules.plan_digest,
             next_attempt=self.mirror.next_attempt,
             next_evaluation=self.mirror.next_evaluation,
+            bereft=sorted(self._bereft),
         )
 
     answers = {  # noqa: RUF012  # the base class says ClassVar

@@ -4,8 +4,9 @@ Journal and owners are the truth. A replica counts when it follows the journal's
 has all blocks, and is at the committed version, or one step behind with the gradients of that
 commit. It has those whenever it was complete at the commit, which waited for it.
 
-A node whose optimizerd is new has lost what it pulled from a node that is to be filled, and cannot
-take a pending step in: its own memory counts as lost, too, and its partner has that step.
+A node whose optimizerd is new has lost what it pulled from a node that is to be filled, or was
+since the last commit (*bereft* of its gradients), and cannot take a pending step in: its own memory
+counts as lost, too, and its partner has that step.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ class Holdings:
     replicas: dict[str, pb.ReplicaState] = field(default_factory=dict)
     forgetful: frozenset[str] = frozenset()
 
-    def unfit(self, record: CommitRecord | None, generations: Mapping[str, int]) -> dict[str, str]:
-        """Returns the memoryds whose memory is not what the journal says, and why.
+    def unfit(
+        self, rules: Rules, record: CommitRecord | None, generations: Mapping[str, int]
+    ) -> dict[str, str]:
+        """Returns the memoryds whose memory is not what the journal says, or cannot get there, and
+        why.
 
         A memoryd may be one version behind: the commit was journaled and not announced to its node.
         No more, because no attempt is decided before each optimizerd has said something of it, and
@@ -49,7 +53,20 @@ class Holdings:
             member: _why_unfit(member, memory, record, generations.get(member, 0))
             for member, memory in sorted(self.memory.items())
         }
-        return {member: reason for member, reason in found.items() if reason}
+        unfit = {member: reason for member, reason in found.items() if reason}
+        return unfit | self._dependent(rules, record, unfit) if rules.mirrords else unfit
+
+    def bereft(self, record: CommitRecord | None) -> frozenset[str]:
+        """Returns the memoryds that partners filled with this very commit: its state is there, the
+        gradients that led to it are not.
+        """
+        if record is None or record.decision is Decision.RESTORE:
+            return frozenset()
+        return frozenset(
+            member
+            for member, memory in self.memory.items()
+            if memory.incarnation == record.incarnation and memory.lost_attempt == record.attempt
+        )
 
     def refills(
         self, rules: Rules, record: CommitRecord | None, unfit: Mapping[str, str]
@@ -57,13 +74,12 @@ class Holdings:
         """Returns how partners can fill all memory that is unfit; nothing if they cannot."""
         if record is None or not rules.mirrords:
             return ()
-        wanted = {**unfit, **self._dependent(rules, record, unfit)}
         keepers = keepers_of(rules)
-        if not all(self._usable(rules, member, keepers[member], record) for member in wanted):
+        if not all(self._usable(rules, member, keepers[member], record) for member in unfit):
             return ()
         return tuple(
             Refill(memoryd=member, mirrord=keepers[member], reason=reason)
-            for member, reason in sorted(wanted.items())
+            for member, reason in sorted(unfit.items())
         )
 
     def _dependent(
@@ -72,8 +88,9 @@ class Holdings:
         if record.decision is Decision.RESTORE:  # no step is pending
             return {}
         found: dict[str, str] = {}
+        bereft = self.bereft(record)
         while True:
-            lost = {*unfit, *found}
+            lost = {*unfit, *found, *bereft}
             more = {
                 member: f"its optimizerd is new, and needs gradients of {', '.join(on)}"
                 for member, sources in rules.contributors.items()
