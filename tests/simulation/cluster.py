@@ -84,6 +84,7 @@ class Cluster:
         self.history.cluster = self
         self.restart_nodes = True
         self.scheduler: Any = None
+        self.scheduler_process: Process | None = None
         self.excused: set[int] = set()
         self._next_pid = 100
         self._insisted = False
@@ -124,6 +125,14 @@ class Cluster:
 
     def _fell(self) -> None:
         self.history.effective["kill after a loss"] += 1
+
+    def knows(self, process: Process) -> bool:
+        """Returns whether a living scheduler has a stream of this very process."""
+        if self.scheduler_process is None or not self.scheduler_process.alive:
+            return False
+        members = self.scheduler.members
+        known = (process.name, process.pid) in members.pids()
+        return known and process.name in members.present
 
     def process(self, name: str) -> Process | None:
         """Returns the living process of a name."""

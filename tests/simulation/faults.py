@@ -451,8 +451,7 @@ class Injector:
         cluster = self._cluster
         if victim is None or sum(process.hung for process in cluster.living) >= MOST_HUNG:
             return
-        known = cluster.scheduler is not None and victim.name in cluster.scheduler.members.present
-        if victim.kind != "schedulerd" and not known:
+        if victim.kind != "schedulerd" and not cluster.knows(victim):
             return
         spared = ("member-link", "saved-states-0")
         threads = [task for task in victim.tasks if not task.done and task.name not in spared]

@@ -27,6 +27,8 @@ class Network:
         self.connections: list[Any] = []
         """ZeroMQ's, seen from who connected; see :meth:`open_connections`."""
         self.slow = 1.0
+        self._often_late = kernel.random.choice((0.01, 0.01, 0.1))
+        self._skewed = kernel.random.random() < 0.5
         self._port = 20000
 
     def new_port(self) -> int:
@@ -57,7 +59,13 @@ class Network:
         """Returns how long a message takes now."""
         random = self.kernel.random
         delay_s = (LOCAL_S if local else REMOTE_S) * (0.2 + random.random()) * self.slow
-        return delay_s * 50 if random.random() < 0.01 else delay_s
+        return delay_s * 50 if random.random() < self._often_late else delay_s
+
+    def skew(self) -> float:
+        """Returns how many times slower than others a new connection is, in one direction."""
+        if not self._skewed:
+            return 1.0
+        return self.kernel.random.choice((1.0, 1.0, 1.0, 8.0, 40.0))
 
     @staticmethod
     def reaches(source: Machine, target: Machine) -> bool:
@@ -85,6 +93,7 @@ class Pipe:
         self._network = network
         self._source, self._target = source, target
         self._deliver = deliver
+        self._skew = network.skew()
         self._free_s = 0.0
         self._waiting: list[Any] = []
         self.broken = False
@@ -127,7 +136,7 @@ class Pipe:
     def _schedule(self) -> None:
         kernel = self._network.kernel
         local = self._source is self._target
-        at_s = max(self._free_s, kernel.now + self._network.delay_s(local))
+        at_s = max(self._free_s, kernel.now + self._skew * self._network.delay_s(local))
         self._free_s = at_s
         kernel.after(at_s - kernel.now, self._arrive)
 

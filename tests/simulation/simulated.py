@@ -385,6 +385,7 @@ def _machine(*args: Any) -> SchedulerMachine:
     """The real one; the cluster looks at what it is up to when somebody dies."""
     found = here()
     machine = found.cluster.scheduler = SchedulerMachine(*args)
+    found.cluster.scheduler_process = found.process
     real = machine._break_epoch
 
     def break_epoch(cause: BreakCause, reason: str, now_s: float) -> None:
