@@ -1,4 +1,4 @@
-"""A minute of simulated clusters: fixed seeds, and some that nobody has seen."""
+"""A minute of simulated clusters."""
 
 from __future__ import annotations
 
@@ -34,14 +34,11 @@ def run(*arguments: str, timeout_s: float = 280.0) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones() -> None:
-    first = random.SystemRandom().randrange(10**6, 10**9)
-    print(f"first random seed: {first}")
-    fixed = run("run", "--seeds", "0:", "--minutes", "0.5")
-    unseen = run("run", "--seeds", f"{first}:", "--minutes", "0.5")
-    for said in (fixed, unseen):
-        assert " 0 violations" in said
-        assert not said.startswith("0 seeds")
+@pytest.mark.parametrize("first", [0, 1_000_000])
+def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones(first: int) -> None:
+    """About a minute together; ``make soak`` lives through seeds that nobody has seen."""
+    said = run("run", "--seeds", f"{first}:{first + 36}")
+    assert said.startswith("36 seeds") and " 0 violations" in said
 
 
 @pytest.mark.timeout(120)
