@@ -115,6 +115,8 @@ class NodeMemory:
     ) -> None:
         self.spec = spec
         self.control = control
+        self.unlinked = False
+        """Whether this process has removed the names."""
         self._segments = segments
 
     @classmethod
@@ -272,6 +274,7 @@ class NodeMemory:
 
     def unlink(self) -> None:
         """Remove the names, control first, so that no half-removed memory looks whole."""
+        self.unlinked = True
         for kind in (SegmentKind.CONTROL, *self.spec.layout.sizes):
             unlink(self.spec.name(kind))
 

@@ -262,6 +262,8 @@ class BlockServer:
         return [frame.bytes for frame in frames]
 
     def _on_lease(self, socket: zmq.Socket[bytes], client: bytes, request: LeaseRequest) -> None:
+        if self._memory.unlinked:
+            return  # the run is over: who asks is about to hear of it, or asks the next memoryd
         error = self._lease_error(request)
         if error:
             reply = LeaseReply(segments=(), digest=b"", undo_bytes=0, error=error)

@@ -30,7 +30,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.shm.layout import SegmentKind
-from penstock.shm.memory import NodeMemory
+from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import SegmentError, SegmentMissingError
 
 MEMORY_SOCKET = "memory"
@@ -70,6 +70,29 @@ def attach(
         StateError: the lease is refused, or the segments do not fit this run's plan and model.
     """
     spec = run_dir.memory_spec(node)
+    missing: SegmentMissingError | None = None
+    for _ in range(2):  # memoryd may have ended since its first answer, and given memory back
+        _lease(run_dir, spec, member, timeout_s, cancelled)
+        try:
+            return NodeMemory.attach(spec, kinds, writable=writable)
+        except SegmentMissingError as error:
+            missing = error
+        except SegmentError as error:
+            raise StateError(f"memory of node {spec.node_name}: {error}") from error
+    raise StateError(
+        f"memory of node {spec.node_name} was removed from /dev/shm while the run is active: by"
+        " the epilogue of another job, or by logind (RemoveIPC). Keep them away from"
+        " /dev/shm/penstock-*, and start again: it goes on from the newest saved state"
+    ) from missing
+
+
+def _lease(
+    run_dir: RunDirectory,
+    spec: MemorySpec,
+    member: str,
+    timeout_s: float,
+    cancelled: Callable[[], bool],
+) -> None:
     address = ipc_address(spec.run_id, spec.node_name, MEMORY_SOCKET)
     with world.sockets() as context:
         request = LeaseRequest(run_id=spec.run_id, member=member, pid=world.pid())
@@ -79,16 +102,6 @@ def attach(
             f"memoryd.{spec.node_name} holds memory made for another model, plan or optimizer than"
             f" {run_dir.path}: stop the run and start it again"
         )
-    try:
-        return NodeMemory.attach(spec, kinds, writable=writable)
-    except SegmentMissingError as error:  # memoryd, which has just answered, had them all
-        raise StateError(
-            f"memory of node {spec.node_name} was removed from /dev/shm while the run is active: by"
-            " the epilogue of another job, or by logind (RemoveIPC). Keep them away from"
-            " /dev/shm/penstock-*, and start again: it goes on from the newest saved state"
-        ) from error
-    except SegmentError as error:
-        raise StateError(f"memory of node {spec.node_name}: {error}") from error
 
 
 def request_lease(

@@ -525,6 +525,18 @@ def test_refused_leases(
         request_lease(context, served.address, LeaseRequest(**(fields | changes)), timeout_s=5.0)
 
 
+def test_memory_that_was_given_back_is_leased_to_nobody(
+    served: Served, context: zmq.Context[Any]
+) -> None:
+    """Who asked while the run ended was told that strangers had removed it, with exit code 2."""
+    request = LeaseRequest(run_id=served.memory.spec.run_id, member="worker.0", pid=os.getpid())
+    request_lease(context, served.address, request, timeout_s=5.0)
+    served.memory.unlink()
+    with pytest.raises(LostMemberError, match=r"no lease .* within 0.3 s"):
+        request_lease(context, served.address, request, timeout_s=0.3)
+    assert not served.server.failure
+
+
 def test_no_memoryd_no_lease(context: zmq.Context[Any]) -> None:
     request = LeaseRequest(run_id="r", member="worker.0", pid=os.getpid())
     with pytest.raises(LostMemberError, match=r"worker.0: no lease .* within 0.1 s"):
