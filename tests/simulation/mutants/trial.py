@@ -37,7 +37,7 @@ PATIENCE = 10.0
 """How many times its CPU time it may take by the clock, on a machine that others use."""
 LOOK_EVERY_S = 0.02
 SHARED_MEMORY = Path("/dev/shm")
-_SAID_BYTES = 4000
+_SAID_LETTERS = 300
 _SEED = re.compile(r"\bseed\W{1,2}(\d+)", re.IGNORECASE)
 _LIVES = re.compile(r"^(\d+) lives$", re.MULTILINE)
 _VIOLATION, _FELL_OVER = 1, 2
@@ -64,7 +64,7 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """How a mutant fared. ``seed``: that found it, if the simulation said so; ``lives``: how many
-    seeds passed; ``cpu_s``: what they took in CPU seconds; ``said``: the last words.
+    seeds passed; ``cpu_s``: of this trial; ``said``: the violation, or the last line.
     """
 
     mutant: str
@@ -148,14 +148,15 @@ def try_mutant(
 
     code, said, cpu_s = _forked(mutated, budget_s + SLACK_S)
     found, passed = _SEED.search(said), _LIVES.search(said)
+    verdict, lines = _verdict(code, said), said.strip().splitlines() or [""]
     return Trial(
         mutant=mutant.name,
         origin=mutant.origin,
-        verdict=_verdict(code, said),
+        verdict=verdict,
         cpu_s=round(cpu_s, 1),
         lives=lives + (int(passed[1]) if passed else 0),
         seed=int(found[1]) if found and code == _VIOLATION else None,
-        said=said[-_SAID_BYTES:].strip(),
+        said=lines[0 if verdict is Verdict.FOUND else -1][:_SAID_LETTERS],
     )
 
 
