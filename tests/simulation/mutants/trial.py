@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.many import FOLDER
+from tests.simulation.many import FOLDER, undisturbed_runs, work
 from tests.simulation.mutants import overlay
 from tests.simulation.mutants.mutant import Mutant
 
@@ -99,16 +99,23 @@ class Laboratory:
         exit code.
         """
         from tests.simulation.configurations import seeds_by_shape
-        from tests.simulation.many import work
 
-        seeds = islice(seeds_by_shape(first_seed), lives, None)
-        return _outcome(work, seeds, pickle.loads(self.undisturbed), self.cpu_s)
+        return self._run(islice(seeds_by_shape(first_seed), lives, None))
 
     def live_once(self, seed: int) -> int:
         """Run one seed; returns the exit code."""
-        from tests.simulation.many import work
+        return self._run([seed])
 
-        return _outcome(work, [seed], pickle.loads(self.undisturbed), self.cpu_s)
+    def _run(self, seeds: Iterable[int]) -> int:
+        totals = work(
+            seeds,
+            self.cpu_s / 60.0,
+            stop_at_first=True,
+            clock=time.process_time,
+            undisturbed=pickle.loads(self.undisturbed),
+        )
+        print(f"{totals.seeds - len(totals.failed)} lives")
+        return _VIOLATION if totals.failed else 0
 
 
 def prepare(cpu_s: float) -> Laboratory:
@@ -166,17 +173,7 @@ def passes_without(seed: int, laboratory: Laboratory) -> bool:
     return code == 0
 
 
-def _outcome(work: Callable[..., Any], seeds: Iterable[int], undisturbed: Any, cpu_s: float) -> int:
-    totals = work(
-        seeds, cpu_s / 60.0, stop_at_first=True, clock=time.process_time, undisturbed=undisturbed
-    )
-    print(f"{totals.seeds - len(totals.failed)} lives")
-    return _VIOLATION if totals.failed else 0
-
-
 def _survey(descriptor: int) -> int:
-    from tests.simulation.many import undisturbed_runs
-
     results = pickle.dumps(undisturbed_runs())
     ours = (overlay.PACKAGE, "tests", "__main__")
     names = sorted(name for name in sys.modules if name.partition(".")[0] not in ours)
