@@ -68,20 +68,25 @@ class _Ways:
                 self._transfer(sent.popleft(), received.popleft())
 
     def _transfer(self, sent: _Half, received: _Half) -> None:
-        checker = self._checker
         sent.stream.wait_event(received.ready)
         received.stream.wait_event(sent.ready)
+        self._copy(sent, received)
+        # Whoever asks a transfer last whether it is over may know less than who used its memory.
+        del sent.buffer, received.buffer
+        sent.over.record(sent.stream)
+        received.stream.wait_event(sent.over)
+        received.over.record(received.stream)
+        sent.matched.set()
+        received.matched.set()
+
+    def _copy(self, sent: _Half, received: _Half) -> None:
+        checker = self._checker
         with checker.lock:
             source, target = raw(sent.buffer), raw(received.buffer)
             for half, writes in ((sent, False), (received, True)):
                 address, size = extent(half.buffer)
                 checker.access(half.stream.name, address, size, writes=writes, what="transfer")
             sent.stream.issue(Work(run=quietly(lambda: target.copy_(source))))
-        sent.over.record(sent.stream)
-        received.stream.wait_event(sent.over)
-        received.over.record(received.stream)
-        sent.matched.set()
-        received.matched.set()
 
 
 class _Group:
