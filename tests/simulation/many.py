@@ -75,7 +75,7 @@ def work(
 
     totals, laboratory = Totals(), Laboratory(undisturbed)
     gc.freeze()  # what was imported stays
-    gc.set_threshold(20_000, 20, 100)
+    gc.set_threshold(100_000, 20, 100)
     until_s = None if minutes is None else clock() + 60.0 * minutes
     try:
         with replaced():

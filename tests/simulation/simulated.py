@@ -37,6 +37,7 @@ import penstock.daemons.scheduler.effects as scheduler_effects_module
 import penstock.daemons.scheduler.journal as journal_module
 import penstock.daemons.scheduler.main as scheduler_main
 import penstock.protocol.metrics.page as page_module
+import penstock.protocol.plan.placement as placement_module
 import penstock.protocol.security.sockets as sockets_module
 import penstock.shm.control as control_module
 import penstock.shm.memory as memory_module
@@ -553,6 +554,8 @@ def replaced() -> Iterator[None]:
         put(scheduler_main, "SchedulerMachine", _machine)
         put(scheduler_main, "_hear_stops", _hear_stops)
         put(journal_module, "check_locks", _nothing)
+        put(placement_module, "cpu_limit", cache(placement_module.cpu_limit))
+        put(placement_module.Topology, "read", cache(placement_module.Topology.read))
         put(worker_main, "torch", _torch)
         put(worker_main, "RunDirectory", lambda path: here().cluster.run)
         put(worker_main, "open_platform", SimPlatform)
@@ -562,9 +565,8 @@ def replaced() -> Iterator[None]:
         put(sockets_module, "refuse_foreign_owner", _nothing)
         put(server_module, "ProcessIdentity", _Identity)
         journal = journal_module.Journal
-        put(journal, "begin_epoch", _told("begin_epoch"))
-        put(journal, "decide", _told("decide"))
-        put(journal, "replace", _told("replace"))
+        for name in ("begin_epoch", "decide", "replace"):
+            put(journal, name, _told(name))
         put(journal, "load", _load)
         put(pulls_module.Puller, "_fetch", _fetch)
         for sweeps in (Kernels, ReplicaSweeps):
