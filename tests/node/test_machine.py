@@ -317,6 +317,19 @@ def test_a_scheduler_elsewhere_that_cannot_be_asked_is_asked_again(machine: Mach
     assert machine.feed(Tick(), after_s=2.0) == []
 
 
+def test_a_scheduler_elsewhere_that_died_since_is_asked_again_by_the_next_epoch() -> None:
+    machine = Machine(NAMES[1:], NodeLimits(max_restarts=3)).started()
+    machine.feed(StopAsked(within_s=100.0))
+    begins = EpochBegins(epoch=2, version=1)
+    asks = AskSchedulerToStop(within_s=95.5)
+    assert machine.feed(begins, after_s=2.0) == [SendReady(epoch=2), asks]
+
+
+def test_the_nodes_own_scheduler_is_not_signalled_twice(machine: Machine) -> None:
+    machine.feed(StopAsked())
+    assert machine.feed(EpochBegins(epoch=2, version=1)) == [SendReady(epoch=2)]
+
+
 def test_a_stop_with_a_deadline_kills_before_it_and_keeps_the_memory(machine: Machine) -> None:
     assert machine.feed(StopAsked(within_s=20.0)) == [AskSchedulerToStop(within_s=20.0)]
     assert machine.state.next_deadline_s() == machine.now_s + 17.5

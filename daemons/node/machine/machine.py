@@ -294,7 +294,11 @@ class NodeMachine:
             for child in self.children.values():
                 child.restarts.forgive()
         self.epoch, self.version = event.epoch, event.version
-        return [SendReady(epoch=event.epoch)]
+        effects: list[Effect] = [SendReady(epoch=event.epoch)]
+        if self.stop_asked and SCHEDULERD not in self.children:
+            # A scheduler that heard of it may have died since; of its own the node would know.
+            effects.append(AskSchedulerToStop(within_s=self._left_s(now_s)))
+        return effects
 
     def _on_shutdown(self, event: ShutdownAsked, now_s: float) -> list[Effect]:
         if self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
@@ -377,8 +381,7 @@ class NodeMachine:
                 effects.append(Start(name=child.name))
         if self.ask_again_at_s is not None and self.ask_again_at_s <= now_s:
             self.ask_again_at_s = None
-            left_s = None if self.give_up_s is None else max(1.0, self.give_up_s - now_s)
-            effects.append(AskSchedulerToStop(within_s=left_s))
+            effects.append(AskSchedulerToStop(within_s=self._left_s(now_s)))
         if self.give_up_s is not None and self.give_up_s <= now_s:
             self.give_up_s = None
             return effects + self._out_of_time()
@@ -388,6 +391,10 @@ class NodeMachine:
         return effects
 
     # ---- decisions ----
+
+    def _left_s(self, now_s: float) -> float | None:
+        """Returns how long a stop that was asked for may still take; None: as long as it likes."""
+        return None if self.give_up_s is None else max(1.0, self.give_up_s - now_s)
 
     def _due_s(self, child: Child) -> float | None:
         """Returns when a child is to be started; None: not before something happens.
