@@ -160,9 +160,11 @@ class _Source:
         """Returns whether a change of this node could break a promise."""
         place: ast.AST | None = node
         while place is not None:
-            if isinstance(place, ast.Raise | ast.Assert | ast.JoinedStr | ast.ExceptHandler):
+            if isinstance(place, ast.Assert | ast.JoinedStr | ast.ExceptHandler):
                 return False
-            if isinstance(place, ast.If) and _only_raises(place):
+            if isinstance(place, ast.stmt) and _is_said(place):
+                return False
+            if isinstance(place, ast.If) and all(map(_is_said, place.body)):
                 return False
             if isinstance(place, ast.Call) and _names(place.func) & UNPROMISED_WORDS:
                 return False
@@ -174,8 +176,11 @@ class _Source:
         return False  # outside of functions: tables and constants
 
 
-def _only_raises(node: ast.If) -> bool:
-    return all(isinstance(statement, ast.Raise) for statement in node.body)
+def _is_said(statement: ast.stmt) -> bool:
+    """Returns whether a statement only raises, says or checks something."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return bool(_names(statement.value.func) & (UNPROMISED_WORDS | {"validate"}))
+    return isinstance(statement, ast.Raise)
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -81,6 +81,10 @@ def _decide(self, x):
     if x < 4:
         raise ValueError(f"{x + 1}")
     _log.info("x")
+    if x < 3:
+        _log.info("y")
+    if x < 2:
+        self.validate()
     self._metrics.counted(x + 1)
     return [Say(text="x")]
 
