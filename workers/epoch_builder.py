@@ -24,7 +24,7 @@ from penstock.protocol.run.names import (
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.security.sockets import OPEN, SocketAccess, checked_places
-from penstock.protocol.wire.blocks import attach
+from penstock.protocol.wire.blocks import LeaseCancelledError, attach
 from penstock.protocol.wire.fetching import fetchers
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
@@ -163,7 +163,7 @@ class EpochBuilder:
         announced = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
         endpoints = checked_places(self._config, self._access, announced)
         flow = Flow.of(plan)
-        memory = self._attached(plan)
+        memory = self._attached(plan, abort)
         owners = ownership(self._config, self._table, plan)
         self._connect(begin, plan, flow, endpoints)
         self._weights = WeightLoader(
@@ -306,9 +306,12 @@ class EpochBuilder:
             )
         return plan.programs[self._device_index], plan.evaluation[self._device_index]
 
-    def _attached(self, plan: Plan) -> NodeMemory:
+    def _attached(self, plan: Plan, abort: Abort) -> NodeMemory:
         """The node's memory, mapped again only when the segments, those of them that the plan
         needs, or the room that weights take on the device, are others than before.
+
+        Raises:
+            Interrupted: the epoch ended while its memoryd was awaited, or a stop came.
         """
         room = self._largest_stage(plan), buffers_needed(*self._programs(plan))
         kinds = (*_SEGMENTS, SegmentKind.STATE) if self._updates_blocks(plan) else _SEGMENTS
@@ -318,10 +321,20 @@ class EpochBuilder:
             if self._memory is not None:
                 self._memory[1].close()
                 self._memory = None
-            memory = attach(self._files, self._node, worker_name(self._device_index), kinds=kinds)
+            memory = self._mapped(kinds, abort)
             self._memory = (*self._segment_identity(), *room, len(kinds)), memory
             self._device.attach(memory, *room)
         return self._memory[1]
+
+    def _mapped(self, kinds: tuple[SegmentKind, ...], abort: Abort) -> NodeMemory:
+        name = worker_name(self._device_index)
+        try:
+            return attach(
+                self._files, self._node, name, kinds=kinds, cancelled=lambda: abort.is_set
+            )
+        except LeaseCancelledError:
+            abort.check()
+            raise
 
     def _updates_blocks(self, plan: Plan) -> bool:
         return self._device_index in plan.updates.values()

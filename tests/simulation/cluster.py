@@ -48,6 +48,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.history import History
 from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.network import Network
+from tests.simulation.orders import Obedience
 from tests.simulation.partners import Partners
 from tests.simulation.simulated import SimWorld, load_initial
 from tests.simulation.streams import SimAccess
@@ -88,6 +89,8 @@ class Cluster:
         self.excused: set[int] = set()
         self._next_pid = 100
         self._insisted = False
+        self._killed_s = float("inf")
+        """When who signalled all nodes is going to kill everything."""
         self._specs = [run.memory_spec(index) for index in range(len(nodes))]
         self.kept = self._kept_specs()
         """By node: the replica in its memory, of another node's state, if it keeps one."""
@@ -195,7 +198,7 @@ class Cluster:
     def start_again(self) -> None:
         """The operator gives the same command again: all nodes."""
         self.codes.clear()
-        self._insisted = False
+        self._insisted, self._killed_s = False, float("inf")
         self.excused = {3} if self.disk.full else set()
         self.scheduler = None
         self.start()
@@ -263,13 +266,19 @@ class Cluster:
 
     # ---- what operators do ----
 
-    def stop_node(self, index: int, *, again: bool = False) -> bool:
+    def stop_node(self, index: int, *, again: bool = False, within_s: float | None = None) -> bool:
         """SIGTERM for a node; returns whether it is there to hear it."""
         node = self.nodes[index]
         if node is None or node.process is None or not node.process.alive or node.inbox is None:
             return False
-        node.inbox.put(StopAsked(again=again))
+        node.inbox.put(StopAsked(again=again, within_s=within_s))
         return True
+
+    @property
+    def left_s(self) -> float | None:
+        """How long it is until everything is killed; None if nobody is going to do that."""
+        left_s = self._killed_s - self.kernel.now
+        return max(0.0, left_s) if left_s < float("inf") else None
 
     @property
     def server(self) -> Any:
@@ -277,12 +286,23 @@ class Cluster:
         return self.network.listeners.get(f"{self.run.config.cluster.nodes[0].host}:{PORT}")
 
     def insist(self) -> None:
-        """One more signal for all nodes. Those that cannot hear it are killed, and nobody starts
-        nodes again until all have ended.
+        """One more signal for all nodes."""
+        self._signal_all(again=True)
+
+    def stop_all(self, within_s: float) -> None:
+        """A signal for all nodes by somebody who is going to kill them, as the end of a job's time
+        does.
+        """
+        self._killed_s = self.kernel.now + within_s
+        self._signal_all(within_s=within_s)
+
+    def _signal_all(self, *, again: bool = False, within_s: float | None = None) -> None:
+        """Nodes that cannot hear it are killed, and nobody starts nodes again until all have
+        ended.
         """
         self._insisted = True
         for index, node in enumerate(self.nodes):
-            heard = self.stop_node(index, again=True)
+            heard = self.stop_node(index, again=again, within_s=within_s)
             if not heard and node is not None and node.process is not None:
                 node.process.kill()
 
@@ -302,6 +322,7 @@ class SimChildren:
     def __init__(self, node: SimNode) -> None:
         self._node = node
         self.running: dict[str, Process] = {}
+        self._obedience = Obedience()
 
     @property
     def stopped(self) -> frozenset[str]:
@@ -321,9 +342,11 @@ class SimChildren:
         if process is None:
             return
         if number == signal.SIGKILL:
+            self._obedience.killed(process)
             kernel = self._node.cluster.kernel
             kernel.after(kernel.random.random() * 1e-3, process.kill)
         elif number == STOP_ORDER:
+            self._obedience.told(process)
             process.order_to_stop()
             if name == SCHEDULERD and self._node.process is not None:
                 self._node.cluster.history.stop_heard(self._node.process)

@@ -60,6 +60,11 @@ class Endings:
         self._effective("insist")
         self._for_a_while(dice, dice.choice((1e-3, 20e-3, 1.0)), cluster.insist)
 
+    def stop_in_a_hurry(self, dice: random.Random) -> None:
+        """All nodes are signalled by somebody who kills what is left soon."""
+        self._cluster.stop_all(dice.choice((0.5, 1.0, 3.0, 10.0)))
+        self._effective("stop in a hurry")
+
     def pause(self, dice: random.Random) -> None:
         """Training rests for a while; or until somebody stops it, whom the scheduler cannot hear
         at the moment.
@@ -141,6 +146,7 @@ ENDINGS: dict[str, Callable[[Endings, random.Random], None]] = {
     "stop a node": Endings.stop_a_node,
     "stop in a recovery": Endings.stop_in_a_recovery,
     "insist": Endings.insist,
+    "stop in a hurry": Endings.stop_in_a_hurry,
     "pause": Endings.pause,
     "strike at the end": Endings.strike_at_the_end,
     "away at the end": Endings.away_at_the_end,

@@ -8,137 +8,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.endings import ENDINGS, Endings
 from tests.simulation.kernel import Process
+from tests.simulation.plans import Fault
+from tests.simulation.strangers import pose_as
 
-KINDS = {
-    "kill": 30,
-    "kill at a step": 50,
-    "cut a sweep": 12,
-    "kill several": 6,
-    "kill a node": 4,
-    "kill in a restore": 4,
-    "lose a machine": 3,
-    "switch off": 3,
-    "lose two machines": 1,
-    "lose a machine at a cut": 2,
-    "spare": 1,
-    "stop": 4,
-    "stop for long": 2,
-    "stop for ever": 2,
-    "hang": 4,
-    "close a connection": 6,
-    "cut the network": 5,
-    "cut one way": 3,
-    "slow machine": 2,
-    "slow network": 2,
-    "full disk": 2,
-    "jump of the clock": 1,
-    "save": 3,
-    "stop the run": 1,
-    "stop a node": 1,
-    "stop in a recovery": 1,
-    "insist": 1,
-    "pause": 1,
-    "strike at the end": 2,
-    "away at the end": 1,
-}
-"""Kind -> weight."""
-ONLY_SEVERAL_NODES = (
-    *("cut the network", "cut one way", "lose two machines", "lose a machine at a cut", "spare"),
-    "away at the end",
-)
-WITH_PARTNERS = {
-    "lose a machine": 12,
-    "switch off": 6,
-    "lose two machines": 4,
-    "spare": 5,
-    "cut a sweep": 12,
-    "strike in a re-seed": 10,
-}
-"""Kind -> weight where memory outlives a machine."""
-DEATHS = (
-    *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
-    *("lose a machine", "lose a machine at a cut", "save", "strike in a re-seed"),
-)
-"""Of these nobody hangs: whoever is said to is wronged."""
-RESTORES = (
-    *("kill", "cut a sweep", "kill in a restore"),
-    *("lose a machine", "lose a machine at a cut", "save"),
-)
-"""What is often met where memory is filled again and again."""
-ABOUT_THE_END = (*ENDINGS, "kill", "kill at a step", "kill a node")
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
 MOST_HUNG = 2
 """Processes that hang at a time: each may take as long as an epoch's beginning may."""
+LOOKS_FOR_BUSY = 60
+"""How often a fault looks for a connection on which something is under way."""
 PATIENCE_S = 40.0
 """Virtual seconds in which a run must end, or decide an attempt, when nothing goes wrong any more:
 a process that hangs is given the attempt's timeout, a node that dies young its longest delay,
 members that missed the end a node's ``told_grace_s``.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """``after_s`` the fault before and ``decisions`` decided attempts later; ``number`` decides all
-    else.
-    """
-
-    kind: str
-    after_s: float
-    decisions: int
-    number: int
-
-
-def draw(
-    seed: int, *, several_nodes: bool, partners: bool = False, kinds: tuple[str, ...] = ()
-) -> tuple[Fault, ...]:
-    """Returns the faults of a seed."""
-    dice = random.Random(f"faults {seed}")
-    count = dice.choice((8, 30, 60, 80, 80, 80))
-    pace = dice.choice((0.001, 0.003, 0.01, 0.03))
-    spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
-    weights = {
-        kind: weight
-        for kind, weight in (KINDS | (WITH_PARTNERS if partners else {})).items()
-        if (several_nodes or kind not in ONLY_SEVERAL_NODES) and (not kinds or kind in kinds)
-    }
-    if not kinds:
-        weights = _themed(weights, dice)
-    chosen = dice.choices(list(weights), list(weights.values()), k=count)
-    return tuple(
-        Fault(
-            kind=kind,
-            after_s=dice.expovariate(1.0) * pace,
-            decisions=dice.choice(spacing),
-            number=dice.getrandbits(32),
-        )
-        for kind in chosen
-    )
-
-
-def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
-    """Returns the kinds of a seed: all, or deaths alone, or what memory is filled for, or those
-    about the end, or a few, each then as likely as another: what is rare among all kinds is often
-    met where it has few beside it.
-    """
-    theme = dice.random()
-    if theme < 0.4:
-        return weights
-    if theme < 0.55:
-        return {kind: weight for kind, weight in weights.items() if kind in DEATHS}
-    restores = [kind for kind in weights if kind in RESTORES]
-    if theme < 0.7:
-        return {**dict.fromkeys(restores, 2), "kill": 1}
-    if theme < 0.85:
-        return {kind: 1 + (kind in ENDINGS) for kind in weights if kind in ABOUT_THE_END}
-    few = dice.sample(sorted(weights), 3)
-    return {**dict.fromkeys(few, 1), "kill": 1}
+HUNG_PATIENCE_S = 670.0
+"""The same while a process lives that hangs: the beginning of an epoch has 600 s."""
 
 
 class Injector:
@@ -159,7 +49,6 @@ class Injector:
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""
         cluster.history.on_decision = self.decided
-        cluster.history.nobody_hangs = all(fault.kind in DEATHS for fault in plan)
 
     @property
     def done(self) -> bool:
@@ -187,12 +76,8 @@ class Injector:
         if fault.decisions:
             decided = self._cluster.history.num_decided
             self._awaited = (fault, decided + fault.decisions)
-            # Where nothing is decided any more it strikes all the same. At times so late that it is
-            # no rescue for who would never go on by themselves.
-            patience_s = PATIENCE_S + 5.0 if fault.number % 8 == 0 else 1.0
-            self._kernel.after(
-                patience_s + fault.after_s, lambda: self._strike_late(fault, decided)
-            )
+            # Where nothing is decided any more it strikes all the same.
+            self._kernel.after(1.0 + fault.after_s, lambda: self._strike_late(fault, decided))
         else:
             self._kernel.after(fault.after_s, lambda: self._strike(fault))
 
@@ -210,12 +95,17 @@ class Injector:
         """The attempts that a fault waits for have not been decided: somebody must have been in the
         way, lately.
         """
-        cluster = self._cluster
-        if fault not in self._struck and not cluster.ended:
+        cluster, now_s = self._cluster, self._kernel.now
+        if fault not in self._struck and not cluster.ended and fault.patient:
             hung = any(process.hung for process in cluster.living)
-            since_s = max(self.last_s, cluster.changed_s)
-            quiet = not hung and not self.under_way and self._kernel.now - since_s > PATIENCE_S
-            if quiet and cluster.history.num_decided == decided:
+            until_s = max(self.last_s, cluster.changed_s) + (
+                HUNG_PATIENCE_S if hung else PATIENCE_S
+            )
+            if self.under_way or now_s <= until_s:
+                later_s = max(until_s - now_s, 0.0) + 1.0
+                self._kernel.after(later_s, lambda: self._strike_late(fault, decided))
+                return
+            if cluster.history.num_decided == decided:
                 cluster.history.violation(f"nothing is decided any more: {cluster.state()}")
         self._strike(fault)
 
@@ -316,6 +206,7 @@ class Injector:
             dice,
             dice.choice((1e-3, 0.1, 2.0, 6.0)),
             lambda: self._goes_down(partner, dice, "lose two machines"),
+            stalls=False,
         )
 
     def _lose_at_a_cut(self, dice: random.Random) -> None:
@@ -400,15 +291,28 @@ class Injector:
             cluster.doomed[f"mirrord.{victim.name}"] = dice.randint(1, 120)
         if kind == "switch off" and index == 0:
             cluster.disk.power_cut(dice)
-        self._for_a_while(dice, 2.0, lambda: setattr(machine, "up", True))
+        self._for_a_while(dice, 2.0, lambda: setattr(machine, "up", True), stalls=False)
         return True
 
-    def _for_a_while(self, dice: random.Random, longest_s: float, end: Callable[[], None]) -> None:
+    def _for_a_while(
+        self,
+        dice: random.Random,
+        longest_s: float,
+        end: Callable[[], None],
+        *,
+        stalls: bool = True,
+    ) -> None:
+        """``stalls``: who is there may stand still meanwhile."""
+        history = self._cluster.history
         self.under_way += 1
+        history.stalls += stalls
 
         def over() -> None:
             self.under_way -= 1
             self.last_s = self._kernel.now
+            if stalls:
+                history.stalls -= 1
+                history.stalled_s = self._kernel.now
             end()
 
         self._kernel.after(dice.random() * longest_s, over)
@@ -427,20 +331,26 @@ class Injector:
 
     def _hang(self, dice: random.Random) -> None:
         """One thread of a process stands still for ever; the others go on, heartbeats among them,
-        unless it was theirs. Now, or a moment after memory begins to be filled the next time: then
-        who fills it.
+        unless it was theirs.
         """
-        if dice.random() < 0.7:
-            self._hang_one(self._victim(dice), dice)
-            return
+        self._hang_one(self._victim(dice), dice)
 
+    def _hang_in_a_restore(self, dice: random.Random) -> None:
+        """A moment after memory begins to be filled the next time: who fills it."""
+        self._hang_at(self._cluster.history.at_restore, ("memoryd",), dice)
+
+    def _hang_in_a_save(self, dice: random.Random) -> None:
+        """A moment after a save begins the next time: who settles, or writes."""
+        self._hang_at(self._cluster.history.at_save, ("memoryd", "optimizerd"), dice)
+
+    def _hang_at(
+        self, moment: list[Callable[[], None]], kinds: tuple[str, ...], dice: random.Random
+    ) -> None:
         def strike() -> None:
-            filled = [p for p in self._cluster.living if p.kind == "memoryd"]
-            self._hang_one(dice.choice(filled) if filled else None, dice, newest=True)
+            victims = [p for p in self._cluster.living if p.kind in kinds]
+            self._hang_one(dice.choice(victims) if victims else None, dice, newest=True)
 
-        self._cluster.history.at_restore.append(
-            lambda: self._kernel.after(dice.random() * 4e-3, strike)
-        )
+        moment.append(lambda: self._kernel.after(dice.random() * 4e-3, strike))
 
     def _hang_one(
         self, victim: Process | None, dice: random.Random, *, newest: bool = False
@@ -495,15 +405,49 @@ class Injector:
         self._for_a_while(dice, dice.choice((0.2, 2.0, 8.0)), heal)
 
     def _close_a_connection(self, dice: random.Random) -> None:
-        """Between two that live: both hear of it, and what was under way is lost."""
+        """Between two that live: both hear of it, and what was under way is lost. Often one on
+        which something is.
+        """
+        self._watch("close a connection")
+        if dice.random() < 0.4:
+            self._sever_a_busy_one(dice, LOOKS_FOR_BUSY)
+            return
         links, server = self._cluster.network.open_connections(), self._cluster.server
         streams = [] if server is None else list(server.streams.values())
-        if dice.random() < 0.7 and links:
-            self._watch("close a connection")
+        if dice.random() < 0.5 and links:
             dice.choice(links).sever()
         elif streams:
-            self._watch("close a connection")
             dice.choice(streams).cut()
+
+    def _sever_a_busy_one(self, dice: random.Random, looks: int) -> None:
+        busy = [link for link in self._cluster.network.open_connections() if link.busy]
+        if busy:
+            dice.choice(busy).sever()
+        elif looks:
+            again = partial(self._sever_a_busy_one, dice, looks - 1)
+            self._kernel.after(dice.random() * 1e-3, again)
+
+    def _half_open_stream(self, dice: random.Random) -> None:
+        """One end of a member's stream breaks, and the other hears nothing of it for a while, as
+        where something between the two forgot the connection.
+        """
+        server = self._cluster.server
+        streams = [] if server is None else list(server.streams.values())
+        if streams:
+            self._watch("half-open stream")
+            stream = dice.choice(streams)
+            stream.half_open(dice.uniform(4.0, 12.0), at_member=dice.random() < 0.5)
+
+    def _stranger(self, dice: random.Random) -> None:
+        """Somebody says for a while to be a member, as a process does that was started twice."""
+        victim = self._victim(dice)
+        if victim is None:
+            return
+        cluster = self._cluster
+        index, stays_s = cluster.machines.index(victim.machine), dice.choice((0.01, 0.5, 3.0))
+        cluster.spawn(index, "stranger", partial(pose_as, victim.name, stays_s), delay_s=1e-3)
+        self._for_a_while(dice, stays_s, lambda: None)
+        self._watch("stranger")
 
     def _slow_machine(self, dice: random.Random) -> None:
         machine = dice.choice(self._cluster.machines)
@@ -554,9 +498,13 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "stop for long": Injector._stop_for_long,
     "stop for ever": Injector._stop_for_ever,
     "hang": Injector._hang,
+    "hang in a restore": Injector._hang_in_a_restore,
+    "hang in a save": Injector._hang_in_a_save,
     "cut the network": Injector._cut_the_network,
     "cut one way": Injector._cut_one_way,
     "close a connection": Injector._close_a_connection,
+    "half-open stream": Injector._half_open_stream,
+    "stranger": Injector._stranger,
     "slow machine": Injector._slow_machine,
     "slow network": Injector._slow_network,
     "full disk": Injector._full_disk,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.daemons.node.home import committed_version
+from penstock.daemons.scheduler.machine.requests import BARRIER_S
 from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol.run.ended import RunEnd
 from penstock.shm.inventory import inventory
@@ -18,6 +19,8 @@ from tests.simulation.kernel import Kernel, Process
 from tests.simulation.partners import Partners
 from tests.simulation.rare import LOSSES, RARE, Death, Loss
 
+HEARD_S = 0.5
+"""In which a scheduler looks at the time again."""
 AFTER_A_STOP = 2
 """The attempt under way when a stop comes, and one that the scheduler begins before it hears it."""
 
@@ -33,6 +36,7 @@ class History:
         self.num_decided = 0
         self.on_decision: Callable[[], None] = lambda: None
         self.at_cut: list[Callable[[], None]] = []
+        self.at_save: list[Callable[[], None]] = []
         self.at_restore: list[Callable[[], None]] = []
         self.at_refill: list[Callable[[], None]] = []
         self.at_reseed: list[Callable[[], None]] = []
@@ -51,7 +55,11 @@ class History:
         self.partners: Partners
         """Set by the cluster."""
         self.undisturbed = False
-        self.nobody_hangs = False
+        self.stalls = 0
+        """What goes on that keeps processes from getting on, without killing them."""
+        self.stalled_s = float("-inf")
+        """When such a thing ended for the last time."""
+        self._began_s = 0.0
         self._generations: dict[str, int] = {}
         self._fills = False  # lost memory is being filled from partners
         self._saved = 0
@@ -62,13 +70,20 @@ class History:
         self._kernel.violations.append(text)
 
     def broke(self, cause: BreakCause, reason: str) -> None:
-        """The scheduler breaks an epoch."""
-        if self.nobody_hangs and cause is BreakCause.HUNG:
+        """The scheduler breaks an epoch. Who is said to hang where nobody stood still since the
+        last decision is wronged; or waits for what somebody ought to know is lost.
+        """
+        if cause is not BreakCause.HUNG or self.stalls:
+            return
+        stands_still = any(p.hung or p.stopped for p in self.cluster.living)
+        if not stands_still and self.stalled_s < max(self._decided_s, self._began_s):
             self.violation(f"{cause.value} where nobody hangs: {reason}")
 
     def died(self, process: Process) -> None:
         """A process is dead: look which rare states that was."""
         self.cluster.changed_s = self._kernel.now
+        if process.hung or process.stopped:
+            self.stalled_s = self._kernel.now
         self._look_for_end()
         if process.code is not None and process.code >= 0:
             return
@@ -189,6 +204,17 @@ class History:
             if self._since_stop[owner] > AFTER_A_STOP:
                 self.violation(f"trains on after a stop that {owner.name} has heard")
 
+    def _look_at_deadline(self, attempt: int) -> None:
+        """An attempt was decided: with a stop that must be over soon, and before which the state is
+        to be saved, it should have been dropped.
+        """
+        deadline = self.cluster.scheduler._requests.deadline
+        if deadline is None:
+            return
+        late_s = self._kernel.now - (deadline.give_up_s - BARRIER_S)
+        if late_s > HEARD_S:
+            self.violation(f"attempt {attempt} left no time to save before a stop")
+
     def node_ended(self, index: int) -> None:
         """A node has ended of its own accord: memory that never held a model is of no use."""
         for entry in inventory():
@@ -214,7 +240,10 @@ class History:
         """The scheduler journaled an epoch."""
         if epoch <= self.epoch:
             self.violation(f"epoch {epoch} was journaled after epoch {self.epoch}")
+        if RunEnd.read(self.cluster.run.path) is not None:
+            self.violation(f"epoch {epoch} begins, and the run has ended")
         self._kernel.note("epoch", str(epoch))
+        self._began_s = self._kernel.now
         self.epoch = epoch
         self._fills = False
         steps = [path.name for path in (self.cluster.run.path / "state").glob("step-*")]
@@ -241,6 +270,7 @@ class History:
                 self.violation(f"attempt {attempt} was decided twice")
             self._attempts.add(attempt)
             self._look_at_stops()
+            self._look_at_deadline(attempt)
             expected = self._journaled + (name != "SKIP")
             if version != expected:
                 self.violation(f"{name} leads to version {version} from {self._journaled}")
@@ -263,6 +293,8 @@ class History:
         self, process: Process, name: str, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         """A word of a control segment was stored."""
+        if name == "set_pin" and args[1] is not None:
+            _begin(self.at_save)
         if name == "clear_history" and process.kind == "memoryd":
             _begin(self.at_restore)
         if name == "clear_history" and process.kind == "mirrord":

@@ -98,6 +98,7 @@ class Process:
         self.pid = pid
         self.alive = True
         self.stopped = False
+        self.continued_s = float("-inf")
         self.code: int | None = None
         self.steps_left: int | None = None
         self.fell = False
@@ -186,7 +187,7 @@ class Process:
     def go_on(self) -> None:
         """SIGCONT."""
         if self.alive and self.stopped:
-            self.stopped = False
+            self.stopped, self.continued_s = False, self.kernel.now
             self.kernel.note("continued", self.name)
             deferred, self.deferred = self.deferred, []
             for task, token, woken in deferred:

@@ -20,14 +20,13 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments
 from tests.simulation.cluster import Cluster
 from tests.simulation.configurations import SHAPES, Shape, clean, drawn_shape, prepare
-from tests.simulation.faults import PATIENCE_S, Fault, Injector, draw
+from tests.simulation.faults import HUNG_PATIENCE_S, PATIENCE_S, Injector
 from tests.simulation.kernel import BEGIN_S, Kernel
 from tests.simulation.many import FOLDER
+from tests.simulation.plans import Fault, draw
 from tests.simulation.rare import GAVE_UP
 from tests.simulation.results import Result
 
-HUNG_PATIENCE_S = 670.0
-"""The same while a process lives that hangs: the beginning of an epoch has 600 s."""
 LONGEST_S = 8000.0
 
 

@@ -45,7 +45,6 @@ import penstock.shm.segment as segment_module
 import penstock.workers.epoch_builder as epoch_builder_module
 import penstock.workers.main as worker_main
 from penstock import _native
-from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
@@ -55,6 +54,7 @@ from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol import world
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.security.sockets import OpenAccess
+from penstock.protocol.wire.member import MemberLink
 from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.control import ControlView
 from penstock.shm.pages import HugePages
@@ -68,6 +68,7 @@ from tests.simulation.cuts import cut
 from tests.simulation.kernel import Process
 from tests.simulation.models import SimRuntime, SmoothRuntime
 from tests.simulation.network import Network
+from tests.simulation.orders import close_link, hear_stops
 from tests.simulation.rare import PULLED
 from tests.simulation.streams import SimAccess, SimControlClient, SimServer
 from tests.simulation.threads import Condition, Event, Executor, Lock, Queue, Thread
@@ -206,7 +207,7 @@ def _write_record(self: ControlView, record: Any) -> None:
 _WORDS = (
     *("set_incarnation", "set_epoch", "set_committed", "begin_sweep", "end_sweep"),
     *("set_state_version", "set_slot_version", "set_ready", "begin_gradients", "end_gradients"),
-    *("clear_history", "set_held", "set_generation"),
+    *("clear_history", "set_held", "set_generation", "set_pin"),
 )
 
 
@@ -397,11 +398,6 @@ def _machine(*args: Any) -> SchedulerMachine:
     return machine
 
 
-def _hear_stops(events: Any, grace: Any, parent_pid: int | None) -> None:
-    """A stop signal becomes an event."""
-    here().process.listen(lambda: events.put(StopAsked()))
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     """In the place of what concerns the real process."""
 
@@ -552,7 +548,8 @@ def replaced() -> Iterator[None]:
         put(scheduler_main, "scheduler_admission", _nothing)
         put(scheduler_main, "make_room_for_streams", _nothing)
         put(scheduler_main, "SchedulerMachine", _machine)
-        put(scheduler_main, "_hear_stops", _hear_stops)
+        put(scheduler_main, "_hear_stops", hear_stops)
+        put(MemberLink, "close", close_link)
         put(journal_module, "check_locks", _nothing)
         put(placement_module, "cpu_limit", cache(placement_module.cpu_limit))
         put(placement_module.Topology, "read", cache(placement_module.Topology.read))

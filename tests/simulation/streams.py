@@ -30,6 +30,8 @@ from tests.simulation.network import Network, Pipe
 from tests.simulation.threads import Queue, Waiters
 
 LAST_WORDS_S = 3.0
+AT_ONCE_S = 1e-3
+"""In which a scheduler does what one event leads to."""
 CONTROL_TIMEOUT_S = 5.0
 
 
@@ -89,6 +91,8 @@ class Call:
         self._ended = False
         self._stream: ServerStream | None = None
         self.pipe: Pipe | None = None
+        self.unheard_s = 0.0
+        """Until then nothing of this end's fate gets to the server."""
         process.at_death.append(self._die)
         process.spawn(self._write, "grpc-writer")
 
@@ -144,8 +148,12 @@ class Call:
         if self._ended:
             return
         self._ended = True
-        stream = self._stream
-        if stream is not None:
+        stream, kernel = self._stream, self.process.kernel
+        if stream is None:
+            return
+        if kernel.now < self.unheard_s:
+            kernel.after(self.unheard_s - kernel.now, stream.closed)
+        else:
             tell(self.process, stream.server.process, self.network, stream.closed)
 
     def _die(self) -> None:
@@ -230,6 +238,18 @@ class ServerStream:
             tell(self.server.process, call.process, call.network, lambda: call.break_off("cut"))
             self.closed()
 
+    def half_open(self, unheard_s: float, *, at_member: bool) -> None:
+        """Break one end; the other one hears nothing any more, and of that only so much later."""
+        call = self.call
+        if not at_member:
+            call.process.kernel.after(unheard_s, lambda: call.break_off("cut"))
+            self.closed()
+        elif self.pipe is not None and call.pipe is not None:
+            self.pipe.break_off()
+            call.pipe.break_off()
+            call.unheard_s = call.process.kernel.now + unheard_s
+            call.break_off("reset")
+
     def closed(self) -> None:
         """The stream is over, whoever ended it."""
         if self.gone or not self.server.process.alive:
@@ -252,6 +272,9 @@ class SimServer:
         self._network = network
         self._address = address
         self._streams_of: dict[str, int] = {}
+        self._condemned: set[tuple[str, int]] = set()
+        self._dismissed: tuple[Process, float] | None = None
+        self._believed: dict[str, Process] = {}
         self._next = 1
         self._tickets = 0
         process.at_death.append(self._die)
@@ -273,11 +296,16 @@ class SimServer:
         """It listens already."""
 
     def accept(self, stream: int, member: str) -> None:
+        found = self.streams.get(stream)
+        if found is not None:
+            self._believe(found, member)
         self._streams_of[member] = stream
         self._put(stream, _HEARTBEAT)
 
     def send(self, member: str, message: pb.SchedulerMessage) -> None:
         self.process.kernel.point("send")
+        if message.HasField("fence"):
+            self._condemned.add((message.fence.member, message.fence.pid))
         stream = self._streams_of.get(member)
         if stream is not None:
             self._put(stream, message)
@@ -295,6 +323,7 @@ class SimServer:
     def disconnect(self, stream: int) -> None:
         found = self.streams.get(stream)
         if found is not None:
+            self._dismissed = (found.call.process, found.call.process.kernel.now)
             found.cut()
 
     def bid_farewell(self, status: pb.StatusReply) -> None:
@@ -313,14 +342,26 @@ class SimServer:
         for stream in list(self.streams.values()):
             stream.cut()
 
+    def _believe(self, stream: ServerStream, member: str) -> None:
+        """A process is the member from now on."""
+        process, history = stream.call.process, self.process.world.cluster.history
+        if (member, process.pid) in self._condemned:
+            history.violation(f"{member}: process {process.pid} was ordered dead and is believed")
+        before = self._believed.get(member)
+        if before is not None and before is not process and before.alive and self._dismissed:
+            dismissed, at_s = self._dismissed
+            if dismissed is before and self.process.kernel.now - at_s < AT_ONCE_S:
+                history.violation(f"{member}: process {process.pid} took a living one's place")
+        self._believed[member] = process
+
     # ---- what others do ----
 
-    def ask(self, call: ControlCall) -> int:
+    def ask(self, call: ControlCall, within_s: float | None = None) -> int:
         """A control client calls; returns its ticket."""
         self._tickets += 1
         if call is ControlCall.STOP:
             self.process.world.cluster.history.stop_heard(self.process)
-        self.events.put(ControlAsked(ticket=self._tickets, call=call))
+        self.events.put(ControlAsked(ticket=self._tickets, call=call, within_s=within_s))
         return self._tickets
 
     def _put(self, number: int, message: pb.SchedulerMessage) -> None:
@@ -367,7 +408,7 @@ class SimControlClient:
         if server is None:
             raise LostMemberError("nobody listens")
         here, there = process.machine, server.process.machine
-        ticket = server.ask(ControlCall.STOP) if network.reaches(here, there) else 0
+        ticket = server.ask(ControlCall.STOP, within_s) if network.reaches(here, there) else 0
         while ticket not in server.replies or not network.reaches(there, here):
             if kernel.now > deadline_s or not server.process.alive:
                 raise LostMemberError("no answer")

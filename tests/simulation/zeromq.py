@@ -93,6 +93,12 @@ class Link:
         ends = [self] if self.peer is None else [self, self.peer]
         return all(end.socket.context.process.alive and end.socket.has(end) for end in ends)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a message is under way, one way or the other."""
+        ends = [self] if self.peer is None else [self, self.peer]
+        return any(end.pipe is not None and end.pipe.under_way for end in ends)
+
     def sever(self) -> None:
         """The connection breaks, though both ends live: what is under way is lost."""
         assert self.peer is not None
@@ -186,7 +192,8 @@ class Socket:
         theirs.pipe = Pipe(network, there, here, mine.receive)
         self._links[identity] = mine
         other._links[identity] = theirs
-        network.connections.append(mine)
+        if address.startswith("tcp://"):  # what stays on a machine breaks with its processes
+            network.connections.append(mine)
         self._tell(zmq.EVENT_HANDSHAKE_SUCCEEDED, address)
         unsent, self._unsent = self._unsent, deque()
         for frames in unsent:

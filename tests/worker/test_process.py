@@ -186,6 +186,29 @@ def test_sigterm_ends_it_cleanly(
     assert (process.returncode, errors) == (0, "")
 
 
+def test_a_drain_and_a_stop_are_heard_while_memoryd_is_awaited(
+    make_cluster: Any, scheduler: StubScheduler, start: Any, tmp_path: Path
+) -> None:
+    """A memoryd that ended with the run answers nobody any more: 60 s would be waited for it."""
+    write_run(make_cluster(workers=1, undo=True), tmp_path)
+    identity = json.loads((tmp_path / "run.json").read_text())
+    identity["run_id"] = identity["run_id"][::-1]
+    (tmp_path / "run.json").write_text(json.dumps(identity))
+    process = start()
+    scheduler.hear("hello")
+    for epoch in (1, 2):
+        digest = RunDirectory(tmp_path).plan_digest
+        scheduler.say(begin=pb.Begin(epoch=epoch, plan_digest=digest))
+        time.sleep(0.3)
+        scheduler.say(drain=pb.Drain(epoch=epoch + 1))
+        assert scheduler.hear("drained").epoch == epoch + 1
+    scheduler.say(begin=pb.Begin(epoch=3, plan_digest=RunDirectory(tmp_path).plan_digest))
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (0, "")
+
+
 def test_a_plan_it_cannot_execute_is_reported(
     make_cluster: Any, scheduler: StubScheduler, start: Any, tmp_path: Path
 ) -> None:

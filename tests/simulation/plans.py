@@ -1,0 +1,145 @@
+"""What goes wrong in a seed, and when: kinds of faults, themes, and the plan that the seed decides.
+
+What each kind does is in :mod:`tests.simulation.faults`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.simulation.endings import ENDINGS
+
+KINDS = {
+    "kill": 30,
+    "kill at a step": 50,
+    "cut a sweep": 12,
+    "kill several": 6,
+    "kill a node": 4,
+    "kill in a restore": 4,
+    "lose a machine": 3,
+    "switch off": 3,
+    "lose two machines": 1,
+    "lose a machine at a cut": 2,
+    "spare": 1,
+    "stop": 4,
+    "stop for long": 2,
+    "stop for ever": 2,
+    "hang": 3,
+    "hang in a restore": 1,
+    "hang in a save": 1,
+    "close a connection": 6,
+    "half-open stream": 3,
+    "cut the network": 5,
+    "cut one way": 3,
+    "slow machine": 2,
+    "slow network": 2,
+    "full disk": 2,
+    "jump of the clock": 1,
+    "stranger": 1,
+    "save": 3,
+    "stop the run": 1,
+    "stop a node": 1,
+    "stop in a recovery": 1,
+    "insist": 1,
+    "stop in a hurry": 1,
+    "pause": 1,
+    "strike at the end": 2,
+    "away at the end": 1,
+}
+"""Kind -> weight."""
+ONLY_SEVERAL_NODES = (
+    *("cut the network", "cut one way", "lose two machines", "lose a machine at a cut", "spare"),
+    "away at the end",
+)
+WITH_PARTNERS = {
+    "lose a machine": 12,
+    "switch off": 6,
+    "lose two machines": 4,
+    "spare": 5,
+    "cut a sweep": 12,
+    "strike in a re-seed": 10,
+}
+"""Kind -> weight where memory outlives a machine."""
+DEATHS = (
+    *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
+    *("lose a machine", "lose a machine at a cut", "save", "strike in a re-seed"),
+)
+"""Of these nobody stands still."""
+RESTORES = (
+    *("kill", "cut a sweep", "kill in a restore"),
+    *("lose a machine", "lose a machine at a cut", "save"),
+)
+"""What is often met where memory is filled again and again."""
+ALONE = 24
+"""Faults of a seed in which each comes alone: more do not find room in a run's steps."""
+ABOUT_THE_END = (*ENDINGS, "kill", "kill at a step", "kill a node")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``after_s`` the fault before and ``decisions`` decided attempts later; ``patient``: however
+    long those take; ``number`` decides all else.
+    """
+
+    kind: str
+    after_s: float
+    decisions: int
+    patient: bool
+    number: int
+
+
+def draw(
+    seed: int, *, several_nodes: bool, partners: bool = False, kinds: tuple[str, ...] = ()
+) -> tuple[Fault, ...]:
+    """Returns the faults of a seed.
+
+    In some seeds each comes *alone*, when the run has got over the one before by itself: what the
+    next fault would have mended by chance shows there. Among many others a fault is no rescue for
+    who would never go on, either, if it comes late; a few do.
+    """
+    dice = random.Random(f"faults {seed}")
+    weights = {
+        kind: weight
+        for kind, weight in (KINDS | (WITH_PARTNERS if partners else {})).items()
+        if (several_nodes or kind not in ONLY_SEVERAL_NODES) and (not kinds or kind in kinds)
+    }
+    alone = dice.random() < 0.3
+    if alone:
+        count, spacing = ALONE, (1, 1, 2)
+    else:
+        count = dice.choice((8, 30, 60, 80, 80, 80))
+        spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
+    pace = dice.choice((0.001, 0.003, 0.01, 0.03))
+    if not kinds:
+        weights = dict.fromkeys(weights, 1) if alone else _themed(weights, dice)
+    chosen = dice.choices(list(weights), list(weights.values()), k=count)
+    return tuple(
+        Fault(
+            kind=kind,
+            after_s=dice.expovariate(1.0) * pace,
+            decisions=dice.choice(spacing),
+            patient=alone or dice.random() < 0.12,
+            number=dice.getrandbits(32),
+        )
+        for kind in chosen
+    )
+
+
+def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
+    """Returns the kinds of a seed: all, or deaths alone, or what memory is filled for, or those
+    about the end, or a few, each then as likely as another: what is rare among all kinds is often
+    met where it has few beside it.
+    """
+    theme = dice.random()
+    if theme < 0.4:
+        return weights
+    if theme < 0.55:
+        return {kind: weight for kind, weight in weights.items() if kind in DEATHS}
+    restores = [kind for kind in weights if kind in RESTORES]
+    if theme < 0.7:
+        return {**dict.fromkeys(restores, 2), "kill": 1}
+    if theme < 0.85:
+        return {kind: 1 + (kind in ENDINGS) for kind in weights if kind in ABOUT_THE_END}
+    few = dice.sample(sorted(weights), 3)
+    return {**dict.fromkeys(few, 1), "kill": 1}
