@@ -313,6 +313,23 @@ def test_a_stop_after_the_last_step_finishes_the_run(live_with: Callable[..., Dr
     assert driver.leave_all() == ["exit 0"]
 
 
+def test_a_stop_before_the_last_evaluation_has_not_finished_the_run(
+    live_with: Callable[..., Driver],
+) -> None:
+    driver = live_with(train={"steps": 1, "eval_every": 1})
+    driver.ask(ControlCall.STOP)
+    driver.run_attempt()
+    assert driver.save() == shutdown()
+    assert driver.leave_all() == ["exit 5"]
+
+
+def test_a_last_step_that_was_saved_and_not_evaluated_is_restored_for_that() -> None:
+    config = make_config(train={"steps": 4, "eval_every": 4})
+    driver = Driver(make_rules(config), facts_at(4), saved_at(4))
+    driver.join_all()
+    assert [line for line in driver.drained(None) if "restore" in line] != []
+
+
 def test_a_stop_without_the_memory_of_the_last_step_has_not_finished_the_run() -> None:
     config = make_config(train={"steps": 4})
     driver = Driver(make_rules(config), facts_at(4), saved_at(2))

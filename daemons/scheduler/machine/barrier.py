@@ -15,6 +15,7 @@ from penstock.daemons.scheduler.machine.events import Effect, FindSaved, SavedFo
 from penstock.daemons.scheduler.machine.lost_nodes.partners import Holdings, Refill
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.requests import is_finished
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord
@@ -23,8 +24,8 @@ from penstock.shm.control import CommitRecord
 class Barrier(Activity):
     """Drain -> Restore (sometimes) -> Begin, as ``docs/INTERNALS.md`` numbers them.
 
-    ``finished_before``: the memory is empty and the newest saved state is already the last one, so
-    there is nothing to restore it for.
+    ``finished_before``: the memory is empty, and the newest saved state is already the last one and
+    evaluated if it is to be, so there is nothing to restore it for.
     """
 
     title = "restoring"
@@ -155,9 +156,10 @@ class Barrier(Activity):
 
     def _restore(self, reason: str) -> list[Effect]:
         saved, steps = self.mirror.saved, self.rules.config.train.steps
-        if saved is not None and saved.version >= steps:
+        if is_finished(self.rules, self.mirror):
             self.finished_before = self.done = True
-            text = f"nothing to do: saved at step {saved.version}, train.steps is {steps}"
+            step = self.mirror.saved_version
+            text = f"nothing to do: saved at step {step}, train.steps is {steps}"
             return [Say(text=text)]
         self.phase, self._reason, self._damaged = RunPhase.RESTORING, reason, {}
         self.waiting, self.deadline_s = set(self.rules.memoryds), None

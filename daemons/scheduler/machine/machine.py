@@ -44,6 +44,7 @@ from penstock.daemons.scheduler.machine.requests import (
     Requests,
     SavePace,
     choose,
+    is_finished,
     is_last,
     snapshot_answers,
 )
@@ -398,9 +399,8 @@ class SchedulerMachine:
         return self._shut_down(keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED)
 
     def _over(self, reason: str) -> Shutdown:
-        """Nothing is left to save: the run is finished, or was stopped before its last step."""
-        finished = self.mirror.saved_version >= self.rules.config.train.steps
-        code = ExitCode.DONE if finished else ExitCode.STOPPED
+        """Nothing is left to save: the run is finished, or was stopped before it was."""
+        code = ExitCode.DONE if is_finished(self.rules, self.mirror) else ExitCode.STOPPED
         return self._shut_down(keep_memory=False, reason=reason, code=code)
 
     def _shut_down(

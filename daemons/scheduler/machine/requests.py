@@ -179,6 +179,12 @@ def is_last(rules: Rules, mirror: JournalMirror) -> bool:
     return mirror.version >= rules.config.train.steps
 
 
+def is_finished(rules: Rules, mirror: JournalMirror) -> bool:
+    """Returns whether the last step is saved, and evaluated if it is to be."""
+    saved = mirror.saved_version >= rules.config.train.steps
+    return saved and not _evaluation_is_due(rules, mirror)
+
+
 def choose(rules: Rules, mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
     """Returns what to do in a live epoch when nothing is going on. ``saving``: the version that is
     being saved, None if none is.
