@@ -75,8 +75,15 @@ class Cluster:
         self.nodes: list[SimNode | None] = [None] * len(nodes)
         self.codes: dict[int, int] = {}
         self.cuts: dict[str, float] = {}
-        self.settle_s = random.Random(f"settle {kernel.seed}").choice((4e-4, 4e-4, 8e-3))
+        lengths = random.Random(f"settle {kernel.seed}")
+        self.settle_s = lengths.choice((4e-4, 4e-4, 8e-3))
         """The longest settle of a replica: in some runs longer than a step."""
+        self.sweep_s = lengths.choice(((4e-4,), (*(4e-4,) * 30, 0.3)))
+        """The longest sweeps of an optimizer: in some runs a few take longer than a process takes
+        to come back, and orders of the next epoch come meanwhile.
+        """
+        self.sums_on_devices = lengths.random() < 0.5
+        """Whether gradients are summed elsewhere than where they are published."""
         self.doomed: dict[str, int] = {}
         self.changed_s = kernel.now
         """When a process was started, or died, for the last time."""
@@ -120,6 +127,7 @@ class Cluster:
             except PenstockError as error:
                 kernel.note("stops", name, str(error)[:200])
                 code = int(error.exit_code)
+                self.history.gave_up(name, str(error))
             process.last_point = "ended"
             process.kill(code)
 

@@ -186,17 +186,18 @@ SHAPES = (
     Shape(
         name="devices",
         scheme="spipe",
+        tied=True,  # gradients that a device steps with are another device's
         extra={"schedule": {"passes": ["interleave-updates"], "update_stride": 2.0}},
     ),
     Shape(
         name="flushes",
-        scheme="spipe",
         clip=0.12,
         extra={
             "schedule": {
                 "passes": ["interleave-updates"],
-                "update_stride": 2.0,
+                "update_stride": 1.0,
                 "device_updates": "flush",
+                "replicas": 2,
             }
         },
     ),
@@ -204,6 +205,7 @@ SHAPES = (
         name="two-nodes-replicas",
         nodes=2,
         workers=2,
+        settle="early",
         extra={"schedule": {"replicas": 2, "reduce_gradients": True}},
     ),
     Shape(
@@ -232,12 +234,22 @@ SHAPES = (
         tied=True,
         clip=0.12,
     ),
-    Shape(name="two-nodes-overflow", nodes=2, workers=1, dtype="fp16", overflows=True),
+    Shape(name="two-nodes-overflow", nodes=2, workers=1, dtype="fp16", overflows=True, blocks=2),
     Shape(name="two-nodes-spipe", nodes=2, workers=1, scheme="spipe", save_every=4),
     Shape(name="two-nodes-chimera", nodes=2, workers=2, scheme="chimera", clip=0.12),
-    Shape(name="three-nodes", nodes=3, workers=1, blocks=6, eval_every=3),
-    Shape(name="four-nodes", nodes=4, workers=1, blocks=6, clip=0.12),
-    Shape(name="partners", nodes=2, workers=1, clip=0.12, partners=True),
+    Shape(name="three-nodes", nodes=3, workers=1, blocks=3, eval_every=1),
+    Shape(
+        name="four-nodes",
+        nodes=4,
+        workers=1,
+        blocks=4,
+        dtype="bf16",
+        grad_dtype="bf16",
+        master="split",
+        speculate="never",
+        clip=0.12,
+    ),
+    Shape(name="partners", nodes=2, workers=1, clip=0.12, partners=True, blocks=2),
     Shape(
         name="partners-split",
         nodes=2,

@@ -18,6 +18,8 @@ from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
     CastWeights,
+    FinishHold,
+    FinishSettle,
     Hold,
     Preview,
     Settle,
@@ -39,13 +41,12 @@ def cut(
         arrays = _replica_arrays(kernels._blocks[work.block])
     else:
         arrays = kernels._arrays[work.block]
-    if len(arrays.states) > 1:
-        return False, run(kernels, work)
     if arrays.split and not isinstance(work, Settle | Advance | Hold | Preview):
         return False, run(kernels, work)  # tests/native cuts those
     upper = _upper(work) if arrays.split else None
-    targets = [*arrays.weights, *arrays.states[0].all]
-    before = [target.copy() for target in targets]
+    written, read = _states(arrays, work)
+    targets = [*arrays.weights, *written]
+    before = [array.copy() for array in (*arrays.weights, *read)]
     undo = np.frombuffer(kernels._undo, dtype=np.uint8)
     undo_before = undo.copy()
     status = run(kernels, work)
@@ -57,6 +58,20 @@ def cut(
             target[:at] = new[:at]
         return True, None
     return _cut_state(arrays, targets, before, after, undo, undo_before, dice, upper), status
+
+
+def _states(arrays: Any, work: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the arrays of state that a sweep writes, and those that have what it leads on: the
+    same ones, but where a block has two copies. Then the later version goes to the other one, which
+    gets the earlier state first, unless the sweep had begun before.
+    """
+    first = list(arrays.states[0].all)
+    if len(arrays.states) == 1 or isinstance(work, Preview | CastWeights):
+        return first, first
+    version = _settled(work).version
+    written = list(arrays.copy_of(version).all)
+    begun = isinstance(work, FinishSettle | FinishHold)
+    return written, written if begun else list(arrays.copy_of(version - 1).all)
 
 
 def _replica_arrays(block: Any) -> Any:
@@ -107,8 +122,12 @@ def _cut_state(
 
 def _upper(work: Any) -> int:
     """Returns the slot whose weights are the upper halves of a split master."""
-    step = work.pending if isinstance(work, Advance) else work.update
-    return int((step.version - 1) % 2)
+    return int((_settled(work).version - 1) % 2)
+
+
+def _settled(work: Any) -> Any:
+    """Returns the step that a sweep takes into the state."""
+    return work.pending if isinstance(work, Advance) else work.update
 
 
 def _save(piece: Any, vector: int, before: list[Any], num_weights: int, upper: int | None) -> None:

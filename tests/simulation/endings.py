@@ -80,9 +80,16 @@ class Endings:
             self._cut_off(dice, index, dice.choice((0.5, 8.0)))
         elif dice.random() < 0.5:
             self._kill(dice, "pause", kinds=("schedulerd",))
-        if cluster.stop_node(index):
+        node = cluster.nodes[index]
+        if cluster.stop_node(index) and node is not None and node.process is not None:
             self._effective("pause")
+            node.process.at_death.append(partial(self._resume_unless_ended, node.process))
         else:
+            self._resume()
+
+    def _resume_unless_ended(self, node: Process) -> None:
+        """A node that was killed before it could pass a stop on has nobody go on."""
+        if node.code is not None and node.code < 0:
             self._resume()
 
     def _resume(self) -> None:

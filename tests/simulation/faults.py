@@ -13,7 +13,7 @@ from functools import partial
 from tests.simulation.cluster import Cluster
 from tests.simulation.endings import ENDINGS, Endings
 from tests.simulation.kernel import Process
-from tests.simulation.plans import Fault
+from tests.simulation.plans import DEATHS, Fault
 from tests.simulation.strangers import pose_as
 
 SWEEPERS = ("optimizerd", "mirrord")
@@ -49,6 +49,7 @@ class Injector:
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""
         cluster.history.on_decision = self.decided
+        cluster.history.deaths_alone = all(fault.kind in DEATHS for fault in plan)
 
     @property
     def done(self) -> bool:

@@ -55,6 +55,8 @@ class History:
         self.partners: Partners
         """Set by the cluster."""
         self.undisturbed = False
+        self.deaths_alone = False
+        """Whether nothing goes wrong but that processes and machines die."""
         self.stalls = 0
         """What goes on that keeps processes from getting on, without killing them."""
         self.stalled_s = float("-inf")
@@ -71,13 +73,21 @@ class History:
 
     def broke(self, cause: BreakCause, reason: str) -> None:
         """The scheduler breaks an epoch. Who is said to hang where nobody stood still since the
-        last decision is wronged; or waits for what somebody ought to know is lost.
+        last decision is wronged; or waits for what somebody ought to know is lost. Among deaths
+        alone nobody says that it cannot go on.
         """
+        if self.deaths_alone and cause is BreakCause.FAILED:
+            self.violation(f"{cause.value} among deaths alone: {reason}")
         if cause is not BreakCause.HUNG or self.stalls:
             return
         stands_still = any(p.hung or p.stopped for p in self.cluster.living)
         if not stands_still and self.stalled_s < max(self._decided_s, self._began_s):
             self.violation(f"{cause.value} where nobody hangs: {reason}")
+
+    def gave_up(self, name: str, reason: str) -> None:
+        """A process ends by itself, with an error."""
+        if self.deaths_alone:
+            self.violation(f"{name} gives up among deaths alone: {reason}")
 
     def died(self, process: Process) -> None:
         """A process is dead: look which rare states that was."""

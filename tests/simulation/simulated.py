@@ -52,21 +52,15 @@ from penstock.daemons.optimizer.machine.sweeps import GradientStatus
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol import world
-from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.security.sockets import OpenAccess
 from penstock.protocol.wire.member import MemberLink
 from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.control import ControlView
 from penstock.shm.pages import HugePages
 from penstock.workers.epoch_builder import EpochBuilder
-from penstock.workers.handlers import HANDLERS
-from penstock.workers.platforms.base import WorkerSite
-from penstock.workers.platforms.cpu.device import CpuDevice
-from penstock.workers.platforms.meters import NoMeter
-from penstock.workers.state.updates import NativePreviewer
 from tests.simulation.cuts import cut
+from tests.simulation.devices import SimPlatform
 from tests.simulation.kernel import Process
-from tests.simulation.models import SimRuntime, SmoothRuntime
 from tests.simulation.network import Network
 from tests.simulation.orders import close_link, hear_stops
 from tests.simulation.rare import PULLED
@@ -76,8 +70,6 @@ from tests.simulation.zeromq import Context, Poller
 
 WALL_S = 1.7e9
 LOOK_AGAIN_S = 0.02
-SWEEP_S = 4e-4
-"""Longest sweep."""
 ENDS = 0.3
 """How many of the sweeps that are to be cut come to their end, and no word says so."""
 UNTOUCHED = 0.2
@@ -239,7 +231,9 @@ def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
         process = found.process
         kernel = process.kernel
         kernel.point("sweep")
-        longest_s = found.cluster.settle_s if isinstance(self, ReplicaSweeps) else SWEEP_S
+        cluster = found.cluster
+        of_replica = isinstance(self, ReplicaSweeps)
+        longest_s = cluster.settle_s if of_replica else kernel.random.choice(cluster.sweep_s)
         found.sleep(kernel.random.random() * longest_s * process.machine.slow)
         if process.name in found.cluster.cuts and not isinstance(work, GradientStatus):
             was_cut, status = _cut(self, work, run, process)
@@ -274,20 +268,6 @@ def _fetch(self: Any, *asked: Any) -> bool:
 # ---- models ----
 
 
-_COMPUTES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.RECOMPUTE)
-
-
-def _timed(handler: Any) -> Any:
-    def run(instruction: Any, attempt: Any) -> None:
-        found = here()
-        process = found.process
-        process.kernel.point("computes")
-        found.sleep((2e-4 + process.kernel.random.random() * 8e-4) * process.machine.slow)
-        handler(instruction, attempt)
-
-    return run
-
-
 def _batches(self: EpochBuilder, phase: Any, data_position: int) -> Any:
     """The batches of a position, made once: they follow from it alone."""
     known = here().cluster.batches
@@ -297,41 +277,6 @@ def _batches(self: EpochBuilder, phase: Any, data_position: int) -> Any:
 
 
 _real_batches = EpochBuilder.batches
-
-
-class SimPlatform:
-    """See :class:`penstock.workers.platforms.registry.WorkerPlatform`."""
-
-    reads = None
-    peak_flops: float | None = None
-    handlers = {  # noqa: RUF012  # read only
-        opcode: _timed(handler) if opcode in _COMPUTES else handler
-        for opcode, handler in HANDLERS.items()
-    }
-
-    def __init__(self, site: WorkerSite) -> None:
-        self._site = site
-        table = site.table
-        self.device = CpuDevice(weight_dtype=table.weight_dtype, grad_dtype=table.grad_dtype)
-        self.meter = NoMeter()
-
-    def set_up_process(self) -> None:
-        """Nothing to do."""
-
-    def runtime(self) -> SimRuntime:
-        site = self._site
-        shape = here().cluster.shape
-        runtime = SimRuntime if shape.keeps_bits else SmoothRuntime
-        return runtime(
-            site.table,
-            seed=site.config.run.seed,
-            overflows=shape.overflows,
-            undefined=shape.undefined,
-        )
-
-    def previewer(self, memory: Any, plan: Any) -> NativePreviewer:
-        config = self._site.config.optimizer
-        return NativePreviewer(memory, config, [0], (), plan.flushed)
 
 
 # ---- what production does to its process and machine ----
@@ -466,7 +411,7 @@ def _write_tensors(
     """A file of a saved state."""
     found = here()
     found.process.kernel.point("saves")
-    found.sleep(found.process.kernel.random.random() * 2e-3)
+    _takes_a_while(2e-3)
     disk = found.cluster.disk
     if disk.full:
         disk.refuse()
