@@ -313,13 +313,18 @@ def drawn_shape(seed: int) -> Shape:
     return SHAPES[random.Random(f"shape {seed}").randrange(len(SHAPES))]
 
 
-def seeds_by_shape(first: int) -> Iterator[int]:
-    """Yields seeds from ``first`` on, in rounds of one of each shape."""
+def seeds_by_shape(first: int, often: frozenset[str] = frozenset()) -> Iterator[int]:
+    """Yields seeds from ``first`` on, in rounds of one of each shape. If some shapes come ``often``
+    a round has all of them, and no more others than those: the next ones in turn.
+    """
     waiting: dict[str, deque[int]] = {shape.name: deque() for shape in SHAPES}
+    others = [shape for shape in waiting if shape not in often]
+    in_turn = itertools.cycle(others)
     seeds = itertools.count(first)
     while True:
-        for shape, found in waiting.items():
-            while not found:
+        few = min(len(often) or len(others), len(others))
+        for shape in [*sorted(often), *itertools.islice(in_turn, few)]:
+            while not waiting[shape]:
                 seed = next(seeds)
                 waiting[drawn_shape(seed).name].append(seed)
             yield waiting[shape].popleft()

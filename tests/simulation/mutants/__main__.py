@@ -92,7 +92,7 @@ def _tried(
     mutants: Sequence[Mutant], known: Mapping[str, Trial], options: argparse.Namespace
 ) -> Iterator[Trial]:
     """Yields trials in the order of mutants that were not found before."""
-    laboratory = prepare(options.seconds_each)
+    laboratory = prepare(options.seconds_each, mutants)
     lives = {m.name: known[m.name].lives if m.name in known else 0 for m in mutants}
     left = [m for m in mutants if m.name not in known or not known[m.name].verdict.is_found]
     one = partial(_try, laboratory, options.first_seed)
@@ -107,7 +107,7 @@ def _tried(
 def _try(laboratory: Laboratory, first_seed: int, share: tuple[Mutant, int]) -> Trial:
     """Try a mutant, and hold the seed that found it against the code without it."""
     mutant, lives = share
-    live = partial(laboratory.live, first_seed, lives)
+    live = partial(laboratory.live, first_seed, lives, mutant.name)
     trial = try_mutant(mutant, live, laboratory.cpu_s, lives=lives)
     if trial.seed is None or passes_without(trial.seed, laboratory):
         return trial

@@ -24,6 +24,7 @@ from tests.simulation.mutants.mutant import (
     OutdatedError,
     named_mutants,
 )
+from tests.simulation.mutants.reach import PROBE, Probes, changed_lines, probed
 from tests.simulation.mutants.trial import SLACK_S, Trial, Verdict, prepare
 
 COMMIT = re.compile(r"[0-9a-f]{7}")
@@ -125,6 +126,7 @@ def _decide(self, x):
 PROGRAM = """
 import json, sys
 from tests.simulation.mutants.mutant import OF_THE_PROTOCOL, Edit, Mutant
+from tests.simulation.mutants.reach import PROBE, Probes, changed_lines, probed
 from tests.simulation.mutants.trial import try_mutant
 
 def live():
@@ -196,7 +198,43 @@ def test_seeds_come_in_rounds_of_all_shapes() -> None:
         assert drawn == {shape.name for shape in SHAPES}
 
 
+def test_shapes_that_reach_a_mutant_come_often_and_the_others_in_turn() -> None:
+    often = frozenset({"flushes", "split"})
+    names = [drawn_shape(seed).name for seed in islice(seeds_by_shape(0, often), 4 * len(SHAPES))]
+    assert names[:2] == names[4:6] == ["flushes", "split"]
+    assert set(names) == {shape.name for shape in SHAPES}
+    everyone = frozenset(shape.name for shape in SHAPES)
+    assert {
+        drawn_shape(seed).name for seed in islice(seeds_by_shape(0, everyone), len(SHAPES))
+    } == (everyone)
+
+
+def test_probes_say_who_reaches_what_a_mutant_changes(tmp_path: Path) -> None:
+    source = """
+def step(x):
+    \"\"\"A text.\"\"\"
+    if x > 3 and (
+        x < 9
+    ):
+        return x
+    return 0
+"""
+    (tmp_path / "module.py").write_text(source)
+    text = probed(source, "module.py", {5, 7})
+    assert text.count(PROBE) == 2
+    probes = Probes()
+    space = {PROBE: probes._reach}
+    exec(text, space)
+    for shape, number in (("low", 1), ("middle", 5), ("high", 12)):
+        probes.enter(shape)
+        assert space["step"](number) == (5 if shape == "middle" else 0)  # type: ignore[operator]
+    edit = Edit(old="        x < 9\n    ):\n        return x\n", new="")
+    mutant = Mutant(name="", file="module.py", origin="", wrong="", edits=(edit,))
+    assert changed_lines(mutant, source) == (5, 6, 7)
+    assert probes.shapes(mutant, tmp_path) == {"middle"}
+
+
 def test_a_process_that_has_the_package_refuses() -> None:
     importlib.import_module("penstock.protocol.errors")
     with pytest.raises(RuntimeError, match="too late"):
-        prepare(1.0)
+        prepare(1.0, ())

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
@@ -30,6 +30,7 @@ from typing import Any
 from tests.simulation.many import FOLDER, undisturbed_runs, work
 from tests.simulation.mutants import overlay
 from tests.simulation.mutants.mutant import Mutant
+from tests.simulation.mutants.reach import Probes
 
 SLACK_S = 60
 """CPU seconds that a simulation may take beyond its budget: to end its last seed."""
@@ -88,19 +89,21 @@ class Trial:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laboratory:
     """Where mutants are tried. ``undisturbed``: what the shapes leave without faults, pickled, as
-    its classes belong to modules that a mutant may change; ``cpu_s``: the budget of each.
+    its classes belong to modules that a mutant may change; ``shapes``: by mutant, those that reach
+    what it changes, which come often; ``cpu_s``: the budget of each.
     """
 
     undisturbed: bytes
+    shapes: Mapping[str, frozenset[str]]
     cpu_s: float
 
-    def live(self, first_seed: int, lives: int) -> int:
+    def live(self, first_seed: int, lives: int, mutant: str) -> int:
         """Run seeds, after the first ``lives`` of them, until one violates something; returns the
         exit code.
         """
         from tests.simulation.configurations import seeds_by_shape
 
-        return self._run(islice(seeds_by_shape(first_seed), lives, None))
+        return self._run(islice(seeds_by_shape(first_seed, self.shapes[mutant]), lives, None))
 
     def live_once(self, seed: int) -> int:
         """Run one seed; returns the exit code."""
@@ -118,8 +121,9 @@ class Laboratory:
         return _VIOLATION if totals.failed else 0
 
 
-def prepare(cpu_s: float) -> Laboratory:
-    """Import all that the simulation imports of other packages, and run every shape undisturbed.
+def prepare(cpu_s: float, mutants: Sequence[Mutant]) -> Laboratory:
+    """Import all that the simulation imports of other packages, and run every shape, undisturbed
+    and once under faults.
 
     Raises:
         RuntimeError: this process has imported the package, or an undisturbed run failed.
@@ -127,15 +131,15 @@ def prepare(cpu_s: float) -> Laboratory:
     if overlay.is_package_imported():
         raise RuntimeError("the package is imported here: a mutant would come too late")
     with tempfile.TemporaryFile() as file:
-        code, said, _ = _forked(partial(_survey, file.fileno()), 10 * SLACK_S)
+        code, said, _ = _forked(partial(_survey, file.fileno(), mutants), 10 * SLACK_S)
         if code != 0:
             raise RuntimeError(f"the shapes fail without a fault: {said}")
         file.seek(0)
-        names, undisturbed = pickle.load(file)
+        names, undisturbed, shapes = pickle.load(file)
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    return Laboratory(undisturbed=undisturbed, cpu_s=cpu_s)
+    return Laboratory(undisturbed=undisturbed, shapes=shapes, cpu_s=cpu_s)
 
 
 def try_mutant(
@@ -173,13 +177,25 @@ def passes_without(seed: int, laboratory: Laboratory) -> bool:
     return code == 0
 
 
-def _survey(descriptor: int) -> int:
-    results = pickle.dumps(undisturbed_runs())
+def _survey(descriptor: int, mutants: Sequence[Mutant]) -> int:
+    probes = Probes()
+    probes.plant(mutants)
+    undisturbed = undisturbed_runs(probes.enter)
+    _run_each_under_faults(probes, undisturbed)
+    shapes = {mutant.name: probes.shapes(mutant) for mutant in mutants}
     ours = (overlay.PACKAGE, "tests", "__main__")
     names = sorted(name for name in sys.modules if name.partition(".")[0] not in ours)
     with os.fdopen(os.dup(descriptor), "wb") as file:
-        pickle.dump((names, results), file)
+        pickle.dump((names, pickle.dumps(undisturbed), shapes), file)
     return 0
+
+
+def _run_each_under_faults(probes: Probes, undisturbed: Any) -> None:
+    from tests.simulation.configurations import SHAPES, drawn_shape, seeds_by_shape
+
+    for seed in islice(seeds_by_shape(0), len(SHAPES)):
+        probes.enter(drawn_shape(seed).name)
+        work([seed], undisturbed=undisturbed)
 
 
 def _verdict(code: int | None, said: str) -> Verdict:
