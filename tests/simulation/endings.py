@@ -11,6 +11,9 @@ from tests.simulation.kernel import Machine, Process
 
 VICTIMS = {"schedulerd": 6, "node": 2, "memoryd": 2, "optimizerd": 2, "worker": 2, "mirrord": 2}
 
+LOOKS = 50
+"""For so many milliseconds a save is waited for."""
+
 ForAWhile = Callable[[random.Random, float, Callable[[], None]], None]
 
 
@@ -47,7 +50,22 @@ class Endings:
             self._kernel.after(dice.expovariate(1.0) * 8e-3, strike)
 
     def stop_in_a_recovery(self, dice: random.Random) -> None:
-        """Somebody dies; a stop comes before the next epoch is live."""
+        """Somebody dies; a stop comes before the next epoch is live. At times when all is saved:
+        then nobody is waited for.
+        """
+        if dice.random() < 0.5 and self._cluster.ask("snapshot"):
+            self._when_saved(dice, LOOKS)
+        else:
+            self._kill_and_stop(dice)
+
+    def _when_saved(self, dice: random.Random, looks: int) -> None:
+        machine = self._cluster.scheduler
+        if machine is None or not looks or not machine.mirror.unsaved:
+            self._kill_and_stop(dice)
+        else:
+            self._kernel.after(1e-3, partial(self._when_saved, dice, looks - 1))
+
+    def _kill_and_stop(self, dice: random.Random) -> None:
         self._kill(dice, "stop in a recovery")
         ask = dice.choice((self.stop_the_run, self.stop_a_node))
         self._kernel.after(dice.expovariate(1.0) * 20e-3, lambda: ask(dice))
@@ -72,10 +90,11 @@ class Endings:
         cluster = self._cluster
         if not cluster.ask("pause"):
             return
-        if dice.random() < 0.4:
+        if dice.random() < 0.25:
             self._for_a_while(dice, 2.0, self._resume)
             return
-        index = dice.randrange(len(cluster.nodes))
+        others = range(1, len(cluster.nodes))
+        index = dice.choice(others) if others and dice.random() < 0.8 else 0
         if index:
             self._cut_off(dice, index, dice.choice((0.5, 8.0)))
         elif dice.random() < 0.5:

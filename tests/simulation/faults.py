@@ -18,8 +18,11 @@ from tests.simulation.strangers import pose_as
 
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
+SPEAKERS = ("grpc-writer", "member-heartbeat")
+"""Threads without which a process is silent."""
 MOST_HUNG = 2
 """Processes that hang at a time: each may take as long as an epoch's beginning may."""
+HALF_OPEN_S = 900.0
 LOOKS_FOR_BUSY = 60
 """How often a fault looks for a connection on which something is under way."""
 PATIENCE_S = 40.0
@@ -349,12 +352,14 @@ class Injector:
     ) -> None:
         def strike() -> None:
             victims = [p for p in self._cluster.living if p.kind in kinds]
-            self._hang_one(dice.choice(victims) if victims else None, dice, newest=True)
+            self._hang_one(dice.choice(victims) if victims else None, dice, at_work=True)
 
-        moment.append(lambda: self._kernel.after(dice.random() * 4e-3, strike))
+        moment.append(
+            lambda: self._kernel.after(dice.random() * dice.choice((0.5e-3, 4e-3)), strike)
+        )
 
     def _hang_one(
-        self, victim: Process | None, dice: random.Random, *, newest: bool = False
+        self, victim: Process | None, dice: random.Random, *, at_work: bool = False
     ) -> None:
         """Who hangs before the scheduler knows it is missed by nobody, and so is who cannot join a
         new scheduler; a directory of saved states that hangs is for people to mend.
@@ -366,8 +371,9 @@ class Injector:
             return
         spared = ("member-link", "saved-states-0")
         threads = [task for task in victim.tasks if not task.done and task.name not in spared]
-        first_or_any = threads[0] if dice.random() < 0.3 else dice.choice(threads)
-        task = threads[-1] if newest else first_or_any
+        if at_work:  # the newest does what has just begun; heartbeats go on
+            threads = [task for task in threads if task.name not in SPEAKERS][-dice.randint(1, 3) :]
+        task = threads[0] if at_work or dice.random() < 0.3 else dice.choice(threads)
         task.hung = True
         self._kernel.note("hangs", victim.name, task.name)
         victim.at_death.append(lambda: self._hung_is_dead(victim))
@@ -429,15 +435,17 @@ class Injector:
             self._kernel.after(dice.random() * 1e-3, again)
 
     def _half_open_stream(self, dice: random.Random) -> None:
-        """One end of a member's stream breaks, and the other hears nothing of it for a while, as
-        where something between the two forgot the connection.
+        """One end of a member's stream breaks, and the other hears nothing of it for as long as TCP
+        has patience, as where something between the two forgot the connection. Often a node's:
+        nobody replaces it.
         """
         server = self._cluster.server
         streams = [] if server is None else list(server.streams.values())
+        nodes = [stream for stream in streams if stream.call.process.kind == "node"]
         if streams:
             self._watch("half-open stream")
-            stream = dice.choice(streams)
-            stream.half_open(dice.uniform(4.0, 12.0), at_member=dice.random() < 0.5)
+            stream = dice.choice(nodes if nodes and dice.random() < 0.5 else streams)
+            stream.half_open(HALF_OPEN_S, at_member=dice.random() < 0.4)
 
     def _stranger(self, dice: random.Random) -> None:
         """Somebody says for a while to be a member, as a process does that was started twice."""

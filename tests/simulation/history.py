@@ -12,12 +12,13 @@ from typing import Any
 
 from penstock.daemons.node.home import committed_version
 from penstock.daemons.scheduler.machine.requests import BARRIER_S
+from penstock.daemons.scheduler.machine.rules import RunPhase
 from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol.run.ended import RunEnd
 from penstock.shm.inventory import inventory
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.partners import Partners
-from tests.simulation.rare import LOSSES, RARE, Death, Loss
+from tests.simulation.rare import CAME_LATE, LOSSES, RARE, Death, Loss
 
 HEARD_S = 0.5
 """In which a scheduler looks at the time again."""
@@ -203,6 +204,18 @@ class History:
         """The scheduler has noted that the run is over."""
         _begin(self.at_end)
 
+    def scheduler_begins(self, machine: Any) -> None:
+        """A scheduler has read the journal: if the run has ended it tells members so, no more."""
+        if RunEnd.read(self.cluster.run.path) is None:
+            return
+        self.rare[CAME_LATE] += 1
+        if machine.phase not in (RunPhase.DONE, RunPhase.FAILED):
+            self.violation(f"a scheduler is {machine.phase.value}, and the run has ended")
+
+    def saves(self) -> None:
+        """A save begins: optimizerds settle, or memoryds write."""
+        _begin(self.at_save)
+
     def stop_heard(self, owner: Process) -> None:
         """The scheduler is asked to stop the run, and asked again as long as ``owner`` lives."""
         self._since_stop.setdefault(owner, 0)
@@ -304,7 +317,7 @@ class History:
     ) -> None:
         """A word of a control segment was stored."""
         if name == "set_pin" and args[1] is not None:
-            _begin(self.at_save)
+            self.saves()
         if name == "clear_history" and process.kind == "memoryd":
             _begin(self.at_restore)
         if name == "clear_history" and process.kind == "mirrord":

@@ -119,7 +119,7 @@ def draw(
             kind=kind,
             after_s=dice.expovariate(1.0) * pace,
             decisions=dice.choice(spacing),
-            patient=alone or dice.random() < 0.12,
+            patient=alone or dice.random() < 0.25,
             number=dice.getrandbits(32),
         )
         for kind in chosen

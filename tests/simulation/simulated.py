@@ -333,6 +333,7 @@ def _machine(*args: Any) -> SchedulerMachine:
     found = here()
     machine = found.cluster.scheduler = SchedulerMachine(*args)
     found.cluster.scheduler_process = found.process
+    found.cluster.history.scheduler_begins(machine)
     real = machine._break_epoch
 
     def break_epoch(cause: BreakCause, reason: str, now_s: float) -> None:

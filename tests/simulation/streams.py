@@ -304,6 +304,8 @@ class SimServer:
 
     def send(self, member: str, message: pb.SchedulerMessage) -> None:
         self.process.kernel.point("send")
+        if message.HasField("settle"):
+            self.process.world.cluster.history.saves()
         if message.HasField("fence"):
             self._condemned.add((message.fence.member, message.fence.pid))
         stream = self._streams_of.get(member)
