@@ -61,7 +61,8 @@ class JobThread:
     """Runs one job at a time; its answer comes out of :meth:`answer`.
 
     A job asks again and again whether it is cancelled, every few MiB and while the loader works:
-    that is its progress. What it waits for in :meth:`wait` is another member's work.
+    that is its progress. What it waits for in :meth:`wait` is another member's work, and to ask
+    once more after that is none.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class JobThread:
         self._cancel = world.event()
         self._thread: threading.Thread | None = None
         self._progress = 0
-        self._waits = False
+        self._waits = self._has_waited = False
         self.waited_s = 0.0
         """How long the job has waited for others."""
 
@@ -113,6 +114,7 @@ class JobThread:
         self._waits, started_s = True, world.monotonic()
         cancelled = self._cancel.wait(SETTLE_POLL_S)
         self._waits = False
+        self._has_waited = True
         self.waited_s += world.monotonic() - started_s
         return cancelled
 
@@ -126,7 +128,10 @@ class JobThread:
         self._answers.put(_outcome(job, self._cancelled))  # the loop takes it on its own thread
 
     def _cancelled(self) -> bool:
-        self._progress += 1  # of several threads at a time: what counts is that it changes
+        if self._has_waited:  # nothing was done since
+            self._has_waited = False
+        else:
+            self._progress += 1  # of several threads at a time: what counts is that it changes
         return self._cancel.is_set()
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from penstock.daemons.memory.effects import JobThread
-from penstock.daemons.memory.machine.events import Event, Restored
+from penstock.daemons.memory.machine.events import Event, JobCancelled, Restored
 
 
 def test_a_jobs_progress_is_how_often_it_asked_whether_it_goes_on() -> None:
@@ -33,3 +33,22 @@ def test_a_jobs_progress_is_how_often_it_asked_whether_it_goes_on() -> None:
     jobs.join()
     assert jobs.answer() == Restored()
     assert jobs.doing().waiting
+
+
+def test_who_waits_for_others_makes_no_progress() -> None:
+    """Else nobody notices an optimizerd that hangs as it settles while a save waits for it."""
+    jobs, seen = JobThread(), []
+
+    def job(cancelled: Callable[[], bool]) -> JobCancelled:
+        for _ in range(5):
+            cancelled()
+            seen.append(jobs.doing().progress)
+            jobs.wait()
+        cancelled()
+        cancelled()
+        return JobCancelled()
+
+    jobs.start("save", job)
+    jobs.join()
+    assert seen == [1, 1, 1, 1, 1]
+    assert jobs.doing().progress == 2
