@@ -181,16 +181,20 @@ class Cluster:
         elif code >= 0:
             self.codes[index] = code
         elif self.restart_nodes:  # the same command again
-            delay_s = 0.3 + self.kernel.random.random()
-            self.kernel.after(delay_s, lambda: self._start_again(index))
+            delay_s, died_in = 0.3 + self.kernel.random.random(), self.beginnings
+            self.kernel.after(delay_s, lambda: self._start_again(index, died_in))
 
-    def _start_again(self, index: int) -> None:
+    def _start_again(self, index: int, died_in: int | None = None) -> None:
+        """``died_in``: the beginning in which a node was killed. If the run has begun again since,
+        all are needed, whatever the note of its last end says.
+        """
         machine = self.machines[index]
         end = RunEnd.read(self.run.path)
+        begun_again = died_in is not None and died_in < self.beginnings
         self.kernel.look = True
         if self._insisted:
             self.codes[index] = int(ExitCode.INTERRUPTED)
-        elif index and end is not None:  # nobody starts one node of a run that has ended
+        elif index and end is not None and not begun_again:  # nobody starts one node of what ended
             self.codes[index] = int(end.code)
             if not end.keep_memory:
                 self.lose_memory(index)
@@ -201,7 +205,7 @@ class Cluster:
                 del self.codes[other]
                 self.start_node(other)
         else:
-            self.kernel.after(0.5, lambda: self._start_again(index))
+            self.kernel.after(0.5, lambda: self._start_again(index, died_in))
 
     def start_again(self) -> None:
         """The operator gives the same command again: all nodes."""
