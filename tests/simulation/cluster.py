@@ -92,6 +92,8 @@ class Cluster:
         self.history.cluster = self
         self.restart_nodes = True
         self.scheduler: Any = None
+        self.hangs_in_a_row = 0
+        """What the scheduler said of that which broke an epoch last: it may be dead by now."""
         self.scheduler_process: Process | None = None
         self.excused: set[int] = set()
         self._next_pid = 100
@@ -212,18 +214,13 @@ class Cluster:
         self.codes.clear()
         self._insisted, self._killed_s = False, float("inf")
         self.excused = {3} if self.disk.full else set()
-        self.scheduler = None
+        self.scheduler, self.hangs_in_a_row = None, 0
         self.start()
 
     def complete(self) -> bool:
         """Whether the last step is saved."""
         steps = self.run.config.train.steps
         return (self.run.path / "state" / f"step-{steps:08d}").exists()
-
-    @property
-    def hangs_in_a_row(self) -> int:
-        """How often the run has hung without an attempt that came to its end."""
-        return 0 if self.scheduler is None else int(self.scheduler.hangs.in_a_row)
 
     @property
     def ended(self) -> bool:

@@ -337,6 +337,7 @@ def _machine(*args: Any) -> SchedulerMachine:
     real = machine._break_epoch
 
     def break_epoch(cause: BreakCause, reason: str, now_s: float) -> None:
+        found.cluster.hangs_in_a_row = machine.hangs.in_a_row
         found.cluster.history.broke(cause, reason)
         real(cause, reason, now_s)
 
