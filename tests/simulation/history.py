@@ -66,7 +66,7 @@ class History:
         self._generations: dict[str, int] = {}
         self._fills = False  # lost memory is being filled from partners
         self._saved = 0
-        self._decided_s = 0.0
+        self.decided_s = 0.0
 
     def violation(self, text: str) -> None:
         """Something happened that must not."""
@@ -82,7 +82,7 @@ class History:
         if cause is not BreakCause.HUNG or self.stalls:
             return
         stands_still = any(p.hung or p.stopped for p in self.cluster.living)
-        if not stands_still and self.stalled_s < max(self._decided_s, self._began_s):
+        if not stands_still and self.stalled_s < max(self.decided_s, self._began_s):
             self.violation(f"{cause.value} where nobody hangs: {reason}")
 
     def gave_up(self, name: str, reason: str) -> None:
@@ -308,7 +308,7 @@ class History:
         self._complain(objections)
         self._journaled, self._samples = version, position.data_position
         if name != "RESTORE":
-            self._decided_s = self._kernel.now
+            self.decided_s = self._kernel.now
         self.num_decided += 1
         self.on_decision()
 
@@ -346,7 +346,7 @@ class History:
         old = {
             process.machine.name
             for process in self.cluster.living
-            if process.kind == "optimizerd" and process.started_s < self._decided_s
+            if process.kind == "optimizerd" and process.started_s < self.decided_s
         }
         return {i for i, machine in enumerate(self.cluster.machines) if machine.name not in old}
 

@@ -146,7 +146,8 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
         def over() -> bool:
             hung = any(process.hung for process in cluster.living)
             patience_s = HUNG_PATIENCE_S if hung else PATIENCE_S
-            quiet = injector.done and kernel.now - injector.last_s > patience_s
+            since_s = max(injector.last_s, cluster.history.decided_s)
+            quiet = injector.done and kernel.now - since_s > patience_s
             return cluster.ended or quiet or kernel.now > BEGIN_S + LONGEST_S
 
         kernel.run(over, BEGIN_S + 2 * LONGEST_S)
