@@ -129,7 +129,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     left: int = metafunc.config.getoption("--soak-faults")
     names = list(CONFIGURATIONS)
     runs = [
-        (names[index % len(names)], index // len(names), min(FAULTS_A_TEST, left - start))
+        (names[index % len(names)], index, min(FAULTS_A_TEST, left - start))
         for index, start in enumerate(range(0, left, FAULTS_A_TEST))
     ]
     ids = [f"{short(name)}-{number}" for name, number, _ in runs]
