@@ -231,8 +231,9 @@ class History:
         """An attempt was decided: with a stop that must be over soon, and before which the state is
         to be saved, it should have been dropped.
         """
-        deadline = self.cluster.scheduler._requests.deadline
-        if deadline is None:
+        scheduler = self.cluster.scheduler
+        deadline = None if scheduler is None else scheduler._requests.deadline
+        if deadline is None:  # or a scheduler that only opens its journal finds the row in it
             return
         late_s = self._kernel.now - (deadline.give_up_s - BARRIER_S)
         if late_s > HEARD_S:
