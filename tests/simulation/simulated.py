@@ -457,6 +457,21 @@ _torch = SimpleNamespace(set_num_threads=_nothing, set_num_interop_threads=_noth
 MODULES = (memory_main, mirror_main, optimizer_main, scheduler_main, worker_main)
 
 
+def _replace_points(put: Callable[[Any, str, Any], None]) -> None:
+    """Where a process may die, between a word and its bytes, and what the history is told of."""
+    journal = journal_module.Journal
+    for name in ("begin_epoch", "decide", "replace"):
+        put(journal, name, _told(name))
+    put(journal, "load", _load)
+    put(pulls_module.Puller, "_fetch", _fetch)
+    for sweeps in (Kernels, ReplicaSweeps):
+        put(sweeps, "run", _swept(sweeps.run))
+    put(control_module, "store_u64", _store)
+    put(ControlView, "write_record", _pointed("write_record", _write_record))
+    for name in _WORDS:
+        put(ControlView, name, _pointed(name, getattr(ControlView, name)))
+
+
 @contextmanager
 def replaced() -> Iterator[None]:
     """Everything above is in the place of production's parts."""
@@ -508,17 +523,7 @@ def replaced() -> Iterator[None]:
         put(epoch_builder_module, "checked_places", lambda config, access, found: found)
         put(sockets_module, "refuse_foreign_owner", _nothing)
         put(server_module, "ProcessIdentity", _Identity)
-        journal = journal_module.Journal
-        for name in ("begin_epoch", "decide", "replace"):
-            put(journal, name, _told(name))
-        put(journal, "load", _load)
-        put(pulls_module.Puller, "_fetch", _fetch)
-        for sweeps in (Kernels, ReplicaSweeps):
-            put(sweeps, "run", _swept(sweeps.run))
-        put(control_module, "store_u64", _store)
-        put(ControlView, "write_record", _pointed("write_record", _write_record))
-        for name in _WORDS:
-            put(ControlView, name, _pointed(name, getattr(ControlView, name)))
+        _replace_points(put)
         torch.set_num_threads(1)
         yield
 
