@@ -20,7 +20,12 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from tests.simulation.many import fix_hash_seed
-from tests.simulation.mutants.automatic import COUNT, SEED, automatic_mutants
+from tests.simulation.mutants.automatic import (
+    COUNT,
+    SEED,
+    automatic_mutants,
+    equivalent_mutants,
+)
 from tests.simulation.mutants.mutant import Mutant, OutdatedError, named_mutants
 from tests.simulation.mutants.trial import (
     Laboratory,
@@ -41,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fix_hash_seed("tests.simulation.mutants", arguments)
     mutants = _chosen(options)
     try:
+        equivalent = equivalent_mutants() if options.kind == "automatic" else {}
         for mutant in mutants:
             mutant.source()
     except (OutdatedError, SyntaxError) as error:
@@ -52,12 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     out = options.out or SCORES / f"{options.kind}.json"
     trials = _read(out) if options.resume else {}
+    same = [mutant for mutant in mutants if mutant.name in equivalent]
+    mutants = [mutant for mutant in mutants if mutant.name not in equivalent]
     for trial in _tried(mutants, trials, options):
         trials[trial.mutant] = trial
         found = f"seed {trial.seed}" if trial.seed is not None else ""
         print(f"{trial.verdict:8} {trial.cpu_s:7.1f} s  {trial.mutant}  {found}", flush=True)
         _write(out, trials)
-    chosen = {mutant.name: mutant for mutant in mutants}
+    chosen = {mutant.name for mutant in mutants}
+    print(f"{len(same)} equivalent ones were not tried")
     return _score([t for t in trials.values() if t.mutant in chosen], options.kind)
 
 

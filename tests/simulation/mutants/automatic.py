@@ -9,16 +9,17 @@ raise, what is said, logged, counted, traced or shown.
 from __future__ import annotations
 
 import ast
-import random
+import tomllib
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.simulation.mutants.mutant import ROOT, Edit, Mutant
+from tests.simulation.mutants.mutant import ROOT, Edit, Mutant, OutdatedError
 
+EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 FILES = (
     "daemons/kit/loop.py",
     "daemons/kit/messages.py",
@@ -156,6 +157,16 @@ class _Source:
         start, end = self._lines[line - 1], self._lines[line]
         return start + len(self.text[start:end].encode()[:column].decode())
 
+    def function_of(self, node: ast.AST) -> str:
+        """Returns the name of the function that a node is in, behind those of its classes."""
+        names: list[str] = []
+        place: ast.AST | None = node
+        while place is not None:
+            if isinstance(place, ast.FunctionDef | ast.ClassDef):
+                names.insert(0, place.name)
+            place = self.parents.get(place)
+        return ".".join(names)
+
     def is_promised(self, node: ast.AST) -> bool:
         """Returns whether a change of this node could break a promise."""
         place: ast.AST | None = node
@@ -290,35 +301,62 @@ def automatic_mutants(
     return tuple(sorted(found, key=lambda mutant: (mutant.file, mutant.name)))
 
 
-def _drawn(source: _Source, seed: int) -> list[Mutant]:
-    """All mutants of a file in random order, operators by turns: there are many more conditions
-    than swaps.
+def equivalent_mutants(path: Path = EQUIVALENT) -> dict[str, str]:
+    """Returns why a mutant changes nothing that is promised, by the mutant's name. A table each::
+
+        ["daemons/kit/loop.py:Loop.feed bound-moved 03fa"]
+        change = "old -> new"     what the mutant says of itself
+        why = "One sentence."
+
+    Raises:
+        OutdatedError: no code can be changed so any more.
     """
-    chance = random.Random(f"{seed} {source.file}")
-    by_operator: dict[str, list[_Change]] = defaultdict(list)
-    for operator in OPERATORS:
-        for change in operator(source):
-            if source.is_promised(change.node) and change.old != change.new:
-                by_operator[change.operator].append(change)
-    for changes in by_operator.values():
-        chance.shuffle(changes)
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    files = tuple(sorted({name.partition(":")[0] for name in tables}))
+    known = {mutant.name: mutant.wrong for mutant in automatic_mutants(1_000_000, files=files)}
+    for name, fields in tables.items():
+        if known.get(name) != fields["change"]:
+            raise OutdatedError(f"{path.name}: {name} is not {fields['change']!r} any more")
+    return {name: fields["why"] for name, fields in tables.items()}
+
+
+def _drawn(source: _Source, seed: int) -> list[Mutant]:
+    """All mutants of a file, operators by turns, as there are many more conditions than swaps. The
+    order follows from ``seed`` and each mutant's name: when a function is edited, the mutants of
+    others stay the same.
+    """
+    by_operator: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in _mutants(source):
+        by_operator[mutant.origin].append(mutant)
+
+    def place(text: str) -> int:
+        return zlib.crc32(f"{seed} {text}".encode())
+
     mutants: list[Mutant] = []
-    while any(by_operator.values()):
-        names = [name for name, changes in by_operator.items() if changes]
-        chance.shuffle(names)
-        mutants += [_mutant(source, by_operator[name].pop()) for name in names]
+    for changes in by_operator.values():
+        changes.sort(key=lambda mutant: place(mutant.name))
+    while left := [name for name, changes in by_operator.items() if changes]:
+        left.sort(key=lambda name: place(f"{source.file} {len(mutants)} {name}"))
+        mutants += [by_operator[name].pop() for name in left]
     return mutants[::-1]
 
 
-def _mutant(source: _Source, change: _Change) -> Mutant:
-    line = source.text.count("\n", 0, change.start) + 1
-    text = " ".join(change.old.split())
-    becomes = " ".join(change.new.split())
-    mark = zlib.crc32(f"{change.start} {change.new}".encode()) & 0xFFFF
-    return Mutant(
-        name=f"{source.file}:{line} {change.operator} {mark:04x}",
-        file=source.file,
-        origin=change.operator,
-        wrong=f"{text} -> {becomes}",
-        edits=(Edit(old=change.old, new=change.new, start=change.start),),
-    )
+def _mutants(source: _Source) -> Iterator[Mutant]:
+    """Names tell apart what is changed alike in one function, and know no line numbers."""
+    seen: Counter[str] = Counter()
+    for operator in OPERATORS:
+        for change in operator(source):
+            if not source.is_promised(change.node) or change.old == change.new:
+                continue
+            text, becomes = (" ".join(side.split()) for side in (change.old, change.new))
+            place = f"{source.file}:{source.function_of(change.node)} {change.operator}"
+            what = f"{place} {text} -> {becomes}"
+            mark = zlib.crc32(f"{what} {seen[what]}".encode()) & 0xFFFF
+            seen[what] += 1
+            yield Mutant(
+                name=f"{place} {mark:04x}",
+                file=source.file,
+                origin=change.operator,
+                wrong=f"{text} -> {becomes}",
+                edits=(Edit(old=change.old, new=change.new, start=change.start),),
+            )

@@ -15,7 +15,7 @@ import pytest
 
 from tests.simulation.configurations import SHAPES, drawn_shape, seeds_by_shape
 from tests.simulation.many import FOLDER
-from tests.simulation.mutants.automatic import FILES, automatic_mutants
+from tests.simulation.mutants.automatic import FILES, automatic_mutants, equivalent_mutants
 from tests.simulation.mutants.mutant import (
     OF_THE_PROTOCOL,
     ROOT,
@@ -72,6 +72,30 @@ def test_automatic_ones_follow_from_a_seed_and_are_spread_over_files() -> None:
     }
     for mutant in mutants:
         mutant.source()
+
+
+def test_mutants_of_other_functions_stay_when_one_is_edited(tmp_path: Path) -> None:
+    source = "def one(x):\n    if x < 4:\n        return x + 1\n\ndef other(x):\n    return x - 1\n"
+    (tmp_path / "module.py").write_text(source)
+    before = automatic_mutants(100, root=tmp_path, files=("module.py",))
+    edited = source.replace("x < 4", "x < 4 and x > 1").replace("\n\ndef", "\n    x += 0\n\n\ndef")
+    (tmp_path / "module.py").write_text(edited)
+    after = automatic_mutants(100, root=tmp_path, files=("module.py",))
+    assert {m.name for m in before if ":other " in m.name} == {
+        m.name for m in after if ":other " in m.name
+    }
+    assert {m.name for m in before} - {m.name for m in after}
+
+
+def test_equivalent_ones_say_why_and_those_that_are_gone_are_refused(tmp_path: Path) -> None:
+    assert all(why.endswith(".") for why in equivalent_mutants().values())
+    mutant = automatic_mutants(1)[0]
+    path = tmp_path / "equivalent.toml"
+    path.write_text(f'["{mutant.name}"]\nchange = "other"\nwhy = "It says so."\n')
+    with pytest.raises(OutdatedError, match="not 'other' any more"):
+        equivalent_mutants(path)
+    path.write_text(f'["{mutant.name}"]\nchange = {json.dumps(mutant.wrong)}\nwhy = "So."\n')
+    assert equivalent_mutants(path) == {mutant.name: "So."}
 
 
 def test_what_is_said_or_checked_is_no_mutant(tmp_path: Path) -> None:
