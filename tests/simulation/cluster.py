@@ -45,6 +45,7 @@ from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import SHM_ROOT, exists
 from tests.simulation.configurations import Shape
 from tests.simulation.disk import Disk
+from tests.simulation.files import Files
 from tests.simulation.history import History
 from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.network import Network
@@ -70,6 +71,7 @@ class Cluster:
         self.network = Network(kernel)
         self.history = History(kernel)
         self.disk = Disk(kernel, self.history)
+        self.files = Files(run.path, kernel, self.history, self.disk)
         nodes = run.config.cluster.nodes
         self.machines = [Machine(node.name) for node in nodes]
         self.nodes: list[SimNode | None] = [None] * len(nodes)
@@ -213,7 +215,7 @@ class Cluster:
         """The operator gives the same command again: all nodes."""
         self.codes.clear()
         self._insisted, self._killed_s = False, float("inf")
-        self.excused = {3} if self.disk.full else set()
+        self.excused = {3} if self.disk.full_beside else set()
         self.scheduler, self.hangs_in_a_row = None, 0
         self.start()
 

@@ -335,5 +335,5 @@ def clean(path: Path) -> None:
     for name in ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"):
         (path / name).unlink(missing_ok=True)
     (path / "ended.json").unlink(missing_ok=True)
-    for name in ("state", "trace", "metrics"):
+    for name in ("state", "trace", "metrics", "removed"):
         shutil.rmtree(path / name, ignore_errors=True)

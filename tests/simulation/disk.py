@@ -72,13 +72,15 @@ def _put(content: bytearray, offset: int, data: bytes) -> None:
 
 
 class Disk:
-    """Files by path. ``full``: nothing may grow."""
+    """Files by path. ``full``: nothing may grow; ``full_beside``: so for all files but these, which
+    may have room left where others need more.
+    """
 
     def __init__(self, kernel: Kernel, history: History) -> None:
         self.kernel = kernel
         self.history = history
         self.files: dict[str, File] = {}
-        self.full = False
+        self.full = self.full_beside = False
         self.opener: Process | None = None
         self._vfs = Files(self)
 

@@ -20,6 +20,7 @@ SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
 SPEAKERS = ("grpc-writer", "member-heartbeat")
 """Threads without which a process is silent."""
+POWER_CUTS = ("switch off", "switch off in a save")
 MOST_HUNG = 2
 """Processes that hang at a time: each may take as long as an epoch's beginning may."""
 HALF_OPEN_S = 900.0
@@ -200,6 +201,18 @@ class Injector:
         cluster = self._cluster
         self._goes_down(dice.randrange(len(cluster.machines)), dice, kind)
 
+    def _switch_off_in_a_save(self, dice: random.Random) -> None:
+        """A moment after a save begins the next time."""
+        index = dice.choice((0, dice.randrange(len(self._cluster.machines))))
+
+        def strike() -> None:
+            self._goes_down(index, dice, "switch off in a save")
+
+        longest_s = dice.choice((4e-3, 15e-3, 0.1))
+        self._cluster.history.at_save.append(
+            lambda: self._kernel.after(dice.random() * longest_s, strike)
+        )
+
     def _lose_two_machines(self, dice: random.Random) -> None:
         """A node's partner goes while the node's loss is still being mended, or both at once."""
         cluster = self._cluster
@@ -293,8 +306,10 @@ class Injector:
         if cluster.kept and dice.random() < 0.5:  # while partners help, or are helped
             victim = dice.choice(cluster.machines)
             cluster.doomed[f"mirrord.{victim.name}"] = dice.randint(1, 120)
-        if kind == "switch off" and index == 0:
-            cluster.disk.power_cut(dice)
+        if kind in POWER_CUTS:
+            cluster.files.power_cut(machine, dice, hosts=index == 0)
+            if index == 0:
+                cluster.disk.power_cut(dice)
         self._for_a_while(dice, 2.0, lambda: setattr(machine, "up", True), stalls=False)
         return True
 
@@ -472,11 +487,11 @@ class Injector:
 
     def _full_disk(self, dice: random.Random) -> None:
         cluster, disk = self._cluster, self._cluster.disk
-        disk.full = True
+        disk.full, disk.full_beside = dice.random() < 0.6, True
         cluster.excused.add(3)
 
         def over() -> None:
-            disk.full = False
+            disk.full = disk.full_beside = False
 
         self._for_a_while(dice, 0.5, over)
 
@@ -499,6 +514,7 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "kill in a restore": Injector._kill_in_a_restore,
     "lose a machine": Injector._lose_a_machine,
     "switch off": Injector._switch_off,
+    "switch off in a save": Injector._switch_off_in_a_save,
     "lose two machines": Injector._lose_two_machines,
     "lose a machine at a cut": Injector._lose_at_a_cut,
     "spare": Injector._spare,

@@ -19,6 +19,7 @@ KINDS = {
     "kill in a restore": 4,
     "lose a machine": 3,
     "switch off": 3,
+    "switch off in a save": 1,
     "lose two machines": 1,
     "lose a machine at a cut": 2,
     "spare": 1,

@@ -28,12 +28,13 @@ Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 @dataclass(frozen=True)
 class Result:
     """``states``: a checksum of each saved state, or its arrays where bits are not kept; ``lines``:
-    what lines of metrics say.
+    what lines of metrics say; ``broken``: lines that say nothing.
     """
 
     states: dict[str, str | Arrays]
     lines: dict[str, dict[str, Any]]
     final: str
+    broken: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, path: Path, *, keeps_bits: bool) -> Result:
@@ -42,15 +43,20 @@ class Result:
         states = {d.name: read(d) for d in sorted((path / "state").glob("step-*"))}
         lines: dict[str, dict[str, Any]] = {}
         metrics = path / "metrics.jsonl"
+        broken = []
         for text in metrics.read_text().splitlines() if metrics.exists() else ():
-            said = json.loads(text)
+            try:
+                said = json.loads(text)
+            except ValueError:
+                broken.append(text)
+                continue
             key = f"{said['phase']} {said.get('decision', '')} {said['step']}"
             lines[key] = {name: said[name] for name in sorted(said) if name in _SAID}
-        return cls(states=states, lines=lines, final=max(states, default=""))
+        return cls(states=states, lines=lines, final=max(states, default=""), broken=tuple(broken))
 
     def differences(self, expected: Result) -> list[str]:
         """Returns what is not as in the undisturbed run."""
-        wrong = []
+        wrong = [f"metrics have a broken line: {text[:80]!r}" for text in self.broken]
         if self.final != expected.final:
             wrong.append(f"the run ended at {self.final}, undisturbed at {expected.final}")
         for name, state in self.states.items():
