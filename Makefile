@@ -28,7 +28,7 @@ train: $(STAMP)
 ## The whole gate: formats, lints, types, then the tests: those with shared memory one by one, the
 ## others beside them.
 test: check
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup $(ARGS)
 
 ## Everything of the gate but the tests. The C++ build (warnings are errors) is part of the install.
 check: $(STAMP)

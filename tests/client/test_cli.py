@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ from penstock.client.main import app
 from penstock.daemons.node.home import RunLock, train_lock_path
 from penstock.protocol.security.token import ensure_token
 
+ROOT = Path(__file__).parents[2]
 MODEL = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -33,14 +35,20 @@ MODEL = {
 }
 
 
-def penstock(*arguments: str, cwd: Path | None = None) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
+def penstock(*arguments: str, cwd: Path = ROOT) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of a command, in this process: it has imported torch once."""
+    with contextlib.chdir(cwd):
+        done = CliRunner(env={"COLUMNS": "100"}).invoke(app, arguments)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def process(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of a process of its own, as the shell starts it."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock.client.main", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=cwd,
         env={**os.environ, "COLUMNS": "100"},
     )
     return done.returncode, done.stdout, done.stderr
@@ -71,7 +79,7 @@ COMMANDS = (
 
 
 def test_help_lists_every_command_and_the_exit_codes() -> None:
-    code, out, _ = penstock("--help")
+    code, out, _ = process("--help")
     assert code == 0
     assert [command for command in COMMANDS if f"\n  {command} " not in out] == []
     assert "130 interrupted" in out and "penstock init" in out
@@ -106,7 +114,7 @@ def test_bad_settings_are_named(config: Path, setting: str, words: tuple[str, ..
 
 
 def test_versions() -> None:
-    code, out, err = penstock("--version")
+    code, out, err = process("--version")
     assert (code, err) == (0, "")
     first, second = out.splitlines()
     assert first == f"penstock {version('penstock')}"
@@ -141,7 +149,7 @@ def test_an_example_is_written_and_not_over_a_file(tmp_path: Path) -> None:
     assert code == 2 and "penstock init --example tiny" in err
     code, out, err = penstock("init", cwd=tmp_path)
     assert (code, err) == (0, "") and "penstock train tiny.yaml" in out
-    ours = Path(__file__).parents[2] / "examples" / "tiny.yaml"
+    ours = ROOT / "examples" / "tiny.yaml"
     _, _, example = ours.read_bytes().partition(b"\n")  # without the line for editors
     assert (tmp_path / "tiny.yaml").read_bytes() == example
     code, _, err = penstock("init", cwd=tmp_path)
@@ -153,7 +161,7 @@ def test_an_example_is_written_and_not_over_a_file(tmp_path: Path) -> None:
 
 
 def test_files_are_named_once(config: Path, tmp_path: Path) -> None:
-    code, _, err = penstock("train", str(tmp_path / "absent.yaml"))
+    code, _, err = process("train", str(tmp_path / "absent.yaml"))
     assert code == 2 and err.count("absent.yaml") == 1
     code, _, err = penstock("plan", str(config), "--set", f"schedule.file={tmp_path}/none.json")
     assert code == 2 and err.count("none.json") == 1
@@ -230,7 +238,7 @@ def test_status_of_nobody_at_an_endpoint(tmp_path: Path) -> None:
 
 def test_single_process_without_a_run(tmp_path: Path) -> None:
     config = str(tmp_path / "resolved.yaml")
-    code, _, err = penstock(
+    code, _, err = process(
         "memoryd", "--config", config, "--node", "a", "--scheduler", "127.0.0.1:1"
     )
     assert code == 2 and "resolved.yaml" in err
@@ -245,19 +253,19 @@ def test_nodes_without_the_run_directory_say_that_it_is_shared(
         ("node", "--config", str(run / "resolved.yaml"), "--node", "b"),
         ("memoryd", "--config", str(run / "resolved.yaml"), "--node", "b", "--scheduler", "x:1"),
     ):
-        code, out, err = penstock(*arguments)
+        code, out, err = process(*arguments)
         assert (code, out) == (2, "")
         assert f"{run / 'resolved.yaml'}: does not exist here; {shared}" in err
     fields = yaml.safe_load(config.read_text())
     fields["cluster"] |= {"nodes": [{"name": "a"}, {"name": "b"}], "start_timeout_s": 0.3}
     config.write_text(yaml.safe_dump(fields))
-    code, _, err = penstock("node", "--config", str(config), "--node", "b")
+    code, _, err = process("node", "--config", str(config), "--node", "b")
     assert code == 4 and "node a, which prepares the run and hosts the scheduler, was not" in err
     assert not run.exists()
     # A copy of resolved.yaml alone is not the run.
     run.mkdir()
     (run / "resolved.yaml").write_text(config.read_text())
-    code, _, err = penstock("node", "--config", str(run / "resolved.yaml"), "--node", "b")
+    code, _, err = process("node", "--config", str(run / "resolved.yaml"), "--node", "b")
     assert code == 2 and shared in err
 
 
