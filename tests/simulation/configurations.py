@@ -205,7 +205,9 @@ SHAPES = (
         name="two-nodes-replicas",
         nodes=2,
         workers=2,
-        settle="early",
+        dtype="bf16",
+        master="split",
+        settle="early",  # so gradients have one copy, and sums are sent between nodes
         extra={"schedule": {"replicas": 2, "reduce_gradients": True}},
     ),
     Shape(

@@ -91,7 +91,7 @@ class Injector:
         due = [entry for entry in self._due if self._cluster.history.num_decided >= entry[0]]
         for entry in due:
             self._due.remove(entry)
-            self._kernel.after(self._kernel.random.random() * 5e-3, entry[1])
+            entry[1]()
         if self._awaited is not None and self._cluster.history.num_decided >= self._awaited[1]:
             fault, self._awaited = self._awaited[0], None
             self._kernel.after(fault.after_s, lambda: self._strike(fault))
@@ -159,6 +159,19 @@ class Injector:
         if victim is not None and victim.steps_left is None:
             steps = 1 + int(dice.expovariate(1.0) * dice.choice((2, 8, 30)))
             victim.doom(steps, lambda: self._effective("kill at a step"))
+
+    def _kill_at_a_commit(self, dice: random.Random) -> None:
+        """A few points after the next decision is journaled: who has to follow it."""
+        kind = dice.choice(("optimizerd", "optimizerd", "memoryd", "mirrord", "worker"))
+        steps = 1 + int(dice.expovariate(1.0) * dice.choice((2, 8)))
+        fallen = partial(self._effective, "kill at a commit")
+
+        def strike() -> None:
+            victims = [p for p in self._cluster.living if p.kind == kind and p.steps_left is None]
+            if victims:
+                dice.choice(victims).doom(steps, fallen)
+
+        self._due.append((self._cluster.history.num_decided + 1, strike))
 
     def _cut_a_sweep(self, dice: random.Random) -> None:
         victims = [p for p in self._cluster.living if p.kind in SWEEPERS]
@@ -262,7 +275,8 @@ class Injector:
 
         def wait() -> None:
             count = cluster.history.num_decided + dice.choice((0, 1, 1, 1, 2))
-            self._due.append((count, comes_back))
+            soon = partial(self._kernel.after, dice.random() * 5e-3, comes_back)
+            self._due.append((count, soon))
 
         cluster.history.at_refill.append(wait)
 
@@ -508,6 +522,7 @@ class Injector:
 _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "kill": Injector._kill,
     "kill at a step": Injector._kill_at_a_step,
+    "kill at a commit": Injector._kill_at_a_commit,
     "cut a sweep": Injector._cut_a_sweep,
     "kill several": Injector._kill_several,
     "kill a node": Injector._kill_a_node,

@@ -12,7 +12,8 @@ from tests.simulation.endings import ENDINGS
 
 KINDS = {
     "kill": 30,
-    "kill at a step": 50,
+    "kill at a step": 45,
+    "kill at a commit": 16,
     "cut a sweep": 12,
     "kill several": 6,
     "kill a node": 4,
@@ -65,6 +66,7 @@ WITH_PARTNERS = {
 DEATHS = (
     *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
     *("lose a machine", "lose a machine at a cut", "save", "strike in a re-seed"),
+    "kill at a commit",
 )
 """Of these nobody stands still."""
 RESTORES = (
