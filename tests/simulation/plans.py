@@ -66,9 +66,19 @@ WITH_PARTNERS = {
 DEATHS = (
     *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
     *("lose a machine", "lose a machine at a cut", "save", "strike in a re-seed"),
-    "kill at a commit",
+    *("kill at a commit", "switch off", "switch off in a save", "lose two machines", "spare"),
 )
 """Of these nobody stands still."""
+REPLACED = {
+    "spare": 4,
+    "lose a machine": 2,
+    "strike in a re-seed": 2,
+    "kill": 3,
+    "kill at a commit": 1,
+    "cut a sweep": 1,
+    "save": 1,
+}
+"""Kind -> weight where partners fill the memory of one node after the other."""
 RESTORES = (
     *("kill", "cut a sweep", "kill in a restore"),
     *("lose a machine", "lose a machine at a cut", "save"),
@@ -132,7 +142,7 @@ def draw(
 def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
     """Returns the kinds of a seed: all, or deaths alone, or what memory is filled for, or those
     about the end, or a few, each then as likely as another: what is rare among all kinds is often
-    met where it has few beside it.
+    met where it has few beside it. Where nodes have partners, those fill it.
     """
     theme = dice.random()
     if theme < 0.4:
@@ -141,7 +151,8 @@ def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
         return {kind: weight for kind, weight in weights.items() if kind in DEATHS}
     restores = [kind for kind in weights if kind in RESTORES]
     if theme < 0.7:
-        return {**dict.fromkeys(restores, 2), "kill": 1}
+        is_mirrored = "strike in a re-seed" in weights
+        return REPLACED if is_mirrored else {**dict.fromkeys(restores, 2), "kill": 1}
     if theme < 0.85:
         return {kind: 1 + (kind in ENDINGS) for kind in weights if kind in ABOUT_THE_END}
     few = dice.sample(sorted(weights), 3)
