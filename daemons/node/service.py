@@ -26,6 +26,7 @@ from penstock.daemons.node.machine.events import (
     Event,
     Exited,
     FenceAsked,
+    MemberMissing,
     Warmed,
     Watched,
     is_routine,
@@ -47,6 +48,7 @@ _EVENTS: dict[str, Callable[[Any], Event]] = {
     **COMMON_EVENTS,
     "begin": lambda m: EpochBegins(epoch=m.epoch, version=m.record.version),
     "fence": lambda m: FenceAsked(member=m.member, pid=m.pid),
+    "missing": lambda m: MemberMissing(member=m.member),
 }
 """The scheduler's messages that concern a node; the others are for those who have work."""
 

@@ -277,7 +277,8 @@ class ClusterConfig(Section):
         default=600.0,
         gt=0.0,
         description="An attempt or evaluation in which nobody gets on for so long is broken off,"
-        " and who holds it up is killed and replaced. Longer than any single instruction takes.",
+        " and who holds it up is killed and replaced, as is a process that has not joined the run"
+        " at that age. Longer than any single instruction takes.",
     )
     start_timeout_s: Seconds = Field(
         default=1800.0,

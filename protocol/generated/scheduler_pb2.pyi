@@ -283,7 +283,7 @@ class CutOff(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., loss: _Optional[str] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("heartbeat", "refused", "fence", "drain", "restore", "begin", "run_attempt", "amend", "commit", "skip", "settle", "save", "evaluate", "shutdown")
+    __slots__ = ("heartbeat", "refused", "fence", "drain", "restore", "begin", "run_attempt", "amend", "commit", "skip", "settle", "save", "evaluate", "shutdown", "missing")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +298,7 @@ class SchedulerMessage(_message.Message):
     SAVE_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     heartbeat: Heartbeat
     refused: Refused
     fence: Fence
@@ -312,7 +313,8 @@ class SchedulerMessage(_message.Message):
     save: Save
     evaluate: Evaluate
     shutdown: Shutdown
-    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., run_attempt: _Optional[_Union[RunAttempt, _Mapping]] = ..., amend: _Optional[_Union[Amend, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., skip: _Optional[_Union[Skip, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+    missing: Missing
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., run_attempt: _Optional[_Union[RunAttempt, _Mapping]] = ..., amend: _Optional[_Union[Amend, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., skip: _Optional[_Union[Skip, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("reason",)
@@ -329,6 +331,12 @@ class Fence(_message.Message):
     pid: int
     cause: str
     def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class Missing(_message.Message):
+    __slots__ = ("member",)
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    def __init__(self, member: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("epoch", "saving", "cause")

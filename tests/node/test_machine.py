@@ -28,6 +28,7 @@ from penstock.daemons.node.machine.events import (
     Exited,
     FenceAsked,
     Kill,
+    MemberMissing,
     OpenLink,
     SendFenced,
     Start,
@@ -566,3 +567,28 @@ def test_members_die_with_the_lease_and_come_back_with_the_scheduler() -> None:
     assert machine.feed(Tick(), after_s=5.0) == []
     machine.feed(Watched(heard_s=machine.now_s))
     assert machine.feed(Tick()) == [Start(name="memoryd.b"), Start(name="worker.1")]
+
+
+def test_a_child_that_hangs_before_it_joined_is_replaced(machine: Machine) -> None:
+    """Whoever is missing has the time of a hang: from its own start on, and not while the node
+    itself was stopped.
+    """
+    hang_s = machine.state.limits.hang_s
+    missing = MemberMissing(member="worker.0")
+    assert machine.feed(missing) == []
+    assert machine.feed(missing, after_s=hang_s - 61.0) == []
+    machine.feed(Watched())
+    machine.feed(Watched(), after_s=1000.0)  # nobody looked for so long: the machine slept
+    assert machine.feed(missing) == []
+    assert machine.feed(missing, after_s=2.0) == [Kill(name="worker.0")]
+    assert machine.exit("worker.0", -9) == []
+    assert machine.feed(Tick()) == [Start(name="worker.0")]
+    machine.feed(Started(name="worker.0", pid=13))
+    assert machine.feed(missing, after_s=hang_s - 1.0) == []
+    assert machine.feed(MemberMissing(member="worker.7"), after_s=hang_s) == [], "not a child of it"
+
+
+def test_nobody_is_missed_when_the_run_ends(machine: Machine) -> None:
+    machine.feed(ShutdownAsked(code=0, reason="done"))
+    missing = MemberMissing(member="worker.0")
+    assert machine.feed(missing, after_s=machine.state.limits.hang_s) == []

@@ -188,6 +188,8 @@ def _fields(kind: str, body: Any) -> str:
             return f" e{body.epoch} v{body.base_version}"
         case "fence":
             return f" {body.member} {body.pid}"
+        case "missing":
+            return f" {body.member}"
         case "shutdown":
             return " keep memory" if body.keep_memory else ""
     return ""

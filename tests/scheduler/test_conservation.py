@@ -401,6 +401,9 @@ class World:
             self._start(target.name, target.node)
         return [pb.MemberMessage(fenced=pb.Fenced(member=body.member, pid=body.pid))]
 
+    def _on_missing(self, process: Process, body: pb.Missing) -> list[pb.MemberMessage]:
+        return []  # nobody hangs here before it joins
+
     def _on_drain(self, process: Process, body: pb.Drain) -> list[pb.MemberMessage]:
         if body.epoch == process.epoch:
             raise AssertionError("an epoch is drained for only once")

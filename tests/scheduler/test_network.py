@@ -83,3 +83,25 @@ def test_a_lost_connection_begins_another_epoch_with_the_same_processes() -> Non
     assert driver.status.message == "worker.0: the connection to worker 1 was lost"
     driver.begin()
     assert driver.machine.live
+
+
+def test_a_node_hears_who_is_missing_once_a_minute() -> None:
+    """Of a process that hangs before it could join nobody here knows the id."""
+    driver = two_machines()
+    pid = driver.pids["worker.1"]
+    assert fences(driver.close("worker.1")) == []
+    assert fences(driver.wait(11.0)) == [f"node.b <- fence worker.1 {pid}"]
+    driver.fenced("worker.1", pid, node="node.b")
+    assert driver.wait(46.0) == []
+    assert driver.wait(4.0) == ["node.b <- missing worker.1"]
+    assert driver.wait(57.0) == []
+    assert driver.wait(4.0) == ["node.b <- missing worker.1"]
+    assert driver.join("worker.1")[0].startswith("journal epoch 5")
+    assert driver.wait(100.0) == []
+
+
+def test_nobody_is_told_who_is_missing_where_the_node_is_away() -> None:
+    driver = two_machines()
+    for name in THERE:
+        driver.close(name)
+    assert driver.wait(200.0) == []

@@ -12,6 +12,9 @@ from tests.scheduler.conftest import Driver
 MakeDriver = Callable[..., Driver]
 
 
+STARTED = "node.a starts it, and another if it hangs before it joins"
+
+
 def happenings(driver: Driver) -> list[tuple[str, int, float, str]]:
     """Kind, step, seconds, text."""
     return [(h.kind, h.step, round(h.seconds, 3), h.text) for h in driver.status.happenings]
@@ -104,7 +107,7 @@ def test_a_status_says_who_is_missing_since_when_why_and_what_happens_next(
     driver.join("node.a")
     driver.say("node.a", fenced=pb.Fenced(member="worker.1", pid=pid, death="was killed by SIGBUS"))
     assert absence(driver, "worker.1") == (
-        "missing", 2.0, "it was killed by SIGBUS", "node.a starts it"
+        "missing", 2.0, "it was killed by SIGBUS", STARTED
     )  # fmt: skip
     driver.join("worker.1")
     assert absence(driver, "worker.1") == ("joining", 0.0, "", "")
@@ -114,7 +117,7 @@ def test_a_run_that_has_not_begun_says_for_whom_it_waits() -> None:
     driver = Driver()
     driver.join("node.a")
     driver.tick(3.0)
-    assert absence(driver, "worker.0") == ("missing", 3.0, "not started yet", "node.a starts it")
+    assert absence(driver, "worker.0") == ("missing", 3.0, "not started yet", STARTED)
 
 
 def test_one_failure_has_one_name_in_all_that_is_said_and_ordered(live_with: MakeDriver) -> None:

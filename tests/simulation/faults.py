@@ -14,6 +14,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.endings import ENDINGS, Endings
 from tests.simulation.kernel import Process
 from tests.simulation.plans import DEATHS, Fault
+from tests.simulation.rare import HUNG_EARLY
 from tests.simulation.strangers import pose_as
 
 SWEEPERS = ("optimizerd", "mirrord")
@@ -31,8 +32,10 @@ PATIENCE_S = 40.0
 a process that hangs is given the attempt's timeout, a node that dies young its longest delay,
 members that missed the end a node's ``told_grace_s``.
 """
-HUNG_PATIENCE_S = 670.0
-"""The same while a process lives that hangs: the beginning of an epoch has 600 s."""
+HUNG_PATIENCE_S = 740.0
+"""The same while a process lives that hangs: the beginning of an epoch has 600 s, and so has who
+has not joined, and a minute more until its node hears of that.
+"""
 
 
 class Injector:
@@ -390,27 +393,24 @@ class Injector:
     def _hang_one(
         self, victim: Process | None, dice: random.Random, *, at_work: bool = False
     ) -> None:
-        """Who hangs before the scheduler knows it is missed by nobody, and so is who cannot join a
-        new scheduler; a directory of saved states that hangs is for people to mend.
-        """
+        """A directory of saved states that hangs is for people to mend."""
         cluster = self._cluster
         if victim is None or sum(process.hung for process in cluster.living) >= MOST_HUNG:
             return
-        if victim.kind != "schedulerd" and not cluster.knows(victim):
-            return
-        spared = ("member-link", "saved-states-0")
-        threads = [task for task in victim.tasks if not task.done and task.name not in spared]
+        threads = [t for t in victim.tasks if not t.done and t.name != "saved-states-0"]
         if at_work:  # the newest does what has just begun; heartbeats go on
             threads = [task for task in threads if task.name not in SPEAKERS][-dice.randint(1, 3) :]
         task = threads[0] if at_work or dice.random() < 0.3 else dice.choice(threads)
         task.hung = True
         self._kernel.note("hangs", victim.name, task.name)
-        victim.at_death.append(lambda: self._hung_is_dead(victim))
+        early = victim.kind != "schedulerd" and not cluster.knows(victim)
+        victim.at_death.append(lambda: self._hung_is_dead(victim, early))
 
-    def _hung_is_dead(self, victim: Process) -> None:
+    def _hung_is_dead(self, victim: Process, early: bool) -> None:
         self.last_s = self._kernel.now
         if not self._striking and not victim.fell and not self._cluster.ended:
             self._effective("hang")  # it was noticed
+            self._cluster.history.rare[HUNG_EARLY] += early and not self._cluster.knows(victim)
 
     def _stopped(self, dice: random.Random, longest_s: float) -> None:
         living = [p for p in self._cluster.living if not p.stopped]

@@ -44,7 +44,8 @@ class Loss:
 PULLED = "gradients were pulled from another node"
 GAVE_UP = "a run ended for lost members, and was started again"
 CAME_LATE = "a scheduler was started where the end of the run was noted"
-COUNTED = (PULLED, GAVE_UP, CAME_LATE)
+HUNG_EARLY = "a process that hung before it joined was replaced"
+COUNTED = (PULLED, GAVE_UP, CAME_LATE, HUNG_EARLY)
 """What is counted as rare states are, and is none."""
 
 _PHASES = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.daemons.scheduler.machine.membership import MAX_IN_A_ROW
+from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments

@@ -57,6 +57,13 @@ class FenceAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberMissing:
+    """Nobody of that name has joined the scheduler."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochBegins:
     """The scheduler asks the node to enter ``epoch``; ``version`` steps are committed."""
 
@@ -88,6 +95,7 @@ Event = (
     | Warmed
     | Exited
     | FenceAsked
+    | MemberMissing
     | DrainAsked
     | EpochBegins
     | ShutdownAsked

@@ -46,6 +46,7 @@ from penstock.daemons.node.machine.events import (
     Exited,
     FenceAsked,
     Kill,
+    MemberMissing,
     OpenLink,
     SendFenced,
     Start,
@@ -86,8 +87,9 @@ class NodeLimits:
     stays for at most 15 s to tell members that come late. ``silence_s``: how long a child may stand
     still, stopped by a signal (the scheduler watches members only, and only those that have joined,
     as long as the run goes on); ``hang_s``: how long the node's schedulerd may say nothing though
-    it is not stopped. ``warm_up_s``: how long the first start of a child waits for its preloader:
-    as long as it would take itself to import the same, and some more.
+    it is not stopped, and any other child live without having joined. ``warm_up_s``: how long the
+    first start of a child waits for its preloader: as long as it would take itself to import the
+    same, and some more.
     """
 
     max_restarts: int
@@ -286,6 +288,15 @@ class NodeMachine:
         child.fence_pid = event.pid
         return [Kill(name=event.member)]
 
+    def _on_missing(self, event: MemberMissing, now_s: float) -> list[Effect]:
+        child = self.children.get(event.member)
+        if child is None or child.pid is None or self.phase is not NodePhase.RUNNING:
+            return []
+        lived_s = now_s - child.started_s
+        if lived_s < self.limits.hang_s:
+            return []
+        return self._replace(event.member, f"has not joined the run in {lived_s:.0f} s", now_s)
+
     def _on_drain(self, event: DrainAsked, now_s: float) -> list[Effect]:
         return [SendDrained(epoch=event.epoch)]
 
@@ -413,6 +424,8 @@ class NodeMachine:
         self.forgiven_s = now_s
         if self.deadline_s is not None:
             self.deadline_s += jump_s
+        for child in self.children.values():
+            child.started_s += jump_s
 
     def _replace(self, name: str, why: str, now_s: float) -> list[Effect]:
         """Kill a child that stands still; when it is dead it is started anew, if it is needed."""
@@ -547,6 +560,7 @@ _HANDLERS: dict[type, _Handler] = {
     Warmed: NodeMachine._on_warmed,
     Exited: NodeMachine._on_exited,
     FenceAsked: NodeMachine._on_fence,
+    MemberMissing: NodeMachine._on_missing,
     DrainAsked: NodeMachine._on_drain,
     EpochBegins: NodeMachine._on_begin,
     ShutdownAsked: NodeMachine._on_shutdown,

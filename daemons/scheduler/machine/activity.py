@@ -1,13 +1,14 @@
 """What the scheduler's machine can be busy with: one activity at a time, each a small machine.
 
 An activity belongs to one epoch. It is started, fed with the members' messages of that epoch, and
-dropped, whatever it was doing, when the epoch breaks; only what it journaled stays.
+dropped, whatever it was doing, when the epoch breaks; only what it journaled stays. One in which
+nobody gets on is noticed by :class:`Hangs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import Say
@@ -41,7 +42,7 @@ class Activity:
     @property
     def unfinished(self) -> tuple[str, ...]:
         """Members whose work this activity consists of, as long as they owe some; they have to get
-        on (:class:`~penstock.daemons.scheduler.machine.membership.Hangs`).
+        on (:class:`Hangs`).
         """
         return ()
 
@@ -74,3 +75,112 @@ def with_cause(effect: Effect, cause: str) -> Effect:
     if isinstance(effect, Send) and effect.message.HasField("fence"):
         effect.message.fence.cause = cause
     return effect
+
+
+MAX_IN_A_ROW = 3
+"""So many attempts (or evaluations) without an end in between end the run."""
+
+TIMES_LONGEST = 4.0
+"""No attempt is given less than this, times what the longest so far took."""
+
+TIMES_IN_ALL = 100.0
+"""An activity in which somebody always gets on is given so many times what a standstill is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """The last heartbeat of a member, and since when its progress is what it says."""
+
+    beat: pb.Heartbeat
+    since_s: float
+
+
+class Hangs:
+    """When somebody got on last, and what members say they are at.
+
+    An attempt, an evaluation, a save or a restore in which nobody gets on for long enough is broken
+    off. *Getting on* is any answer, and any change of the progress that heartbeats carry, of any
+    member; so slow work is not taken for a hang, as long as it ends within
+    :data:`TIMES_IN_ALL` such times: nothing goes round in circles for ever.
+
+    ``in_a_row`` counts hangs since an attempt or evaluation came to its end.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.in_a_row = 0
+        self._timeout_s = timeout_s
+        self._longest_s = self._started_s = self._moved_s = 0.0
+        self._reports: dict[str, _Report] = {}
+
+    @property
+    def allowed_s(self) -> float:
+        """How long nobody may get on."""
+        return max(self._timeout_s, TIMES_LONGEST * self._longest_s)
+
+    def started(self, now_s: float) -> None:
+        """An activity starts."""
+        self._started_s = self._moved_s = now_s
+
+    def moved(self, now_s: float) -> None:
+        """A member answered, or time passed that does not count."""
+        self._moved_s = now_s
+
+    def heard(self, member: str, beat: pb.Heartbeat, now_s: float) -> None:
+        """A member's heartbeat."""
+        known = self._reports.get(member)
+        if known is not None and known.beat.progress == beat.progress:
+            self._reports[member] = _Report(beat, known.since_s)
+            return
+        self._reports[member] = _Report(beat, now_s)
+        self.moved(now_s)
+
+    def beat_of(self, member: str) -> pb.Heartbeat | None:
+        """Returns a member's last heartbeat, if there was one."""
+        report = self._reports.get(member)
+        return None if report is None else report.beat
+
+    def paused(self, seconds: float, now_s: float) -> None:
+        """The scheduler itself was stopped for so long: that counts for nobody."""
+        self._started_s += seconds
+        self.moved(now_s)
+
+    def finished(self, seconds: float) -> None:
+        """An attempt or evaluation came to its end."""
+        self.in_a_row = 0
+        self._longest_s = max(self._longest_s, seconds)
+
+    def still_s(self, now_s: float) -> float:
+        """Returns for how long nobody has got on."""
+        return max(0.0, now_s - self._moved_s)
+
+    def suspected(self, now_s: float) -> bool:
+        """Whether nobody has got on for long enough to look for who is to blame, or it has taken
+        too long in all.
+        """
+        return self.still_s(now_s) > self.allowed_s or self._endless(now_s)
+
+    def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
+        """Returns which of the members that owe an answer to give up now, and why.
+
+        Members that wait for others are not to blame, unless all do: then nobody knows.
+        """
+        if not self.suspected(now_s):
+            return {}
+        suspects = [name for name in unfinished if not self._waits(name)]
+        return {name: self._complaint(name, now_s) for name in suspects or unfinished}
+
+    def _endless(self, now_s: float) -> bool:
+        return now_s - self._started_s > TIMES_IN_ALL * self.allowed_s
+
+    def _waits(self, name: str) -> bool:
+        report = self._reports.get(name)
+        return report is not None and report.beat.waiting
+
+    def _complaint(self, name: str, now_s: float) -> str:
+        report = self._reports.get(name)
+        since_s = self._started_s if report is None else max(report.since_s, self._started_s)
+        activity = "" if report is None else report.beat.activity
+        if self._endless(now_s):
+            took_s = now_s - self._started_s
+            return f"no end after {took_s:.0f} s: {activity or 'nothing is under way'}"
+        return f"no progress for {now_s - since_s:.1f} s: {activity or 'nothing is under way'}"

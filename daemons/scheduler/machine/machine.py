@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import EffectFailed, Say, StopAsked, Tick
-from penstock.daemons.scheduler.machine.activity import Activity, with_cause
+from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW, Activity, Hangs, with_cause
 from penstock.daemons.scheduler.machine.barrier import Barrier
 from penstock.daemons.scheduler.machine.evaluate_shutdown import Evaluation, Shutdown
 from penstock.daemons.scheduler.machine.events import (
@@ -37,7 +37,7 @@ from penstock.daemons.scheduler.machine.events import (
     SavePrepared,
     StreamClosed,
 )
-from penstock.daemons.scheduler.machine.membership import MAX_IN_A_ROW, Hangs, Membership
+from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.requests import (
     Next,
@@ -165,6 +165,7 @@ class SchedulerMachine:
             effects.append(Beat())
         if isinstance(self.activity, Shutdown):
             return effects
+        effects += self.members.missed(now_s)
         lost = {
             name: (BreakCause.SILENT if name in self.members.present else BreakCause.LOST, reason)
             for name, reason in self.members.overdue(now_s).items()
@@ -183,11 +184,10 @@ class SchedulerMachine:
         """Give up whoever holds up what is going on; the run, when it happens again and again."""
         if self.activity is None or not self.hangs.suspected(now_s):
             return []
-        save = self.saves.under_way
-        unfinished = dict.fromkeys(self.activity.unfinished)
-        if save is not None:  # sweeps may wait for it
-            unfinished |= dict.fromkeys(save.unfinished)
-        hung = self.hangs.overdue(tuple(unfinished), now_s)
+        save = self.saves.under_way  # sweeps may wait for it
+        saving = () if save is None else save.unfinished
+        unfinished = tuple(dict.fromkeys((*self.activity.unfinished, *saving)))
+        hung = self.hangs.overdue(unfinished, now_s)
         if not hung:
             return []
         what = self.activity.title

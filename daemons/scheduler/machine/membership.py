@@ -15,12 +15,14 @@ that died is replaced by its node without being asked.
 
 A process that dies or stops is noticed by its stream and its heartbeats (:class:`Membership`). One
 whose heartbeats go on while its work is stuck, in a driver, a lock or a file system, is noticed by
-:class:`Hangs`.
+:class:`~penstock.daemons.scheduler.machine.activity.Hangs`. One that stands still before it could
+join has no process id here: its node is told that the member is missing, and knows how long the
+process has had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,8 @@ MAX_SHOWN = 60
 """Characters of a name that a stranger gave."""
 MAX_NAMED = 8
 """Members that a message names; those of a large cluster would fill pages."""
+MISSING_S = 60.0
+"""How often a node is told who is missing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class Member:
 
     ``fence_at_s``: without a stream until then, its process is taken for lost. ``gone_s``: since
     when it has none, and ``why``, as far as is known; None while it has one. ``took_part``: the
-    nonce of the process that was in the last epoch that began.
+    nonce of the process that was in the last epoch that began. ``told_s``: when its node was told
+    that it is missing.
     """
 
     spec: MemberSpec
@@ -58,6 +63,7 @@ class Member:
     gone_s: float | None = None
     why: str = "not started yet"
     took_part: int | None = None
+    told_s: float = float("-inf")
 
 
 class Membership:
@@ -205,7 +211,7 @@ class Membership:
         elif node.stream is None:
             then = f"it starts when {node.spec.name} does"
         else:
-            then = f"{node.spec.name} starts it"
+            then = f"{node.spec.name} starts it, and another if it hangs before it joins"
         since_s = self._began_s if member.gone_s is None else member.gone_s
         return {"gone_seconds": max(0.0, now_s - since_s), "why": member.why, "next": then}
 
@@ -321,6 +327,22 @@ class Membership:
                 elif m.fence_at_s <= now_s:
                     found[name] = "it did not come back"
         return found
+
+    def missed(self, now_s: float) -> list[Effect]:
+        """Tell nodes that nobody is heard of a member, whoever that is by now."""
+        if self.complete:
+            return []
+        effects: list[Effect] = []
+        for name in self.missing:
+            member = self.members[name]
+            node = self.members[self._nodes[member.spec.node]]
+            since_s = max(member.told_s, self._began_s if member.gone_s is None else member.gone_s)
+            if member is node or node.stream is None or now_s - since_s < MISSING_S:
+                continue
+            member.told_s = now_s
+            message = pb.SchedulerMessage(missing=pb.Missing(member=name))
+            effects.append(Send(member=node.spec.name, message=message))
+        return effects
 
     def fenced(self, node_member: str, name: str, pid: int, death: str) -> list[Effect]:
         """A node says that a process is dead and reaped; ``death``: how, if by itself."""
@@ -479,112 +501,3 @@ def _same_process(member: Member, hello: pb.Hello) -> bool:
 def _fence_order(node: str, member: str, pid: int) -> Send:
     fence = pb.Fence(member=member, pid=pid)
     return Send(member=node, message=pb.SchedulerMessage(fence=fence))
-
-
-MAX_IN_A_ROW = 3
-"""So many attempts (or evaluations) without an end in between end the run."""
-
-TIMES_LONGEST = 4.0
-"""No attempt is given less than this, times what the longest so far took."""
-
-TIMES_IN_ALL = 100.0
-"""An activity in which somebody always gets on is given so many times what a standstill is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """The last heartbeat of a member, and since when its progress is what it says."""
-
-    beat: pb.Heartbeat
-    since_s: float
-
-
-class Hangs:
-    """When somebody got on last, and what members say they are at.
-
-    An attempt, an evaluation, a save or a restore in which nobody gets on for long enough is broken
-    off. *Getting on* is any answer, and any change of the progress that heartbeats carry, of any
-    member; so slow work is not taken for a hang, as long as it ends within
-    :data:`TIMES_IN_ALL` such times: nothing goes round in circles for ever.
-
-    ``in_a_row`` counts hangs since an attempt or evaluation came to its end.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.in_a_row = 0
-        self._timeout_s = timeout_s
-        self._longest_s = self._started_s = self._moved_s = 0.0
-        self._reports: dict[str, _Report] = {}
-
-    @property
-    def allowed_s(self) -> float:
-        """How long nobody may get on."""
-        return max(self._timeout_s, TIMES_LONGEST * self._longest_s)
-
-    def started(self, now_s: float) -> None:
-        """An activity starts."""
-        self._started_s = self._moved_s = now_s
-
-    def moved(self, now_s: float) -> None:
-        """A member answered, or time passed that does not count."""
-        self._moved_s = now_s
-
-    def heard(self, member: str, beat: pb.Heartbeat, now_s: float) -> None:
-        """A member's heartbeat."""
-        known = self._reports.get(member)
-        if known is not None and known.beat.progress == beat.progress:
-            self._reports[member] = _Report(beat, known.since_s)
-            return
-        self._reports[member] = _Report(beat, now_s)
-        self.moved(now_s)
-
-    def beat_of(self, member: str) -> pb.Heartbeat | None:
-        """Returns a member's last heartbeat, if there was one."""
-        report = self._reports.get(member)
-        return None if report is None else report.beat
-
-    def paused(self, seconds: float, now_s: float) -> None:
-        """The scheduler itself was stopped for so long: that counts for nobody."""
-        self._started_s += seconds
-        self.moved(now_s)
-
-    def finished(self, seconds: float) -> None:
-        """An attempt or evaluation came to its end."""
-        self.in_a_row = 0
-        self._longest_s = max(self._longest_s, seconds)
-
-    def still_s(self, now_s: float) -> float:
-        """Returns for how long nobody has got on."""
-        return max(0.0, now_s - self._moved_s)
-
-    def suspected(self, now_s: float) -> bool:
-        """Whether nobody has got on for long enough to look for who is to blame, or it has taken
-        too long in all.
-        """
-        return self.still_s(now_s) > self.allowed_s or self._endless(now_s)
-
-    def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
-        """Returns which of the members that owe an answer to give up now, and why.
-
-        Members that wait for others are not to blame, unless all do: then nobody knows.
-        """
-        if not self.suspected(now_s):
-            return {}
-        suspects = [name for name in unfinished if not self._waits(name)]
-        return {name: self._complaint(name, now_s) for name in suspects or unfinished}
-
-    def _endless(self, now_s: float) -> bool:
-        return now_s - self._started_s > TIMES_IN_ALL * self.allowed_s
-
-    def _waits(self, name: str) -> bool:
-        report = self._reports.get(name)
-        return report is not None and report.beat.waiting
-
-    def _complaint(self, name: str, now_s: float) -> str:
-        report = self._reports.get(name)
-        since_s = self._started_s if report is None else max(report.since_s, self._started_s)
-        activity = "" if report is None else report.beat.activity
-        if self._endless(now_s):
-            took_s = now_s - self._started_s
-            return f"no end after {took_s:.0f} s: {activity or 'nothing is under way'}"
-        return f"no progress for {now_s - since_s:.1f} s: {activity or 'nothing is under way'}"

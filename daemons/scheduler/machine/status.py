@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
-from penstock.daemons.scheduler.machine.activity import Activity
-from penstock.daemons.scheduler.machine.membership import Hangs, Membership
+from penstock.daemons.scheduler.machine.activity import Activity, Hangs
+from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
