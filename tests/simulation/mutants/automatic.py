@@ -87,7 +87,8 @@ UNPROMISED_FUNCTIONS = frozenset(
     _unpublished _slot_text _objection beat_of still_s fencing missing present _measure
     lines_after newest_line queue_length committed leases check_beside _too_small _describe _gib
     _foreign _with_cause huge_bytes stage_bytes coming_elements compare _dealer _router _bind
-    _bind_tcp _bind_local _socket bounds_of _drop
+    _bind_tcp _bind_local _socket bounds_of _drop _say describe_exit _count_blocked _count_break
+    go_back bid_farewell
     """.split()
 )
 """Invariants, what is shown or said, tools, and options of sockets."""
@@ -97,7 +98,7 @@ UNPROMISED_WORDS = frozenset(
     _log metrics _metrics trace _trace tally chronicle account progress _progress timeline
     _times Say _say _complain costs reports message _tally hello _loaded _copied meter cause why
     gone_s _uncomplained _last_complaint_s _guard _door _access access refusal
-    _said_to_strangers
+    _said_to_strangers _measure _count_blocked
     """.split()
 )
 """Names that stand for logs, metrics, traces, status and guards against strangers."""
