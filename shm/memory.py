@@ -267,6 +267,13 @@ class NodeMemory:
             b for b, name, slot, _ in self.spec.layout.arrays if (name, slot) == ("weights", 0)
         )
 
+    @property
+    def is_named(self) -> bool:
+        """Whether this is the node's memory still: memoryd removes it when a run ends, and one that
+        comes later makes another.
+        """
+        return self._segments[self.spec.name(SegmentKind.CONTROL)].is_named
+
     def close(self) -> None:
         """Unmap."""
         for segment in self._segments.values():

@@ -71,9 +71,10 @@ _OUT_OF_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT)
 class Segment:
     """One mapped segment. ``buffer`` is a writable memoryview of exactly ``size`` bytes."""
 
-    def __init__(self, name: str, mapping: mmap.mmap, size: int) -> None:
+    def __init__(self, name: str, mapping: mmap.mmap, size: int, inode: int) -> None:
         self.name = name
         self.size = size
+        self._inode = inode
         self._mapping: mmap.mmap | None = mapping
         self.buffer = memoryview(mapping)
 
@@ -95,7 +96,8 @@ class Segment:
         except posix_ipc.ExistentialError as error:
             raise SegmentExistsError(f"segment {name} exists already") from error
         try:
-            return cls(name, _reserve_and_map(shared.fd, size, places), size)
+            mapping = _reserve_and_map(shared.fd, size, places)
+            return cls(name, mapping, size, os.fstat(shared.fd).st_ino)
         except BaseException as error:
             unlink(name)
             if isinstance(error, OSError) and error.errno in _OUT_OF_SPACE:
@@ -136,7 +138,7 @@ class Segment:
                     f" {status.st_blocks * _BLOCK_BYTES} are reserved"
                 )
             mapping = _map(shared.fd, status.st_size, writable=writable)
-            return cls(name, mapping, status.st_size)
+            return cls(name, mapping, status.st_size, status.st_ino)
         finally:
             shared.close_fd()
 
@@ -156,6 +158,14 @@ class Segment:
     def unlink(self) -> None:
         """Remove the name. Processes that have it mapped keep their mapping."""
         unlink(self.name)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its name still leads to it; another segment may have it by now."""
+        try:
+            return (SHM_ROOT / self.name.lstrip("/")).stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
 
 def unlink(name: str) -> None:

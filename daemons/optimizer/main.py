@@ -132,6 +132,7 @@ def _build(
         run_id=run.run_id,
         blocks=blocks,
         control=memory.control,
+        is_named=lambda: memory.is_named,
         kernels=kernels,
         effects=OptimizerEffects(
             control=memory.control, sweeps=sweeps, pulls=puller, send=link.send

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.daemons.kit.events import Exit, ShutdownAsked, StopAsked
+from penstock.daemons.kit.events import DrainAsked, Exit, ShutdownAsked, StopAsked
 from penstock.daemons.kit.loop import Loop
 from penstock.daemons.kit.messages import COMMON_EVENTS, event_of, record_of
 from penstock.daemons.optimizer.effects import (
@@ -91,11 +91,14 @@ _ENDINGS = frozenset({"commit", "skip", "drain"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What the service works with; ``main`` makes it and takes it apart."""
+    """What the service works with; ``main`` makes it and takes it apart. ``is_named``: whether what
+    is mapped is the node's memory still.
+    """
 
     run_id: str
     blocks: tuple[OwnedBlock, ...]
     control: ControlView
+    is_named: Callable[[], bool]
     kernels: SweepRunner
     effects: OptimizerEffects
     puller: Puller | None
@@ -195,6 +198,13 @@ class OptimizerService:
             return  # it concerns other members
         if isinstance(event, ShutdownAsked):
             _log.info("shutdown: %s", event.reason)
+        if isinstance(event, DrainAsked) and not self._parts.is_named():
+            # It was given back as the run ended, which goes on all the same: with other memory,
+            # which a new process maps.
+            _log.warning(
+                "this node's memory was given back: ending, for another to map the new one"
+            )
+            event = StopAsked()
         if isinstance(event, AttemptAsked):  # memoryd had set its pins before this was sent
             self._see_pins(read_pins(self._parts.control, (b.index for b in self._parts.blocks)))
         self._feed(event)

@@ -214,6 +214,15 @@ def test_memory_of_another_incarnation_is_reported(new_rig: RigFactory, tools: A
     assert node.process is not None and node.process.wait(timeout=WAIT_S) == 2
 
 
+def test_it_ends_at_a_drain_when_its_memory_was_given_back(new_rig: RigFactory, tools: Any) -> None:
+    rig = new_rig(small_table(tools), [0, 0, 0])
+    [node] = rig.nodes
+    rig.start(node)
+    node.memory.unlink()
+    rig.say(node, drain=pb.Drain(epoch=1))
+    assert node.process is not None and node.process.wait(timeout=WAIT_S) == 0
+
+
 def interrupt(rig: Rig, node: Node, fate: random.Random) -> bool:
     """SIGKILL at a random instant; whether it hit in the middle of a sweep that writes state."""
     control = node.memory.control
