@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import random
 import signal
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import penstock.daemons.mirror.main as mirror_main
 import penstock.daemons.optimizer.main as optimizer_main
 import penstock.daemons.scheduler.main as scheduler_main
 import penstock.workers.main as worker_main
-from penstock.daemons.kit.events import StopAsked, Tick
+from penstock.daemons.kit.events import RefusedByScheduler, StopAsked, Tick
 from penstock.daemons.kit.loop import Loop
 from penstock.daemons.kit.messages import event_of
 from penstock.daemons.memory.segments import reclaim
@@ -51,6 +50,7 @@ from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.network import Network
 from tests.simulation.orders import Obedience
 from tests.simulation.partners import Partners
+from tests.simulation.promises import Numbers, Restarts
 from tests.simulation.simulated import SimWorld, load_initial
 from tests.simulation.streams import SimAccess
 
@@ -106,6 +106,7 @@ class Cluster:
         self.kept = self._kept_specs()
         """By node: the replica in its memory, of another node's state, if it keeps one."""
         self.history.partners = Partners(run, self.kept)
+        self.history.numbers = Numbers(run.config)
 
     # ---- processes ----
 
@@ -334,6 +335,8 @@ class SimChildren:
         self._node = node
         self.running: dict[str, Process] = {}
         self._obedience = Obedience()
+        self.ordered: set[Process] = set()
+        """Whom this node has had killed."""
 
     @property
     def stopped(self) -> frozenset[str]:
@@ -343,6 +346,7 @@ class SimChildren:
         node = self._node
         if node.cluster.kernel.random.random() < node.cluster.cuts.get("spawn fails", 0.0):
             raise OSError(errno.EAGAIN, "no process can be made")
+        node.cluster.history.complain(node.restarts.starts(name))
         process = node.spawn(name)
         self.running[name] = process
         process.on_exit = lambda: node.child_ended(name, process)
@@ -354,6 +358,7 @@ class SimChildren:
             return
         if number == signal.SIGKILL:
             self._obedience.killed(process)
+            self.ordered.add(process)
             kernel = self._node.cluster.kernel
             kernel.after(kernel.random.random() * 1e-3, process.kill)
         elif number == STOP_ORDER:
@@ -376,9 +381,7 @@ class SimNode:
         self.process: Process | None = None
         self.children = SimChildren(self)
         self.inbox: Any = None
-        self._deaths: Counter[str] = Counter()
-        """Of each child, since an epoch began with a new version: what a budget must allow."""
-        self._version = 0
+        self.restarts = Restarts(cluster.kernel, cluster.run.config.cluster.max_restarts)
 
     def main(self, process: Process) -> int:
         """The loop of :class:`penstock.daemons.node.service.Supervisor`."""
@@ -434,14 +437,16 @@ class SimNode:
             if item == "message":
                 message = link.receive(1.0) if link is not None else None
                 event = event_of(message, NODE_EVENTS) if message is not None else None
-                if isinstance(event, EpochBegins) and event.version > self._version:
-                    self._version = event.version
-                    self._deaths.clear()
+                if isinstance(event, EpochBegins):
+                    self.restarts.begins(event.version)
+                if isinstance(event, RefusedByScheduler):
+                    self.restarts.refused()
                 if event is not None:
                     loop.feed(event)
             else:
                 loop.feed(item)
         loop.feed(Tick())
+        self.cluster.history.complain(self.restarts.look(machine))
 
     def child_ended(self, name: str, process: Process) -> None:
         """SIGCHLD."""
@@ -449,8 +454,8 @@ class SimNode:
             del self.children.running[name]
         if self.process is not None and self.process.alive and self.inbox is not None:
             code = -9 if process.code is None else process.code
-            self._deaths[name] += 1
-            if self._deaths[name] > self.cluster.run.config.cluster.max_restarts:
+            self.restarts.died(process, ordered=process in self.children.ordered)
+            if self.restarts.used_up:
                 self.cluster.excused.add(int(ExitCode.LOST_MEMBERS))
             self.inbox.put(Exited(name=name, pid=process.pid, code=code))
 

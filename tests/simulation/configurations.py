@@ -171,7 +171,13 @@ SHAPES = (
     Shape(name="saves", save_every=3, scheme="mobius"),
     Shape(name="evaluates", eval_every=2, save_every=4),
     Shape(name="tied", tied=True, clip=0.12),
-    Shape(name="one", workers=1, scheme="naive", blocks=1),
+    Shape(
+        name="one",
+        workers=1,
+        scheme="naive",
+        blocks=1,
+        extra={"cluster": {"max_restarts": FEW_RESTARTS}},
+    ),
     Shape(
         name="split-held",
         dtype="bf16",
@@ -181,7 +187,27 @@ SHAPES = (
         clip=0.12,
     ),
     Shape(name="few-restarts", extra={"cluster": {"max_restarts": FEW_RESTARTS}}),
-    Shape(name="in-place", rollback="arithmetic", clip=0.2, undefined=14, save_every=4),
+    Shape(
+        name="in-place",
+        rollback="arithmetic",
+        clip=0.2,
+        undefined=7,
+        save_every=4,
+        extra={"optimizer": {"loss_scale_min": 0.25}},  # which its scale, always 1, never sees
+    ),
+    Shape(
+        name="hopeless",
+        dtype="fp16",
+        undefined=7,
+        extra={
+            "train": {"max_skips": 1},
+            "optimizer": {
+                "initial_loss_scale": 1024.0,
+                "loss_scale_min": 1024.0,
+                "loss_scale_growth_interval": 3,
+            },
+        },
+    ),  # ends at times, as max_skips were not enough, and is started again
     Shape(name="replicas", extra={"schedule": {"replicas": 2}}),
     Shape(
         name="devices",
@@ -227,7 +253,13 @@ SHAPES = (
         settle="early",
         extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
     ),
-    Shape(name="two-nodes", nodes=2, workers=1, blocks=2),
+    Shape(
+        name="two-nodes",
+        nodes=2,
+        workers=1,
+        blocks=2,
+        extra={"cluster": {"max_restarts": FEW_RESTARTS}},
+    ),
     Shape(
         name="two-nodes-in-place",
         nodes=2,

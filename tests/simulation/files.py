@@ -131,9 +131,15 @@ class Files:
 
     # ---- what must hold ----
 
-    def completed(self, state: Path) -> None:
-        """The scheduler calls a saved state complete: from now on nothing takes it away."""
+    def completed(self, state: Path, keep: int) -> None:
+        """The scheduler calls a saved state complete: from now on nothing takes it away. So many
+        are to be kept, and those that are newer: of before the run went back.
+        """
         self._newest = state.name
+        kept = [at.name for at in self._directories() if _NAMED.fullmatch(at.name)]
+        kept = [name for name in kept if name <= state.name]
+        if len(kept) > keep:
+            self._history.violation(f"{len(kept)} saved states are kept, not {keep}")
 
     def _named(self, directory: Path, name: str) -> None:
         """A directory becomes a saved state, whole as it is; or again."""
@@ -265,8 +271,19 @@ _real_complete = SavedStates.complete
 def _complete(self: SavedStates, save: Any) -> Path:
     state = _real_complete(self, save)
     found: Any = world.here()
-    found.cluster.files.completed(state)
+    found.cluster.files.completed(state, self._keep)
     return state
+
+
+_real_prepare = SavedStates.prepare
+
+
+def _prepare(self: SavedStates, directory: Path) -> None:
+    """At times it takes longer than an epoch takes to begin anew, and the next save with it."""
+    found: Any = world.here()
+    dice = found.process.kernel.random
+    found.sleep(dice.random() * dice.choice((1e-3, 1e-3, 1e-3, 0.2)))
+    _real_prepare(self, directory)
 
 
 def replace_files(put: Callable[[Any, str, Any], None]) -> None:
@@ -277,4 +294,5 @@ def replace_files(put: Callable[[Any, str, Any], None]) -> None:
     ):
         put(Disk, name, _asked(name))
     put(SavedStates, "complete", _complete)
+    put(SavedStates, "prepare", _prepare)
     put(files_module, "os", _Os())

@@ -14,10 +14,12 @@ from penstock.daemons.node.home import committed_version
 from penstock.daemons.scheduler.machine.requests import BARRIER_S
 from penstock.daemons.scheduler.machine.rules import RunPhase
 from penstock.daemons.scheduler.machine.status import BreakCause
+from penstock.protocol.errors import ExitCode
 from penstock.protocol.run.ended import RunEnd
 from penstock.shm.inventory import inventory
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.partners import Partners
+from tests.simulation.promises import Numbers
 from tests.simulation.rare import CAME_LATE, LOSSES, RARE, Death, Loss
 
 HEARD_S = 0.5
@@ -53,8 +55,10 @@ class History:
         self._attempts: set[int] = set()
         self._incarnations: set[int] = set()
         self.epoch = 0
+        self.numbers: Numbers
+        self._hopeless: Process | None = None
         self.partners: Partners
-        """Set by the cluster."""
+        """Set by the cluster, as are the numbers."""
         self.undisturbed = False
         self.deaths_alone = False
         """Whether nothing goes wrong but that processes and machines die."""
@@ -137,7 +141,12 @@ class History:
             self._epoch_began(effect.epoch)
         elif row == "replace":
             self._replaced(effect)
+        elif row == "evaluate":
+            self.numbers.evaluated(effect.evaluation, effect.metrics_json)
         else:
+            numbers, line = self.numbers, effect.metrics_json
+            self.complain(numbers.decided(effect.record, effect.position, line))
+            self._look_at_skips()
             self._decided(effect.epoch, effect.record, effect.position)
 
     def loaded(self, facts: Any) -> None:
@@ -145,6 +154,10 @@ class History:
         generations = dict(facts.generations)
         if self._maybe is not None and self._maybe[0] == "replace":
             if generations.items() >= dict(self._maybe[1].generations).items():
+                self.wrote()
+            self._maybe = None
+        if self._maybe is not None and self._maybe[0] == "evaluate":
+            if facts.evaluation == self._maybe[1].evaluation:
                 self.wrote()
             self._maybe = None
         if self._maybe is not None:
@@ -161,6 +174,7 @@ class History:
             elif counts and facts.record is not None and facts.record == effect.record:
                 self.wrote()
             self._maybe = None
+        self.complain(self.numbers.loaded(facts))
         version = 0 if facts.record is None else facts.record.version
         if version != self._journaled or facts.epoch != self.epoch:
             self.violation(
@@ -192,7 +206,7 @@ class History:
     def _look(self) -> None:
         """Replicas that were whole must still be."""
         self._look_for_end()
-        self._complain(self.partners.look())
+        self.complain(self.partners.look())
 
     def _look_for_end(self) -> None:
         """A run that has ended, with all saved, gives its memory back."""
@@ -219,6 +233,15 @@ class History:
     def stop_heard(self, owner: Process) -> None:
         """The scheduler is asked to stop the run, and asked again as long as ``owner`` lives."""
         self._since_stop.setdefault(owner, 0)
+
+    def _look_at_skips(self) -> None:
+        """Something was decided: nothing is, by a scheduler that had to end the run."""
+        if self._hopeless is not None and self._hopeless.alive:
+            self.violation("goes on after too many attempts in a row without a step")
+        self._hopeless = None
+        if self.numbers.is_hopeless:
+            self._hopeless = self.cluster.scheduler_process
+            self.cluster.excused.add(int(ExitCode.LOST_MEMBERS))
 
     def _look_at_stops(self) -> None:
         """An attempt was decided: nothing begins after a stop but what waited before it."""
@@ -247,7 +270,7 @@ class History:
             if mine and entry.run_id == cluster.run.run_id and committed_version(entry) is None:
                 self.violation(f"{entry.node_name} has ended and leaves memory without a model")
 
-    def _complain(self, objections: Iterable[str]) -> None:
+    def complain(self, objections: Iterable[str]) -> None:
         for text in objections:
             self.violation(text)
 
@@ -306,7 +329,7 @@ class History:
                 )
         self._fills = False
         objections = self.partners.decided(epoch, record, undisturbed=self.undisturbed)
-        self._complain(objections)
+        self.complain(objections)
         self._journaled, self._samples = version, position.data_position
         if name != "RESTORE":
             self.decided_s = self._kernel.now

@@ -123,6 +123,9 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
             outcome.result = Result.of(run.path, keeps_bits=shape.keeps_bits)
             outcome.metrics = (run.path / "metrics.jsonl").read_text()  # times, too
             _nothing_left(kernel, run)
+            history, metrics = cluster.history, run.path / "metrics.jsonl"
+            was_full = bool(history.effective["full disk"])
+            history.complain(history.numbers.differences(metrics, was_full=was_full))
     finally:
         injector.settle()
         outcome.violations = list(kernel.violations)

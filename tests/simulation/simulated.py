@@ -63,6 +63,7 @@ from tests.simulation.files import replace_files
 from tests.simulation.kernel import Process
 from tests.simulation.network import Network
 from tests.simulation.orders import close_link, hear_stops
+from tests.simulation.promises import lets_go
 from tests.simulation.rare import PULLED
 from tests.simulation.streams import SimAccess, SimControlClient, SimServer
 from tests.simulation.threads import Condition, Event, Executor, Lock, Queue, Thread
@@ -334,14 +335,20 @@ def _machine(*args: Any) -> SchedulerMachine:
     machine = found.cluster.scheduler = SchedulerMachine(*args)
     found.cluster.scheduler_process = found.process
     found.cluster.history.scheduler_begins(machine)
-    real = machine._break_epoch
+    real, handle = machine._break_epoch, machine.handle
 
     def break_epoch(cause: BreakCause, reason: str, now_s: float) -> None:
         found.cluster.hangs_in_a_row = machine.hangs.in_a_row
         found.cluster.history.broke(cause, reason)
         real(cause, reason, now_s)
 
+    def heard(event: Any, now_s: float) -> Any:
+        effects = handle(event, now_s)
+        found.cluster.history.complain(lets_go(machine))
+        return effects
+
     machine._break_epoch = break_epoch  # type: ignore[method-assign]
+    machine.handle = heard  # type: ignore[method-assign]
     return machine
 
 
@@ -456,7 +463,7 @@ MODULES = (memory_main, mirror_main, optimizer_main, scheduler_main, worker_main
 def _replace_points(put: Callable[[Any, str, Any], None]) -> None:
     """Where a process may die, between a word and its bytes, and what the history is told of."""
     journal = journal_module.Journal
-    for name in ("begin_epoch", "decide", "replace"):
+    for name in ("begin_epoch", "decide", "replace", "evaluate"):
         put(journal, name, _told(name))
     put(journal, "load", _load)
     put(pulls_module.Puller, "_fetch", _fetch)

@@ -27,6 +27,7 @@ from penstock.protocol.errors import LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.simulation.kernel import Process
 from tests.simulation.network import Network, Pipe
+from tests.simulation.promises import Calls
 from tests.simulation.threads import Queue, Waiters
 
 LAST_WORDS_S = 3.0
@@ -277,6 +278,7 @@ class SimServer:
         self._believed: dict[str, Process] = {}
         self._next = 1
         self._tickets = 0
+        self._calls = Calls(process.kernel)
         process.at_death.append(self._die)
         if not network.listen(address, self):
             raise OSError(f"{address} is taken")
@@ -306,6 +308,9 @@ class SimServer:
         self.process.kernel.point("send")
         if message.HasField("settle"):
             self.process.world.cluster.history.saves()
+        if message.HasField("run_attempt"):
+            history, run = self.process.world.cluster.history, message.run_attempt
+            history.complain(history.numbers.begins(run.epoch, run.attempt))
         if message.HasField("fence"):
             self._condemned.add((message.fence.member, message.fence.pid))
         stream = self._streams_of.get(member)
@@ -333,8 +338,11 @@ class SimServer:
 
     def answer(self, effect: Reply | ReplyError) -> None:
         self.replies[effect.ticket] = effect
+        self._calls.answered(effect.ticket)
 
     def close(self, grace_s: float = 1.0) -> None:
+        cluster = self.process.world.cluster
+        cluster.history.complain(self._calls.unanswered(cluster.scheduler))
         self._network.leave(self._address, self)
         for stream in list(self.streams.values()):
             stream.finish()
@@ -363,6 +371,7 @@ class SimServer:
         self._tickets += 1
         if call is ControlCall.STOP:
             self.process.world.cluster.history.stop_heard(self.process)
+        self._calls.asked(self._tickets, call.value)
         self.events.put(ControlAsked(ticket=self._tickets, call=call, within_s=within_s))
         return self._tickets
 
