@@ -184,6 +184,13 @@ def test_shutdown_during_a_restore_outweighs_a_drain(machine: MemoryMachine) -> 
     assert feed(machine, JobCancelled()) == [UnlinkMemory(), END]
 
 
+def test_a_shutdown_outweighs_a_stop_before_and_behind_it(machine: MemoryMachine) -> None:
+    feed(machine, DRAIN, RESTORE, StopAsked())
+    assert feed(machine, SHUTDOWN) == []
+    assert feed(machine, StopAsked()) == []
+    assert feed(machine, JobCancelled()) == [UnlinkMemory(), END]
+
+
 def test_stop_keeps_memory(machine: MemoryMachine) -> None:
     assert feed(machine, DRAIN, BEGIN, StopAsked()) == [
         Exit(code=130, reason="asked to stop; memory is kept")

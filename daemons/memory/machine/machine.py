@@ -225,11 +225,11 @@ class MemoryMachine:
         return self._follow()
 
     def _defer(self, event: _Deferred) -> list[Effect]:
-        """Wait for the job's end. What ends the process outweighs all else, else the newer order an
-        older one.
+        """Wait for the job's end. What ends the process outweighs all else, the scheduler's word
+        (which says whether memory is kept) a signal, else the newer order an older one.
         """
         first = self.deferred is None
-        if isinstance(event, _ENDS) or not isinstance(self.deferred, _ENDS):
+        if isinstance(event, ShutdownAsked) or not isinstance(self.deferred, _ENDS):
             self.deferred = event
         return [CancelJob()] if first else []
 
