@@ -33,7 +33,8 @@ FEW_RESTARTS = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """One configuration. ``extra``: sections of the configuration file, merged last. ``undefined``:
-    in one backward of so many a gradient is infinite (0: in none).
+    in one backward of so many a gradient is infinite (0: in none). ``frozen``: the second block
+    trains nothing, and the third not all of it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Shape:
     undefined: int = 0
     blocks: int = 4
     partners: bool = False
+    frozen: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     def config(self, path: Path) -> Config:
@@ -127,15 +129,19 @@ class Shape:
         return table
 
     def _block(self, index: int, last: bool) -> BlockSpec:
-        tensors, offset = [], 0
+        tensors, elements = [], {True: 0, False: 0}
         for number, size in enumerate((48 + 16 * (index % 2), 16)):
-            name = f"block{index}.tensor{number}"
+            trainable = not (self.frozen and (index == 1 or (index, number) == (2, 1)))
             tensors.append(
                 TensorSpec(
-                    name=name, shape=(size,), trainable=True, decay=number == 0, offset=offset
+                    name=f"block{index}.tensor{number}",
+                    shape=(size,),
+                    trainable=trainable,
+                    decay=trainable and number == 0,
+                    offset=elements[trainable],
                 )
             )
-            offset += padded(size)
+            elements[trainable] += padded(size)
         borrows: tuple[BorrowedTensor, ...] = ()
         if last and self.tied:
             borrows = (
@@ -148,8 +154,8 @@ class Shape:
             layer_index=None,
             tensors=tuple(tensors),
             borrows=borrows,
-            trainable_elements=offset,
-            frozen_elements=0,
+            trainable_elements=elements[True],
+            frozen_elements=elements[False],
             contributions=2 if index == 0 and self.tied else 1,
             forward_flops=1000.0,
             activation_bytes=64.0,
@@ -169,7 +175,7 @@ SHAPES = (
         name="overflow", dtype="fp16", grad_dtype="fp32", overflows=True, initial_scale=2.0**20
     ),  # skipped more often in a row than max_skips while the scale comes down
     Shape(name="saves", save_every=3, scheme="mobius"),
-    Shape(name="evaluates", eval_every=2, save_every=4),
+    Shape(name="evaluates", eval_every=2, save_every=4, frozen=True),
     Shape(name="tied", tied=True, clip=0.12),
     Shape(
         name="one",
@@ -269,7 +275,7 @@ SHAPES = (
         clip=0.12,
     ),
     Shape(name="two-nodes-overflow", nodes=2, workers=1, dtype="fp16", overflows=True, blocks=2),
-    Shape(name="two-nodes-spipe", nodes=2, workers=1, scheme="spipe", save_every=4),
+    Shape(name="two-nodes-spipe", nodes=2, workers=1, scheme="spipe", save_every=4, frozen=True),
     Shape(name="two-nodes-chimera", nodes=2, workers=2, scheme="chimera", clip=0.12),
     Shape(name="three-nodes", nodes=3, workers=1, blocks=3, eval_every=1),
     Shape(
@@ -297,7 +303,14 @@ SHAPES = (
     ),
     Shape(name="partners-early", nodes=2, workers=2, settle="early", partners=True),
     Shape(
-        name="three-partners", nodes=3, workers=1, blocks=6, clip=0.12, save_every=4, partners=True
+        name="three-partners",
+        nodes=3,
+        workers=1,
+        blocks=6,
+        clip=0.12,
+        save_every=4,
+        partners=True,
+        frozen=True,
     ),
     Shape(
         name="four-partners",

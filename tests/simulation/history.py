@@ -230,6 +230,11 @@ class History:
         """A save begins: optimizerds settle, or memoryds write."""
         _begin(self.at_save)
 
+    def save_failed(self, member: str, error: str) -> None:
+        """A memoryd that lives could not write its part of a saved state."""
+        if ExitCode.NO_MEMORY not in self.cluster.excused:
+            self.violation(f"{member} cannot save, and no disk was full: {error}")
+
     def stop_heard(self, owner: Process) -> None:
         """The scheduler is asked to stop the run, and asked again as long as ``owner`` lives."""
         self._since_stop.setdefault(owner, 0)

@@ -26,6 +26,10 @@ from penstock.protocol import world
 BEGIN_S = 1000.0
 SCHEDULING_S = 60e-6
 """Longest delay between a wake-up and the task's running on an idle machine."""
+SOON_S, LATE_S, LATE = 2e-4, 8e-3, 0.03
+"""For how long at most a thread stands still while others run; and where its core is taken away, as
+often as this: a message then overtakes what comes before the next step.
+"""
 
 
 class Violation(Exception):
@@ -308,7 +312,8 @@ class Kernel:
                 process.kill()
                 self.park_forever()
         if self.random.random() < self.yields:
-            self.park(self.random.random() * 2e-4 * process.machine.slow)
+            longest_s = LATE_S if self.random.random() < LATE else SOON_S
+            self.park(self.random.random() * longest_s * process.machine.slow)
 
     def park_forever(self) -> None:
         """The task is dead."""

@@ -49,6 +49,7 @@ from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import GradientStatus
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
+from penstock.daemons.scheduler.machine.saving.save import Save
 from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol import world
 from penstock.protocol.security.sockets import OpenAccess
@@ -75,6 +76,8 @@ ENDS = 0.3
 """How many of the sweeps that are to be cut come to their end, and no word says so."""
 UNTOUCHED = 0.2
 """How many are cut ahead of their first byte."""
+LONG, LONG_S, ASKS_S = 0.02, 12.0, 0.5
+"""How often a file or a loader takes how long, and how often it asks meanwhile whether to stop."""
 
 
 class SimWorld(world.World):
@@ -420,10 +423,20 @@ def _write_tensors(
     """A file of a saved state."""
     found = here()
     found.process.kernel.point("saves")
-    _takes_a_while(2e-3)
+    _takes_a_while(2e-3, stopped)
     written = _real_write_tensors(file, name, tensors, stopped, port)
     found.process.kernel.point("written")
     return written
+
+
+_real_saved = Save.saved
+
+
+def _saved(save: Save, member: str, body: Any) -> Any:
+    """A memoryd says how its part of a save ended."""
+    if body.error:
+        here().cluster.history.save_failed(member, body.error)
+    return _real_saved(save, member, body)
 
 
 _real_load_block = snapshot_module.load_block
@@ -437,13 +450,21 @@ def _load_block(*args: Any) -> None:
     here().process.kernel.point("has read a state")
 
 
-def _takes_a_while(usual_s: float) -> None:
+def _takes_a_while(usual_s: float, cancelled: Callable[[], bool] | None = None) -> None:
     """At times longer than a process takes to come back, as with models of many GB: orders of the
-    next epoch come meanwhile.
+    next epoch come meanwhile. What asks whether it is ``cancelled`` takes longer at times than an
+    attempt may: that it asks is its progress.
     """
     process = here().process
     dice = process.kernel.random
-    here().sleep(dice.random() * dice.choice((usual_s, usual_s, 50e-3, 0.5)) * process.machine.slow)
+    left_s = dice.random() * dice.choice((usual_s, usual_s, 50e-3, 0.5)) * process.machine.slow
+    if cancelled is not None and dice.random() < LONG:
+        left_s = LONG_S
+    while left_s > 0.0:
+        here().sleep(min(left_s, ASKS_S))
+        left_s -= ASKS_S
+        if cancelled is not None and cancelled():
+            raise CancelledError
 
 
 _real_inventory = home_module.inventory
@@ -506,6 +527,7 @@ def replaced() -> Iterator[None]:
         put(segment_module, "tightest_memory", lambda: _room)
         put(snapshot_module, "usable_cpus", lambda: 2)
         put(saving_module, "write_tensors", _write_tensors)
+        put(Save, "saved", _saved)
         put(worker_main, "usable_cpus", lambda: 2)
         put(optimizer_main, "ceiling_of", _nothing)
         put(optimizer_main, "local_ratio", lambda *_: 1.0)
@@ -544,9 +566,8 @@ def load_initial(run: Any, node: int) -> Callable[[Any], None]:
                 numbers = np.random.Generator(np.random.Philox([run.config.run.seed, block]))
                 values = numbers.standard_normal(count, dtype=np.float32)
                 memory.store_master(block, 0, values * np.float32(0.02))
-                _takes_a_while(1e-3)
-                if cancelled():
-                    raise CancelledError
+                memory.frozen(block).view(np.uint8)[:] = 1 + block
+                _takes_a_while(1e-3, cancelled)
         finally:
             memory.close()
 

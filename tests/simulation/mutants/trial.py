@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
@@ -37,9 +37,12 @@ SLACK_S = 60
 PATIENCE = 10.0
 """How many times its CPU time it may take by the clock, on a machine that others use."""
 LOOK_EVERY_S = 0.02
+UNDISTURBED = 8
+"""At most so many shapes are run without faults; each takes 0.3 s."""
 SHARED_MEMORY = Path("/dev/shm")
 _SAID_LETTERS = 300
 _SEED = re.compile(r"\bseed\W{1,2}(\d+)", re.IGNORECASE)
+_SAID = re.compile(r"\bseed\W{1,2}\d+|, undisturbed: ", re.IGNORECASE)
 _LIVES = re.compile(r"^(\d+) lives$", re.MULTILINE)
 _VIOLATION, _FELL_OVER = 1, 2
 
@@ -64,8 +67,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How a mutant fared. ``seed``: that found it, if the simulation said so; ``lives``: how many
-    seeds passed; ``cpu_s``: of this trial; ``said``: the violation, or the last line.
+    """How a mutant fared. ``seed``: that found it, if one did and the simulation said so;
+    ``lives``: how many seeds passed; ``cpu_s``: of this trial; ``said``: the violation, or the last line.
     """
 
     mutant: str
@@ -98,26 +101,29 @@ class Laboratory:
     cpu_s: float
 
     def live(self, first_seed: int, lives: int, mutant: str) -> int:
-        """Run seeds, after the first ``lives`` of them, until one violates something; returns the
-        exit code.
+        """Run some of the shapes that reach the mutant without faults, then seeds, after the first
+        ``lives`` of them, until one violates something; returns the exit code.
         """
         from tests.simulation.configurations import seeds_by_shape
 
-        return self._run(islice(seeds_by_shape(first_seed, self.shapes[mutant]), lives, None))
+        shapes = sorted(self.shapes[mutant])
+        seeds = islice(seeds_by_shape(first_seed, self.shapes[mutant]), lives, None)
+        return self._run(seeds, shapes[:: 1 + len(shapes) // UNDISTURBED])
 
     def live_once(self, seed: int) -> int:
         """Run one seed; returns the exit code."""
         return self._run([seed])
 
-    def _run(self, seeds: Iterable[int]) -> int:
+    def _run(self, seeds: Iterable[int], first: Collection[str] = ()) -> int:
         totals = work(
             seeds,
             self.cpu_s / 60.0,
             stop_at_first=True,
             clock=time.process_time,
             undisturbed=pickle.loads(self.undisturbed),
+            first=first,
         )
-        print(f"{totals.seeds - len(totals.failed)} lives")
+        print(f"{max(0, totals.seeds - len(totals.failed))} lives")
         return _VIOLATION if totals.failed else 0
 
 
@@ -203,7 +209,7 @@ def _verdict(code: int | None, said: str) -> Verdict:
         return Verdict.STUCK
     if code == 0:
         return Verdict.MISSED
-    return Verdict.FOUND if code == _VIOLATION and _SEED.search(said) else Verdict.CRASHED
+    return Verdict.FOUND if code == _VIOLATION and _SAID.search(said) else Verdict.CRASHED
 
 
 # ---- processes ----
