@@ -68,7 +68,8 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """How a mutant fared. ``seed``: that found it, if one did and the simulation said so;
-    ``lives``: how many seeds passed; ``cpu_s``: of this trial; ``said``: the violation, or the last line.
+    ``lives``: how many seeds passed; ``cpu_s``: of this trial; ``said``: the violation, or the last
+    line.
     """
 
     mutant: str
