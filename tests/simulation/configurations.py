@@ -166,7 +166,12 @@ class Shape:
 SHAPES = (
     Shape(name="plain"),
     Shape(name="early", settle="early"),
-    Shape(name="late", settle="advance", scheme="spipe"),
+    Shape(
+        name="late",
+        settle="advance",
+        scheme="spipe",
+        extra={"cluster": {"max_restarts": FEW_RESTARTS}},
+    ),
     Shape(name="clipped", clip=0.12, scheme="spipe"),
     Shape(name="held", clip=0.12, speculate="never"),
     Shape(name="bf16", dtype="bf16", grad_dtype="bf16", scheme="gpipe"),
@@ -259,13 +264,7 @@ SHAPES = (
         settle="early",
         extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
     ),
-    Shape(
-        name="two-nodes",
-        nodes=2,
-        workers=1,
-        blocks=2,
-        extra={"cluster": {"max_restarts": FEW_RESTARTS}},
-    ),
+    Shape(name="two-nodes", nodes=2, workers=1, blocks=2),
     Shape(
         name="two-nodes-in-place",
         nodes=2,

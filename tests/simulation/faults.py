@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from penstock.protocol.run.names import SCHEDULERD
 from tests.simulation.cluster import Cluster
 from tests.simulation.endings import ENDINGS, Endings
 from tests.simulation.kernel import Process
@@ -44,6 +45,7 @@ class Injector:
     def __init__(self, cluster: Cluster, plan: tuple[Fault, ...]) -> None:
         self._cluster = cluster
         self._kernel = cluster.kernel
+        self.plan = plan
         self._plan = list(plan)
         self.left = len(plan)
         self.under_way = 0
@@ -259,6 +261,23 @@ class Injector:
 
         cluster.cuts[victim.name] = dice.random()
         cluster.history.at_cut.append(lambda: self._kernel.after(dice.random() * 5e-3, strike))
+
+    def _lose_at_a_commit(self, dice: random.Random) -> None:
+        """The scheduler dies as it announces the next decision, and a machine is lost: others may
+        not have heard of the step that its memory had.
+        """
+        cluster, kind = self._cluster, "lose a machine at a commit"
+        index = dice.randrange(len(cluster.machines))
+        steps, delay_s = dice.randint(1, 5), dice.choice((0.0, 1e-3, 20e-3))
+
+        def strike() -> None:
+            scheduler = cluster.scheduler_process
+            if scheduler is not None and scheduler.alive and scheduler.steps_left is None:
+                scheduler.doom(steps, partial(self._effective, kind))
+            lose = partial(self._goes_down, index, dice, kind)
+            self._kernel.after(1e-4 + dice.random() * delay_s, lose)
+
+        cluster.history.at_decision.append(strike)
 
     def _spare(self, dice: random.Random) -> None:
         """Nobody reaches a machine any more, and another one takes its node's place. A step or two
@@ -503,6 +522,9 @@ class Injector:
         cluster, disk = self._cluster, self._cluster.disk
         disk.full, disk.full_beside = dice.random() < 0.6, True
         cluster.excused.add(3)
+        scheduler = cluster.process(SCHEDULERD)
+        if scheduler is not None and dice.random() < 0.3:  # another one opens its journal there
+            self._kernel.after(dice.random() * 0.1, scheduler.kill)
 
         def over() -> None:
             disk.full = disk.full_beside = False
@@ -532,6 +554,7 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "switch off in a save": Injector._switch_off_in_a_save,
     "lose two machines": Injector._lose_two_machines,
     "lose a machine at a cut": Injector._lose_at_a_cut,
+    "lose a machine at a commit": Injector._lose_at_a_commit,
     "spare": Injector._spare,
     "strike in a re-seed": Injector._strike_in_a_reseed,
     "stop": Injector._stop,

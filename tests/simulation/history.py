@@ -24,6 +24,8 @@ from tests.simulation.rare import CAME_LATE, LOSSES, RARE, Death, Loss
 
 HEARD_S = 0.5
 """In which a scheduler looks at the time again."""
+CALM_S = 0.5
+"""So long nobody has died, and nobody was started, before the end of a run that is calm."""
 AFTER_A_STOP = 2
 """The attempt under way when a stop comes, and one that the scheduler begins before it hears it."""
 
@@ -39,6 +41,7 @@ class History:
         self.num_decided = 0
         self.on_decision: Callable[[], None] = lambda: None
         self.at_cut: list[Callable[[], None]] = []
+        self.at_decision: list[Callable[[], None]] = []
         self.at_save: list[Callable[[], None]] = []
         self.at_restore: list[Callable[[], None]] = []
         self.at_refill: list[Callable[[], None]] = []
@@ -70,7 +73,9 @@ class History:
         self._generations: dict[str, int] = {}
         self._fills = False  # lost memory is being filled from partners
         self._saved = 0
-        self.decided_s = 0.0
+        self.decided_s = self.noted_s = 0.0
+        self.calm = False
+        """Whether nothing was wrong when the end was noted, and nobody has been killed since."""
 
     def violation(self, text: str) -> None:
         """Something happened that must not."""
@@ -102,6 +107,7 @@ class History:
         self._look_for_end()
         if process.code is not None and process.code >= 0:
             return
+        self.calm = False
         cluster, partners = self.cluster, self.partners
         node = cluster.machines.index(process.machine)
         self._look()
@@ -216,6 +222,9 @@ class History:
 
     def ends(self) -> None:
         """The scheduler has noted that the run is over."""
+        self.noted_s = now_s = self._kernel.now
+        still = any(process.hung or process.stopped for process in self.cluster.living)
+        self.calm = not self.stalls and not still and now_s - self.cluster.changed_s > CALM_S
         _begin(self.at_end)
 
     def scheduler_begins(self, machine: Any) -> None:
@@ -338,6 +347,7 @@ class History:
         self._journaled, self._samples = version, position.data_position
         if name != "RESTORE":
             self.decided_s = self._kernel.now
+            _begin(self.at_decision)
         self.num_decided += 1
         self.on_decision()
 

@@ -13,6 +13,7 @@ from tests.simulation.kernel import Process
 
 OBEYS_S = 25.0
 """A process that was told to leave is killed after 30 s: none should need it."""
+_SLACK_S = 1e-6
 CLOSES_S = 5.0
 """A link waits 2 s for the scheduler to take its last words; its thread, 1 s for a connection."""
 
@@ -62,9 +63,26 @@ def close_link(link: MemberLink, timeout_s: float = 2.0) -> None:
             history.violation(f"{process.name} has closed its link for {late_s:.1f} s")
 
     process.at_death.append(look)
+    if link._stream is not None:
+        _watch_for_a_cut(link._stream, begun_s + timeout_s)
     _real_close(link, timeout_s)
     look()
     closed = True
+    left = [thread.name for thread in link._threads if thread.is_alive()]
+    if left:
+        process.world.cluster.history.violation(f"{process.name} has closed its link but {left}")
+
+
+def _watch_for_a_cut(stream: Any, until_s: float) -> None:
+    """A link closes: it waits until the scheduler has taken what was said, but not for ever."""
+    real, process = stream.cut, _here()
+
+    def cut() -> None:
+        if process.kernel.now < until_s - _SLACK_S:
+            process.world.cluster.history.violation(f"{process.name} cuts its last words off")
+        real()
+
+    stream.cut = cut
 
 
 def _here() -> Process:

@@ -23,6 +23,7 @@ KINDS = {
     "switch off in a save": 1,
     "lose two machines": 1,
     "lose a machine at a cut": 2,
+    "lose a machine at a commit": 1,
     "spare": 1,
     "stop": 4,
     "stop for long": 2,
@@ -52,7 +53,7 @@ KINDS = {
 """Kind -> weight."""
 ONLY_SEVERAL_NODES = (
     *("cut the network", "cut one way", "lose two machines", "lose a machine at a cut", "spare"),
-    "away at the end",
+    *("lose a machine at a commit", "away at the end"),
 )
 WITH_PARTNERS = {
     "lose a machine": 12,
@@ -61,11 +62,13 @@ WITH_PARTNERS = {
     "spare": 5,
     "cut a sweep": 12,
     "strike in a re-seed": 10,
+    "lose a machine at a commit": 8,
 }
 """Kind -> weight where memory outlives a machine."""
 DEATHS = (
     *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
-    *("lose a machine", "lose a machine at a cut", "save", "strike in a re-seed"),
+    *("lose a machine", "lose a machine at a cut", "lose a machine at a commit", "save"),
+    "strike in a re-seed",
     *("kill at a commit", "switch off", "switch off in a save", "lose two machines", "spare"),
 )
 """Of these nobody stands still."""

@@ -26,8 +26,13 @@ from tests.simulation.many import FOLDER
 from tests.simulation.plans import Fault, draw
 from tests.simulation.rare import GAVE_UP
 from tests.simulation.results import Result
+from tests.simulation.simulated import divide_arrays
 
 LONGEST_S = 8000.0
+CALM_S = 1.0
+"""So long nothing has gone wrong before the end of a run that is calm."""
+LEAVES_S = 3.0
+"""In which all leave: it takes 0.6 s at most."""
 
 
 @dataclass
@@ -111,6 +116,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
     clean(run.path)
     begun_s = time.process_time()
     kernel = Kernel(seed)
+    divide_arrays(into_ranges=not shape.partners)
     cluster = Cluster(kernel, shape, run, laboratory.batches)
     cluster.history.undisturbed = not plan
     injector = Injector(cluster, plan)
@@ -123,6 +129,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
             outcome.result = Result.of(run.path, keeps_bits=shape.keeps_bits)
             outcome.metrics = (run.path / "metrics.jsonl").read_text()  # times, too
             _nothing_left(kernel, run)
+            _was_soon_over(kernel, cluster, injector)
             history, metrics = cluster.history, run.path / "metrics.jsonl"
             was_full = bool(history.effective["full disk"])
             history.complain(history.numbers.differences(metrics, was_full=was_full))
@@ -175,6 +182,15 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
 
 
 _STOPPED = (130, 5)
+
+
+def _was_soon_over(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
+    """Where nothing was wrong when the run's end was noted, nor was since, all leave at once."""
+    history, took_s = cluster.history, kernel.now - cluster.history.noted_s
+    calm = history.calm and history.noted_s - injector.last_s > CALM_S
+    half_open = any(fault.kind == "half-open stream" for fault in injector.plan)
+    if calm and not half_open and took_s > LEAVES_S:
+        kernel.violations.append(f"the run took {took_s:.1f} s to end, and nothing was wrong")
 
 
 def _nothing_left(kernel: Kernel, run: RunDirectory) -> None:

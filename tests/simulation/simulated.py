@@ -38,6 +38,7 @@ import penstock.daemons.scheduler.main as scheduler_main
 import penstock.protocol.metrics.page as page_module
 import penstock.protocol.plan.placement as placement_module
 import penstock.protocol.security.sockets as sockets_module
+import penstock.protocol.wire.blocks as blocks_module
 import penstock.shm.control as control_module
 import penstock.shm.memory as memory_module
 import penstock.shm.segment as segment_module
@@ -72,6 +73,9 @@ from tests.simulation.zeromq import Context, Poller
 
 WALL_S = 1.7e9
 LOOK_AGAIN_S = 0.02
+RANGE_BYTES = 48
+"""Of which an array has more than are asked for at once."""
+_WHOLE_ARRAYS = blocks_module.MAX_RANGE_BYTES
 ENDS = 0.3
 """How many of the sweeps that are to be cut come to their end, and no word says so."""
 UNTOUCHED = 0.2
@@ -496,6 +500,11 @@ def _replace_points(put: Callable[[Any, str, Any], None]) -> None:
         put(ControlView, name, _pointed(name, getattr(ControlView, name)))
 
 
+def divide_arrays(*, into_ranges: bool) -> None:
+    """Choose what a run's arrays travel in. Replicas are whole sooner in one piece."""
+    blocks_module.MAX_RANGE_BYTES = RANGE_BYTES if into_ranges else _WHOLE_ARRAYS
+
+
 @contextmanager
 def replaced() -> Iterator[None]:
     """Everything above is in the place of production's parts."""
@@ -547,6 +556,7 @@ def replaced() -> Iterator[None]:
         put(worker_main, "os", SimpleNamespace(sched_setaffinity=_nothing))
         put(epoch_builder_module, "checked_places", lambda config, access, found: found)
         put(sockets_module, "refuse_foreign_owner", _nothing)
+        put(blocks_module, "MAX_RANGE_BYTES", RANGE_BYTES)
         put(server_module, "ProcessIdentity", _Identity)
         _replace_points(put)
         replace_files(put)
