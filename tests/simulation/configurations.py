@@ -92,7 +92,7 @@ class Shape:
                     {"name": "abcd"[index], "host": f"127.0.0.{index + 1}"}
                     for index in range(self.nodes)
                 ],
-                "heartbeat_interval_s": 0.25,
+                "heartbeat_interval_s": 0.5,
                 "heartbeat_timeout_s": 2.0,
                 "attempt_timeout_s": 8.0,
                 "max_restarts": 10000,

@@ -40,6 +40,7 @@ import penstock.protocol.plan.placement as placement_module
 import penstock.protocol.security.sockets as sockets_module
 import penstock.protocol.wire.blocks as blocks_module
 import penstock.shm.control as control_module
+import penstock.shm.inventory as inventory_module
 import penstock.shm.memory as memory_module
 import penstock.shm.segment as segment_module
 import penstock.workers.epoch_builder as epoch_builder_module
@@ -480,6 +481,21 @@ def _inventory() -> tuple[Any, ...]:
 
 
 _room = MemoryLimit(owner="nobody", limit=1 << 40, available=1 << 40)
+
+
+def _peers_once(find: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    """They follow from a shape's plan: a worker that comes back need not find them again."""
+    known: dict[tuple[Path, int], Any] = {}
+
+    def peers(files: Any, device: int) -> Any:
+        key = files.path, device
+        if key not in known:
+            known[key] = find(files, device)
+        return known[key]
+
+    return peers
+
+
 _torch = SimpleNamespace(set_num_threads=_nothing, set_num_interop_threads=_nothing)
 
 MODULES = (memory_main, mirror_main, optimizer_main, scheduler_main, worker_main)
@@ -528,6 +544,7 @@ def replaced() -> Iterator[None]:
         put(node_effects_module, "ControlClient", SimControlClient)
         put(scheduler_effects_module, "leave_word", _leave_word)
         put(home_module, "inventory", _inventory)
+        put(inventory_module, "_mapped_names", frozenset)
         put(restore_module, "_cast", _cast)
         put(snapshot_module, "load_block", _load_block)
         put(memory_module, "huge_bytes", Counter)
@@ -550,6 +567,7 @@ def replaced() -> Iterator[None]:
         put(placement_module, "cpu_limit", cache(placement_module.cpu_limit))
         put(placement_module.Topology, "read", cache(placement_module.Topology.read))
         put(worker_main, "torch", _torch)
+        put(worker_main, "_peers", _peers_once(worker_main._peers))
         put(worker_main, "RunDirectory", lambda path: here().cluster.run)
         put(worker_main, "open_platform", SimPlatform)
         put(EpochBuilder, "batches", _batches)
