@@ -112,7 +112,7 @@ class Files:
         grave = self._path / REMOVED / str(self._graves)
         grave.parent.mkdir(exist_ok=True)
         path.rename(grave)
-        self._changed(process, path.parent, lambda at: grave.rename(at / path.name))
+        self._changed(process, path.parent, lambda at: _bring_back(grave, at / path.name))
 
     def make_directory(self, process: Process, path: Path) -> None:
         if not path.exists():
@@ -216,6 +216,12 @@ class Files:
         if self._disk.full_beside:
             self._disk.refuse()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _bring_back(grave: Path, path: Path) -> None:
+    """What was removed is there again, unless somebody has made it anew: the file server knew."""
+    if not path.exists():
+        grave.rename(path)
 
 
 def _inode(path: Path) -> int:
