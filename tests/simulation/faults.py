@@ -28,12 +28,12 @@ MOST_HUNG = 2
 HALF_OPEN_S = 900.0
 LOOKS_FOR_BUSY = 60
 """How often a fault looks for a connection on which something is under way."""
-PATIENCE_S = 40.0
+PATIENCE_S = 60.0
 """Virtual seconds in which a run must end, or decide an attempt, when nothing goes wrong any more:
 a process that hangs is given the attempt's timeout, a node that dies young its longest delay,
-members that missed the end a node's ``told_grace_s``.
+members that missed the end a node's ``told_grace_s``, and a save may take long before.
 """
-HUNG_PATIENCE_S = 740.0
+HUNG_PATIENCE_S = 760.0
 """The same while a process lives that hangs: the beginning of an epoch has 600 s, and so has who
 has not joined, and a minute more until its node hears of that.
 """
