@@ -165,7 +165,7 @@ class Shape:
 
 SHAPES = (
     Shape(name="plain"),
-    Shape(name="early", settle="early"),
+    Shape(name="early", settle="early", extra={"cluster": {"max_restarts": FEW_RESTARTS}}),
     Shape(
         name="late",
         settle="advance",
@@ -173,7 +173,9 @@ SHAPES = (
         extra={"cluster": {"max_restarts": FEW_RESTARTS}},
     ),
     Shape(name="clipped", clip=0.12, scheme="spipe"),
-    Shape(name="held", clip=0.12, speculate="never"),
+    Shape(
+        name="held", clip=0.12, speculate="never", extra={"cluster": {"max_restarts": FEW_RESTARTS}}
+    ),
     Shape(name="bf16", dtype="bf16", grad_dtype="bf16", scheme="gpipe"),
     Shape(name="split", dtype="bf16", grad_dtype="bf16", master="split", settle="early"),
     Shape(
@@ -181,7 +183,7 @@ SHAPES = (
     ),  # skipped more often in a row than max_skips while the scale comes down
     Shape(name="saves", save_every=3, scheme="mobius"),
     Shape(name="evaluates", eval_every=2, save_every=4, frozen=True),
-    Shape(name="tied", tied=True, clip=0.12),
+    Shape(name="tied", tied=True, clip=0.12, extra={"cluster": {"max_restarts": FEW_RESTARTS}}),
     Shape(
         name="one",
         workers=1,
