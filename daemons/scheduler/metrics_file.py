@@ -71,7 +71,9 @@ class MetricsFile:
             _log.warning("%s: complete again, %d lines came late", self._path, len(lines))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, with what could not be written before: nobody may come after this."""
+        if self._behind:
+            self._write(self._journal.lines_after(self._last) or [])
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

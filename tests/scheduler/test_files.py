@@ -316,6 +316,26 @@ def test_metrics_that_a_full_disk_does_not_take_come_later(
     assert f"{path}: complete again, 3 lines came late" in said[1]
 
 
+def test_the_last_metrics_come_with_the_end(tmp_path: Path) -> None:
+    """The disk was full when the last line was due, and has room when the run ends."""
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, journal)
+    metrics.reconcile()
+    journal.decide(commit(1))
+    line = journal.lines_after("")[-1]  # type: ignore[index]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
+    try:
+        metrics.append(line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == ""
+    metrics.close()
+    journal.close()
+    assert path.read_text() == line + "\n"
+
+
 def test_a_journal_without_room_is_an_error_and_goes_on_later(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.sqlite", RUN_ID)
     journal.decide(commit(1))
