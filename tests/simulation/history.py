@@ -26,6 +26,10 @@ HEARD_S = 0.5
 """In which a scheduler looks at the time again."""
 CALM_S = 0.5
 """So long nobody has died, and nobody was started, before the end of a run that is calm."""
+UNDISTURBED_S = 0.9
+"""In which an attempt is decided where nobody disturbs: who asks again after a
+silence, or looks now and then, takes longer.
+"""
 AFTER_A_STOP = 2
 """The attempt under way when a stop comes, and one that the scheduler begins before it hears it."""
 
@@ -276,6 +280,17 @@ class History:
         if late_s > HEARD_S:
             self.violation(f"attempt {attempt} left no time to save before a stop")
 
+    def _look_at_pace(self) -> None:
+        """An attempt was decided."""
+        took_s = self._kernel.now - self.decided_s
+        if self.undisturbed and self.decided_s and took_s > UNDISTURBED_S:
+            self.violation(f"an attempt took {took_s:.1f} s, and nobody disturbs")
+
+    def told(self, name: str) -> None:
+        """A node's child has to be told to end: of itself it does when the scheduler says so."""
+        if self.undisturbed:
+            self.violation(f"{name} does not end by itself, and nobody disturbs")
+
     def node_ended(self, index: int) -> None:
         """A node has ended of its own accord: memory that never held a model is of no use."""
         for entry in inventory():
@@ -346,6 +361,7 @@ class History:
         self.complain(objections)
         self._journaled, self._samples = version, position.data_position
         if name != "RESTORE":
+            self._look_at_pace()
             self.decided_s = self._kernel.now
             _begin(self.at_decision)
         self.num_decided += 1

@@ -27,6 +27,7 @@ class Obedience:
     def told(self, process: Process) -> None:
         """A stop is ordered. A schedulerd may save before it obeys, unless the run is over."""
         cluster = process.world.cluster
+        cluster.history.told(process.name)
         if process.name != SCHEDULERD or RunEnd.read(cluster.run.path) is not None:
             self._told_s.setdefault(process, process.kernel.now)
 

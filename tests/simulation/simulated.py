@@ -458,10 +458,13 @@ def _load_block(*args: Any) -> None:
 def _takes_a_while(usual_s: float, cancelled: Callable[[], bool] | None = None) -> None:
     """At times longer than a process takes to come back, as with models of many GB: orders of the
     next epoch come meanwhile. What asks whether it is ``cancelled`` takes longer at times than an
-    attempt may: that it asks is its progress.
+    attempt may: that it asks is its progress. Where nobody disturbs nothing takes long.
     """
     process = here().process
     dice = process.kernel.random
+    if here().cluster.history.undisturbed:
+        here().sleep(dice.random() * usual_s)
+        return
     left_s = dice.random() * dice.choice((usual_s, usual_s, 50e-3, 0.5)) * process.machine.slow
     if cancelled is not None and dice.random() < LONG:
         left_s = LONG_S
