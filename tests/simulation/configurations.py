@@ -231,6 +231,7 @@ SHAPES = (
     Shape(
         name="flushes",
         clip=0.12,
+        save_every=3,  # two copies of the state, of which one is read while the next is written
         extra={
             "schedule": {
                 "passes": ["interleave-updates"],
