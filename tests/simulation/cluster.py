@@ -46,12 +46,13 @@ from tests.simulation.configurations import Shape
 from tests.simulation.disk import Disk
 from tests.simulation.files import Files
 from tests.simulation.history import History
+from tests.simulation.jobs import load_initial
 from tests.simulation.kernel import Kernel, Machine, Process
 from tests.simulation.network import Network
 from tests.simulation.orders import Obedience
 from tests.simulation.partners import Partners
 from tests.simulation.promises import Numbers, Restarts
-from tests.simulation.simulated import SimWorld, load_initial
+from tests.simulation.simulated import SimWorld
 from tests.simulation.streams import SimAccess
 
 PORT = 7000

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 import penstock.daemons.memory.main as memory_main
@@ -46,7 +45,6 @@ import penstock.shm.segment as segment_module
 import penstock.workers.epoch_builder as epoch_builder_module
 import penstock.workers.main as worker_main
 from penstock import _native
-from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import GradientStatus
@@ -63,6 +61,7 @@ from penstock.workers.epoch_builder import EpochBuilder
 from tests.simulation.cuts import cut
 from tests.simulation.devices import SimPlatform
 from tests.simulation.files import replace_files
+from tests.simulation.jobs import load_block, saved, takes_a_while, write_tensors
 from tests.simulation.kernel import Process
 from tests.simulation.network import Network
 from tests.simulation.orders import close_link, hear_stops
@@ -81,8 +80,6 @@ ENDS = 0.3
 """How many of the sweeps that are to be cut come to their end, and no word says so."""
 UNTOUCHED = 0.2
 """How many are cut ahead of their first byte."""
-LONG, LONG_S, ASKS_S = 0.02, 12.0, 0.5
-"""How often a file or a loader takes how long, and how often it asks meanwhile whether to stop."""
 
 
 class SimWorld(world.World):
@@ -415,64 +412,8 @@ def _leave_word(run_dir: Path, end: Any) -> None:
 def _cast(pool: Any, memory: Any, block: int, version: int) -> None:
     """On the shared thread."""
     here().process.kernel.point("casts")
-    _takes_a_while(1e-3)
+    takes_a_while(1e-3)
     _real_cast(_thread(), memory, block, version)
-
-
-_real_write_tensors = saving_module.write_tensors
-
-
-def _write_tensors(
-    file: Any, name: str, tensors: Any, stopped: Callable[[], bool], port: Any
-) -> Any:
-    """A file of a saved state."""
-    found = here()
-    found.process.kernel.point("saves")
-    _takes_a_while(2e-3, stopped)
-    written = _real_write_tensors(file, name, tensors, stopped, port)
-    found.process.kernel.point("written")
-    return written
-
-
-_real_saved = Save.saved
-
-
-def _saved(save: Save, member: str, body: Any) -> Any:
-    """A memoryd says how its part of a save ended."""
-    if body.error:
-        here().cluster.history.save_failed(member, body.error)
-    return _real_saved(save, member, body)
-
-
-_real_load_block = snapshot_module.load_block
-
-
-def _load_block(*args: Any) -> None:
-    """A block's files of a saved state."""
-    here().process.kernel.point("reads a state")
-    _takes_a_while(2e-3)
-    _real_load_block(*args)
-    here().process.kernel.point("has read a state")
-
-
-def _takes_a_while(usual_s: float, cancelled: Callable[[], bool] | None = None) -> None:
-    """At times longer than a process takes to come back, as with models of many GB: orders of the
-    next epoch come meanwhile. What asks whether it is ``cancelled`` takes longer at times than an
-    attempt may: that it asks is its progress. Where nobody disturbs nothing takes long.
-    """
-    process = here().process
-    dice = process.kernel.random
-    if here().cluster.history.undisturbed:
-        here().sleep(dice.random() * usual_s)
-        return
-    left_s = dice.random() * dice.choice((usual_s, usual_s, 50e-3, 0.5)) * process.machine.slow
-    if cancelled is not None and dice.random() < LONG:
-        left_s = LONG_S
-    while left_s > 0.0:
-        here().sleep(min(left_s, ASKS_S))
-        left_s -= ASKS_S
-        if cancelled is not None and cancelled():
-            raise CancelledError
 
 
 _real_inventory = home_module.inventory
@@ -549,14 +490,14 @@ def replaced() -> Iterator[None]:
         put(home_module, "inventory", _inventory)
         put(inventory_module, "_mapped_names", frozenset)
         put(restore_module, "_cast", _cast)
-        put(snapshot_module, "load_block", _load_block)
+        put(snapshot_module, "load_block", load_block)
         put(memory_module, "huge_bytes", Counter)
         put(segment_module, "_populate", _nothing)
         put(segment_module, "allowed_huge_pages", lambda *_: HugePages.NEVER)
         put(segment_module, "tightest_memory", lambda: _room)
         put(snapshot_module, "usable_cpus", lambda: 2)
-        put(saving_module, "write_tensors", _write_tensors)
-        put(Save, "saved", _saved)
+        put(saving_module, "write_tensors", write_tensors)
+        put(Save, "saved", saved)
         put(worker_main, "usable_cpus", lambda: 2)
         put(optimizer_main, "ceiling_of", _nothing)
         put(optimizer_main, "local_ratio", lambda *_: 1.0)
@@ -583,23 +524,3 @@ def replaced() -> Iterator[None]:
         replace_files(put)
         torch.set_num_threads(1)
         yield
-
-
-def load_initial(run: Any, node: int) -> Callable[[Any], None]:
-    """Returns what fills memory with the initial weights of a run, as the emulated loader does."""
-
-    def load(cancelled: Callable[[], bool]) -> None:
-        memory = here().cluster.memory_of(node)
-        try:
-            for block in memory.owned_blocks():
-                here().process.kernel.point("loads")
-                count = run.table.blocks[block].trainable_elements
-                numbers = np.random.Generator(np.random.Philox([run.config.run.seed, block]))
-                values = numbers.standard_normal(count, dtype=np.float32)
-                memory.store_master(block, 0, values * np.float32(0.02))
-                memory.frozen(block).view(np.uint8)[:] = 1 + block
-                _takes_a_while(1e-3, cancelled)
-        finally:
-            memory.close()
-
-    return load
