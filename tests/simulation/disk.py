@@ -7,6 +7,7 @@ were not synced, and may tear one. A full disk refuses to grow.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sqlite3
 from collections.abc import Iterable
@@ -50,6 +51,12 @@ class File:
         del self.current[size:]
         self.unsynced.append((-size - 1, b""))
 
+    def copy(self) -> File:
+        """Returns another file with the same content, which is on disk."""
+        found = File()
+        found.current, found.durable = bytearray(self.current), bytearray(self.current)
+        return found
+
     def lose_power(self, dice: random.Random) -> None:
         """Some of what was not synced is there, in any order; one write may be torn."""
         for offset, data in self.unsynced:
@@ -81,6 +88,8 @@ class Disk:
         self.history = history
         self.files: dict[str, File] = {}
         self.full = self.full_beside = False
+        self.was_replaced = False
+        """Whether a scheduler may end because its journal is not the one any more."""
         self.opener: Process | None = None
         self._vfs = Files(self)
 
@@ -89,6 +98,18 @@ class Disk:
         path.touch()  # the journal looks whether its path still leads to the same file
         self.opener = process
         return Database(self, process, path)
+
+    def replace(self, path: Path) -> None:
+        """Somebody puts a copy of a database in its place, as a restored backup: who has it open
+        goes on with a file that has no name any more.
+        """
+        self.was_replaced = True
+        copy = path.with_name("copy")
+        copy.touch()
+        copy.replace(path)
+        for name in (str(path), f"{path}-wal"):
+            if name in self.files:
+                self.files[name] = self.files[name].copy()
 
     def power_cut(self, dice: random.Random) -> None:
         """The machine with the disk was switched off."""
@@ -117,7 +138,7 @@ class Files(apsw.VFS):
         file = self._disk.files.setdefault(path, File())
         flags[1] = flags[0]
         assert self._disk.opener is not None
-        return Handle(self._disk, file, self._disk.opener)
+        return Handle(self._disk, path, file, self._disk.opener)
 
     def xDelete(self, filename: str, syncdir: bool) -> None:
         process = self._disk.opener
@@ -134,8 +155,9 @@ class Files(apsw.VFS):
 class Handle:
     """An open file."""
 
-    def __init__(self, disk: Disk, file: File, process: Process) -> None:
+    def __init__(self, disk: Disk, path: str, file: File, process: Process) -> None:
         self._disk = disk
+        self._path = path
         self._file = file
         self._process = process
 
@@ -185,7 +207,11 @@ class Handle:
         return False
 
     def xFileControl(self, op: int, pointer: int) -> bool:
-        return False
+        if op != apsw.SQLITE_FCNTL_HAS_MOVED:
+            return False
+        moved = self._disk.files.get(self._path) is not self._file
+        ctypes.c_int.from_address(pointer).value = moved
+        return True
 
     def xSectorSize(self) -> int:
         return SECTOR_BYTES
@@ -211,7 +237,7 @@ class Database:
         return bool(self._connection.in_transaction)
 
     def execute(self, sql: str, values: Any = ()) -> Any:
-        kernel = self._process.kernel
+        kernel, self._disk.opener = self._process.kernel, self._process
         if sql == "COMMIT":
             kernel.point("before the journal")
         try:

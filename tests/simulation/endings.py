@@ -91,7 +91,7 @@ class Endings:
         if not cluster.ask("pause"):
             return
         if dice.random() < 0.25:
-            self._for_a_while(dice, 2.0, self._resume)
+            self._for_a_while(dice, dice.choice((2.0, 8.0)), self._resume)
             return
         others = range(1, len(cluster.nodes))
         index = dice.choice(others) if others and dice.random() < 0.8 else 0
@@ -115,7 +115,11 @@ class Endings:
         self._cluster.ask("resume")
 
     def strike_at_the_end(self, dice: random.Random) -> None:
-        """A moment after the run's end is noted the next time."""
+        """A moment after the run's end is noted the next time. At times training rests before, so
+        that who dies has lived for long, and is started again at once.
+        """
+        if dice.random() < 0.3 and self._cluster.ask("pause"):
+            self._for_a_while(dice, 16.0, self._resume)
 
         def strike() -> None:
             delay_s = dice.choice((0.0, 2e-3, 20e-3, 0.2))

@@ -14,20 +14,20 @@ from penstock.protocol.run.names import SCHEDULERD
 from tests.simulation.cluster import Cluster
 from tests.simulation.endings import ENDINGS, Endings
 from tests.simulation.kernel import Process
+from tests.simulation.mistakes import MISTAKES, Mistakes
 from tests.simulation.plans import DEATHS, Fault
 from tests.simulation.rare import HUNG_EARLY
 from tests.simulation.strangers import pose_as
+from tests.simulation.wires import WIRES, Wires
 
 SWEEPERS = ("optimizerd", "mirrord")
 VICTIMS = {"worker": 5, "optimizerd": 6, "memoryd": 4, "schedulerd": 5, "mirrord": 6}
+FOLLOWERS = ("optimizerd", "optimizerd", "memoryd", "mirrord", "worker")
 SPEAKERS = ("grpc-writer", "member-heartbeat")
 """Threads without which a process is silent."""
 POWER_CUTS = ("switch off", "switch off in a save")
 MOST_HUNG = 2
 """Processes that hang at a time: each may take as long as an epoch's beginning may."""
-HALF_OPEN_S = 900.0
-LOOKS_FOR_BUSY = 60
-"""How often a fault looks for a connection on which something is under way."""
 PATIENCE_S = 60.0
 """Virtual seconds in which a run must end, or decide an attempt, when nothing goes wrong any more:
 a process that hangs is given the attempt's timeout, a node that dies young its longest delay,
@@ -55,6 +55,8 @@ class Injector:
         self._struck: set[Fault] = set()
         self._striking = False
         self._endings = Endings(cluster, self._effective, self._for_a_while)
+        self._wires = Wires(cluster, self._watch, self._for_a_while)
+        self._mistakes = Mistakes(cluster, self._effective, self._after_decisions)
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""
         cluster.history.on_decision = self.decided
@@ -101,6 +103,9 @@ class Injector:
             fault, self._awaited = self._awaited[0], None
             self._kernel.after(fault.after_s, lambda: self._strike(fault))
 
+    def _after_decisions(self, count: int, action: Callable[[], None]) -> None:
+        self._due.append((self._cluster.history.num_decided + count, action))
+
     def _strike_late(self, fault: Fault, decided: int) -> None:
         """The attempts that a fault waits for have not been decided: somebody must have been in the
         way, lately.
@@ -134,6 +139,10 @@ class Injector:
         dice = random.Random(fault.number)
         if fault.kind in ENDINGS:
             ENDINGS[fault.kind](self._endings, dice)
+        elif fault.kind in WIRES:
+            WIRES[fault.kind](self._wires, dice)
+        elif fault.kind in MISTAKES:
+            MISTAKES[fault.kind](self._mistakes, dice)
         else:
             _STRIKES[fault.kind](self, dice)
         self._striking = False
@@ -167,7 +176,7 @@ class Injector:
 
     def _kill_at_a_commit(self, dice: random.Random) -> None:
         """A few points after the next decision is journaled: who has to follow it."""
-        kind = dice.choice(("optimizerd", "optimizerd", "memoryd", "mirrord", "worker"))
+        kind = dice.choice(FOLLOWERS)
         steps = 1 + int(dice.expovariate(1.0) * dice.choice((2, 8)))
         fallen = partial(self._effective, "kill at a commit")
 
@@ -176,7 +185,7 @@ class Injector:
             if victims:
                 dice.choice(victims).doom(steps, fallen)
 
-        self._due.append((self._cluster.history.num_decided + 1, strike))
+        self._after_decisions(1, strike)
 
     def _cut_a_sweep(self, dice: random.Random) -> None:
         victims = [p for p in self._cluster.living if p.kind in SWEEPERS]
@@ -296,9 +305,8 @@ class Injector:
                 machine.boot = boot
 
         def wait() -> None:
-            count = cluster.history.num_decided + dice.choice((0, 1, 1, 1, 2))
             soon = partial(self._kernel.after, dice.random() * 5e-3, comes_back)
-            self._due.append((count, soon))
+            self._after_decisions(dice.choice((0, 1, 1, 1, 2)), soon)
 
         cluster.history.at_refill.append(wait)
 
@@ -395,7 +403,12 @@ class Injector:
         self._hang_at(self._cluster.history.at_restore, ("memoryd",), dice)
 
     def _hang_in_a_save(self, dice: random.Random) -> None:
-        """A moment after a save begins the next time: who settles, or writes."""
+        """A moment after a save begins the next time: who settles, or writes. Or an optimizerd just
+        as it is asked to settle.
+        """
+        if dice.random() < 0.5:
+            self._cluster.history.at_settle.append(lambda: self._hang_before_it_settles(dice))
+            return
         self._hang_at(self._cluster.history.at_save, ("memoryd", "optimizerd"), dice)
 
     def _hang_at(
@@ -403,23 +416,26 @@ class Injector:
     ) -> None:
         def strike() -> None:
             victims = [p for p in self._cluster.living if p.kind in kinds]
-            self._hang_one(dice.choice(victims) if victims else None, dice, at_work=True)
+            self._hang_one(dice.choice(victims) if victims else None, dice, aim="at work")
 
         moment.append(
             lambda: self._kernel.after(dice.random() * dice.choice((0.5e-3, 4e-3)), strike)
         )
 
-    def _hang_one(
-        self, victim: Process | None, dice: random.Random, *, at_work: bool = False
-    ) -> None:
+    def _hang_before_it_settles(self, dice: random.Random) -> None:
+        victims = [p for p in self._cluster.living if p.kind == "optimizerd"]
+        self._hang_one(dice.choice(victims) if victims else None, dice, aim="main")
+
+    def _hang_one(self, victim: Process | None, dice: random.Random, aim: str = "") -> None:
         """A directory of saved states that hangs is for people to mend."""
         cluster = self._cluster
         if victim is None or sum(process.hung for process in cluster.living) >= MOST_HUNG:
             return
         threads = [t for t in victim.tasks if not t.done and t.name != "saved-states-0"]
-        if at_work:  # the newest does what has just begun; heartbeats go on
+        if aim == "at work":  # the newest does what has just begun; heartbeats go on
             threads = [task for task in threads if task.name not in SPEAKERS][-dice.randint(1, 3) :]
-        task = threads[0] if at_work or dice.random() < 0.3 else dice.choice(threads)
+        first = bool(aim) or dice.random() < 0.3
+        task = threads[0] if first else dice.choice(threads)
         task.hung = True
         self._kernel.note("hangs", victim.name, task.name)
         early = victim.kind != "schedulerd" and not cluster.knows(victim)
@@ -438,62 +454,6 @@ class Injector:
             victim.stop()
             self._watch("stop")
             self._for_a_while(dice, longest_s, victim.go_on)
-
-    def _cut_the_network(self, dice: random.Random) -> None:
-        self._network(dice, both=True)
-
-    def _cut_one_way(self, dice: random.Random) -> None:
-        self._network(dice, both=False)
-
-    def _network(self, dice: random.Random, *, both: bool) -> None:
-        network = self._cluster.network
-        one, other = dice.sample(self._cluster.machines, 2)
-        ways = [(one, other), (other, one)] if both else [(one, other)]
-        self._watch("network")
-        for source, target in ways:
-            network.cut(source, target)
-
-        def heal() -> None:
-            for source, target in ways:
-                network.heal(source, target)
-
-        self._for_a_while(dice, dice.choice((0.2, 2.0, 8.0)), heal)
-
-    def _close_a_connection(self, dice: random.Random) -> None:
-        """Between two that live: both hear of it, and what was under way is lost. Often one on
-        which something is.
-        """
-        self._watch("close a connection")
-        if dice.random() < 0.4:
-            self._sever_a_busy_one(dice, LOOKS_FOR_BUSY)
-            return
-        links, server = self._cluster.network.open_connections(), self._cluster.server
-        streams = [] if server is None else list(server.streams.values())
-        if dice.random() < 0.5 and links:
-            dice.choice(links).sever()
-        elif streams:
-            dice.choice(streams).cut()
-
-    def _sever_a_busy_one(self, dice: random.Random, looks: int) -> None:
-        busy = [link for link in self._cluster.network.open_connections() if link.busy]
-        if busy:
-            dice.choice(busy).sever()
-        elif looks:
-            again = partial(self._sever_a_busy_one, dice, looks - 1)
-            self._kernel.after(dice.random() * 1e-3, again)
-
-    def _half_open_stream(self, dice: random.Random) -> None:
-        """One end of a member's stream breaks, and the other hears nothing of it for as long as TCP
-        has patience, as where something between the two forgot the connection. Often a node's:
-        nobody replaces it.
-        """
-        server = self._cluster.server
-        streams = [] if server is None else list(server.streams.values())
-        nodes = [stream for stream in streams if stream.call.process.kind == "node"]
-        if streams:
-            self._watch("half-open stream")
-            stream = dice.choice(nodes if nodes and dice.random() < 0.5 else streams)
-            stream.half_open(HALF_OPEN_S, at_member=dice.random() < 0.4)
 
     def _stranger(self, dice: random.Random) -> None:
         """Somebody says for a while to be a member, as a process does that was started twice."""
@@ -531,6 +491,35 @@ class Injector:
 
         self._for_a_while(dice, 0.5, over)
 
+    def _stop_and_kill(self, dice: random.Random) -> None:
+        """A process stands still and dies of it: what came for it meanwhile it has not read."""
+        kind = dice.choice((*FOLLOWERS, "schedulerd"))
+        victims = [p for p in self._cluster.living if p.kind == kind and not p.stopped]
+        if not victims:
+            return
+        victim = dice.choice(victims)
+        victim.stop()
+
+        def strike() -> None:
+            if victim.alive:
+                self._effective("stop and kill")
+                victim.kill()
+
+        self._for_a_while(dice, dice.choice((0.05, 0.3, 1.5)), strike)
+
+    def _late_hello(self, dice: random.Random) -> None:
+        """The next process that is ordered dead has connected before: its Hello comes later."""
+        delay_s = dice.random() * dice.choice((2e-3, 10e-3, 0.1))
+
+        def condemned(member: str, pid: int) -> None:
+            server, scheduler = self._cluster.server, self._cluster.scheduler
+            hello = scheduler.members.members[member].hello
+            if hello is not None and hello.pid == pid:
+                self._watch("late Hello")
+                server.late(hello, delay_s)
+
+        self._cluster.history.at_fence.append(condemned)
+
     def _jump_of_the_clock(self, dice: random.Random) -> None:
         skew_s = dice.uniform(-5000.0, 5000.0)
         self._cluster.history.delays += 1
@@ -563,14 +552,12 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "hang": Injector._hang,
     "hang in a restore": Injector._hang_in_a_restore,
     "hang in a save": Injector._hang_in_a_save,
-    "cut the network": Injector._cut_the_network,
-    "cut one way": Injector._cut_one_way,
-    "close a connection": Injector._close_a_connection,
-    "half-open stream": Injector._half_open_stream,
     "stranger": Injector._stranger,
     "slow machine": Injector._slow_machine,
     "slow network": Injector._slow_network,
     "full disk": Injector._full_disk,
+    "stop and kill": Injector._stop_and_kill,
+    "late Hello": Injector._late_hello,
     "jump of the clock": Injector._jump_of_the_clock,
     "save": Injector._save,
 }

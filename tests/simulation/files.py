@@ -104,7 +104,7 @@ class Files:
         if _NAMED.fullmatch(new.name):
             self._named(old, new.name)
         _rename(DISK, old, new)
-        self._changed(process, new.parent, lambda at: (at / new.name).rename(at / old.name))
+        self._changed(process, new.parent, lambda at: _bring_back(at / new.name, at / old.name))
 
     def remove(self, process: Process, path: Path) -> None:
         self._kernel.point("removes")
@@ -230,6 +230,12 @@ def _inode(path: Path) -> int:
 
 def _contents(directory: Path) -> dict[str, int]:
     return {file.name: zlib.crc32(file.read_bytes()) for file in directory.iterdir()}
+
+
+def _bring_back(here: Path, there: Path) -> None:
+    """A file or directory has the name again that it had, unless others have used that since."""
+    if here.exists() and not there.exists():
+        here.rename(there)
 
 
 def _lose_bytes(file: Path, synced: int, dice: random.Random) -> None:

@@ -30,6 +30,9 @@ UNDISTURBED_S = 0.9
 """In which an attempt is decided where nobody disturbs: who asks again after a
 silence, or looks now and then, takes longer.
 """
+SAVERS = ("optimizerd", "memoryd")
+SAVING = ("saving", "settling")
+"""What a scheduler is at, and who does it, when a state is saved."""
 AFTER_A_STOP = 2
 """The attempt under way when a stop comes, and one that the scheduler begins before it hears it."""
 
@@ -47,10 +50,13 @@ class History:
         self.at_cut: list[Callable[[], None]] = []
         self.at_decision: list[Callable[[], None]] = []
         self.at_save: list[Callable[[], None]] = []
+        self.at_settle: list[Callable[[], None]] = []
         self.at_restore: list[Callable[[], None]] = []
         self.at_refill: list[Callable[[], None]] = []
         self.at_reseed: list[Callable[[], None]] = []
         self.at_end: list[Callable[[], None]] = []
+        self.at_fence: list[Callable[[str, int], None]] = []
+        self._has_journal: Process | None = None
         self._since_stop: dict[Process, int] = {}
         """Attempts decided since a stop was heard that is not forgotten while this process lives.
         """
@@ -94,6 +100,9 @@ class History:
             self.violation(f"{cause.value} among deaths alone: {reason}")
         if cause is not BreakCause.HUNG or self.stalls:
             return
+        hung = [p.name for p in self.cluster.living if p.hung and p.kind in SAVERS]
+        if hung and reason.startswith(SAVING) and not any(name in reason for name in hung):
+            self.violation(f"{', '.join(hung)} hang, and somebody else is blamed: {reason}")
         stands_still = any(p.hung or p.stopped for p in self.cluster.living)
         if not stands_still and self.stalled_s < max(self.decided_s, self._began_s):
             self.violation(f"{cause.value} where nobody hangs: {reason}")
@@ -158,6 +167,20 @@ class History:
             self.complain(numbers.decided(effect.record, effect.position, line))
             self._look_at_skips()
             self._decided(effect.epoch, effect.record, effect.position)
+
+    def fences(self, member: str, pid: int) -> None:
+        """The scheduler has a process killed."""
+        actions, self.at_fence = self.at_fence, []
+        for action in actions:
+            action(member, pid)
+
+    def opened(self, process: Process) -> None:
+        """A scheduler has the journal open, and believes it."""
+        before = self._has_journal
+        both = before is not None and before is not process and before.alive
+        if both and not self.cluster.disk.was_replaced:  # or they have different files
+            self.violation(f"process {process.pid} has the journal open beside a living one")
+        self._has_journal = process
 
     def loaded(self, facts: Any) -> None:
         """A scheduler has read the journal: it must hold what was durable."""
@@ -247,6 +270,11 @@ class History:
         """A memoryd that lives could not write its part of a saved state."""
         if ExitCode.NO_MEMORY not in self.cluster.excused:
             self.violation(f"{member} cannot save, and no disk was full: {error}")
+
+    def settles(self) -> None:
+        """optimizerds are asked to settle for a save."""
+        self.saves()
+        _begin(self.at_settle)
 
     def stop_heard(self, owner: Process) -> None:
         """The scheduler is asked to stop the run, and asked again as long as ``owner`` lives."""

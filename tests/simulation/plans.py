@@ -30,7 +30,7 @@ KINDS = {
     "stop for ever": 2,
     "hang": 3,
     "hang in a restore": 1,
-    "hang in a save": 1,
+    "hang in a save": 2,
     "close a connection": 6,
     "half-open stream": 3,
     "cut the network": 5,
@@ -38,6 +38,10 @@ KINDS = {
     "slow machine": 2,
     "slow network": 2,
     "full disk": 2,
+    "stop and kill": 14,
+    "late Hello": 3,
+    "second scheduler": 1,
+    "replace the journal": 1,
     "jump of the clock": 1,
     "stranger": 1,
     "save": 3,
@@ -59,7 +63,7 @@ WITH_PARTNERS = {
     "lose a machine": 12,
     "switch off": 6,
     "lose two machines": 4,
-    "spare": 5,
+    "spare": 8,
     "cut a sweep": 12,
     "strike in a re-seed": 10,
     "lose a machine at a commit": 8,
@@ -128,7 +132,7 @@ def draw(
         spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
     pace = dice.choice((0.001, 0.003, 0.01, 0.03))
     if not kinds:
-        weights = dict.fromkeys(weights, 1) if alone else _themed(weights, dice)
+        weights = _alike(weights, partners) if alone else _themed(weights, dice)
     chosen = dice.choices(list(weights), list(weights.values()), k=count)
     return tuple(
         Fault(
@@ -142,19 +146,24 @@ def draw(
     )
 
 
+def _alike(weights: dict[str, int], partners: bool) -> dict[str, int]:
+    """Returns all kinds, each as likely as another, but for those that partners are there for."""
+    return {kind: 3 if partners and kind in WITH_PARTNERS else 1 for kind in weights}
+
+
 def _themed(weights: dict[str, int], dice: random.Random) -> dict[str, int]:
     """Returns the kinds of a seed: all, or deaths alone, or what memory is filled for, or those
     about the end, or a few, each then as likely as another: what is rare among all kinds is often
     met where it has few beside it. Where nodes have partners, those fill it.
     """
     theme = dice.random()
-    if theme < 0.4:
+    is_mirrored = "strike in a re-seed" in weights
+    if theme < (0.3 if is_mirrored else 0.4):
         return weights
-    if theme < 0.55:
+    if theme < (0.4 if is_mirrored else 0.55):
         return {kind: weight for kind, weight in weights.items() if kind in DEATHS}
     restores = [kind for kind in weights if kind in RESTORES]
     if theme < 0.7:
-        is_mirrored = "strike in a re-seed" in weights
         return REPLACED if is_mirrored else {**dict.fromkeys(restores, 2), "kill": 1}
     if theme < 0.85:
         return {kind: 1 + (kind in ENDINGS) for kind in weights if kind in ABOUT_THE_END}

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW
 from penstock.protocol.errors import ExitCode
+from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments
 from tests.simulation.cluster import Cluster
@@ -173,6 +174,11 @@ def _to_the_end(kernel: Kernel, cluster: Cluster, injector: Injector) -> None:
             return
         if cluster.hangs_in_a_row >= MAX_IN_A_ROW:
             cluster.excused.add(ExitCode.LOST_MEMBERS)
+        end = RunEnd.read(cluster.run.path)
+        if end is not None and cluster.disk.was_replaced and "replaced while the run" in end.reason:
+            cluster.history.effective["replace the journal"] += 1
+            cluster.disk.was_replaced = False
+            cluster.excused.add(end.code)
         if not codes <= {0, *cluster.excused, *_STOPPED}:
             kernel.violations.append(f"the run ended with exit codes {sorted(codes)}")
             return

@@ -67,6 +67,7 @@ from tests.simulation.network import Network
 from tests.simulation.orders import close_link, hear_stops
 from tests.simulation.promises import lets_go
 from tests.simulation.rare import PULLED
+from tests.simulation.rows import replace_rows
 from tests.simulation.streams import SimAccess, SimControlClient, SimServer
 from tests.simulation.threads import Condition, Event, Executor, Lock, Queue, Thread
 from tests.simulation.zeromq import Context, Poller
@@ -376,26 +377,6 @@ class _Identity:
         return self._process.alive
 
 
-def _told(name: str) -> Callable[..., None]:
-    """Returns a method of the journal that tells the history of its row."""
-    method = getattr(journal_module.Journal, name)
-
-    def call(self: Any, effect: Any) -> None:
-        history = here().cluster.history
-        history.begins_to_write(name, effect)
-        method(self, effect)
-        history.wrote()
-
-    return call
-
-
-def _load(self: Any) -> Any:
-    facts = _real_load(self)
-    here().cluster.history.loaded(facts)
-    return facts
-
-
-_real_load = journal_module.Journal.load
 _real_cast = restore_module._cast
 _real_leave_word = scheduler_effects_module.leave_word
 
@@ -447,10 +428,7 @@ MODULES = (memory_main, mirror_main, optimizer_main, scheduler_main, worker_main
 
 def _replace_points(put: Callable[[Any, str, Any], None]) -> None:
     """Where a process may die, between a word and its bytes, and what the history is told of."""
-    journal = journal_module.Journal
-    for name in ("begin_epoch", "decide", "replace", "evaluate"):
-        put(journal, name, _told(name))
-    put(journal, "load", _load)
+    replace_rows(put)
     put(pulls_module.Puller, "_fetch", _fetch)
     for sweeps in (Kernels, ReplicaSweeps):
         put(sweeps, "run", _swept(sweeps.run))

@@ -276,6 +276,7 @@ class SimServer:
         self._condemned: set[tuple[str, int]] = set()
         self._dismissed: tuple[Process, float] | None = None
         self._believed: dict[str, Process] = {}
+        self._members: dict[tuple[str, int], Call] = {}
         self._next = 1
         self._tickets = 0
         self._calls = Calls(process.kernel)
@@ -307,12 +308,14 @@ class SimServer:
     def send(self, member: str, message: pb.SchedulerMessage) -> None:
         self.process.kernel.point("send")
         if message.HasField("settle"):
-            self.process.world.cluster.history.saves()
+            self.process.world.cluster.history.settles()
         if message.HasField("run_attempt"):
             history, run = self.process.world.cluster.history, message.run_attempt
             history.complain(history.numbers.begins(run.epoch, run.attempt))
         if message.HasField("fence"):
             self._condemned.add((message.fence.member, message.fence.pid))
+            history = self.process.world.cluster.history
+            history.fences(message.fence.member, message.fence.pid)
         stream = self._streams_of.get(member)
         if stream is not None:
             self._put(stream, message)
@@ -363,8 +366,19 @@ class SimServer:
             if dismissed is before and self.process.kernel.now - at_s < AT_ONCE_S:
                 history.violation(f"{member}: process {process.pid} took a living one's place")
         self._believed[member] = process
+        self._members[member, process.pid] = stream.call
 
     # ---- what others do ----
+
+    def late(self, hello: pb.Hello, delay_s: float) -> None:
+        """A connection that a process made before it died, and whose first bytes come late."""
+        call = self._members.get((hello.member, hello.pid))
+        if call is None:
+            return
+        stream, kernel = self.open(call), self.process.kernel
+        data = pb.MemberMessage(hello=hello).SerializeToString()
+        kernel.after(delay_s, lambda: stream.receive(data))
+        kernel.after(delay_s + LAST_WORDS_S, stream.closed)
 
     def ask(self, call: ControlCall, within_s: float | None = None) -> int:
         """A control client calls; returns its ticket."""

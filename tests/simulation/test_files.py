@@ -99,6 +99,6 @@ def test_a_complete_state_must_outlive_a_power_cut(scene: Scene, fate: int) -> N
     scene.files.sync_names(scene.here, directory)
     scene.files.sync_names(scene.here, scene.state)
     scene.files.rename(scene.here, directory, named)
-    scene.files.completed(named)
+    scene.files.completed(named, keep=1)
     scene.cut(fate)
     assert bool(scene.kernel.violations) is not named.exists()
