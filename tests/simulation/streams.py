@@ -345,7 +345,8 @@ class SimServer:
 
     def close(self, grace_s: float = 1.0) -> None:
         cluster = self.process.world.cluster
-        cluster.history.complain(self._calls.unanswered(cluster.scheduler))
+        if cluster.scheduler_process is self.process:  # else it could not open its files
+            cluster.history.complain(self._calls.unanswered(cluster.scheduler))
         self._network.leave(self._address, self)
         for stream in list(self.streams.values()):
             stream.finish()
