@@ -103,6 +103,7 @@ class Process:
         self.alive = True
         self.stopped = False
         self.continued_s = float("-inf")
+        self.drained = 0
         self.code: int | None = None
         self.steps_left: int | None = None
         self.fell = False

@@ -1,7 +1,10 @@
-"""Orders to stop: how they reach simulated processes, and how long these may take to obey."""
+"""Orders to stop, and to leave an epoch: how they reach simulated processes, and how long these may
+take to obey.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from penstock.daemons.kit.events import StopAsked
@@ -13,6 +16,8 @@ from tests.simulation.kernel import Process
 
 OBEYS_S = 25.0
 """A process that was told to leave is killed after 30 s: none should need it."""
+LEAVES_S = 5.0
+"""A worker asks every 50 ms at least whether its epoch is over; its devices may be at work."""
 _SLACK_S = 1e-6
 CLOSES_S = 5.0
 """A link waits 2 s for the scheduler to take its last words; its thread, 1 s for a connection."""
@@ -40,6 +45,40 @@ class Obedience:
         if late_s > OBEYS_S:
             history = process.world.cluster.history
             history.violation(f"{process.name} was told to stop {late_s:.0f} s ago, and lives")
+
+
+def heeds_drains(listens: Callable[[Any], Callable[[Any], None]]) -> Callable[[Any], Any]:
+    """A worker that has read a Drain leaves its epoch soon, whatever it waits for."""
+
+    def listener(fence: Any) -> Callable[[Any], None]:
+        real, process = listens(fence), _here()
+
+        def look(epoch: int, heard_s: float) -> None:
+            kept = process.hung or process.stopped or process.continued_s > heard_s
+            if process.alive and not kept and process.drained < epoch:
+                history = process.world.cluster.history
+                history.violation(f"{process.name} was drained {LEAVES_S:g} s ago, and goes on")
+
+        def listen(message: Any) -> None:
+            real(message)
+            if message.HasField("drain"):
+                kernel, epoch = process.kernel, message.drain.epoch
+                heard_s = kernel.now
+                kernel.after(LEAVES_S * process.machine.slow, lambda: look(epoch, heard_s))
+
+        return listen
+
+    return listener
+
+
+def notes_drains(drain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A worker has left its epoch."""
+
+    def drained(session: Any, message: Any) -> None:
+        drain(session, message)
+        _here().drained = message.epoch
+
+    return drained
 
 
 def hear_stops(events: Any, grace: Any, parent_pid: int | None) -> None:

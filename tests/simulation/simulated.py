@@ -58,13 +58,14 @@ from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.control import ControlView
 from penstock.shm.pages import HugePages
 from penstock.workers.epoch_builder import EpochBuilder
+from penstock.workers.session import Session
 from tests.simulation.cuts import cut
 from tests.simulation.devices import SimPlatform
 from tests.simulation.files import replace_files
 from tests.simulation.jobs import load_block, saved, takes_a_while, write_tensors
 from tests.simulation.kernel import Process
 from tests.simulation.network import Network
-from tests.simulation.orders import close_link, hear_stops
+from tests.simulation.orders import close_link, hear_stops, heeds_drains, notes_drains
 from tests.simulation.promises import lets_go
 from tests.simulation.rare import PULLED
 from tests.simulation.rows import replace_rows
@@ -477,6 +478,8 @@ def replaced() -> Iterator[None]:
         put(saving_module, "write_tensors", write_tensors)
         put(Save, "saved", saved)
         put(worker_main, "usable_cpus", lambda: 2)
+        put(worker_main, "fence_listener", heeds_drains(worker_main.fence_listener))
+        put(Session, "_drain", notes_drains(Session._drain))
         put(optimizer_main, "ceiling_of", _nothing)
         put(optimizer_main, "local_ratio", lambda *_: 1.0)
         put(scheduler_main, "SchedulerServer", _server)
