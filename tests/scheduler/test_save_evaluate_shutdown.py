@@ -394,7 +394,7 @@ def test_stop_waits_for_a_barrier_that_has_something_to_save_but_not_for_ever() 
     assert driver.status.phase == "stopping"
     assert driver.wait(59.5) == []
     lines = driver.wait(0.5)
-    assert lines == shutdown(keep=True)[:-1]
+    assert lines == ["node.a <- missing worker.1", *shutdown(keep=True)[:-1]]
     assert "waited for worker.1" in driver.status.message
     assert driver.leave_all() == ["exit 130"]
 
