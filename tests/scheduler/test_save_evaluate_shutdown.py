@@ -82,6 +82,14 @@ def test_a_save_outlives_a_broken_epoch(live: Driver) -> None:
     assert live.written() == ["reply 5"]
 
 
+def test_who_waits_for_a_save_hears_at_once_that_the_run_fails(live: Driver) -> None:
+    live.ask(ControlCall.SNAPSHOT, ticket=5)
+    live.run_attempt()
+    live.pin()
+    lines = live.feed(EffectFailed(error="the journal was replaced", code=ExitCode.BAD_CONFIG))
+    assert lines[0] == "error 5: the run ends: the journal was replaced; the memory is kept"
+
+
 def test_a_save_ends_with_its_memoryd(live: Driver) -> None:
     live.ask(ControlCall.SNAPSHOT, ticket=5)
     live.run_attempt()

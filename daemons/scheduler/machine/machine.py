@@ -406,8 +406,7 @@ class SchedulerMachine:
     def _shut_down(
         self, *, keep_memory: bool, reason: str, code: ExitCode, error: str = ""
     ) -> Shutdown:
-        self.live = False
-        self.message = error or reason
+        self.live, self.message = False, error or reason
         deadline = self._requests.deadline
         return Shutdown(
             self.rules,
@@ -466,9 +465,10 @@ class SchedulerMachine:
 
     def _look_at_save(self, now_s: float) -> list[Effect]:
         """Tell what came of a save that is over."""
-        self.saves.join(self._requests)
+        ends = isinstance(self.activity, Shutdown)
+        (self.saves.leave if ends else self.saves.join)(self._requests)
         save = self.saves.look(self.activity, live=self.live)
-        if save is None or isinstance(self.activity, Shutdown):
+        if save is None or ends:
             return []
         save.note(self.tally, self.chronicle, self.mirror, now_s)
         if not save.error:

@@ -97,6 +97,12 @@ class Saves:
             requests.tickets += save.tickets
             self.under_way = None
 
+    def leave(self, requests: Requests) -> None:
+        """The run ends, and nobody waits for the save under way: its callers are answered now."""
+        if self.under_way is not None:
+            requests.tickets += self.under_way.tickets
+            self.under_way.tickets = []
+
     def look(self, activity: Activity | None, *, live: bool) -> Save | None:
         """Returns the save that is over, once."""
         save = self.under_way
