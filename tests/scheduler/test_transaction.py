@@ -154,6 +154,16 @@ def test_steps_in_place_are_taken_back_before_the_next_attempt(
     assert driver.say("optimizerd.a", settled=settled) == told("run_attempt e1 a2 v0 data 8")
 
 
+def test_the_last_skip_that_may_be_ends_the_run_before_a_step_in_place_is_taken_back(
+    live_with: Callable[..., Driver],
+) -> None:
+    """Else an epoch that breaks meanwhile lets the run go on."""
+    driver = live_with(optimizer={"rollback": "arithmetic"}, train={"max_skips": 0})
+    shutdowns = [f"{m.name} <- shutdown keep memory" for m in driver.rules.members]
+    assert driver.run_attempt(math.inf)[-5:] == shutdowns
+    assert driver.leave_all() == ["exit 4"]
+
+
 def test_too_many_skips_in_a_row_end_the_run(live_with: Callable[..., Driver]) -> None:
     driver = live_with(train={"max_skips": 2})
     driver.run_attempt(math.nan)

@@ -232,7 +232,8 @@ class Transaction(Activity):
             *(Send(member=member, message=skip) for member, skip in told.items()),
             AppendMetrics(metrics_json=line),
         ]
-        if self.rules.config.optimizer.rollback == "arithmetic":
+        # A run that ends takes nothing back before: the next start does, as it does for a kill.
+        if self.rules.config.optimizer.rollback == "arithmetic" and not self.failure:
             effects += self._take_back()
         return effects
 
