@@ -26,8 +26,8 @@ from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, Ten
 
 NUM_TOKENS = 4096
 VOCABULARY = 61
-FEW_RESTARTS = 4
-"""So few that many runs end for it, and have to be started again."""
+FEW_RESTARTS = {"cluster": {"max_restarts": 4}}
+"""A section with so few that many runs end for it, and have to be started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +165,15 @@ class Shape:
 
 SHAPES = (
     Shape(name="plain"),
-    Shape(name="early", settle="early", extra={"cluster": {"max_restarts": FEW_RESTARTS}}),
+    Shape(name="early", settle="early", extra=FEW_RESTARTS),
     Shape(
         name="late",
         settle="advance",
         scheme="spipe",
-        extra={"cluster": {"max_restarts": FEW_RESTARTS}},
+        extra=FEW_RESTARTS,
     ),
     Shape(name="clipped", clip=0.12, scheme="spipe"),
-    Shape(
-        name="held", clip=0.12, speculate="never", extra={"cluster": {"max_restarts": FEW_RESTARTS}}
-    ),
+    Shape(name="held", clip=0.12, speculate="never", extra=FEW_RESTARTS),
     Shape(name="bf16", dtype="bf16", grad_dtype="bf16", scheme="gpipe"),
     Shape(name="split", dtype="bf16", grad_dtype="bf16", master="split", settle="early"),
     Shape(
@@ -183,13 +181,13 @@ SHAPES = (
     ),  # skipped more often in a row than max_skips while the scale comes down
     Shape(name="saves", save_every=3, scheme="mobius"),
     Shape(name="evaluates", eval_every=2, save_every=4, frozen=True),
-    Shape(name="tied", tied=True, clip=0.12, extra={"cluster": {"max_restarts": FEW_RESTARTS}}),
+    Shape(name="tied", tied=True, clip=0.12, extra=FEW_RESTARTS),
     Shape(
         name="one",
         workers=1,
         scheme="naive",
         blocks=1,
-        extra={"cluster": {"max_restarts": FEW_RESTARTS}},
+        extra=FEW_RESTARTS,
     ),
     Shape(
         name="split-held",
@@ -199,7 +197,7 @@ SHAPES = (
         speculate="never",
         clip=0.12,
     ),
-    Shape(name="few-restarts", extra={"cluster": {"max_restarts": FEW_RESTARTS}}),
+    Shape(name="few-restarts", extra=FEW_RESTARTS),
     Shape(
         name="in-place",
         rollback="arithmetic",

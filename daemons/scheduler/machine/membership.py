@@ -212,8 +212,12 @@ class Membership:
             then = f"it starts when {node.spec.name} does"
         else:
             then = f"{node.spec.name} starts it, and another if it hangs before it joins"
-        since_s = self._began_s if member.gone_s is None else member.gone_s
-        return {"gone_seconds": max(0.0, now_s - since_s), "why": member.why, "next": then}
+        gone_s = max(0.0, now_s - self._missing_since_s(member))
+        return {"gone_seconds": gone_s, "why": member.why, "next": then}
+
+    def _missing_since_s(self, member: Member) -> float:
+        """Returns since when a member has no stream; one that never had, since this is waiting."""
+        return self._began_s if member.gone_s is None else member.gone_s
 
     # ---- changes ----
 
@@ -336,7 +340,7 @@ class Membership:
         for name in self.missing:
             member = self.members[name]
             node = self.members[self._nodes[member.spec.node]]
-            since_s = max(member.told_s, self._began_s if member.gone_s is None else member.gone_s)
+            since_s = max(member.told_s, self._missing_since_s(member))
             if member is node or node.stream is None or now_s - since_s < MISSING_S:
                 continue
             member.told_s = now_s
