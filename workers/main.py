@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.protocol import world
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ExitCode, PenstockError, RefusedError
+from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.placement import place
 from penstock.protocol.run.metrics import serve_metrics
@@ -175,7 +175,8 @@ def _reported_failure(link: MemberLink, fence: EpochFence) -> Iterator[None]:
     except RefusedError:
         raise
     except PenstockError as error:
-        _report(link, fence, str(error), int(error.exit_code))
+        timed_out = any(isinstance(e, LostMemberError) for e in (error, error.__cause__))
+        _report(link, fence, str(error), int(error.exit_code), timed_out=timed_out)
         raise
     except Exception as error:
         _log.exception("worker failed")
@@ -184,9 +185,11 @@ def _reported_failure(link: MemberLink, fence: EpochFence) -> Iterator[None]:
         raise PenstockError(message) from error
 
 
-def _report(link: MemberLink, fence: EpochFence, error: str, exit_code: int) -> None:
+def _report(
+    link: MemberLink, fence: EpochFence, error: str, exit_code: int, *, timed_out: bool = False
+) -> None:
     deadline = world.monotonic() + _REPORT_TIMEOUT_S
     while not link.connected and world.monotonic() < deadline:
         world.sleep(0.05)  # the failure may be older than the connection
-    failed = pb.Failed(error=error, exit_code=exit_code, epoch=fence.epoch)
+    failed = pb.Failed(error=error, exit_code=exit_code, epoch=fence.epoch, timed_out=timed_out)
     link.send(pb.MemberMessage(failed=failed))

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -21,6 +22,7 @@ from penstock.daemons.node.machine.events import (
     Event,
     Exited,
     Kill,
+    LeaveWord,
     OpenLink,
     SendFenced,
     Start,
@@ -29,10 +31,11 @@ from penstock.daemons.node.machine.events import (
     Terminate,
 )
 from penstock.protocol import world
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.node import NODE, RestartCause
 from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.stopping import STOP_ORDER
 from penstock.protocol.security.access import Access
@@ -105,6 +108,7 @@ class NodeEffects:
         self,
         *,
         children: Children,
+        run_dir: Path,
         hosts_scheduler: bool,
         link: LinkSettings,
         epoch: Callable[[], int],
@@ -114,6 +118,7 @@ class NodeEffects:
         self.exit: Exit | None = None
         self.link: MemberLink | None = None
         self._children = children
+        self._run_dir = run_dir
         self._hosts_scheduler = hosts_scheduler
         self._settings = link
         self._epoch = epoch
@@ -189,6 +194,19 @@ class NodeEffects:
             return StopUnheard()
         return None
 
+    def _leave_word(self, effect: LeaveWord) -> None:
+        note = RunEnd(
+            reason=effect.error,
+            code=ExitCode(effect.code),
+            keep_memory=True,
+            failed=True,
+            written_s=world.wall(),
+        )
+        try:
+            note.write(self._run_dir)
+        except PenstockError as error:
+            self._say(f"cannot leave word that the run has ended: {error}")
+
     def _close_link(self, effect: CloseLink) -> None:
         self.close_link()
 
@@ -221,6 +239,7 @@ _HANDLERS: dict[type, Callable[[NodeEffects, Any], Event | None]] = {
     SendReady: NodeEffects._answer,
     SendFailed: NodeEffects._answer,
     AskSchedulerToStop: NodeEffects._ask_to_stop,
+    LeaveWord: NodeEffects._leave_word,
     CloseLink: NodeEffects._close_link,
     OpenLink: NodeEffects._open_link,
     Say: NodeEffects._on_say,

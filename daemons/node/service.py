@@ -88,6 +88,7 @@ class Supervisor:
         self._demands: queue.SimpleQueue[Demand] = queue.SimpleQueue()
         self._effects = NodeEffects(
             children=children,
+            run_dir=ending.run_dir,
             hosts_scheduler=SCHEDULERD in machine.children,
             link=link,
             epoch=lambda: machine.epoch,

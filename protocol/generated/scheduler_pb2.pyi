@@ -263,16 +263,18 @@ class EvaluationDone(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("error", "exit_code", "epoch", "attempt")
+    __slots__ = ("error", "exit_code", "epoch", "attempt", "timed_out")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TIMED_OUT_FIELD_NUMBER: _ClassVar[int]
     error: str
     exit_code: int
     epoch: int
     attempt: int
-    def __init__(self, error: _Optional[str] = ..., exit_code: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    timed_out: bool
+    def __init__(self, error: _Optional[str] = ..., exit_code: _Optional[int] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., timed_out: _Optional[bool] = ...) -> None: ...
 
 class CutOff(_message.Message):
     __slots__ = ("epoch", "loss")

@@ -1,6 +1,7 @@
 """``ended.json``: how the run ended, for members that come when its scheduler is gone.
 
-The scheduler writes it before it tells anybody to shut down. A start of the run removes it: until
+The scheduler writes it before it tells anybody to shut down, and its node where it gives up and the
+scheduler is dead. A start of the run removes it: until
 then a node that lost its scheduler finds out that the run is over, ends its children, and gives
 their memory back unless the note says that it is still needed.
 """
@@ -75,10 +76,10 @@ class EndWatch:
     """
 
     def __init__(self, run_dir: Path, old: RunEnd | None = None) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._old = old
 
     def look(self) -> RunEnd | None:
         """Returns how the run has ended, if it has."""
-        found = RunEnd.read(self._run_dir)
+        found = RunEnd.read(self.run_dir)
         return None if found == self._old else found

@@ -28,6 +28,7 @@ from penstock.daemons.node.machine.events import (
     Exited,
     FenceAsked,
     Kill,
+    LeaveWord,
     MemberMissing,
     OpenLink,
     SendFenced,
@@ -384,10 +385,30 @@ def test_a_child_that_cannot_be_started_is_tried_again() -> None:
 
 
 def test_without_a_scheduler_to_tell_a_failure_ends_at_once() -> None:
+    """Nodes elsewhere find the note: they would wait for a scheduler for ever."""
     machine = Machine(NAMES, NodeLimits(max_restarts=0)).started()
-    [failed] = machine.exit("schedulerd", 1)
-    assert isinstance(failed, SendFailed)
+    [word] = machine.exit("schedulerd", 1)
+    assert isinstance(word, LeaveWord)
+    assert word.code == 4
+    assert word.error.startswith("schedulerd died 1 times within an hour")
     assert machine.feed(Tick()) == [Terminate(name="memoryd.a"), Terminate(name="worker.0")]
+
+
+def test_a_scheduler_that_dies_before_it_heard_of_a_failure_leaves_no_word(
+    machine: Machine,
+) -> None:
+    """So its node does."""
+    machine.exit("worker.0", 2)
+    assert machine.state.phase is NodePhase.FAILING
+    [word] = machine.exit("schedulerd", -9)
+    assert word == LeaveWord(error="worker.0 ended with exit code 2", code=2)
+
+
+def test_a_node_without_the_scheduler_leaves_no_word() -> None:
+    """The scheduler is elsewhere, hears of it, and may do without."""
+    machine = Machine(("memoryd.b", "worker.1"), NodeLimits(max_restarts=0))
+    machine.feed(Tick(), Started(name="memoryd.b", pid=1), Started(name="worker.1", pid=2))
+    assert [type(effect) for effect in machine.exit("worker.1", -9)] == [SendFailed]
 
 
 def test_a_child_that_never_heard_of_the_end_is_terminated(machine: Machine) -> None:

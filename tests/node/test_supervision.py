@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -320,4 +321,8 @@ def test_a_run_that_ends_while_a_node_waits_for_its_lock_is_no_old_run(node: Nod
 
 def _targets(descriptors: Path) -> set[str]:
     """Returns what a process has open; files that it closes meanwhile are left out."""
-    return {str(file.resolve()) for file in descriptors.iterdir()}
+    targets = set()
+    for file in descriptors.iterdir():
+        with suppress(FileNotFoundError):
+            targets.add(os.readlink(file))
+    return targets

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.daemons.kit.events import EffectFailed, StopAsked
+from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
     CompleteSave,
@@ -444,7 +445,7 @@ def test_a_failure_before_the_epoch_begins_stops_the_run_too() -> None:
 
 def test_a_worker_that_gives_up_in_a_broken_epoch_does_not_stop_the_run(live: Driver) -> None:
     """A node may be away for longer than a worker waits for its peers."""
-    failed = pb.Failed(error="waited 1200 s for worker.1", exit_code=4, epoch=1)
+    failed = pb.Failed(error="waited 1200 s for worker.1", exit_code=4, epoch=1, timed_out=True)
     live.close("worker.1")
     pid = live.pids["worker.0"]
     lines = live.say("worker.0", failed=failed)
@@ -454,8 +455,25 @@ def test_a_worker_that_gives_up_in_a_broken_epoch_does_not_stop_the_run(live: Dr
     live.fenced("worker.1", live.pids["worker.1"])
     live.join("worker.0")
     assert any("<- drain e2" in line for line in live.join("worker.1"))
-    failed.epoch = 2
+    failed.epoch, failed.timed_out = 2, False
     assert "worker.0 <- shutdown keep memory" in live.say("worker.0", failed=failed)
+
+
+def test_a_worker_that_gives_up_in_a_live_epoch_is_one_of_so_many_hangs(live: Driver) -> None:
+    """What it waited for hangs, however lively others are: a save may show progress for long."""
+    failed = pb.Failed(error="waited 1200 s", exit_code=4, timed_out=True)
+    for failed.epoch in range(1, MAX_IN_A_ROW):
+        pid = live.pids["worker.0"]
+        assert f"node.a <- fence worker.0 {pid}" in live.say("worker.0", failed=failed)
+        live.fenced("worker.0", pid)
+        live.join("worker.0")
+        live.drained(0)
+        live.ready()
+        assert live.status.phase == "training"
+    failed.epoch += 1
+    assert "worker.1 <- shutdown keep memory" in live.say("worker.0", failed=failed)
+    assert "the attempt after step 0 hung 3 times in a row" in live.status.message
+    assert live.leave_all() == ["exit 4"]
 
 
 def test_a_node_that_gives_up_in_a_broken_epoch_stops_the_run(live: Driver) -> None:

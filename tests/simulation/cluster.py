@@ -397,6 +397,7 @@ class SimNode:
         hosts = config.cluster.nodes[0].host
         effects = NodeEffects(
             children=self.children,  # type: ignore[arg-type]
+            run_dir=run.path,
             hosts_scheduler=self.index == 0,
             link=LinkSettings(
                 address=f"{hosts}:{PORT}",

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import yaml
 
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
@@ -186,6 +187,27 @@ def test_sigterm_ends_it_cleanly(
     assert (process.returncode, errors) == (0, "")
 
 
+def test_a_wait_that_runs_out_is_told_apart_from_other_failures(
+    make_cluster: Any, scheduler: StubScheduler, start: Any, tmp_path: Path
+) -> None:
+    """Somebody else hangs: the run goes on without it, and ends at other failures."""
+    write_run(make_cluster(workers=1, undo=True), tmp_path)
+    path = tmp_path / "resolved.yaml"
+    settings = yaml.safe_load(path.read_text())
+    settings["cluster"]["attempt_timeout_s"] = 1.0
+    path.write_text(yaml.safe_dump(settings))
+    process = start()
+    scheduler.hear("hello")
+    scheduler.say(begin=pb.Begin(epoch=1, plan_digest=RunDirectory(tmp_path).plan_digest))
+    scheduler.hear("ready")
+    scheduler.say(run_attempt=pb.RunAttempt(epoch=1, attempt=1, base_version=5, loss_scale=1.0))
+    failed = scheduler.hear("failed")
+    assert "LostMemberError: waited 2 s for weights of block 0 at version 5" in failed.error
+    assert (failed.timed_out, failed.exit_code, failed.epoch) == (True, 4, 1)
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 4
+
+
 def test_a_drain_and_a_stop_are_heard_while_memoryd_is_awaited(
     make_cluster: Any, scheduler: StubScheduler, start: Any, tmp_path: Path
 ) -> None:
@@ -221,7 +243,7 @@ def test_a_plan_it_cannot_execute_is_reported(
     scheduler.say(begin=pb.Begin(epoch=1, plan_digest=RunDirectory(tmp_path).plan_digest))
     failed = scheduler.hear("failed")
     assert "peer=1', and workers do not swap to devices of other nodes" in failed.error
-    assert failed.exit_code == 2
+    assert (failed.timed_out, failed.exit_code) == (False, 2)
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert "workers do not swap to devices of other nodes" in errors

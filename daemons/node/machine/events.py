@@ -154,6 +154,16 @@ class AskSchedulerToStop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveWord:
+    """The scheduler's node gives up, and the scheduler is dead: leave the note of the run's end
+    for the nodes that wait for it. Memory is kept.
+    """
+
+    error: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CloseLink:
     """End the stream to the scheduler: it waits for its members to hang up."""
 
@@ -172,6 +182,7 @@ Effect = (
     | SendReady
     | SendFailed
     | AskSchedulerToStop
+    | LeaveWord
     | CloseLink
     | OpenLink
     | Say

@@ -46,6 +46,7 @@ from penstock.daemons.node.machine.events import (
     Exited,
     FenceAsked,
     Kill,
+    LeaveWord,
     MemberMissing,
     OpenLink,
     SendFenced,
@@ -150,6 +151,8 @@ class NodeMachine:
     told_code: int = 0
     """How the run ended, as the scheduler told its members."""
     scheduler_code: int | None = None
+    failure: str = ""
+    """Why the node gives up."""
     stop_asked: bool = False
     deadline_s: float | None = None
     ask_again_at_s: float | None = None
@@ -273,6 +276,8 @@ class NodeMachine:
             return effects
         if self.phase is NodePhase.RUNNING:
             return self._restart(self.children[SCHEDULERD], code, now_s, at_once=False)
+        if self.phase is NodePhase.FAILING:
+            return [LeaveWord(error=self.failure, code=self.code)]
         if self.phase is NodePhase.ENDING:
             # Killed while it shut the run down: some members may not have heard. Those that have
             # end now; if others are left, the run comes back so that it can end properly.
@@ -515,12 +520,15 @@ class NodeMachine:
         return [Say(text=message)]
 
     def _fail(self, error: str, code: int, now_s: float) -> list[Effect]:
-        self.phase, self.code = NodePhase.FAILING, int(code)
+        self.phase, self.code, self.failure = NodePhase.FAILING, int(code), error
         scheduler = self.children.get(SCHEDULERD)
         nobody_to_tell = scheduler is not None and scheduler.pid is None
         self.deadline_s = now_s + (0.0 if nobody_to_tell else self.limits.fail_timeout_s)
         self._forget_starts()
-        return [Say(text=error), SendFailed(error=error, code=int(code), epoch=self.epoch)]
+        effects: list[Effect] = [Say(text=error)]
+        if nobody_to_tell:
+            return [*effects, LeaveWord(error=error, code=self.code)]
+        return [*effects, SendFailed(error=error, code=self.code, epoch=self.epoch)]
 
     def _end(self, now_s: float) -> list[Effect]:
         self.phase, self.run_ended = NodePhase.ENDING, True

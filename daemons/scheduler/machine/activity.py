@@ -149,6 +149,17 @@ class Hangs:
         self.in_a_row = 0
         self._longest_s = max(self._longest_s, seconds)
 
+    def once_more(self, what: str, said: str) -> str | None:
+        """``what`` hung; returns the error that ends the run if it did too often in a row."""
+        self.in_a_row += 1
+        if self.in_a_row < MAX_IN_A_ROW:
+            return None
+        return (
+            f"{what} hung {self.in_a_row} times in a row, the last time {said}; look at logs/ and"
+            " at that machine, or, if a single instruction takes that long, raise"
+            f" cluster.attempt_timeout_s = {self._timeout_s:g}"
+        )
+
     def still_s(self, now_s: float) -> float:
         """Returns for how long nobody has got on."""
         return max(0.0, now_s - self._moved_s)

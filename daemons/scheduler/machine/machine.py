@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import EffectFailed, Say, StopAsked, Tick
-from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW, Activity, Hangs, with_cause
+from penstock.daemons.scheduler.machine.activity import Activity, Hangs, with_cause
 from penstock.daemons.scheduler.machine.barrier import Barrier
 from penstock.daemons.scheduler.machine.evaluate_shutdown import Evaluation, Shutdown
 from penstock.daemons.scheduler.machine.events import (
@@ -188,22 +188,16 @@ class SchedulerMachine:
         saving = () if save is None else save.unfinished
         unfinished = tuple(dict.fromkeys((*self.activity.unfinished, *saving)))
         hung = self.hangs.overdue(unfinished, now_s)
-        if not hung:
-            return []
-        what = self.activity.title
-        names = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
-        self.hangs.in_a_row += 1
-        self._break_epoch(BreakCause.HUNG, f"{what} hung: {names}", now_s)
+        return self._give_up(hung, now_s) if hung else []
+
+    def _give_up(self, hung: Mapping[str, str], now_s: float) -> list[Effect]:
+        """Of what is going on nobody sees the end; ``hung``: who is lost for it, and why."""
+        what = "the run" if self.activity is None else self.activity.title
+        said = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
+        self._break_epoch(BreakCause.HUNG, f"{what} hung: {said}", now_s)
         effects = [e for name in hung for e in self._lose(name, BreakCause.HUNG, hung[name])]
-        if self.hangs.in_a_row >= MAX_IN_A_ROW:
-            error = (
-                f"{what} after step {self.mirror.version} hung {self.hangs.in_a_row} times in a"
-                f" row, the last time {names}; look at logs/ and at that machine, or, if a single"
-                " instruction takes that long, raise cluster.attempt_timeout_s ="
-                f" {self.rules.config.cluster.attempt_timeout_s:g}"
-            )
-            effects += self._fail(error, ExitCode.LOST_MEMBERS)
-        return effects
+        error = self.hangs.once_more(f"{what} after step {self.mirror.version}", said)
+        return effects if error is None else effects + self._fail(error, ExitCode.LOST_MEMBERS)
 
     # ---- members ----
 
@@ -249,8 +243,10 @@ class SchedulerMachine:
     def _on_failed(self, name: str, body: pb.Failed, now_s: float) -> list[Effect]:
         if isinstance(self.activity, Shutdown):
             return []
-        if self.members.gave_up(name, body) and self._is_over(body.epoch):
-            return self._lose(name, BreakCause.FAILED, body.error)
+        if self.members.gave_up(name, body):
+            if self._is_over(body.epoch):
+                return self._lose(name, BreakCause.FAILED, body.error)
+            return self._give_up({name: body.error}, now_s)
         self._count_break(BreakCause.FAILED, now_s)
         return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))
 

@@ -30,7 +30,6 @@ from penstock.daemons.kit.events import Say
 from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Send
 from penstock.daemons.scheduler.machine.lost_nodes.leases import Leases
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
-from penstock.protocol.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.logs import COMPLAINT_INTERVAL_S
 from penstock.protocol.run.names import nodes_beside
@@ -313,11 +312,10 @@ class Membership:
 
     def gave_up(self, name: str, body: pb.Failed) -> bool:
         """Whether a worker ends because something in an epoch took too long. If nobody goes on with
-        that epoch, then somebody was lost, and is waited for, perhaps for hours.
+        that epoch, then somebody was lost, and is waited for, perhaps for hours; else somebody
+        hangs.
         """
-        code = failure_code(body.exit_code)
-        worker = self.role_of(name) is Role.WORKER
-        return worker and code is ExitCode.LOST_MEMBERS and body.epoch > 0
+        return self.role_of(name) is Role.WORKER and body.timed_out and body.epoch > 0
 
     def overdue(self, now_s: float) -> dict[str, str]:
         """Returns the members to :meth:`lose` now, and why."""
