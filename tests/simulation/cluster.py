@@ -144,8 +144,8 @@ class Cluster:
         self.history.effective["kill after a loss"] += 1
 
     def run_beside(self, process: Process) -> int:
-        """What another schedulerd of the run does, on a port of its own."""
-        return scheduler_main._run(self.run, PORT + 1, process.pid, None)
+        """What another schedulerd of the run does, on a port that nobody else has."""
+        return scheduler_main._run(self.run, PORT + process.pid, process.pid, None)
 
     def knows(self, process: Process) -> bool:
         """Returns whether a living scheduler has a stream of this very process."""
