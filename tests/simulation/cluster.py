@@ -358,6 +358,8 @@ class SimChildren:
         return process.pid
 
     def signal(self, name: str, number: signal.Signals) -> None:
+        if number == signal.SIGKILL:
+            self._node.restarts.killed(name)
         process = self.running.get(name)
         if process is None:
             return

@@ -140,6 +140,10 @@ class Restarts:
         if quick and not ordered and process.code != 0:
             self._alone_s[process.name] = now_s
 
+    def killed(self, name: str) -> None:
+        """The node has a child killed, which may be dead already, and not reaped."""
+        self._alone_s.pop(name, None)
+
     @property
     def used_up(self) -> bool:
         """Whether a child has died more often than may be."""

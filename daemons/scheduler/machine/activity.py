@@ -180,6 +180,17 @@ class Hangs:
         suspects = [name for name in unfinished if not self._waits(name)]
         return {name: self._complaint(name, now_s) for name in suspects or unfinished}
 
+    def stuck(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
+        """A member's wait ran out: returns who of those that owe an answer may be why, and how long
+        each has neither waited nor got on, though others may.
+        """
+        reports = {name: self._reports.get(name) for name in unfinished if not self._waits(name)}
+        return {
+            name: self._complaint(name, now_s)
+            for name, report in reports.items()
+            if report is not None and now_s - report.since_s > self._timeout_s
+        }
+
     def _endless(self, now_s: float) -> bool:
         return now_s - self._started_s > TIMES_IN_ALL * self.allowed_s
 

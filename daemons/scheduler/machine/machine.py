@@ -184,14 +184,18 @@ class SchedulerMachine:
         """Give up whoever holds up what is going on; the run, when it happens again and again."""
         if self.activity is None or not self.hangs.suspected(now_s):
             return []
-        save = self.saves.under_way  # sweeps may wait for it
-        saving = () if save is None else save.unfinished
-        unfinished = tuple(dict.fromkeys((*self.activity.unfinished, *saving)))
-        hung = self.hangs.overdue(unfinished, now_s)
+        hung = self.hangs.overdue(self._unfinished(), now_s)
         return self._give_up(hung, now_s) if hung else []
 
+    def _unfinished(self) -> tuple[str, ...]:
+        """Returns whose work is awaited; sweeps may wait for a save."""
+        save, activity = self.saves.under_way, self.activity
+        saving = () if save is None else save.unfinished
+        doing = () if activity is None else activity.unfinished
+        return tuple(dict.fromkeys((*doing, *saving)))
+
     def _give_up(self, hung: Mapping[str, str], now_s: float) -> list[Effect]:
-        """Of what is going on nobody sees the end; ``hung``: who is lost for it, and why."""
+        """What is going on hangs; ``hung``: who is lost for it, and why."""
         what = "the run" if self.activity is None else self.activity.title
         said = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
         self._break_epoch(BreakCause.HUNG, f"{what} hung: {said}", now_s)
@@ -246,7 +250,8 @@ class SchedulerMachine:
         if self.members.gave_up(name, body):
             if self._is_over(body.epoch):
                 return self._lose(name, BreakCause.FAILED, body.error)
-            return self._give_up({name: body.error}, now_s)
+            stuck = self.hangs.stuck(self._unfinished(), now_s)
+            return self._give_up(stuck | {name: body.error}, now_s)
         self._count_break(BreakCause.FAILED, now_s)
         return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))
 
