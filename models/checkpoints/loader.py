@@ -67,7 +67,7 @@ def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -
 def _processes(table: BlockTable, blocks: Sequence[int]) -> int:
     """Returns how many are worth it, and have the memory and the CPUs."""
     elements = [_elements(table, block) for block in blocks]
-    room = tightest_memory().available // (2 * _ELEMENT_BYTES * max(1, *elements))
+    room = tightest_memory().available // (2 * _ELEMENT_BYTES * max(elements, default=1))
     return max(1, min(sum(elements) // PROCESS_ELEMENTS, room, usable_cpus()))
 
 

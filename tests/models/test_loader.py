@@ -35,14 +35,19 @@ def prepared(path: Path, config: Config) -> RunDirectory:
     return RunDirectory(path)
 
 
-@pytest.fixture(name="files")
-def _files(tmp_path: Path, make_config) -> RunDirectory:
+def on_two_nodes(tmp_path: Path, make_config, **schedule: Any) -> RunDirectory:
     base = make_config("llama", freeze=(r"layers\.1\.mlp",), vocab_size=257).model_dump(mode="json")
     (tmp_path / "text.txt").write_text("some words " * 100)
     base["data"]["path"] = str(tmp_path / "text.txt")
     base["model"]["dtype"] = "bf16"
     base["cluster"].update(workers=1, nodes=[{"name": "a"}, {"name": "b"}])
+    base["schedule"].update(schedule)
     return prepared(tmp_path / "run", Config.model_validate(base))
+
+
+@pytest.fixture(name="files")
+def _files(tmp_path: Path, make_config) -> RunDirectory:
+    return on_two_nodes(tmp_path, make_config)
 
 
 @pytest.fixture(name="memories")
@@ -108,6 +113,18 @@ def test_several_processes_write_the_same_bytes(
         load_node(files.path, "a")
         assert masters(memories[0]) == wanted
     assert len(started) == 4, "this process, and two others"
+
+
+def test_a_node_that_owns_no_block_has_nothing_to_load(tmp_path: Path, make_config) -> None:
+    """As the second of two replicas where each has one device."""
+    files = on_two_nodes(tmp_path, make_config, scheme="gpipe", replicas=2)
+    memory = NodeMemory.create(files.memory_spec(1))
+    try:
+        assert not memory.owned_blocks()
+        load_node(files.path, "b")
+    finally:
+        memory.unlink()
+        memory.close()
 
 
 def test_what_cannot_be_loaded_is_named(files: RunDirectory) -> None:
