@@ -128,8 +128,8 @@ class Restarts:
     def begins(self, version: int) -> None:
         """The node hears of an epoch."""
         if version > self._version:
-            self._version = version
             self._deaths.clear()
+        self._version = version
 
     def died(self, process: Process, *, ordered: bool) -> None:
         """A child is dead."""

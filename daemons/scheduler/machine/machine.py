@@ -189,10 +189,10 @@ class SchedulerMachine:
 
     def _unfinished(self) -> tuple[str, ...]:
         """Returns whose work is awaited; sweeps may wait for a save."""
-        save, activity = self.saves.under_way, self.activity
-        saving = () if save is None else save.unfinished
-        doing = () if activity is None else activity.unfinished
-        return tuple(dict.fromkeys((*doing, *saving)))
+        doing = (self.activity, self.saves.under_way)
+        return tuple(
+            dict.fromkeys(n for work in doing if work is not None for n in work.unfinished)
+        )
 
     def _give_up(self, hung: Mapping[str, str], now_s: float) -> list[Effect]:
         """What is going on hangs; ``hung``: who is lost for it, and why."""
