@@ -189,10 +189,8 @@ class SchedulerMachine:
 
     def _unfinished(self) -> tuple[str, ...]:
         """Returns whose work is awaited; sweeps may wait for a save."""
-        doing = (self.activity, self.saves.under_way)
-        return tuple(
-            dict.fromkeys(n for work in doing if work is not None for n in work.unfinished)
-        )
+        doing = [work for work in (self.activity, self.saves.under_way) if work is not None]
+        return tuple(dict.fromkeys(name for work in doing for name in work.unfinished))
 
     def _give_up(self, hung: Mapping[str, str], now_s: float) -> list[Effect]:
         """What is going on hangs; ``hung``: who is lost for it, and why."""
