@@ -61,6 +61,19 @@ def test_who_waits_for_others_is_not_to_blame(hanging: Driver) -> None:
     assert hanging.ready()[0] == "optimizerd.a <- run_attempt e2 a2 v0 data 0", "the same data"
 
 
+def test_who_is_stuck_beside_somebody_busy_is_lost_when_a_wait_runs_out(hanging: Driver) -> None:
+    """A save may get on for long, and sweeps wait for it: but this one waits for the stuck."""
+    for count in range(3):
+        busy = {"memoryd.a": pb.Heartbeat(activity="save", progress=count)}
+        assert beat(hanging, 15.0, busy | {"worker.0": WAITING, "optimizerd.a": STUCK}) == []
+    failed = pb.Failed(error="waited 40 s for weights", exit_code=4, epoch=1, timed_out=True)
+    lines = hanging.say("worker.0", failed=failed)
+    lost = [line.split()[-2] for line in lines if "fence" in line]
+    assert lost == ["worker.1", "optimizerd.a", "worker.0"], "worker.1 says nothing of any wait"
+    assert "optimizerd.a: no progress for 45.0 s: B 1 0 of train 1" in hanging.status.message
+    assert "worker.0: waited 40 s for weights" in hanging.status.message
+
+
 def test_if_all_wait_nobody_knows_and_all_are_replaced(hanging: Driver) -> None:
     beats = dict.fromkeys(("worker.0", "worker.1", "optimizerd.a"), WAITING)
     fenced = [line for line in beat(hanging, TIMEOUT_S + 1.0, beats) if "fence" in line]

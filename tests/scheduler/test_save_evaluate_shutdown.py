@@ -469,7 +469,7 @@ def test_a_worker_that_gives_up_in_a_live_epoch_is_one_of_so_many_hangs(live: Dr
         live.join("worker.0")
         live.drained(0)
         live.ready()
-        assert live.status.phase == "training"
+        assert live.status.phase == "running"
     failed.epoch += 1
     assert "worker.1 <- shutdown keep memory" in live.say("worker.0", failed=failed)
     assert "the attempt after step 0 hung 3 times in a row" in live.status.message
