@@ -380,8 +380,8 @@ def test_a_child_that_cannot_be_started_is_tried_again() -> None:
     machine.feed(Tick())
     assert machine.feed(Exited(name="memoryd.b", pid=0, code=1)) == []
     assert machine.feed(Tick(), after_s=0.1) == [Start(name="memoryd.b")]
-    effects = machine.feed(Exited(name="memoryd.b", pid=0, code=1))
-    assert effects[-1] == Exit(code=4)
+    [failed] = machine.feed(Exited(name="memoryd.b", pid=0, code=1))
+    assert isinstance(failed, SendFailed) and failed.code == 4
 
 
 def test_without_a_scheduler_to_tell_a_failure_ends_at_once() -> None:
@@ -404,11 +404,21 @@ def test_a_scheduler_that_dies_before_it_heard_of_a_failure_leaves_no_word(
     assert word == LeaveWord(error="worker.0 ended with exit code 2", code=2)
 
 
-def test_a_node_without_the_scheduler_leaves_no_word() -> None:
-    """The scheduler is elsewhere, hears of it, and may do without."""
-    machine = Machine(("memoryd.b", "worker.1"), NodeLimits(max_restarts=0))
+@pytest.mark.parametrize("told", [False, True])
+def test_a_node_that_gives_up_says_so_until_the_scheduler_elsewhere_answers(told: bool) -> None:
+    """That one may be between two lives, and would wait for this node for ever."""
+    machine = Machine(("memoryd.b", "worker.1"), NodeLimits(max_restarts=0, fail_timeout_s=15.0))
     machine.feed(Tick(), Started(name="memoryd.b", pid=1), Started(name="worker.1", pid=2))
-    assert [type(effect) for effect in machine.exit("worker.1", -9)] == [SendFailed]
+    [failed] = machine.exit("worker.1", -9)
+    assert isinstance(failed, SendFailed)
+    assert machine.exit("memoryd.b", 0) == []
+    for _ in range(14):
+        assert machine.feed(Watched(), Tick(), after_s=1.0) == [failed]
+    if told:
+        answered = machine.feed(ShutdownAsked(reason="it failed", code=4))
+        assert answered == [CloseLink(), Exit(code=4)]
+    else:
+        assert machine.feed(Watched(), Tick(), after_s=1.0) == [failed, Exit(code=4)]
 
 
 def test_a_child_that_never_heard_of_the_end_is_terminated(machine: Machine) -> None:

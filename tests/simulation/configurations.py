@@ -265,7 +265,7 @@ SHAPES = (
         settle="advance",  # the sweep of a split master that overwrites halves which it reads
         extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
     ),
-    Shape(name="two-nodes", nodes=2, workers=1, blocks=2),
+    Shape(name="two-nodes", nodes=2, workers=1, blocks=2, extra=FEW_RESTARTS),
     Shape(
         name="two-nodes-in-place",
         nodes=2,

@@ -199,6 +199,7 @@ class NodeMachine:
             self.phase is not NodePhase.RUNNING
             and self.phase is not NodePhase.ENDED
             and not self._alive()
+            and not self._untold
         ):
             self.phase = NodePhase.ENDED
             effects.append(Exit(code=self.code or self.told_code))
@@ -360,6 +361,8 @@ class NodeMachine:
             if quiet_s > self.limits.hang_s and self.phase is NodePhase.RUNNING:
                 effects += self._replace(SCHEDULERD, f"says nothing for {quiet_s:.0f} s", now_s)
         effects += self._heed_lease(event.heard_s, now_s)
+        if self._untold:
+            effects.append(self._failed())
         self.noted = event.ended is not None
         if event.ended is not None and self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
             effects += self._on_run_ended(event.ended, now_s)
@@ -464,6 +467,8 @@ class NodeMachine:
         self.phase = NodePhase.TERMINATING
         self._forget_starts()
         self.deadline_s = now_s + self.limits.terminate_timeout_s
+        if not left:
+            return [Say(text="the scheduler has not answered: ending all the same")]
         message = f"still running, terminating: {left}"
         return [Say(text=message), *(Terminate(name=name) for name in self._running())]
 
@@ -525,10 +530,19 @@ class NodeMachine:
         nobody_to_tell = scheduler is not None and scheduler.pid is None
         self.deadline_s = now_s + (0.0 if nobody_to_tell else self.limits.fail_timeout_s)
         self._forget_starts()
-        effects: list[Effect] = [Say(text=error)]
-        if nobody_to_tell:
-            return [*effects, LeaveWord(error=error, code=self.code)]
-        return [*effects, SendFailed(error=error, code=self.code, epoch=self.epoch)]
+        word = LeaveWord(error=error, code=self.code) if nobody_to_tell else self._failed()
+        return [Say(text=error), word]
+
+    @property
+    def _untold(self) -> bool:
+        """The node gives up, and the scheduler elsewhere has not answered: it may be between two
+        lives, and would wait for this node.
+        """
+        elsewhere = SCHEDULERD not in self.children
+        return elsewhere and self.phase is NodePhase.FAILING and self.deadline_s is not None
+
+    def _failed(self) -> SendFailed:
+        return SendFailed(error=self.failure, code=self.code, epoch=self.epoch)
 
     def _end(self, now_s: float) -> list[Effect]:
         self.phase, self.run_ended = NodePhase.ENDING, True
