@@ -52,7 +52,9 @@ IDLE_POLL_S = 0.1
 MAX_HELD = 4096
 PRUNE_INTERVAL_S = 1.0
 STUCK_S = 30.0
-"""A turn of the server takes milliseconds. Whoever asks one that hangs gives up after 60 s."""
+"""A turn of the server takes milliseconds. Whoever asks one that hangs gives up after 60 s, or
+after ``cluster.attempt_timeout_s``, and is blamed until the server says that it hangs.
+"""
 MAX_LEASES = 4096
 
 REQUESTS_UNREAD = 64
@@ -108,9 +110,10 @@ class BlockServer:
         host: str,
         access: SocketAccess = OPEN,
         server: str = "memoryd",
+        stuck_s: float = STUCK_S,
     ) -> None:
         """Bind both sockets; ``access``: who may connect to the one on TCP; ``server``: what errors
-        call this process.
+        call this process; ``stuck_s``: a turn that takes longer hangs.
 
         Raises:
             StateError: another process like this one, of this run and node, is alive: it has the
@@ -119,6 +122,7 @@ class BlockServer:
         """
         self._run_id = run_id
         self._server = server
+        self._stuck_s = stuck_s
         self._context: zmq.Context[Any] = world.sockets()
         self._local = self._router()
         own_user_only(self._local)
@@ -179,7 +183,7 @@ class BlockServer:
     @property
     def stuck(self) -> bool:
         """Whether it has stood still for so long that it hangs."""
-        return world.monotonic() - self._turned_s > STUCK_S
+        return world.monotonic() - self._turned_s > self._stuck_s
 
     @property
     def leases(self) -> tuple[Lease, ...]:

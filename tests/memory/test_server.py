@@ -110,7 +110,7 @@ def client(context: zmq.Context[Any]) -> Iterator[BlockClient]:
 def test_a_server_that_stands_still_is_stuck_until_it_turns_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "STUCK_S", 0.5)
+    monkeypatch.setattr(served.server, "_stuck_s", 0.5)
     assert not served.server.stuck
     go_on, stands = threading.Event(), threading.Event()
 
