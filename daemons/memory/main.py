@@ -19,7 +19,7 @@ from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.refill import Partner
 from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
-from penstock.daemons.memory.server import STUCK_S, BlockServer
+from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.service import MemoryService
 from penstock.daemons.preload.heirs import take_heirs
 from penstock.daemons.preload.kinds import TORCH
@@ -83,7 +83,7 @@ def _run(
             run_id=directory.run_id,
             local_address=ipc_address(directory.run_id, node, MEMORY_SOCKET),
             host=config.cluster.nodes[index].host,
-            stuck_s=min(STUCK_S, config.cluster.attempt_timeout_s),
+            attempt_timeout_s=config.cluster.attempt_timeout_s,
             access=socket_access(config, directory.path, node),
         )
         cleanup.callback(server.close)

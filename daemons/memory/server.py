@@ -110,10 +110,10 @@ class BlockServer:
         host: str,
         access: SocketAccess = OPEN,
         server: str = "memoryd",
-        stuck_s: float = STUCK_S,
+        attempt_timeout_s: float = STUCK_S,
     ) -> None:
         """Bind both sockets; ``access``: who may connect to the one on TCP; ``server``: what errors
-        call this process; ``stuck_s``: a turn that takes longer hangs.
+        call this process; ``attempt_timeout_s``: a turn that takes longer hangs, too.
 
         Raises:
             StateError: another process like this one, of this run and node, is alive: it has the
@@ -122,7 +122,7 @@ class BlockServer:
         """
         self._run_id = run_id
         self._server = server
-        self._stuck_s = stuck_s
+        self._stuck_s = min(STUCK_S, attempt_timeout_s)
         self._context: zmq.Context[Any] = world.sockets()
         self._local = self._router()
         own_user_only(self._local)

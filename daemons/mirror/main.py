@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock import _native
 from penstock.daemons.memory.segments import acquire
-from penstock.daemons.memory.server import STUCK_S, BlockServer
+from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.mirror.effects import MirrorEffects
 from penstock.daemons.mirror.machine.machine import MirrorMachine
 from penstock.daemons.mirror.metrics import MirrorMetrics
@@ -84,7 +84,7 @@ def _build(
         run_id=run.run_id,
         local_address=ipc_address(run.run_id, node, MIRROR_SOCKET),
         host=config.cluster.nodes[index].host,
-        stuck_s=min(STUCK_S, config.cluster.attempt_timeout_s),
+        attempt_timeout_s=config.cluster.attempt_timeout_s,
         access=access,
         server="mirrord",
     )
