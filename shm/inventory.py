@@ -36,6 +36,11 @@ class NodeSegments:
     owner: ProcessIdentity | None
     in_use: bool
 
+    @property
+    def keeper(self) -> str:
+        """Returns the node that has them: itself, or who keeps a replica of its state."""
+        return self.node_name.partition(".")[0]
+
 
 def inventory() -> tuple[NodeSegments, ...]:
     """Returns all segments with names like ours, grouped, in order of their names."""

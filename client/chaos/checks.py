@@ -17,6 +17,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.control import Decision
 from penstock.shm.segment import list_segments
 
+Row = tuple[Any, ...]
 _STEP_KEYS = ("phase", "step", "decision", "loss", "lr", "loss_scale", "tokens")
 """What of a line of metrics follows from the data alone."""
 
@@ -29,13 +30,15 @@ hold pays is measured.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """What a finished run did. ``decisions``: decision, version and position of each row of the
-    journal but fillings of memory, oldest first; ``files``: SHA-256 of each file of each saved
-    state but manifests.
+    journal but fillings of memory, oldest first; ``undone``: those of them, and those lines of
+    metrics, that a filling with an older state took back; ``files``: SHA-256 of each file of each
+    saved state but manifests.
     """
 
     steps: int
-    lines: tuple[tuple[Any, ...], ...]
-    decisions: tuple[tuple[Any, ...], ...]
+    lines: tuple[Row, ...]
+    decisions: tuple[Row, ...]
+    undone: frozenset[Row]
     files: dict[str, str]
 
     @classmethod
@@ -45,14 +48,16 @@ class Trained:
         Raises:
             StateError: it is none, or has not saved its last step.
         """
-        files = _files(run_dir)
+        decisions, undone = _decisions(run_dir)
+        lines: dict[bool, list[Row]] = {False: [], True: []}
+        for line in all_metrics(run_dir):
+            lines[line["attempt"] in undone].append(tuple(line.get(key) for key in _STEP_KEYS))
         trained = cls(
             steps=steps,
-            lines=tuple(
-                tuple(line.get(key) for key in _STEP_KEYS) for line in all_metrics(run_dir)
-            ),
-            decisions=_decisions(run_dir),
-            files=files,
+            lines=tuple(lines[False]),
+            decisions=decisions,
+            undone=frozenset((*undone.values(), *lines[True])),
+            files=_files(run_dir),
         )
         if not trained.last_files:
             raise StateError(f"{run_dir}: step {steps} is not saved: the run has not finished")
@@ -79,6 +84,10 @@ def check(run_dir: Path, undisturbed: Trained) -> None:
             for trained in (found, undisturbed)
         )
         _check_rows(f"metrics.jsonl ({phase})", lines, wanted)
+    if otherwise := found.undone - {*undisturbed.decisions, *undisturbed.lines}:
+        raise LostMemberError(
+            f"{run_dir}: steps were otherwise before they were done again: {otherwise}"
+        )
     missing = undisturbed.last_files.keys() - found.files.keys()
     # A run that was asked to end has saved other steps, too.
     other = [
@@ -108,9 +117,7 @@ def check_nothing_left(run_dir: Path) -> None:
         )
 
 
-def _check_rows(
-    source: str, found: tuple[tuple[Any, ...], ...], wanted: tuple[tuple[Any, ...], ...]
-) -> None:
+def _check_rows(source: str, found: tuple[Row, ...], wanted: tuple[Row, ...]) -> None:
     if found == wanted:
         return
     for number, (one, other) in enumerate(zip(found, wanted, strict=False), 1):
@@ -119,22 +126,28 @@ def _check_rows(
     raise LostMemberError(f"{source}: {len(found)} rows, undisturbed {len(wanted)}")
 
 
-def _decisions(run_dir: Path) -> tuple[tuple[Any, ...], ...]:
+def _decisions(run_dir: Path) -> tuple[tuple[Row, ...], dict[int, Row]]:
+    """Returns what was decided, and attempt -> what was decided and taken back."""
     path = run_dir / "journal.sqlite"
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
             rows = journal.execute(
-                "SELECT decision, version, position FROM decisions WHERE decision != ?"
-                " ORDER BY seq",
-                (int(Decision.RESTORE),),
+                "SELECT attempt, decision, version, position FROM decisions ORDER BY seq"
             ).fetchall()
     except sqlite3.Error as error:
         raise StateError(f"{path}: cannot be read as a journal: {error}") from error
-    decisions = []
-    for decision, version, position in rows:
+    standing: list[tuple[int, int, Row]] = []
+    undone: dict[int, Row] = {}
+    for attempt, decision, version, position in rows:
         fields = {k: v for k, v in json.loads(position).items() if k not in _OF_THE_MACHINE}
-        decisions.append((decision, version, tuple(sorted(fields.items()))))
-    return tuple(decisions)
+        place = fields["data_position"]
+        if decision == Decision.RESTORE:
+            undone |= {tried: row for at, tried, row in standing if at > place}
+            standing = [(at, tried, row) for at, tried, row in standing if at <= place]
+        else:
+            row = (decision, version, tuple(sorted(fields.items())))
+            standing.append((place, attempt, row))
+    return tuple(row for _, _, row in standing), undone
 
 
 def _files(run_dir: Path) -> dict[str, str]:

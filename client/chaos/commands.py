@@ -27,6 +27,7 @@ from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
 if TYPE_CHECKING:
     from penstock.client.chaos.campaign import Campaign, Wish
     from penstock.client.chaos.faults import FaultKind
+    from penstock.protocol.config.schema import Config
 
 WIDTH = 120
 PATIENCE_S = 300.0
@@ -79,7 +80,7 @@ def chaos(
         wish = Wish(
             config=config,
             settings=tuple(settings or ()),
-            kinds=_kinds(kinds),
+            kinds=_kinds(kinds, loaded),
             processes=_names(processes),
             seed=chosen,
             faults=faults,
@@ -170,8 +171,10 @@ def _replay(wish: Wish) -> str:
     return shlex.join([*words, "--out", f"{wish.out}-again"])
 
 
-def _kinds(words: str | None) -> frozenset[FaultKind]:
-    """Returns the kinds of faults that are asked for; all that this user may do without that."""
+def _kinds(words: str | None, config: Config) -> frozenset[FaultKind]:
+    """Returns the kinds of faults that are asked for; without that all that this user may do, and
+    that cost no step.
+    """
     from penstock.client.chaos.disks import may_mount
     from penstock.client.chaos.faults import FaultKind
 
@@ -181,7 +184,7 @@ def _kinds(words: str | None) -> frozenset[FaultKind]:
         if not may_mount():
             _say("without disk and shm: only root may mount file systems that can be filled")
             kinds -= mounted
-        return kinds
+        return kinds if config.mirrors else kinds - {FaultKind.LOST}
     try:
         return frozenset(FaultKind(word.strip()) for word in words.split(","))
     except ValueError as error:

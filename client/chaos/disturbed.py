@@ -31,6 +31,7 @@ class Aftermath(StrEnum):
     """What became of a fault."""
 
     RECOVERED = "recovered by itself"
+    WENT_BACK = "went back to a saved step"
     UNHARMED = "went on"
     CONTINUED = "the same command went on"
     REFUSED = "refused"
@@ -92,7 +93,8 @@ class _Watch:
 class DisturbedRun:
     """A run and what happens to it. ``say`` is told each event; ``history`` keeps them.
 
-    ``steps``: of the whole run. ``patience_s``: without a step for so long it hangs.
+    ``steps``: of the whole run. ``patience_s``: without a step for so long it hangs. ``went_back``:
+    how often steps were done again.
     """
 
     command: TrainCommand
@@ -109,6 +111,7 @@ class DisturbedRun:
     process: subprocess.Popen[bytes] = field(init=False)
     step: int = 0
     epoch: int = 0
+    went_back: int = 0
     _tail: MetricsTail = field(init=False)
     _strikes: Strikes = field(init=False)
     _began_s: float = field(init=False)
@@ -140,9 +143,11 @@ class DisturbedRun:
         self._expected = _expected_codes(fault)
         try:
             self._await_instant(fault)
-            step, epoch = self.step, self.epoch
+            step, epoch, went_back = self.step, self.epoch, self.went_back
             self._strikes.carry_out(fault)
             outcome, seconds = self._await_outcome(fault, self._watch())
+            if self.went_back > went_back:
+                outcome = Aftermath.WENT_BACK
         except RunEndedError:
             self.note("the run ended before that")
             return False
@@ -208,6 +213,8 @@ class DisturbedRun:
         """Returns fresh lines of metrics of training; remembers step and epoch."""
         lines = [line for line in self._tail.read() if line["phase"] == "train"]
         for line in lines:
+            done_before = line["step"] - (line["decision"] != "skip")
+            self.went_back += done_before < self.step
             self.step, self.epoch = line["step"], max(self.epoch, int(line["epoch"]))
             self._moved_s = time.monotonic()
         return lines

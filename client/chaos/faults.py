@@ -22,6 +22,7 @@ class Blow(StrEnum):
     DEAFEN = "cut a connection of, unsaid"
     FILL = "fill"
     AGAIN = "start a second time"
+    LOSE = "lose, with its memory and all its processes,"
 
 
 class FaultKind(StrEnum):
@@ -39,6 +40,7 @@ class FaultKind(StrEnum):
     DISK = "disk"
     SHM = "shm"
     SECOND = "second"
+    LOST = "lost"
 
 
 MEANINGS: Mapping[FaultKind, str] = {
@@ -54,6 +56,7 @@ MEANINGS: Mapping[FaultKind, str] = {
     FaultKind.DISK: "the run directory's disk is full for a while",
     FaultKind.SHM: "/dev/shm is full while a process dies, or while the run starts",
     FaultKind.SECOND: "the same command while the run lives",
+    FaultKind.LOST: "a node dies with its memory, and up to three more blows while it comes back",
 }
 
 
@@ -95,7 +98,7 @@ class Strike:
     @property
     def breaks_epoch(self) -> bool:
         """Returns whether nobody can train on in the same epoch; a pause may be short enough."""
-        fatal = self.blow in (Blow.KILL, Blow.STOP, Blow.TERM)
+        fatal = self.blow in (Blow.KILL, Blow.STOP, Blow.TERM, Blow.LOSE)
         return fatal and self.target.partition(".")[0] not in HELPERS
 
 
@@ -155,6 +158,8 @@ class Cast:
             impossible |= {FaultKind.RECOVERY, FaultKind.SEVERAL}
         if not self.members("optimizerd"):
             impossible.add(FaultKind.SWEEP)
+        if not self.members("node"):
+            impossible.add(FaultKind.LOST)
         if self.processes == ("train",):
             impossible.add(FaultKind.STOP)
         if not members - {"train"}:
@@ -192,6 +197,7 @@ KIND_WEIGHTS = {
     FaultKind.DISK: 1,
     FaultKind.SHM: 1,
     FaultKind.SECOND: 2,
+    FaultKind.LOST: 3,
 }
 MOMENT_WEIGHTS = {Moment.STEP: 12, Moment.START: 1, Moment.EVALUATION: 2, Moment.SAVING: 2}
 LONGEST_WAIT_S = {
@@ -260,7 +266,14 @@ def _strikes(
             chosen[_name(source, cast)] = None
         return tuple(Strike(target=name, blow=Blow.KILL, after_s=after_s) for name in chosen)
     if kind is FaultKind.RECOVERY:
-        return _chain(source, cast, after_s)
+        name = _name(source, cast, HELPERS)
+        first = Strike(target=name, blow=Blow.KILL, after_s=after_s)
+        return _chain(source, cast, first, source.randint(1, 5))
+    if kind is FaultKind.LOST:
+        name = source.choice(cast.members("node"))
+        return _chain(
+            source, cast, Strike(target=name, blow=Blow.LOSE, after_s=after_s), source.randint(0, 3)
+        )
     if kind is FaultKind.SWEEP:
         target = source.choice(cast.members("optimizerd"))
         return (Strike(target=target, blow=Blow.KILL, after_s=after_s),)
@@ -282,10 +295,10 @@ def _strikes(
     return (_strike(source, cast, blow, _name(source, cast, spared), after_s),)
 
 
-def _chain(source: random.Random, cast: Cast, after_s: float) -> tuple[Strike, ...]:
-    """Returns a kill, and up to five blows to others while the run recovers."""
-    strikes = [Strike(target=_name(source, cast, HELPERS), blow=Blow.KILL, after_s=after_s)]
-    for _ in range(source.randint(1, 5)):
+def _chain(source: random.Random, cast: Cast, first: Strike, more: int) -> tuple[Strike, ...]:
+    """Returns a blow, and ``more`` to others while the run recovers."""
+    strikes, after_s = [first], first.after_s
+    for _ in range(more):
         after_s += source.uniform(0.02, 1.5)
         target = _name(source, cast, (strikes[-1].target.partition(".")[0],))
         blow = source.choices([Blow.KILL, Blow.PAUSE, Blow.STOP], [12, 2, 1])[0]

@@ -21,9 +21,10 @@ from penstock.client.chaos.processes import members, wait_until_stopped
 from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.control import ControlView
+from penstock.shm.inventory import inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import segment_name
-from penstock.shm.segment import Segment, SegmentError
+from penstock.shm.segment import Segment, SegmentError, unlink
 
 APPEAR_TIMEOUT_S = 120.0
 """A process that was struck before is replaced within this."""
@@ -34,6 +35,7 @@ _SIGNALS = {
     Blow.PAUSE: signal.SIGSTOP,
     Blow.STOP: signal.SIGSTOP,
     Blow.TERM: signal.SIGTERM,
+    Blow.LOSE: signal.SIGKILL,
 }
 
 
@@ -119,6 +121,8 @@ class Strikes:
                         self._cut(strike)
                     case _:
                         victim = victims.enter_context(self._victim(strike.target))
+                        if strike.blow is Blow.LOSE:
+                            self._lose_memory(strike.target)
                         self._signal(victim, strike)
                         if strike.blow is Blow.PAUSE:
                             until_s = time.monotonic() + strike.seconds
@@ -149,6 +153,16 @@ class Strikes:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         self.scene.note(f"step {self.scene.step}: {strike.blow} {strike.target}")
+
+    def _lose_memory(self, target: str) -> None:
+        """Removes the names of all that a node has in shared memory. Its processes, which have that
+        mapped, die with it.
+        """
+        run_id, node = RunDirectory(self.scene.command.run_dir).run_id, target.partition(".")[2]
+        for entry in inventory():
+            if (entry.run_id, entry.keeper) == (run_id, node):
+                for name in entry.names:
+                    unlink(name)
 
     def _wake(self, wakes: list[tuple[float, int, str]]) -> None:
         for until_s, victim, target in sorted(wakes):

@@ -16,6 +16,7 @@ _BY_TARGET = (FaultKind.KILL, FaultKind.PAUSE, FaultKind.STOP)
 
 _HEADINGS = {
     Aftermath.RECOVERED: "recovered",
+    Aftermath.WENT_BACK: "went back",
     Aftermath.UNHARMED: "went on",
     Aftermath.CONTINUED: "same command",
     Aftermath.REFUSED: "refused",

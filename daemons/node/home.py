@@ -194,8 +194,7 @@ def remove_memory(run_id: str, node_name: str) -> bool:
 def _remove(run_id: str, node_name: str, worthless: Callable[[NodeSegments], bool]) -> bool:
     found = False
     for entry in inventory():
-        # A node's own memory, and the replica that it keeps of another one's.
-        ours = (entry.run_id, entry.node_name.partition(".")[0]) == (run_id, node_name)
+        ours = (entry.run_id, entry.keeper) == (run_id, node_name)
         if ours and not entry.in_use and worthless(entry):
             found = True
             for name in entry.names:

@@ -75,6 +75,10 @@ def test_what_is_drawn_can_be_carried_out() -> None:
             assert not fault.targets <= HELPERS
             moments = [strike.after_s for strike in fault.strikes]
             assert moments == sorted(moments) and 2 <= len(moments) <= 6
+        if fault.kind is FaultKind.LOST:
+            first, *more = fault.strikes
+            assert (first.target, first.blow) == ("node.a", Blow.LOSE) and len(more) <= 3
+            assert Blow.LOSE not in {strike.blow for strike in more}
 
 
 def test_only_what_a_run_does_is_waited_for() -> None:
@@ -90,12 +94,13 @@ def test_of_few_processes_only_possible_kinds_are_drawn() -> None:
         return Cast(names=names, heartbeat_timeout_s=2.0, gap_steps=0, evaluates=True, saves=True)
 
     every = frozenset(FaultKind)
-    missing = {FaultKind.RECOVERY, FaultKind.SEVERAL, FaultKind.SWEEP}
+    missing = {FaultKind.RECOVERY, FaultKind.SEVERAL, FaultKind.SWEEP, FaultKind.LOST}
     assert cast("worker.0", "worker.1").possible(every) == every - missing
     assert FaultKind.STOP not in cast("train").possible(every)
     assert FaultKind.CLOSED not in cast("train", "metricsd.a").possible(every)
     two = cast("memoryd.a", "optimizerd.a")
-    assert two.possible(every) == every
+    assert two.possible(every) == every - {FaultKind.LOST}
+    assert FaultKind.LOST in cast("train", "node.a").possible(every)
     source = random.Random(4)
     faults = [draw(source, two, two.possible(every)) for _ in range(500)]
     own = {"memoryd", "optimizerd"}
@@ -110,6 +115,7 @@ def test_of_few_processes_only_possible_kinds_are_drawn() -> None:
         ("worker.0", Blow.KILL, True),
         ("memoryd.a", Blow.STOP, True),
         ("train", Blow.TERM, True),
+        ("node.b", Blow.LOSE, True),
         ("schedulerd", Blow.PAUSE, False),
         ("metricsd.a", Blow.KILL, False),
         ("preload-torch.a", Blow.STOP, False),

@@ -48,6 +48,37 @@ def test_faults_are_struck_counted_and_leave_the_same_bytes(
     assert not (out / "run-1").exists(), "a run that is as it should be is not kept"
 
 
+@pytest.mark.timeout(180)
+def test_a_run_whose_memory_is_lost_does_steps_again_with_the_same_outcome(
+    runner: Any, plain_run: Path, tmp_path: Path
+) -> None:
+    """One node, so nobody has a replica."""
+    out = tmp_path / "chaos"
+    options = {
+        "--kinds": "lost",
+        "--faults": "2",
+        "--seed": "3",
+        "--reference": str(plain_run),
+        "--out": str(out),
+    }
+    words = [word for option in options.items() for word in option]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "penstock.client.main",
+            "chaos",
+            str(runner.configure("run", PLAIN)),
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    entries = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
+    assert "went back to a saved step" in {entry["outcome"] for entry in entries}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_an_interrupted_campaign_ends_its_run(runner: Any, plain_run: Path, tmp_path: Path) -> None:
@@ -116,6 +147,56 @@ def test_a_lost_or_repeated_step_is_found(
         journal.execute(statement.format(columns=columns))
         journal.commit()
     with pytest.raises(LostMemberError, match=rf"journal\.sqlite: .*{message}"):
+        check(copied, Trained.of(plain_run, STEPS))
+
+
+def go_back_and_do_again(run_dir: Path, version: int) -> None:
+    """As if the memory of the finished run had been lost at its end: it was filled with the state
+    after ``version``, and the steps from there were done again.
+    """
+    with closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
+        journal.row_factory = sqlite3.Row
+        rows = [dict(row) for row in journal.execute("SELECT * FROM decisions ORDER BY seq")]
+        last = rows[-1]
+        [place] = [row["position"] for row in rows[1:] if row["version"] == version]
+        filling = {**rows[0], "version": version, "attempt": last["attempt"], "position": place}
+        again = [
+            {**row, "attempt": row["attempt"] + last["attempt"]}
+            for row in rows
+            if row["version"] > version
+        ]
+        for seq, row in enumerate([filling, *again], last["seq"] + 1):
+            row["seq"] = seq
+            journal.execute(
+                f"INSERT INTO decisions VALUES ({', '.join('?' * len(row))})", [*row.values()]
+            )
+        journal.commit()
+    path = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    again = [line for line in lines if line["step"] > version]
+    lines += [{**line, "attempt": line["attempt"] + last["attempt"]} for line in again]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_steps_may_be_done_again_after_a_restore(plain_run: Path, copied: Path) -> None:
+    go_back_and_do_again(copied, STEPS - 3)
+    check(copied, Trained.of(plain_run, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [(STEPS - 1, "were otherwise before they were done again: .*0.5"), (-1, r"row \d+ is .*0.5")],
+    ids=["before", "again"],
+)
+def test_steps_that_are_done_again_otherwise_are_found(
+    plain_run: Path, copied: Path, which: int, message: str
+) -> None:
+    go_back_and_do_again(copied, STEPS - 3)
+    path = copied / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[which]["lr"] = 0.5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(LostMemberError, match=message):
         check(copied, Trained.of(plain_run, STEPS))
 
 

@@ -52,8 +52,7 @@ class MachineMemory:
         held = sum(
             entry.num_bytes
             for entry in inventory()
-            if entry.run_id == run_id
-            and (nodes is None or entry.node_name.partition(".")[0] in nodes)
+            if entry.run_id == run_id and (nodes is None or entry.keeper in nodes)
         )
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         try:
