@@ -197,7 +197,7 @@ KIND_WEIGHTS = {
     FaultKind.DISK: 1,
     FaultKind.SHM: 1,
     FaultKind.SECOND: 2,
-    FaultKind.LOST: 3,
+    FaultKind.LOST: 8,
 }
 MOMENT_WEIGHTS = {Moment.STEP: 12, Moment.START: 1, Moment.EVALUATION: 2, Moment.SAVING: 2}
 LONGEST_WAIT_S = {

@@ -54,6 +54,7 @@ BASE: dict[str, Any] = {
     },
 }
 TWO_NODES = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}
+MIRRORED = {"cluster": TWO_NODES, "memory": {"mirror": "partner"}}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "spipe on two nodes": {
@@ -118,6 +119,32 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "never speculating": {"optimizer": {"speculate": "never"}},
     "1f1b, unclipped": {"train": {"clip_grad_norm": None}},
+    "mirrored": {"model": {"hf": {"tie_word_embeddings": True}}, **MIRRORED},
+    "mirrored, fp16 with skips": {
+        "model": {"dtype": "fp16"},
+        "train": {"max_skips": 40},
+        "optimizer": {
+            "initial_loss_scale": 2.0**26,
+            "loss_scale_growth_interval": 6,
+            "grad_dtype": "fp16",
+        },
+        **MIRRORED,
+    },
+    "mirrored, split master": {
+        "model": {"dtype": "bf16"},
+        "optimizer": {"master": "split", "settle": "early", "grad_dtype": "bf16"},
+        "schedule": {"scheme": "spipe"},
+        **MIRRORED,
+    },
+    "mirrored, updates on devices": {
+        "schedule": {"passes": ["interleave-updates"], "update_stride": 2},
+        **MIRRORED,
+    },
+    "mirrored replicas, frozen": {
+        "train": {"freeze": ["embed_tokens", "layers.1."]},
+        "schedule": {"scheme": "gpipe", "replicas": 2},
+        **MIRRORED,
+    },
 }
 """Of all steps of a run some are clipped, unless nothing is."""
 
