@@ -23,6 +23,7 @@ from penstock.planner.configured import build_plan
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
+from tests.simulation.files import REMOVED
 
 NUM_TOKENS = 4096
 VOCABULARY = 61
@@ -382,5 +383,5 @@ def clean(path: Path) -> None:
     for name in ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"):
         (path / name).unlink(missing_ok=True)
     (path / "ended.json").unlink(missing_ok=True)
-    for name in ("state", "trace", "metrics", "removed"):
+    for name in ("state", "trace", "metrics", REMOVED):
         shutil.rmtree(path / name, ignore_errors=True)

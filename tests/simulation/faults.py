@@ -407,7 +407,8 @@ class Injector:
         as it is asked to settle.
         """
         if dice.random() < 0.5:
-            self._cluster.history.at_settle.append(lambda: self._hang_before_it_settles(dice))
+            settles = self._cluster.history.at_settle
+            settles.append(lambda: self._hang_one_of(("optimizerd",), dice, aim="main"))
             return
         self._hang_at(self._cluster.history.at_save, ("memoryd", "optimizerd"), dice)
 
@@ -415,16 +416,15 @@ class Injector:
         self, moment: list[Callable[[], None]], kinds: tuple[str, ...], dice: random.Random
     ) -> None:
         def strike() -> None:
-            victims = [p for p in self._cluster.living if p.kind in kinds]
-            self._hang_one(dice.choice(victims) if victims else None, dice, aim="at work")
+            self._hang_one_of(kinds, dice, aim="at work")
 
         moment.append(
             lambda: self._kernel.after(dice.random() * dice.choice((0.5e-3, 4e-3)), strike)
         )
 
-    def _hang_before_it_settles(self, dice: random.Random) -> None:
-        victims = [p for p in self._cluster.living if p.kind == "optimizerd"]
-        self._hang_one(dice.choice(victims) if victims else None, dice, aim="main")
+    def _hang_one_of(self, kinds: tuple[str, ...], dice: random.Random, aim: str) -> None:
+        victims = [p for p in self._cluster.living if p.kind in kinds]
+        self._hang_one(dice.choice(victims) if victims else None, dice, aim)
 
     def _hang_one(self, victim: Process | None, dice: random.Random, aim: str = "") -> None:
         """A directory of saved states that hangs is for people to mend."""
