@@ -26,8 +26,6 @@ from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import segment_name
 from penstock.shm.segment import Segment, SegmentError, unlink
 
-APPEAR_TIMEOUT_S = 120.0
-"""A process that was struck before is replaced within this."""
 SECOND_START_TIMEOUT_S = 60.0
 _IN_SWEEP_S = 0.3
 _SIGNALS = {
@@ -46,6 +44,7 @@ class Scene(Protocol):
     process: subprocess.Popen[bytes]
     source: random.Random
     disks: Mapping[str, Disk]
+    patience_s: float
     step: int
 
     def note(self, what: str) -> None:
@@ -190,7 +189,7 @@ class Strikes:
                 self.struck[target] = pid
             return bool(descriptors)
 
-        self.scene.wait(opened, f"{target} to be there", limit_s=APPEAR_TIMEOUT_S)
+        self.scene.wait(opened, f"{target} to be there", limit_s=self.scene.patience_s)
         try:
             yield descriptors[0]
         finally:
@@ -228,7 +227,7 @@ class Strikes:
                 chosen.append(there[int(strike.which * len(there))])
             return bool(chosen)
 
-        self.scene.wait(found, f"a connection of {strike.target}", limit_s=APPEAR_TIMEOUT_S)
+        self.scene.wait(found, f"a connection of {strike.target}", limit_s=self.scene.patience_s)
         try:
             if deaf:
                 pids = members(self.scene.command.run_dir).values()
