@@ -60,12 +60,12 @@ def table_of(title: str, entries: Iterable[Entry]) -> Table:
     for words, found in rows_of(entries).items():
         counts = [sum(e["outcome"] == outcome for e in found) for outcome in _HEADINGS]
         times = [float(e["seconds"]) for e in found if e["outcome"] != Aftermath.ENDED]
-        cells = [f"{statistics.median(times):.2f}", f"{percentile(times, 0.99):.2f}"]
+        measured = (statistics.median(times), percentile(times, 0.99)) if times else ()
         table.add_row(
             words,
             str(len(found)),
             *(str(count or "") for count in counts),
-            *(cells if times else ["", ""]),
+            *(f"{seconds:.2f}" for seconds in measured),
         )
     return table
 

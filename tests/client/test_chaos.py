@@ -283,6 +283,15 @@ def test_the_table_has_a_row_for_each_kind_and_sets_deadlines_apart() -> None:
     assert line.split() == ["kill", "worker", "2", "2", "2.00", "3.00"]
 
 
+def test_a_row_of_faults_behind_the_last_step_has_no_times() -> None:
+    ended = entry(FaultKind.KILL, "metricsd", 0.6, outcome="the run had ended well")
+    console = Console(width=110)
+    with console.capture() as captured:
+        console.print(*tables_of([ended]))
+    [line] = [line for line in captured.get().splitlines() if line.startswith("kill metricsd")]
+    assert line.split() == ["kill", "metricsd", "1", "1"]
+
+
 def test_percentiles_are_values_that_were_measured() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([float(n) for n in range(1, 201)], 0.99) == 198.0
