@@ -131,7 +131,8 @@ class Cluster:
             try:
                 code = int(main(process) or 0)
             except PenstockError as error:
-                kernel.note("stops", name, str(error)[:200])
+                said = str(error).replace(f"{self.run.path}/", "")  # another one in each process
+                kernel.note("stops", name, said[:200])
                 code = int(error.exit_code)
                 self.history.gave_up(name, str(error))
             process.last_point = "ended"

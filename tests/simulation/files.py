@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import penstock.protocol.run.files as files_module
@@ -30,6 +31,8 @@ from tests.simulation.kernel import Kernel, Machine, Process
 
 REMOVED = "removed"
 """The folder beside ``state`` with what was removed, until no power cut brings it back."""
+ROOM_BYTES, BLOCK_BYTES = 1 << 30, 4096
+"""What a disk that is not full has free, and in blocks of how many bytes it counts that."""
 _NAMED = re.compile(r"step-\d{8}")
 _create, _write = Disk.create, Disk.write
 _rename, _make_directory = Disk.rename, Disk.make_directory
@@ -53,8 +56,8 @@ class Unsynced:
 
 
 class Files:
-    """What stands in the place of :class:`penstock.daemons.memory.disk.Disk`, and of ``os.write``.
-    Files and directories are known by their inodes, as they change their names.
+    """What stands in the place of :class:`penstock.daemons.memory.disk.Disk`, of ``os.write`` and
+    of ``os.statvfs``. Files and directories are known by their inodes, as they change their names.
     """
 
     def __init__(self, path: Path, kernel: Kernel, history: History, disk: JournalDisk) -> None:
@@ -128,6 +131,11 @@ class Files:
                 self._need_room(self._path)
             content = content[: len(content) // 2]
         return os.write(descriptor, content)
+
+    def room(self) -> SimpleNamespace:
+        """``os.statvfs``: what the real disk has free depends on everybody's files, and is said."""
+        blocks = 0 if self._disk.full_beside else ROOM_BYTES // BLOCK_BYTES
+        return SimpleNamespace(f_bavail=blocks, f_frsize=BLOCK_BYTES)
 
     # ---- what must hold ----
 
@@ -263,7 +271,7 @@ def _asked(name: str) -> Callable[..., Any]:
 
 
 class _Os:
-    """The module ``os`` of who appends lines."""
+    """The module ``os`` of who appends lines, and says how much room there is."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -275,6 +283,11 @@ class _Os:
             return os.write(descriptor, content)
         written: int = cluster.files.append(descriptor, content)
         return written
+
+    def statvfs(self, path: Path) -> Any:
+        found: Any = world.here()
+        cluster = getattr(found, "cluster", None)
+        return os.statvfs(path) if cluster is None else cluster.files.room()
 
 
 _real_complete = SavedStates.complete

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.protocol.run.files import no_room
 from tests.simulation.disk import Disk
-from tests.simulation.files import Files
+from tests.simulation.files import Files, replace_files
 from tests.simulation.history import History
 from tests.simulation.kernel import Kernel, Machine, Process
 
@@ -102,3 +104,17 @@ def test_a_complete_state_must_outlive_a_power_cut(scene: Scene, fate: int) -> N
     scene.files.completed(named, keep=1)
     scene.cut(fate)
     assert bool(scene.kernel.violations) is not named.exists()
+
+
+def test_how_much_room_is_left_is_the_simulated_disk_s(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the real one has left is said in errors, and changes from run to run of a seed."""
+    replace_files(monkeypatch.setattr)
+    cluster: Any = SimpleNamespace(cluster=SimpleNamespace(files=scene.files))
+    scene.here.enter(cluster)
+    said = []
+    for full in (True, False):
+        scene.disk.full_beside = full
+        said.append(str(scene.here.context.run(no_room, scene.state, 1)))
+    assert " 0 are free" in said[0] and " 1,073,741,824 are free" in said[1]

@@ -42,11 +42,17 @@ def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones(first: int) -
 
 
 @pytest.mark.timeout(120)
-def test_a_seed_is_a_life_that_can_be_told_again() -> None:
-    """Replayed in another process it leaves the same list of events."""
-    told = run("replay", "10")
-    assert told == run("replay", "10")
-    assert "decided  COMMIT" in told
+@pytest.mark.parametrize(
+    ("seed", "shows"),
+    [(("10",), "decided  COMMIT"), (("43", "--kind", "full disk"), "stops  schedulerd")],
+)
+def test_a_seed_is_a_life_that_can_be_told_again(seed: tuple[str, ...], shows: str) -> None:
+    """Replayed in another process it leaves the same list of events. What a scheduler says that
+    stops at a full disk names a file, and how much room there is.
+    """
+    told = run("replay", *seed)
+    assert told == run("replay", *seed)
+    assert shows in told
 
 
 @pytest.mark.timeout(120)
