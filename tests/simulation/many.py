@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -145,24 +146,31 @@ def _run_undisturbed(laboratory: Any, shapes: Collection[str], totals: Totals) -
 def _live(laboratory: Any, seed: int, kinds: tuple[str, ...], totals: Totals) -> None:
     from tests.simulation.simulate import run_seed
 
-    with contextlib.redirect_stderr(io.StringIO()):
-        outcome = run_seed(laboratory, seed, kinds)
-        if seed % TWICE_EVERY == 0:
-            totals.twice += 1
-            again = run_seed(laboratory, seed, kinds)
-            if again.digest != outcome.digest:
-                outcome.violations.append("a second run left another trace")
     totals.seeds += 1
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            outcome = run_seed(laboratory, seed, kinds)
+            if seed % TWICE_EVERY == 0:
+                totals.twice += 1
+                again = run_seed(laboratory, seed, kinds)
+                if again.digest != outcome.digest:
+                    outcome.violations.append("a second run left another trace")
+    except Exception:  # of the simulation itself: what other seeds gave must not go with it
+        _violated(totals, seed, "unknown", traceback.format_exc())
+        return
     totals.cpu_s += outcome.cpu_s
     totals.delays += outcome.delays
     totals.effective += outcome.effective
     totals.rare += outcome.rare
     totals.shapes[outcome.shape] += 1
     if outcome.violations:
-        said = outcome.violations[0]
-        totals.failed.append((seed, outcome.shape, said))
-        print(
-            f"VIOLATION seed {seed} ({outcome.shape}): {said[-1500:]}\n"
-            f"  replay: python -m tests.simulation replay {seed}",
-            flush=True,
-        )
+        _violated(totals, seed, outcome.shape, outcome.violations[0])
+
+
+def _violated(totals: Totals, seed: int, shape: str, said: str) -> None:
+    totals.failed.append((seed, shape, said))
+    print(
+        f"VIOLATION seed {seed} ({shape}): {said[-1500:]}\n"
+        f"  replay: python -m tests.simulation replay {seed}",
+        flush=True,
+    )

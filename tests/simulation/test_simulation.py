@@ -7,9 +7,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.simulation import many, simulate
 from tests.simulation.rare import PULLED
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +56,26 @@ def test_a_seed_is_a_life_that_can_be_told_again(seed: tuple[str, ...], shows: s
     told = run("replay", *seed)
     assert told == run("replay", *seed)
     assert shows in told
+
+
+def test_a_seed_that_the_simulation_fails_on_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lived = simulate.run_seed
+
+    def run_seed(laboratory: Any, seed: int, kinds: tuple[str, ...]) -> simulate.Outcome:
+        if seed == 11:
+            raise ZeroDivisionError
+        return lived(laboratory, seed, kinds)
+
+    monkeypatch.setattr(simulate, "run_seed", run_seed)
+    monkeypatch.setattr(
+        many, "gc", SimpleNamespace(freeze=int, set_threshold=max)
+    )  # of this process
+    totals = many.work([10, 11])
+    assert totals.seeds == 2 and totals.faults > 0
+    ((seed, _, said),) = totals.failed
+    assert seed == 11 and "ZeroDivisionError" in said
 
 
 @pytest.mark.timeout(120)

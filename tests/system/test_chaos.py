@@ -22,29 +22,32 @@ from tests.system.conftest import PLAIN
 STEPS = int(PLAIN["train"]["steps"])
 
 
-@pytest.mark.timeout(180)
-def test_faults_are_struck_counted_and_leave_the_same_bytes(
-    runner: Any, plain_run: Path, tmp_path: Path
-) -> None:
-    config = runner.configure("run", PLAIN)
-    out = tmp_path / "chaos"
-    options = {
-        "--kinds": "kill,second,closed",
-        "--faults": "3",
-        "--seed": "8",
-        "--reference": str(plain_run),
-        "--out": str(out),
-    }
-    words = [word for option in options.items() for word in option]
+def struck(runner: Any, out: Path, reference: Path, *options: str) -> tuple[str, list[str]]:
+    """Run a campaign on a plain run, which must pass; returns what it says and its outcomes."""
+    config = str(runner.configure("run", PLAIN))
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.client.main", "chaos", str(config), *words],
+        [
+            *(sys.executable, "-m", "penstock.client.main", "chaos", config),
+            *(f"--reference={reference}", f"--out={out}", *options),
+        ],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "seed 8: equal bytes, no step lost or repeated, nothing left over" in done.stdout
-    entries = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
-    assert len(entries) >= 3
+    lines = (out / "faults.jsonl").read_text().splitlines()
+    return done.stdout, [json.loads(line)["outcome"] for line in lines]
+
+
+@pytest.mark.timeout(180)
+def test_faults_are_struck_counted_and_leave_the_same_bytes(
+    runner: Any, plain_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "chaos"
+    said, outcomes = struck(
+        runner, out, plain_run, "--kinds=kill,second,closed", "--faults=3", "--seed=8"
+    )
+    assert "seed 8: equal bytes, no step lost or repeated, nothing left over" in said
+    assert len(outcomes) >= 3
     assert not (out / "run-1").exists(), "a run that is as it should be is not kept"
 
 
@@ -53,30 +56,10 @@ def test_a_run_whose_memory_is_lost_does_steps_again_with_the_same_outcome(
     runner: Any, plain_run: Path, tmp_path: Path
 ) -> None:
     """One node, so nobody has a replica."""
-    out = tmp_path / "chaos"
-    options = {
-        "--kinds": "lost",
-        "--faults": "2",
-        "--seed": "3",
-        "--reference": str(plain_run),
-        "--out": str(out),
-    }
-    words = [word for option in options.items() for word in option]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "penstock.client.main",
-            "chaos",
-            str(runner.configure("run", PLAIN)),
-            *words,
-        ],
-        capture_output=True,
-        text=True,
+    _, outcomes = struck(
+        runner, tmp_path / "chaos", plain_run, "--kinds=lost", "--faults=2", "--seed=3"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    entries = [json.loads(line) for line in (out / "faults.jsonl").read_text().splitlines()]
-    assert "went back to a saved step" in {entry["outcome"] for entry in entries}
+    assert "went back to a saved step" in outcomes
 
 
 @pytest.mark.slow

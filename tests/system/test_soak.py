@@ -55,6 +55,15 @@ BASE: dict[str, Any] = {
 }
 TWO_NODES = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}
 MIRRORED = {"cluster": TWO_NODES, "memory": {"mirror": "partner"}}
+SKIPPING: dict[str, Any] = {
+    "model": {"dtype": "fp16"},
+    "train": {"max_skips": 40},
+    "optimizer": {
+        "initial_loss_scale": 2.0**26,
+        "loss_scale_growth_interval": 6,
+        "grad_dtype": "fp16",
+    },
+}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "spipe on two nodes": {
@@ -62,15 +71,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "schedule": {"scheme": "spipe"},
         "cluster": TWO_NODES,
     },
-    "fp16 with skips": {
-        "model": {"dtype": "fp16"},
-        "train": {"max_skips": 40},
-        "optimizer": {
-            "initial_loss_scale": 2.0**26,
-            "loss_scale_growth_interval": 6,
-            "grad_dtype": "fp16",
-        },
-    },
+    "fp16 with skips": SKIPPING,
     "mobius, frozen": {
         "train": {"freeze": ["embed_tokens", "layers.1."]},
         "schedule": {"scheme": "mobius"},
@@ -120,16 +121,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "never speculating": {"optimizer": {"speculate": "never"}},
     "1f1b, unclipped": {"train": {"clip_grad_norm": None}},
     "mirrored": {"model": {"hf": {"tie_word_embeddings": True}}, **MIRRORED},
-    "mirrored, fp16 with skips": {
-        "model": {"dtype": "fp16"},
-        "train": {"max_skips": 40},
-        "optimizer": {
-            "initial_loss_scale": 2.0**26,
-            "loss_scale_growth_interval": 6,
-            "grad_dtype": "fp16",
-        },
-        **MIRRORED,
-    },
+    "mirrored, fp16 with skips": {**SKIPPING, **MIRRORED},
     "mirrored, split master": {
         "model": {"dtype": "bf16"},
         "optimizer": {"master": "split", "settle": "early", "grad_dtype": "bf16"},
