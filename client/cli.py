@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -147,8 +147,9 @@ class Command(TyperCommand):
         Raises:
             BadParameter: a key of the configuration is given without ``--set``; says what would do.
         """
-        if any("--set" in option.opts for option in self.params):
-            settings = bare_settings(args)
+        own = {name for option in self.params for name in option.opts}
+        if "--set" in own:
+            settings = bare_settings(args, own)
             if settings:
                 raise typer.BadParameter(
                     f"keys of the configuration are changed with --set; write {' '.join(settings)}",
@@ -157,14 +158,15 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def bare_settings(words: list[str]) -> list[str]:
+def bare_settings(words: list[str], own: Collection[str] = ()) -> list[str]:
     """Returns the options that were meant by ``train.steps=5``, ``--train.steps=5``,
-    ``--train.steps 5`` or ``steps=5``; none for other words.
+    ``--train.steps 5`` or ``steps=5``; none for other words, nor for a command's ``own`` options:
+    ``penstock chaos`` has a ``--seed``, too.
     """
     found = []
     for before, word, after in zip(["", *words], words, [*words[1:], "VALUE"], strict=False):
         match = _SETTING.fullmatch(word)
-        if match is None or before == "--set":
+        if match is None or before == "--set" or word.partition("=")[0] in own:
             continue
         key, value = match.groups()
         if value is None and word.startswith("--") and "." in key:

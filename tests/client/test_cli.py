@@ -133,6 +133,14 @@ def test_settings_without_set_say_what_was_meant(
     assert "write --set train.steps=5" in done.stderr
 
 
+def test_a_commands_own_option_is_none_of_the_configuration(tmp_path: Path) -> None:
+    """``run.seed`` is a key; ``--seed=8`` was taken for it."""
+    missing = tmp_path / "missing.yaml"
+    done = CliRunner().invoke(app, ["chaos", str(missing), "--seed=8"])
+    assert done.exit_code == 2
+    assert "--set" not in done.stderr and "missing.yaml" in done.stderr
+
+
 def test_only_bare_settings_are_taken_for_some() -> None:
     words = ["a.yaml", "--set", "train.steps=5", "--set=run.seed=1", "--run-dir", "x.y=z", "b=1"]
     assert bare_settings(words) == []
