@@ -366,11 +366,7 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        if self._file is not None and _identity(self.path) != self._file:
-            raise StateError(
-                f"{self.path}: is not the file any more that this scheduler writes to: it was moved"
-                " or replaced while the run goes on; put it back"
-            )
+        self._must_be_in_place()
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             yield
@@ -381,6 +377,14 @@ class Journal:
             if isinstance(error, sqlite3.Error):
                 raise self._explained("cannot be written", error) from error
             raise
+        self._must_be_in_place()  # before anybody hears of a row that is in another file
+
+    def _must_be_in_place(self) -> None:
+        if self._file is not None and _identity(self.path) != self._file:
+            raise StateError(
+                f"{self.path}: is not the file any more that this scheduler writes to: it was moved"
+                " or replaced while the run goes on; put it back"
+            )
 
     def _explained(self, what: str, error: Exception) -> PenstockError:
         """Returns the error to raise: SQLite has many codes for what a full disk does to it."""

@@ -78,6 +78,23 @@ def test_a_journal_that_was_moved_away_is_written_no_more(tmp_path: Path) -> Non
             journal.decide(commit(2))
 
 
+def test_a_row_that_is_written_as_the_journal_is_replaced_is_told_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy does not have it, and the next scheduler reads the copy."""
+    path = tmp_path / "j.sqlite"
+
+    def restore(journal: Journal, line: str) -> None:
+        shutil.copy(path, tmp_path / "backup")
+        (tmp_path / "backup").replace(path)
+
+    with closing(Journal(path, RUN_ID)) as journal:
+        journal.decide(commit(1))
+        monkeypatch.setattr(Journal, "_append_line", restore)
+        with pytest.raises(StateError, match="moved or replaced"):
+            journal.decide(commit(2))
+
+
 def fill(folder: Path, versions: range) -> None:
     """Steps in a journal and in the metrics beside it, as a scheduler writes them."""
     with closing(Journal(folder / "journal.sqlite", RUN_ID)) as journal:
