@@ -208,8 +208,10 @@ class Files:
             yield from sorted(path for path in state.iterdir() if path.is_dir())
 
     def _unmake(self, path: Path, process: Process) -> None:
-        """A directory is not on disk; where others have put files into it, it is."""
-        own = all(
+        """A directory is not on disk; where others have put files into it, it is. Or it has another
+        name by now, which a machine gave it that has power.
+        """
+        own = path.exists() and all(
             self._unsynced[_inode(file)].machine is process.machine
             for file in path.iterdir()
             if _inode(file) in self._unsynced
