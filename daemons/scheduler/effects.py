@@ -213,7 +213,10 @@ class SchedulerEffects:
 
     def _note_end(self, effect: NoteEnd) -> None:
         self._metrics.ended(effect.code)
-        leave_word(self._run_dir, effect)
+        try:
+            self._metrics_file.catch_up()  # once the end is noted no scheduler comes that would
+        finally:
+            leave_word(self._run_dir, effect)
 
     def _exit(self, effect: Exit) -> None:
         self.exit = effect

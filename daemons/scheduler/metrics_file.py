@@ -70,10 +70,18 @@ class MetricsFile:
         if was_behind and not self._behind:
             _log.warning("%s: complete again, %d lines came late", self._path, len(lines))
 
-    def close(self) -> None:
-        """Close the file, with what could not be written before: nobody may come after this."""
+    def catch_up(self) -> None:
+        """Write what could not be written before: nobody may come after this.
+
+        Raises:
+            StateError: the journal cannot be read.
+        """
         if self._behind:
             self._write(self._journal.lines_after(self._last) or [])
+
+    def close(self) -> None:
+        """Close the file, with what could not be written before."""
+        self.catch_up()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -9,22 +9,26 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from penstock.daemons.scheduler.effects import SchedulerEffects
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import (
     CompleteSave,
     JournalDecision,
     JournalEpoch,
     JournalEvaluation,
+    NoteEnd,
     SavedState,
 )
 from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.protocol.errors import CapacityError, StateError
+from penstock.protocol.errors import CapacityError, ExitCode, StateError
+from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.seal import with_checksum
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_position, make_record
@@ -334,6 +338,34 @@ def test_the_last_metrics_come_with_the_end(tmp_path: Path) -> None:
     metrics.close()
     journal.close()
     assert path.read_text() == line + "\n"
+
+
+def test_the_last_metrics_are_there_before_the_end_is_noted(tmp_path: Path) -> None:
+    """A scheduler that dies of its last messages closes no file, and none comes after it."""
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, journal)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal.decide(commit(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
+    try:
+        metrics.reconcile()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == ""
+    others = ("service", "saved", "disk_thread", "metrics", "times", "trace", "myself", "inputs")
+    effects = SchedulerEffects(
+        run_dir=tmp_path,
+        journal=journal,
+        metrics_file=metrics,
+        **{name: MagicMock() for name in others},
+    )
+    end = NoteEnd(reason="done", code=ExitCode.DONE, keep_memory=False, failed=False)
+    effects.carry_out([end])
+    assert path.read_text() == journal.lines_after("")[0] + "\n"  # type: ignore[index]
+    assert RunEnd.read(tmp_path) is not None
+    metrics.close()
+    journal.close()
 
 
 def test_a_journal_without_room_is_an_error_and_goes_on_later(tmp_path: Path) -> None:
