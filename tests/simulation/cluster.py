@@ -100,6 +100,8 @@ class Cluster:
         self.scheduler_process: Process | None = None
         self.excused: set[int] = set()
         self._next_pid = 100
+        self._end_before: RunEnd | None = None
+        """How the run had ended when it last began again; the note may be there for a while."""
         self._insisted = False
         self._killed_s = float("inf")
         """When who signalled all nodes is going to kill everything."""
@@ -192,34 +194,34 @@ class Cluster:
         elif code >= 0:
             self.codes[index] = code
         elif self.restart_nodes:  # the same command again
-            delay_s, died_in = 0.3 + self.kernel.random.random(), self.beginnings
-            self.kernel.after(delay_s, lambda: self._start_again(index, died_in))
+            delay_s = 0.3 + self.kernel.random.random()
+            self.kernel.after(delay_s, lambda: self._start_again(index))
 
-    def _start_again(self, index: int, died_in: int | None = None) -> None:
-        """``died_in``: the beginning in which a node was killed. If the run has begun again since,
-        all are needed, whatever the note of its last end says.
-        """
+    def _start_again(self, index: int) -> None:
         machine = self.machines[index]
         end = RunEnd.read(self.run.path)
-        begun_again = died_in is not None and died_in < self.beginnings
+        has_ended = end is not None and end != self._end_before
         self.kernel.look = True
         if self._insisted:
             self.codes[index] = int(ExitCode.INTERRUPTED)
-        elif index and end is not None and not begun_again:  # nobody starts one node of what ended
+        elif index and end is not None and has_ended:  # nobody starts one node of what ended
             self.codes[index] = int(end.code)
             if not end.keep_memory:
                 self.lose_memory(index)
         elif machine.up:
-            self.beginnings += end is not None
+            if has_ended:
+                self.beginnings += 1
+                self._end_before = end
             self.start_node(index)
             for other in [] if index else list(self.codes):  # the run begins again: all are needed
                 del self.codes[other]
                 self.start_node(other)
         else:
-            self.kernel.after(0.5, lambda: self._start_again(index, died_in))
+            self.kernel.after(0.5, lambda: self._start_again(index))
 
     def start_again(self) -> None:
         """The operator gives the same command again: all nodes."""
+        self._end_before = RunEnd.read(self.run.path)
         self.codes.clear()
         self._insisted, self._killed_s = False, float("inf")
         self.excused = {3} if self.disk.full_beside else set()
