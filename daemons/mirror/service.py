@@ -117,8 +117,11 @@ class MirrorService:
             except queue.Empty:
                 self._look_for_stop()
                 continue
+            missing = self._machine.replica.missing
             self._handlers[type(item)](item)
-            self._items += 1
+            # What is read from the owner again and again is no progress: it may be that this
+            # process hears of no commit any more.
+            self._items += type(item) is not SeedOutcome or self._machine.replica.missing != missing
         _leave(self._loop.exit)
 
     def hello(self) -> pb.Hello:
