@@ -121,8 +121,10 @@ class Restarts:
         self._version = 0
         self._deaths: Counter[str] = Counter()
         """Of each child, since an epoch began with a new version: what a budget must allow."""
-        self._alone_s: dict[str, float] = {}
-        """When a child died soon after its start, and not because its node had it killed."""
+        self._alone_s: dict[str, tuple[float, float]] = {}
+        """When a child died soon after its start, and not because its node had it killed; and until
+        when that was soon.
+        """
         self._refused = self._failed = False
 
     def begins(self, version: int) -> None:
@@ -138,7 +140,7 @@ class Restarts:
         self._alone_s.pop(process.name, None)
         quick = now_s - process.started_s < self._limits.quick_death_s
         if quick and not ordered and process.code != 0:
-            self._alone_s[process.name] = now_s
+            self._alone_s[process.name] = now_s, process.started_s + self._limits.quick_death_s
 
     def killed(self, name: str) -> None:
         """The node has a child killed, which may be dead already, and not reaped."""
@@ -153,8 +155,12 @@ class Restarts:
         """A child is started, perhaps again."""
         if self._deaths[name] > self._limits.max_restarts:
             yield f"{name} starts again after {self._deaths[name]} deaths without a new version"
-        since_s = self._kernel.now - self._alone_s.get(name, float("-inf"))
-        if since_s + _SLACK_S < self._limits.first_backoff_s:
+        died_s, quick_until_s = self._alone_s.get(name, (float("-inf"), float("-inf")))
+        since_s = self._kernel.now - died_s
+        noticed = (
+            self._kernel.now < quick_until_s
+        )  # or its node, which stood still, may see it late
+        if noticed and since_s + _SLACK_S < self._limits.first_backoff_s:
             yield f"{name} died at once, and starts again {since_s:.3f} s later"
 
     def refused(self) -> None:
