@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.daemons.kit.events import Exit, Say
+from penstock.daemons.scheduler.machine.activity import Hangs
 from penstock.daemons.scheduler.machine.events import ControlCall
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_config, make_rules
@@ -72,6 +73,17 @@ def test_who_is_stuck_beside_somebody_busy_is_lost_when_a_wait_runs_out(hanging:
     assert lost == ["worker.1", "optimizerd.a", "worker.0"], "worker.1 says nothing of any wait"
     assert "optimizerd.a: no progress for 45.0 s: B 1 0 of train 1" in hanging.status.message
     assert "worker.0: waited 40 s for weights" in hanging.status.message
+
+
+def test_who_says_to_wait_is_stuck_where_nobody_else_stands_still() -> None:
+    """A thread that saves hung, after it had waited for a sweep, which waited for its version."""
+    hangs = Hangs(TIMEOUT_S)
+    hangs.heard("memoryd.a", WAITING, 0.0)
+    hangs.heard("worker.1", STUCK, 0.0)
+    hangs.heard("worker.1", pb.Heartbeat(progress=STUCK.progress + 1), TIMEOUT_S)
+    owing = ("memoryd.a", "worker.1")
+    assert list(hangs.stuck(owing, TIMEOUT_S + 1.0)) == ["memoryd.a"]
+    assert list(hangs.stuck(owing, 2 * TIMEOUT_S + 1.0)) == ["worker.1"], "it does not even wait"
 
 
 def test_if_all_wait_nobody_knows_and_all_are_replaced(hanging: Driver) -> None:

@@ -182,14 +182,17 @@ class Hangs:
 
     def stuck(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
         """A member's wait ran out: returns who of those that owe an answer may be why, and how long
-        each has neither waited nor got on, though others may.
+        each has not got on, though others may. Members that wait are not to blame, unless all wait
+        that have not got on: a save for a sweep, which waits for that save.
         """
-        reports = {name: self._reports.get(name) for name in unfinished if not self._waits(name)}
-        return {
-            name: self._complaint(name, now_s)
+        reports = {name: self._reports.get(name) for name in unfinished}
+        still = [
+            name
             for name, report in reports.items()
             if report is not None and now_s - report.since_s > self._timeout_s
-        }
+        ]
+        suspects = [name for name in still if not self._waits(name)]
+        return {name: self._complaint(name, now_s) for name in suspects or still}
 
     def _endless(self, now_s: float) -> bool:
         return now_s - self._started_s > TIMES_IN_ALL * self.allowed_s
