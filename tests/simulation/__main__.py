@@ -1,8 +1,9 @@
 """``python -m tests.simulation``: many seeds, one seed again, or the shortest plan that fails.
 
-``run --seeds A:B [--minutes M] [--jobs N] [--kind K ...] [--shape S ...]`` exits with 1 when a seed
-violates what must hold, and prints the line that replays it. Without an end (``--seeds A:``) it
-goes on until the minutes are over; with ``--shape`` it runs only seeds of these shapes. ``replay
+``run --seeds A:B [--minutes M] [--jobs N] [--kind K ...] [--shape S ...] [--storms]`` exits with 1
+when a seed violates what must hold, and prints the line that replays it. Without an end (``--seeds
+A:``) it goes on until the minutes are over; with ``--shape`` it runs only seeds of these shapes,
+with ``--storms`` only those whose faults come ten in a step. ``replay
 SEED ...`` prints the list of events; without seeds it reads them from its input, one a line: what
 takes long is to import torch. ``shrink SEED`` leaves out faults as long as the seed still fails.
 """
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--jobs", type=int, default=1)
     run.add_argument("--kind", action="append", default=[])
     run.add_argument("--shape", action="append", default=[])
+    run.add_argument("--storms", action="store_true")
     run.add_argument("--stop-at-first", action="store_true")
     for name in ("replay", "shrink"):
         command = commands.add_parser(name)
@@ -58,15 +60,13 @@ def _run(given: Any) -> int:
     if unknown:
         print(f"no such shape: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
+    what = (given.minutes, kinds, shapes, given.storms, given.stop_at_first)
     if given.jobs <= 1:
         any_core = os.getpid()
-        totals = work_on_core(any_core, seeds, given.minutes, kinds, shapes, given.stop_at_first)
+        totals = work_on_core(any_core, seeds, *what)
     else:
         totals = Totals()
-        shares = [
-            (job, seeds[job :: given.jobs], given.minutes, kinds, shapes, given.stop_at_first)
-            for job in range(given.jobs)
-        ]
+        shares = [(job, seeds[job :: given.jobs], *what) for job in range(given.jobs)]
         with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:
             for part in pool.starmap(work_on_core, shares):
                 totals.add(part)

@@ -100,14 +100,22 @@ def work_on_core(
     minutes: float | None,
     kinds: tuple[str, ...],
     shapes: frozenset[str],
+    storms: bool,
     stop_at_first: bool,
 ) -> Totals:
-    """Run seeds as :func:`work` does, of ``shapes`` if any are named, on a core of its own."""
+    """Run seeds as :func:`work` does, of ``shapes`` if any are named, and storms alone if these are
+    asked for, on a core of its own.
+    """
     from tests.simulation.configurations import drawn_shape
+    from tests.simulation.plans import is_storm
 
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[core % len(cores)]})
-    chosen = (seed for seed in seeds if not shapes or drawn_shape(seed).name in shapes)
+    chosen = (
+        seed
+        for seed in seeds
+        if (not shapes or drawn_shape(seed).name in shapes) and (not storms or is_storm(seed))
+    )
     return work(chosen, minutes, kinds, stop_at_first=stop_at_first)
 
 

@@ -93,6 +93,10 @@ RESTORES = (
 """What is often met where memory is filled again and again."""
 ALONE = 24
 """Faults of a seed in which each comes alone: more do not find room in a run's steps."""
+ALONE_BELOW = 0.3
+STORM = 250
+"""Faults of a storm: about ten come in each step, most of them while others are still mended."""
+STORMS_BELOW = 0.5
 ABOUT_THE_END = (*ENDINGS, "kill", "kill at a step", "kill a node")
 
 
@@ -109,6 +113,11 @@ class Fault:
     number: int
 
 
+def is_storm(seed: int) -> bool:
+    """Returns whether the faults of a seed come as a storm: of each five seeds one does."""
+    return ALONE_BELOW <= random.Random(f"faults {seed}").random() < STORMS_BELOW
+
+
 def draw(
     seed: int, *, several_nodes: bool, partners: bool = False, kinds: tuple[str, ...] = ()
 ) -> tuple[Fault, ...]:
@@ -116,7 +125,8 @@ def draw(
 
     In some seeds each comes *alone*, when the run has got over the one before by itself: what the
     next fault would have mended by chance shows there. Among many others a fault is no rescue for
-    who would never go on, either, if it comes late; a few do.
+    who would never go on, either, if it comes late; a few do. In a *storm* ten come in each step:
+    processes die that have just come, or are about to join, again and again.
     """
     dice = random.Random(f"faults {seed}")
     weights = {
@@ -124,9 +134,12 @@ def draw(
         for kind, weight in (KINDS | (WITH_PARTNERS if partners else {})).items()
         if (several_nodes or kind not in ONLY_SEVERAL_NODES) and (not kinds or kind in kinds)
     }
-    alone = dice.random() < 0.3
+    weather = dice.random()  # first, as is_storm knows
+    alone = weather < ALONE_BELOW
     if alone:
         count, spacing = ALONE, (1, 1, 2)
+    elif weather < STORMS_BELOW:
+        count, spacing = STORM, (*[0] * 9, 1)
     else:
         count = dice.choice((8, 30, 60, 80, 80, 80))
         spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
