@@ -1,4 +1,4 @@
-"""A leak check around every test: shared memory, child processes, threads, descriptors."""
+"""A leak check around every test: memory, child processes, threads, descriptors, cores."""
 
 from __future__ import annotations
 
@@ -173,16 +173,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a segment, a child process, a thread or a descriptor behind."""
+    """Fail a test that leaves a segment, a child process, a thread or a descriptor behind, or cores
+    taken away: the tests after it would have one less to train on.
+    """
     shares = shares_memory(request.node.path)
     names, children = segments(), child_processes()
     threads, descriptors = set(threading.enumerate()), open_descriptors()
+    cores = os.sched_getaffinity(0)
     yield
     problems: dict[str, object] = {
         "child processes": settle(lambda: child_processes() - children),
         "threads": settle(lambda: {t for t in threading.enumerate() if t not in threads}),
         "descriptors": settle(lambda: dict(open_descriptors() - descriptors)),
+        "cores taken away": cores - os.sched_getaffinity(0),
     }
+    os.sched_setaffinity(0, cores)
     if shares:
         found = settle(lambda: {n for n in segments() - names if not mapped_elsewhere(n)})
         problems["segments"] = found

@@ -467,7 +467,8 @@ class Attempt:
     def _await_settled(self, block: int) -> None:
         """Where the owner is this node: only its gradients have a single copy."""
         context, version = self.context, self.job.base_version
-        state_version = context.memory.control.state_version
+        control = context.memory.control
+        state_version = control.state_version
 
         def what() -> str:
             return (
@@ -478,7 +479,11 @@ class Attempt:
         awaited = f"block {block} to be settled at version {version}"
         with self._awaiting(awaited, IdleCause.OPTIMIZER):
             wait_until(
-                lambda: state_version(block) == version, what, context.abort, context.timeout_s
+                lambda: state_version(block) == version,
+                what,
+                context.abort,
+                context.timeout_s,
+                lambda: control.pin(block) is not None,  # a save reads the state
             )
 
     def _updated(self, instruction: Update, version: int, block: int, done: PreviewedBlock) -> None:

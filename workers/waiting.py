@@ -82,11 +82,16 @@ class WaitBudget:
 
 
 def wait_until(
-    condition: Callable[[], bool], what: Callable[[], str], abort: Abort, timeout_s: float
+    condition: Callable[[], bool],
+    what: Callable[[], str],
+    abort: Abort,
+    timeout_s: float,
+    held_back: Callable[[], bool] = lambda: False,
 ) -> float:
     """Wait for a condition that changes in shared memory; returns the seconds waited.
 
-    Spins briefly, then looks every 0.2 ms.
+    Spins briefly, then looks every 0.2 ms. While ``held_back`` returns true the deadline stands
+    still: somebody else is at work first, whom the scheduler watches.
 
     Raises:
         Interrupted: the work was aborted.
@@ -100,7 +105,11 @@ def wait_until(
     while not condition():
         abort.check()
         # The word belongs to another process, which nothing here can notify.
-        if world.look_again(start):
+        if not world.look_again(start):
+            continue
+        if held_back():
+            budget = WaitBudget(timeout_s)
+        else:
             budget.spend(what())
     return world.perf_counter() - start
 

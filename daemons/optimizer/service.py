@@ -166,15 +166,19 @@ class OptimizerService:
 
     def doing(self, running: Sweep | None) -> Doing:
         """Returns what heartbeats say: the sweep under way, or what is being handled; without
-        either this process waits for gradients, or for the scheduler. Called on the heartbeats'
-        thread.
+        either this process waits: for gradients, for a save, or for the scheduler. Called on the
+        heartbeats' thread.
         """
         activity = f"{running.name} of block {running.block}" if running else self._handling
         return Doing(
-            activity=activity or "waiting for gradients",
+            activity=activity or self._awaited(),
             waiting=not activity,
             progress=self._items,
         )
+
+    def _awaited(self) -> str:
+        pins = self._machine.pins
+        return f"waiting for a save of blocks {sorted(pins)}" if pins else "waiting for gradients"
 
     def _feed(self, event: Event) -> None:
         epoch, phase = self._machine.joined_epoch, self._machine.phase

@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any
 
-from tests.simulation.many import Totals, fix_hash_seed, work_on_core
+from tests.simulation.many import Totals, fix_hash_seed, stay_on_core, work_on_core
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     fix_hash_seed("tests.simulation", arguments)
     if given.command == "run":
         return _run(given)
+    stay_on_core(os.getpid())
     return _replay(given) if given.command == "replay" else _shrink(given)
 
 

@@ -29,6 +29,12 @@ def fix_hash_seed(module: str, arguments: Sequence[str] | None) -> None:
         os.execve(sys.executable, command_line, environment)
 
 
+def stay_on_core(number: int) -> None:
+    """Keep this process, and its thread of sweeps, on one of its cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
 @dataclass
 class Totals:
     """What many seeds add up to."""
@@ -109,8 +115,7 @@ def work_on_core(
     from tests.simulation.configurations import drawn_shape
     from tests.simulation.plans import is_storm
 
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[core % len(cores)]})
+    stay_on_core(core)
     chosen = (
         seed
         for seed in seeds

@@ -307,13 +307,11 @@ class _LocalAccess(OpenAccess):
 
 @cache
 def _thread() -> Any:
-    """The one thread that all sweeps of this interpreter run on. Interpreter and thread share a
-    core: handing a sweep over is a switch on it, however busy other cores are.
+    """The one thread that all sweeps of this interpreter run on. Where the interpreter stays on one
+    core, too (`many.stay_on_core`), handing a sweep over is a switch on it, however busy others
+    are.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[os.getpid() % len(cores)]
-    os.sched_setaffinity(0, {core})
-    return _native.Pool([core])
+    return _native.Pool([min(os.sched_getaffinity(0))])
 
 
 @contextmanager

@@ -29,6 +29,19 @@ def test_a_deadline_says_what_was_awaited() -> None:
         wait_until(lambda: False, lambda: "the moon", Abort(), 0.05)
 
 
+def test_a_deadline_stands_still_while_somebody_else_is_at_work_first() -> None:
+    begun_s, held_s = time.monotonic(), 0.2
+    with pytest.raises(LostMemberError, match=r"^waited 0\.05 s for the moon$"):
+        wait_until(
+            lambda: False,
+            lambda: "the moon",
+            Abort(),
+            0.05,
+            lambda: time.monotonic() - begun_s < held_s,
+        )
+    assert time.monotonic() - begun_s > held_s + 0.05
+
+
 def test_an_abort_ends_a_wait() -> None:
     abort = Abort()
     timer = threading.Timer(0.05, abort.set, ["drained"])

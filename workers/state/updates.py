@@ -161,6 +161,7 @@ class BlockUpdates:
             functools.partial(what, block, scope),
             scope.abort,
             scope.timeout_s,
+            lambda: self._memory.control.pin(block) is not None,  # a save reads the state
         )
 
     def _settled(self, block: int, scope: UpdateScope) -> bool:
