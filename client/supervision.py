@@ -73,9 +73,13 @@ def empty_console(run_dir: Path) -> None:
 class NodeProcess:
     """One supervisor process, which is replaced when it is killed."""
 
-    def __init__(self, run_dir: Path, name: str, max_restarts: int, starter: Starter) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, max_restarts: int, starter: Starter, *, alone: bool
+    ) -> None:
         self.name = name
         self._starter = starter
+        # Torch is imported beside the node's daemons, then; for several nodes once for all.
+        self._needs = PLAIN if alone else TORCH
         self._code: int | None = None
         self.restarts = RestartBudget(limit=max_restarts)
         self._run_dir = run_dir
@@ -137,7 +141,7 @@ class NodeProcess:
         with console_path(self._run_dir).open("ab") as console, open(os.devnull, "rb") as nothing:
             streams = (nothing.fileno(), console.fileno(), console.fileno())
             return self._starter.start(
-                LAUNCHER[-1], (*arguments, *named), streams, heirs=(PLAIN, TORCH)
+                LAUNCHER[-1], (*arguments, *named), streams, heirs=(PLAIN, TORCH), needs=self._needs
             )
 
 
@@ -240,8 +244,11 @@ class Supervision:
         """Starts all nodes and waits until they have ended. Returns their common exit code
         (:func:`exit_code`).
         """
+        alone = len(self._names) == 1
         for name in self._names:
-            self._nodes.append(NodeProcess(self._run_dir, name, self._max_restarts, self._starter))
+            self._nodes.append(
+                NodeProcess(self._run_dir, name, self._max_restarts, self._starter, alone=alone)
+            )
         while True:
             seen = self._interruptions.state
             self._obey()

@@ -95,7 +95,8 @@ class Children:
         preloader = self._preloaders[name]
         if preloader.warm():
             return True
-        self._drop(name)
+        if preloader.is_gone:
+            self._drop(name)
         return False
 
     def signal(self, name: str, number: signal.Signals) -> None:

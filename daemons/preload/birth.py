@@ -8,6 +8,7 @@ random numbers, command line.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -101,6 +102,7 @@ def leave_nest(birth: Birth, descriptors: Sequence[int]) -> list[int]:
     os.environ.update(birth.environment)
     _open_streams()
     _draw_anew()
+    gc.enable()
     show_command_line(birth.words)
     return rest
 

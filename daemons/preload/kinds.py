@@ -20,7 +20,6 @@ MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         PLAIN: _DAEMONS,
         TORCH: (
-            *_DAEMONS,
             "penstock.workers.main",
             "penstock.models.surgery.hf",
             "transformers.modeling_utils",
@@ -28,5 +27,11 @@ MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""What each kind imports. None of them may start a thread: forks have only the thread that asked
-for them, with whatever locks the others held."""
+"""What each kind imports, behind what the kinds before it in :data:`STAGES` do. Nothing of it may
+start a thread: forks have only the thread that asked for them, with whatever locks the others held.
+"""
+STAGES: Mapping[str, tuple[str, ...]] = MappingProxyType({PLAIN: (PLAIN,), TORCH: (PLAIN, TORCH)})
+"""What each kind has become on its way, itself at last."""
+QUIET: Mapping[str, str] = MappingProxyType({"OPENBLAS_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"})
+"""The environment of imports: numpy's library starts threads when it is imported; gRPC complains of
+every stranger."""

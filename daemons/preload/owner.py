@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from penstock.daemons.preload.birth import NAMED_BYTES, Birth
 from penstock.daemons.preload.heirs import Heir
-from penstock.daemons.preload.server import GO, READY, REFUSED, command_line
+from penstock.daemons.preload.kinds import QUIET
+from penstock.daemons.preload.server import GO, REFUSED, command_line
 from penstock.protocol.run.stopping import HEARD_SIGNALS
 from penstock.shm.process import is_stopped
 
@@ -22,6 +23,7 @@ FORK_WITHIN_S = 20.0
 """A preloader takes some 30 ms, and seconds on a machine that does much else. One that is stopped
 or dead is not waited for."""
 _LOOK_EACH_S = 0.1
+_KIND_BYTES = 64
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -100,10 +102,12 @@ class Preloader:
     ``process``: to be watched, killed and reaped by the owner.
     """
 
-    def __init__(self, process: ChildProcess, requests: socket.socket) -> None:
+    def __init__(self, kind: str, process: ChildProcess, requests: socket.socket) -> None:
         self.process = process
+        self._kind = kind
         self._requests = requests
-        self._warm = self._ended = False
+        self._became: set[str] = set()
+        self._ended = False
 
     @classmethod
     def start(cls, kind: str, environment: Mapping[str, str]) -> Preloader:
@@ -116,10 +120,8 @@ class Preloader:
         theirs.set_inheritable(True)
         words = [*command_line(kind, os.getpid()), "--socket", str(theirs.fileno())]
         words += ["--room", "." * max(0, NAMED_BYTES - len(" ".join(words)))]
-        # numpy's library starts threads when it is imported; gRPC complains of every stranger.
-        quiet = {"OPENBLAS_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"}
         try:
-            return cls(spawn(words, {**environment, **quiet}), mine)
+            return cls(kind, spawn(words, {**environment, **QUIET}), mine)
         except OSError:
             mine.close()
             raise
@@ -129,36 +131,44 @@ class Preloader:
     @classmethod
     def adopt(cls, heir: Heir) -> Preloader:
         """Returns one that this process owns since its birth."""
-        preloader = cls(ChildProcess.of(heir.pid), socket.socket(fileno=heir.descriptor))
-        preloader._warm = heir.warm
+        line = socket.socket(fileno=heir.descriptor)
+        preloader = cls(heir.kind, ChildProcess.of(heir.pid), line)
+        preloader._became = {heir.kind} if heir.warm else set()
         return preloader
 
-    def hand_over(self, kind: str) -> Heir:
+    def hand_over(self) -> Heir:
         """Returns the preloader for another part of this process, which adopts it."""
         os.close(self.process.pidfd)
         pid, descriptor = self.process.pid, self._requests.detach()
-        return Heir(kind=kind, descriptor=descriptor, pid=pid, warm=self._warm)
+        return Heir(kind=self._kind, descriptor=descriptor, pid=pid, warm=self.is_warm)
 
     @property
     def announces(self) -> int:
-        """Descriptor that becomes readable when the preloader is ready, or is gone."""
+        """Descriptor that becomes readable when the preloader gets on, is ready, or is gone."""
         return self._requests.fileno()
 
     @property
     def is_warm(self) -> bool:
         """Whether it was ready when :meth:`warm` was asked last."""
-        return self._warm
+        return self._kind in self._became
 
-    def warm(self, timeout_s: float = 0.0) -> bool:
-        """Waits until all is imported; returns whether it is."""
-        if self._ended:
-            return False
-        if not self._warm and select.select([self._requests], [], [], timeout_s)[0]:
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was found to have hung up, or has been ended."""
+        return self._ended or "" in self._became
+
+    def warm(self, timeout_s: float = 0.0, kind: str = "") -> bool:
+        """Waits until all is imported, or what ``kind`` stands for; returns whether it is."""
+        deadline_s, wanted = time.monotonic() + timeout_s, kind or self._kind
+        while not self.is_gone and not {wanted, self._kind} & self._became:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not select.select([self._requests], [], [], left_s)[0]:
+                return False
             try:
-                self._warm = self._requests.recv(len(READY)) == READY
+                self._became.add(self._requests.recv(_KIND_BYTES).decode())
             except OSError:
-                self._warm = False
-        return self._warm
+                self._became.add("")
+        return not self.is_gone
 
     def fork(
         self,
@@ -173,7 +183,7 @@ class Preloader:
         Raises:
             NotForkedError: with the reason; nothing was started then.
         """
-        if not self._warm:
+        if not self._became:
             raise NotForkedError("it is not ready")
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with mine:
@@ -216,7 +226,7 @@ class Preloader:
         """Kills and reaps the process, and hangs up; harmless when that is done already."""
         if self._ended:
             return
-        self._ended, self._warm = True, False
+        self._ended = True
         self.close()
         self.process.signal(signal.SIGKILL)
         self.process.reap()

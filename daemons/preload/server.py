@@ -6,28 +6,39 @@ make the child a child of the owner: the one between ends at once, and orphans g
 ancestor that takes them in (:func:`penstock.daemons.preload.owner.taking_in`). The child says its
 pid over the birth's socket and goes on when it is told to, so that nobody runs whom the owner has
 given up.
+
+A preloader that is to import torch says so when it has what daemons need, too: those are forked
+from it at once, and their heirs import what is left, beside them.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
+import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from penstock.daemons.preload.birth import STREAMS, Birth, leave_nest, run_module, show_command_line
 from penstock.daemons.preload.heirs import Heir, announce
+from penstock.daemons.preload.kinds import MODULES, QUIET, STAGES
 from penstock.protocol.run.process import die_with_parent
 from penstock.protocol.run.stopping import STOP_ORDER, STOP_SIGNALS
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 16
-READY, REFUSED, GO = b"ready", b"refused: ", b"go"
+REFUSED, GO = b"refused: ", b"go"
 ORPHANED_WITHIN_S = 5.0
 """The process between is dead within this, or the machine is not able to do anything."""
+LISTENS_S = 0.1
+"""Between two kinds an owner that waits for the first one is given so long to ask."""
+LEAVES_TO_HEIRS_S = 10.0
+"""So long a preloader lets alone what an heir has begun to import: it would take its cores away."""
 
 
 def command_line(kind: str, parent_pid: int) -> tuple[str, ...]:
@@ -36,21 +47,44 @@ def command_line(kind: str, parent_pid: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "penstock.daemons.preload.main", *own)
 
 
-def serve(requests: socket.socket) -> None:
-    """Forks on request until the owner hangs up. Never returns in a child."""
+def serve(requests: socket.socket, kind: str) -> None:
+    """Imports what ``kind`` stands for, and forks on request, until the owner hangs up. Says of
+    each kind on the way that it has become it. Never returns in a child.
+    """
     listen_to_owner_only()
-    requests.send(READY)
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(
-            requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
-        if not data:
-            return
-        try:
-            answer(Birth.of(data), requests, descriptors)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+    patience_s: float | None = 0.0
+    for become in _imports(kind):
+        if become:
+            gc.collect()
+            gc.freeze()  # collections in children would copy pages for nothing
+            requests.send(become.encode())
+            patience_s = None if become == kind else LISTENS_S
+        while select.select([requests], [], [], patience_s)[0]:
+            data, descriptors, _, _ = socket.recv_fds(
+                requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            if not data:
+                return
+            birth = Birth.of(data)
+            try:
+                answer(birth, requests, descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            if patience_s is not None:
+                patience_s = LEAVES_TO_HEIRS_S if kind in birth.heirs else 0.0
+        patience_s = 0.0
+
+
+def _imports(kind: str) -> Iterator[str]:
+    """Imports a module at a time; yields the kind that the process has become, or an empty text."""
+    for stage in STAGES[kind]:
+        left = [module for module in MODULES[stage] if module not in sys.modules]
+        for module in left:
+            importlib.import_module(module)
+            yield ""
+        if left or stage == kind:  # an heir has been the others before
+            yield stage
 
 
 def listen_to_owner_only() -> None:
@@ -111,7 +145,8 @@ def _fork_heir(kind: str) -> Heir:
             die_with_parent(parent)
             os.setpgid(0, 0)
             show_command_line(command_line(kind, parent))
-            serve(theirs)
+            os.environ.update(QUIET)
+            serve(theirs, kind)
         finally:
             os._exit(0)
     theirs.close()

@@ -29,10 +29,12 @@ class Starter(Protocol):
         streams: Sequence[int],
         kept: Sequence[int] = (),
         heirs: tuple[str, ...] = (),
+        needs: str = "",
     ) -> ChildProcess:
         """Starts ``python -m module arguments``. ``streams``: its stdin, stdout and stderr;
         ``kept``: descriptors that it has open as long as it lives; ``heirs``: kinds of preloaders
-        that it gets for itself, if that is possible.
+        that it gets for itself, if that is possible; ``needs``: the kind that would do to fork it,
+        by default all that is preloaded.
         """
 
     def look(self) -> None:
@@ -49,6 +51,7 @@ class Spawning:
         streams: Sequence[int],
         kept: Sequence[int] = (),
         heirs: tuple[str, ...] = (),
+        needs: str = "",
     ) -> ChildProcess:
         """See :class:`Starter`; there are no heirs."""
         return spawn(Birth.here(module, arguments, os.environ).words, os.environ, streams, kept)
@@ -75,9 +78,10 @@ class Preloading:
         streams: Sequence[int],
         kept: Sequence[int] = (),
         heirs: tuple[str, ...] = (),
+        needs: str = "",
     ) -> ChildProcess:
         """See :class:`Starter`."""
-        if self._preloader is not None and self._preloader.warm(self._patience_s):
+        if self._preloader is not None and self._preloader.warm(self._patience_s, needs):
             birth = Birth.here(module, arguments, os.environ, heirs)
             try:
                 return self._preloader.fork(birth, streams, kept)
@@ -104,7 +108,7 @@ class Preloading:
     def hand_over(self) -> None:
         """Gives the preloader to the node that this process becomes, as if it was born with it."""
         if self._preloader is not None:
-            announce([self._preloader.hand_over(self._kind)])
+            announce([self._preloader.hand_over()])
             self._preloader = None
 
     def close(self) -> None:

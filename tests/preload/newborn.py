@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -30,6 +31,8 @@ def view() -> dict[str, object]:
         "handlers": [str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)],
         "parent": os.getppid(),
         "random": random.random(),
+        "garbage collection": gc.isenabled(),
+        "has torch": "torch" in sys.modules,
         "threads": len(os.listdir("/proc/self/task")),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -67,5 +68,24 @@ def test_a_node_has_its_preloader_from_before(
 def test_heirs_fork_for_whom_they_were_forked(preloading: Preloading, tmp_path: Path) -> None:
     owner = ("tests.preload.born_owner", (str(tmp_path),), STREAMS)
     child = preloading.start(*owner, heirs=("plain", "torch"))
-    assert child.ended(DEADLINE_S) and child.reap() == 0
+    assert child.ended(80.0) and child.reap() == 0
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "torch"}
+    assert [has_torch(tmp_path / kind) for kind in ("plain", "torch")] == [False, True]
+
+
+def test_who_needs_no_torch_is_forked_before_it_is_imported(tmp_path: Path) -> None:
+    owner, newborn = (tmp_path / "heirs", tmp_path / "newborn")
+    owner.mkdir()
+    with Preloading("torch", os.environ) as preloading:
+        early = preloading.start(NEWBORN, (str(newborn), "0"), STREAMS, needs="plain")
+        born_owner = ("tests.preload.born_owner", (str(owner),), STREAMS)
+        with_heir = preloading.start(*born_owner, heirs=("torch",), needs="plain")
+        late = preloading.start(NEWBORN, (str(tmp_path / "late"), "0"), STREAMS)
+        for child in (early, with_heir, late):
+            assert child.ended(80.0) and child.reap() == 0
+    paths = (newborn, owner / "torch", tmp_path / "late")
+    assert [has_torch(path) for path in paths] == [False, True, True]
+
+
+def has_torch(view: Path) -> bool:
+    return bool(json.loads(view.read_text())["has torch"])
