@@ -182,6 +182,11 @@ class History:
             self.violation(f"process {process.pid} has the journal open beside a living one")
         self._has_journal = process
 
+    def closed(self, process: Process) -> None:
+        """A scheduler has closed the journal."""
+        if self._has_journal is process:
+            self._has_journal = None
+
     def loaded(self, facts: Any) -> None:
         """A scheduler has read the journal: it must hold what was durable."""
         generations = dict(facts.generations)
