@@ -10,16 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 
-from tests.simulation.many import fix_hash_seed
+from tests.simulation.many import fix_hash_seed, stay_on_core
 from tests.simulation.mutants.automatic import (
     COUNT,
     SEED,
@@ -106,10 +104,10 @@ def _tried(
     left = [m for m in mutants if m.name not in known or not known[m.name].verdict.is_found]
     one = partial(_try, laboratory, options.first_seed)
     fork = multiprocessing.get_context("fork")
-    cores = fork.SimpleQueue()
-    for core in islice(cycle(sorted(os.sched_getaffinity(0))), options.jobs):
-        cores.put(core)
-    with fork.Pool(options.jobs, lambda: os.sched_setaffinity(0, {cores.get()})) as pool:
+    numbers = fork.SimpleQueue()
+    for number in range(options.jobs):
+        numbers.put(number)
+    with fork.Pool(options.jobs, lambda: stay_on_core(numbers.get())) as pool:
         yield from pool.imap(one, [(mutant, lives[mutant.name]) for mutant in left])
 
 
