@@ -90,8 +90,9 @@ def wait_until(
 ) -> float:
     """Wait for a condition that changes in shared memory; returns the seconds waited.
 
-    Spins briefly, then looks every 0.2 ms. While ``held_back`` returns true the deadline stands
-    still: somebody else is at work first, whom the scheduler watches.
+    Spins briefly, then looks every 0.2 ms. While ``held_back`` returns true no time counts,
+    and the deadline begins anew after it: somebody else is at work first, whom the scheduler
+    watches.
 
     Raises:
         Interrupted: the work was aborted.
@@ -101,16 +102,17 @@ def wait_until(
     if condition():
         return 0.0
     start = world.perf_counter()
-    budget = WaitBudget(timeout_s)
+    budget: WaitBudget | None = WaitBudget(timeout_s)
     while not condition():
         abort.check()
         # The word belongs to another process, which nothing here can notify.
         if not world.look_again(start):
             continue
         if held_back():
-            budget = WaitBudget(timeout_s)
-        else:
-            budget.spend(what())
+            budget = None
+            continue
+        budget = budget or WaitBudget(timeout_s)
+        budget.spend(what())
     return world.perf_counter() - start
 
 
