@@ -147,6 +147,18 @@ def test_quick_deaths_are_restarted_later_and_later_then_the_run_fails(machine: 
     assert machine.state.phase is NodePhase.FAILING
 
 
+def test_quick_deaths_between_which_steps_were_committed_are_not_in_a_row(machine: Machine) -> None:
+    for version in range(1, 10):
+        machine.exit("worker.0", -9)
+        due_s = machine.state.next_deadline_s()
+        assert due_s is not None
+        assert due_s - machine.now_s <= machine.state.limits.first_backoff_s, "it is needed again"
+        machine.now_s = due_s
+        assert machine.feed(Tick()) == [Start(name="worker.0")]
+        machine.feed(Started(name="worker.0", pid=30 + version))
+        machine.feed(EpochBegins(epoch=version, version=version))
+
+
 def die(machine: Machine, after_s: float) -> bool:
     """The worker dies and is started anew; returns whether it was, or the run fails."""
     machine.exit("worker.0", -9, after_s=after_s)

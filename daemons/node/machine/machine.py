@@ -82,8 +82,9 @@ class NodePhase(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLimits:
     """Deadlines and counts. A child that lived shorter than ``quick_death_s`` is restarted after a
-    delay that grows with every such death in a row. ``deaf_grace_s``: how long a child may outlive
-    the scheduler: one that was not connected yet never hears that the run has ended.
+    delay that grows with every such death in a row in which no step was committed.
+    ``deaf_grace_s``: how long a child may outlive the scheduler: one that was not connected yet
+    never hears that the run has ended.
     ``told_grace_s``: how long it may outlive the end where the scheduler is on another node, which
     stays for at most 15 s to tell members that come late. ``silence_s``: how long a child may stand
     still, stopped by a signal (the scheduler watches members only, and only those that have joined,
@@ -310,6 +311,7 @@ class NodeMachine:
         if event.version > self.version:
             for child in self.children.values():
                 child.restarts.forgive()
+                child.quick_deaths = 0
         self.epoch, self.version = event.epoch, event.version
         effects: list[Effect] = [SendReady(epoch=event.epoch)]
         if self.stop_asked and SCHEDULERD not in self.children:
