@@ -15,11 +15,14 @@ from penstock.client.chaos.command import TrainCommand
 from penstock.client.chaos.disks import Disk, own_disks
 from penstock.client.chaos.disturbed import DisturbedRun, Suffered
 from penstock.client.chaos.faults import Cast, FaultKind, draw, draw_last
+from penstock.client.supervision import DEATH_WAIT_S
 from penstock.daemons.node.endpoint import NodeSettings
+from penstock.daemons.node.home import RunLock, node_lock_path, remove_memory
 from penstock.daemons.node.main import child_specs
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError, PenstockError
 from penstock.protocol.run.names import node_member_name
+from penstock.protocol.run.rundir import RunDirectory
 
 SHM_SPARE_BYTES = 1 << 30
 _DISK_SPARE_BYTES = 64 << 20
@@ -88,15 +91,26 @@ class Campaign:
         process = command.start()
         try:
             code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            self._give_memory_back(command.run_dir)
+            raise
         if code != 0:
             raise LostMemberError(f"undisturbed, the run ends with {code}:\n{command.said()}")
         self.undisturbed_s = time.monotonic() - began_s
         check_nothing_left(command.run_dir)
         return command.run_dir
+
+    def _give_memory_back(self, run_dir: Path) -> None:
+        """Removes what a killed run has in shared memory, where nobody looks for a reason."""
+        if not (run_dir / "run.json").exists():
+            return  # it was being prepared
+        run_id = RunDirectory(run_dir).run_id
+        for node in self.config.cluster.nodes:
+            # Its children hold its lock until they are dead, and its memory as long.
+            RunLock.acquire(node_lock_path(run_dir, node.name), wait_s=DEATH_WAIT_S).release()
+            remove_memory(run_id, node.name)
 
     def _disks(self, reference: Path) -> tuple[Mapping[str, Disk], Path]:
         """Returns what can be filled, and where runs have their directories."""
@@ -143,6 +157,10 @@ class Campaign:
             run.kill()
             kept = self._keep(command, run)
             raise LostMemberError(f"run {number}: {error}\nkept: {kept}") from error
+        except KeyboardInterrupt:
+            run.kill()
+            self._give_memory_back(command.run_dir)
+            raise
         finally:
             run.kill()
             self.suffered += run.suffered

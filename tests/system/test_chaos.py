@@ -17,6 +17,8 @@ import pytest
 from penstock.client.chaos.checks import Trained, check
 from penstock.client.chaos.processes import survivors
 from penstock.protocol.errors import LostMemberError, StateError
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.segment import list_segments
 from tests.system.conftest import PLAIN
 
 STEPS = int(PLAIN["train"]["steps"])
@@ -77,17 +79,22 @@ def test_an_interrupted_campaign_ends_its_run(runner: Any, plain_run: Path, tmp_
     )
     runner.started.append(process)
     deadline_s = time.monotonic() + 60
-    while not survivors(out / "run-1") and time.monotonic() < deadline_s:
+    while not segments_of(out / "run-1") and time.monotonic() < deadline_s:
         time.sleep(0.05)
     process.terminate()
     output, events = process.communicate(timeout=60)
     assert process.returncode == 130, events
     assert "interrupted; the run under way was not checked" in events
     assert "0 faults" in output and "interrupted" in output
-    deadline_s = time.monotonic() + 20
-    while survivors(out / "run-1") and time.monotonic() < deadline_s:
-        time.sleep(0.05)
     assert not survivors(out / "run-1")
+    assert not segments_of(out / "run-1"), "nobody goes on with it"
+
+
+def segments_of(run_dir: Path) -> list[str]:
+    """What a run has in shared memory."""
+    if not (run_dir / "run.json").exists():
+        return []
+    return list_segments(f"/penstock-{RunDirectory(run_dir).run_id}-")
 
 
 @pytest.fixture
