@@ -1,10 +1,13 @@
 """What a save costs: how long steps wait for it, and how fast it is beside ``cp``.
 
     python -m bench.saving [--hidden 512] [--layers 6] [--steps 24] [--every 6] [--rounds 1]
-                           [--disks real emulated] [--slow-mb-per-s 40] [--folder DIR] [--json]
+                           [--devices cpu emulated] [--disks real emulated]
+                           [--slow-mb-per-s 40] [--folder DIR] [--json]
 
-Each round trains twice into ``--folder``: on its disk as it is, and on an *emulated disk*, whose
-every write also takes the time of ``--slow-mb-per-s`` (a ``sitecustomize`` around
+Workers compute on the cores that a save needs, too (``cpu``), or are *emulated devices*, which
+leave them alone as GPUs do, with about as much state by default. Each round trains with each kind
+of devices twice into ``--folder``: on its disk as it is, and on an *emulated disk*, whose every
+write also takes the time of ``--slow-mb-per-s`` (a ``sitecustomize`` around
 ``daemons/memory/disk.py``). Of each run:
 
 * ``step`` is the median time between decisions of steps that no save touches, ``tail`` the median
@@ -30,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +56,23 @@ if "memoryd" in " ".join(getattr(__import__("sys"), "orig_argv", ())):
 """
 
 
-def config(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
+EMULATED = {
+    "model": {"dtype": "fp16"},
+    "data": {"path": "@stdlib", "tokenizer": "byte", "sequence_length": 1024},
+    "optimizer": {"grad_dtype": "bf16"},
+    "schedule": {"scheme": "spipe", "forward_stages": 8, "backward_stages": 24},
+    "cluster": {
+        "workers": 4,
+        "device": "emulated:analytic:V100-PCIE-32:spipe-10b",
+        "preload": False,
+    },
+    "emulation": {"scale": "1/500", "time_scale": 0.02},
+}
+
+
+def config(options: argparse.Namespace, run_dir: Path, devices: str) -> dict[str, Any]:
     """Few tokens and many parameters: the state is large beside a step."""
-    return {
+    computed = {
         "run": {"name": "saving", "seed": 1, "dir": str(run_dir)},
         "model": {
             "dtype": "fp32",
@@ -79,12 +97,16 @@ def config(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         "cluster": {"workers": 2, "threads_per_worker": 1, "preload": False},
         "observability": {"metrics_port": 0},
     }
+    if devices == "cpu":
+        return computed
+    train = {**computed["train"], "global_batch": 16, "micro_batch": 2}
+    return {**computed, **EMULATED, "train": train}
 
 
-def trained(options: argparse.Namespace, folder: Path, slow: bool) -> Path:
+def trained(options: argparse.Namespace, folder: Path, devices: str, *, slow: bool) -> Path:
     """Train; returns the run directory."""
     run_dir, file = folder / "run", folder / "config.yaml"
-    file.write_text(yaml.safe_dump(config(options, run_dir)))
+    file.write_text(yaml.safe_dump(config(options, run_dir, devices)))
     env = dict(os.environ)
     if slow:
         (folder / "sitecustomize.py").write_text(SLOW_DISK)
@@ -96,7 +118,7 @@ def trained(options: argparse.Namespace, folder: Path, slow: bool) -> Path:
     return run_dir
 
 
-def measured(options: argparse.Namespace, run_dir: Path) -> dict[str, float]:
+def measured(run_dir: Path) -> dict[str, float]:
     """Seconds and bytes of one run, by name."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     train = [line for line in lines if line["phase"] == "train"]
@@ -167,10 +189,10 @@ def _copied(source: Path, target: Path) -> float:
 def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a line for each kind of disk."""
     names = ("step_s", "tail_s", "stall_s", "bound_s", "write_s", "blocking_s", "cp_s")
-    lines = [f"{'disk':>10} {'MB':>8} " + " ".join(f"{name:>10}" for name in names)]
+    lines = [f"{'devices':>10} {'disk':>10} {'MB':>8} " + " ".join(f"{name:>10}" for name in names)]
     for row in rows:
         seconds = " ".join(f"{row[name]:>10.3f}" for name in names)
-        lines.append(f"{row['disk']:>10} {row['bytes'] / 1e6:>8.1f} {seconds}")
+        lines.append(f"{row['devices']:>10} {row['disk']:>10} {row['bytes'] / 1e6:>8.1f} {seconds}")
     return "\n".join(lines)
 
 
@@ -183,16 +205,17 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--slow-mb-per-s", type=float, default=40.0)
+    parser.add_argument("--devices", nargs="+", default=["cpu", "emulated"])
     parser.add_argument("--disks", nargs="+", default=["real", "emulated"])
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for _ in range(options.rounds):
-        for disk in options.disks:
+        for devices, disk in product(options.devices, options.disks):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                run_dir = trained(options, Path(folder), slow=disk == "emulated")
-                rows.append({"disk": disk, **measured(options, run_dir)})
+                run_dir = trained(options, Path(folder), devices, slow=disk == "emulated")
+                rows.append({"devices": devices, "disk": disk, **measured(run_dir)})
                 if not options.json:
                     print(to_text(rows[-1:]), flush=True)
     if options.json:
