@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from penstock.protocol.run.process import die_with_parent
 
 def main(words: Sequence[str] | None = None) -> int:
     """Imports, and serves the owner's socket until it hangs up; returns the exit code."""
-    gc.disable()  # what is imported stays: to look through it again and again takes 0.7 s
     parser = argparse.ArgumentParser(prog="penstock.daemons.preload.main", description=__doc__)
     parser.add_argument("--kind", choices=sorted(STAGES), required=True)
     parser.add_argument("--parent-pid", type=int, required=True)

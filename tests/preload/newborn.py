@@ -32,6 +32,7 @@ def view() -> dict[str, object]:
         "parent": os.getppid(),
         "random": random.random(),
         "garbage collection": gc.isenabled(),
+        "collections": gc.get_stats()[0]["collections"],
         "has torch": "torch" in sys.modules,
         "threads": len(os.listdir("/proc/self/task")),
     }

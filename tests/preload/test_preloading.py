@@ -56,6 +56,7 @@ def test_a_forked_process_is_like_a_spawned_one(preloader: Preloader, tmp_path: 
             views.append(json.loads(path.read_text()))
     forked, spawned = views
     assert forked.pop("random") != spawned.pop("random")
+    assert forked.pop("collections") and spawned.pop("collections")
     assert forked["parent"] == os.getpid()
     own = [os.devnull] * 3 + [str(tmp_path / "lock"), str(tmp_path / "view")]
     assert forked.pop("descriptors") == own
