@@ -56,14 +56,15 @@ def members(run_dir: Path) -> dict[str, int]:
 
 
 def survivors(run_dir: Path) -> dict[int, str]:
-    """Returns pid -> command line of the living processes that name a run's directory, but this
-    one.
+    """Returns pid -> command line of Penstock's living processes that name something in a run's
+    directory, but this one; not of those that look on, such as ``penstock watch`` and ``tail``.
     """
     return {
         pid: " ".join(words).strip()
         for pid, words in command_lines()
         if pid != os.getpid()
-        and any(str(run_dir) in word for word in words)
+        and any(word.startswith("penstock.") for word in words)  # as they start each other
+        and any(Path(word).is_relative_to(run_dir) for word in words)
         and start_ticks(pid) is not None
     }
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from penstock.client.chaos.faults import (
     draw,
     draw_last,
 )
-from penstock.client.chaos.processes import wait_until_stopped
+from penstock.client.chaos.processes import survivors, wait_until_stopped
 from penstock.client.chaos.table import percentile, rows_of, tables_of
 from penstock.client.main import app
 
@@ -245,6 +246,29 @@ def test_a_process_is_stopped_when_all_its_threads_are() -> None:
         process.wait()
         with pytest.raises(ProcessLookupError):
             wait_until_stopped(process.pid)
+
+
+def test_survivors_are_processes_of_this_run_and_nobody_who_looks_on(tmp_path: Path) -> None:
+    run = tmp_path / "run-1"
+    sleep = [sys.executable, "-c", "input()"]  # the words behind it are read by nobody
+    launched = [*sleep, "-m", "penstock.client.launch", "worker", "--config"]
+    commands = {
+        "worker": [*launched, str(run / "resolved.yaml")],
+        "neighbour": [*launched, str(tmp_path / "run-10" / "resolved.yaml")],
+        "reader": [*sleep, "tail", "-f", str(run / "logs" / "console.txt")],
+        "output": [*sleep, "penstock.x", f"{run}.txt"],
+        "looks on": [*sleep, "/usr/bin/penstock", "watch", "--run-dir", str(run)],
+    }
+    with ExitStack() as stack:
+        started = {
+            who: stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE))
+            for who, words in commands.items()
+        }
+        found = survivors(run)
+        assert list(found) == [started["worker"].pid], found
+        for process in started.values():
+            process.kill()
+    assert survivors(run) == {}
 
 
 def entry(kind: FaultKind, target: str, seconds: float, **more: object) -> dict[str, object]:

@@ -65,7 +65,7 @@ def processes_of(run_dir: Path, kinds: Sequence[str]) -> dict[str, int]:
             words = (entry / "cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if not any(str(run_dir) in word for word in words):
+        if not any(Path(word).is_relative_to(run_dir) for word in words):
             continue
         for kind in kinds:
             if kind in words:

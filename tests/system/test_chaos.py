@@ -204,7 +204,8 @@ def test_what_is_left_over_is_found(plain_run: Path, copied: Path) -> None:
     with pytest.raises(LostMemberError, match=r"left over: .*\.tmp-step-00000007"):
         check(copied, wanted)
     (copied / "state" / ".tmp-step-00000007").rmdir()
-    words = [sys.executable, "-c", "print(flush=True); input()", str(copied)]
+    printing = [sys.executable, "-c", "print(flush=True); input()"]
+    words = [*printing, "penstock.client.launch", str(copied / "resolved.yaml")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()  # a process that is only just starting has no words yet

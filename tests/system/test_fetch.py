@@ -61,7 +61,7 @@ def fetchds(run_dir: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
             continue
-        if "fetchd" in words and any(str(run_dir) in word for word in words):
+        if "fetchd" in words and any(Path(word).is_relative_to(run_dir) for word in words):
             found.append(int(entry.name))
     return found
 
