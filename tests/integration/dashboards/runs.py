@@ -85,7 +85,8 @@ def planned(seconds: float) -> tuple[tuple[Planned, ...], ...]:
         ask(run, "stop")
 
     two_nodes, emulated = merge(COMMON, TWO_NODES), merge(COMMON, EMULATED)
-    clipped = {"train": {"clip_grad_norm": 0.05}}
+    # Preloaded processes are back between two scrapes.
+    slowly = {"train": {"clip_grad_norm": 0.05}, "cluster": {"preload": False}}
     overflowing = {
         "model": {"dtype": "fp16"},
         # Each fourth step or so overflows: the scale doubles until it does.
@@ -100,7 +101,7 @@ def planned(seconds: float) -> tuple[tuple[Planned, ...], ...]:
         Planned(name="clean-emulated", changes=emulated, disturb=for_a_while),
     )
     faulty = (
-        Planned(name="faulty", changes=merge(two_nodes, clipped), disturb=plague),
+        Planned(name="faulty", changes=merge(two_nodes, slowly), disturb=plague),
         Planned(name="faulty-emulated", changes=emulated, disturb=kill_a_worker),
     )
     overflows = Planned(
