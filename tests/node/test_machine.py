@@ -433,6 +433,24 @@ def test_a_node_that_gives_up_says_so_until_the_scheduler_elsewhere_answers(told
         assert machine.feed(Watched(), Tick(), after_s=1.0) == [failed, Exit(code=4)]
 
 
+def test_a_node_that_gives_up_says_so_until_its_own_new_scheduler_hears_it() -> None:
+    """Or else leaves word when it has to kill it: other nodes would wait for a scheduler for ever."""
+    limits = NodeLimits(max_restarts=0, fail_timeout_s=15.0, terminate_timeout_s=30.0)
+    machine = Machine(NAMES, limits).started()
+    [failed] = machine.exit("worker.0", -9)
+    assert isinstance(failed, SendFailed)
+    for _ in range(14):
+        assert machine.feed(Watched(heard_s=machine.now_s), Tick(), after_s=1.0) == [failed]
+    stopped = machine.feed(Tick(), after_s=1.0)
+    assert stopped == [Terminate(name="schedulerd"), Terminate(name="memoryd.a")]
+    assert machine.feed(Watched(heard_s=machine.now_s)) == []
+    assert machine.exit("memoryd.a", 130) == []
+    assert machine.feed(Tick(), after_s=30.0) == [Kill(name="schedulerd")]
+    word, ended = machine.exit("schedulerd", -9)
+    assert word == LeaveWord(error=failed.error, code=failed.code)
+    assert ended == Exit(code=4)
+
+
 def test_a_child_that_never_heard_of_the_end_is_terminated(machine: Machine) -> None:
     machine.feed(ShutdownAsked(reason="done"))
     machine.exit("memoryd.a", 0)

@@ -278,8 +278,8 @@ class NodeMachine:
             return effects
         if self.phase is NodePhase.RUNNING:
             return self._restart(self.children[SCHEDULERD], code, now_s, at_once=False)
-        if self.phase is NodePhase.FAILING:
-            return [LeaveWord(error=self.failure, code=self.code)]
+        if self.failure and not self.run_ended:
+            return [LeaveWord(error=self.failure, code=self.code)]  # it did not, as far as we know
         if self.phase is NodePhase.ENDING:
             # Killed while it shut the run down: some members may not have heard. Those that have
             # end now; if others are left, the run comes back so that it can end properly.
@@ -537,11 +537,12 @@ class NodeMachine:
 
     @property
     def _untold(self) -> bool:
-        """The node gives up, and the scheduler elsewhere has not answered: it may be between two
-        lives, and would wait for this node.
+        """The node gives up, and the scheduler has not answered: it may have been between two lives,
+        or not connected, and would wait for this node.
         """
-        elsewhere = SCHEDULERD not in self.children
-        return elsewhere and self.phase is NodePhase.FAILING and self.deadline_s is not None
+        own = self.children.get(SCHEDULERD)
+        there = own is None or own.pid is not None
+        return there and self.phase is NodePhase.FAILING and self.deadline_s is not None
 
     def _failed(self) -> SendFailed:
         return SendFailed(error=self.failure, code=self.code, epoch=self.epoch)
