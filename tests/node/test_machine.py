@@ -434,7 +434,7 @@ def test_a_node_that_gives_up_says_so_until_the_scheduler_elsewhere_answers(told
 
 
 def test_a_node_that_gives_up_says_so_until_its_own_new_scheduler_hears_it() -> None:
-    """Or else leaves word when it has to kill it: other nodes would wait for a scheduler for ever."""
+    """Or leaves word when it has to kill it: other nodes would wait for a scheduler for ever."""
     limits = NodeLimits(max_restarts=0, fail_timeout_s=15.0, terminate_timeout_s=30.0)
     machine = Machine(NAMES, limits).started()
     [failed] = machine.exit("worker.0", -9)
