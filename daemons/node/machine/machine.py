@@ -537,8 +537,8 @@ class NodeMachine:
 
     @property
     def _untold(self) -> bool:
-        """The node gives up, and the scheduler has not answered: it may have been between two lives,
-        or not connected, and would wait for this node.
+        """The node gives up, and the scheduler has not answered: it may have been between two
+        lives, or not connected, and would wait for this node.
         """
         own = self.children.get(SCHEDULERD)
         there = own is None or own.pid is not None
