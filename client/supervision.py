@@ -21,7 +21,7 @@ from penstock.daemons.node.endpoint import remove_endpoint
 from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
 from penstock.daemons.node.machine.budget import RestartBudget
 from penstock.daemons.node.main import LAUNCHER
-from penstock.daemons.preload.kinds import PLAIN, TORCH
+from penstock.daemons.preload.kinds import NODE, PLAIN, TORCH
 from penstock.daemons.preload.owner import ChildProcess
 from penstock.daemons.preload.starting import Starter
 from penstock.protocol.config.schema import Config
@@ -79,7 +79,7 @@ class NodeProcess:
         self.name = name
         self._starter = starter
         # Torch is imported beside the node's daemons, then; for several nodes once for all.
-        self._needs = PLAIN if alone else TORCH
+        self._needs = NODE if alone else TORCH
         self._code: int | None = None
         self.restarts = RestartBudget(limit=max_restarts)
         self._run_dir = run_dir

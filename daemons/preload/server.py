@@ -7,8 +7,8 @@ ancestor that takes them in (:func:`penstock.daemons.preload.owner.taking_in`). 
 pid over the birth's socket and goes on when it is told to, so that nobody runs whom the owner has
 given up.
 
-A preloader that is to import torch says so when it has what daemons need, too: those are forked
-from it at once, and their heirs import what is left, beside them.
+A preloader that is to import torch says so when it has what a node needs, too: that is forked from
+it at once, and its heirs import what is left, beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_DESCRIPTORS = 16
 REFUSED, GO = b"refused: ", b"go"
 ORPHANED_WITHIN_S = 5.0
 """The process between is dead within this, or the machine is not able to do anything."""
-LISTENS_S = 0.1
+LISTENS_S = 0.3
 """Between two kinds an owner that waits for the first one is given so long to ask."""
 LEAVES_TO_HEIRS_S = 10.0
 """So long a preloader lets alone what an heir has begun to import: it would take its cores away."""

@@ -77,9 +77,9 @@ def test_who_needs_no_torch_is_forked_before_it_is_imported(tmp_path: Path) -> N
     owner, newborn = (tmp_path / "heirs", tmp_path / "newborn")
     owner.mkdir()
     with Preloading("torch", os.environ) as preloading:
-        early = preloading.start(NEWBORN, (str(newborn), "0"), STREAMS, needs="plain")
+        early = preloading.start(NEWBORN, (str(newborn), "0"), STREAMS, needs="node")
         born_owner = ("tests.preload.born_owner", (str(owner),), STREAMS)
-        with_heir = preloading.start(*born_owner, heirs=("torch",), needs="plain")
+        with_heir = preloading.start(*born_owner, heirs=("torch",), needs="node")
         late = preloading.start(NEWBORN, (str(tmp_path / "late"), "0"), STREAMS)
         for child in (early, with_heir, late):
             assert child.ended(80.0) and child.reap() == 0
