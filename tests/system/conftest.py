@@ -34,7 +34,7 @@ TINY_LLAMA = {
 
 PLAIN: dict[str, Any] = {"train": {"steps": 40, "clip_grad_norm": None}}
 CLIPPED: dict[str, Any] = {
-    "train": {"steps": 36, "clip_grad_norm": 2.7},
+    "train": {"steps": 60, "clip_grad_norm": 2.7},
     "model": {"hf": {"tie_word_embeddings": True, "hidden_size": 64, "intermediate_size": 160}},
     "schedule": {"scheme": "spipe"},
     "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},

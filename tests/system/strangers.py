@@ -27,13 +27,16 @@ CURVE_GREETING = GREETING.replace(b"NULL\0", b"CURVE")
 
 def listening(pid: int) -> list[tuple[str, int]]:
     """Addresses that a process listens on, of TCP over IPv4; gRPC's are those of IPv6 that stand
-    for IPv4.
+    for IPv4. None of one that has ended.
     """
     inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
-    found = []
+    with suppress(FileNotFoundError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
+    found: list[tuple[str, int]] = []
+    if not inodes:
+        return found
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,22 @@ def undisturbed(clipped_run: Path) -> dict[str, bytes]:
 
 
 def disturb(run: Any, target: str, kind: str, source: random.Random) -> None:
-    """Kill (or stop and later wake) one member at a random instant of the coming steps."""
+    """Kill a member at a random instant of the coming steps, or stop it until it is fenced."""
     time.sleep(source.random() * 0.1)
-    pid = run.members().get(target)
-    assert pid is not None, f"{target} is not running: {run.members()}"
-    if kind == "kill":
-        os.kill(pid, signal.SIGKILL)
-        return
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(3.0)  # past the heartbeat deadline: it must have been fenced by now
-    try:
-        os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return
+    pid = awaited(run, target, lambda found: found is not None)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    if kind == "stop":  # it is back soon after that, and the run's steps are few
+        awaited(run, target, lambda found: found != pid)
+
+
+def awaited(run: Any, target: str, fits: Callable[[int | None], bool]) -> int | None:
+    """The pid of a member as soon as it fits."""
+    deadline = time.monotonic() + 20.0
+    while not fits(found := run.members().get(target)):
+        assert time.monotonic() < deadline, f"{target} is {found}: {run.members()}"
+        time.sleep(0.02)
+    return found
 
 
 def finish_exact(run: Any, undisturbed: dict[str, bytes]) -> None:
