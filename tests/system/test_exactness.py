@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,13 @@ def undisturbed(clipped_run: Path) -> dict[str, bytes]:
 def disturb(run: Any, target: str, kind: str, source: random.Random) -> None:
     """Kill a member at a random instant of the coming steps, or stop it until it is fenced."""
     time.sleep(source.random() * 0.1)
-    pid = awaited(run, target, lambda found: found is not None)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    pid, struck = None, False
+    while not struck:
+        pid = awaited(run, target, lambda found: found is not None)
+        assert pid is not None
+        with suppress(ProcessLookupError):  # it was dying of the case before
+            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            struck = True
     if kind == "stop":  # it is back soon after that, and the run's steps are few
         awaited(run, target, lambda found: found != pid)
 

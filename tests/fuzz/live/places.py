@@ -76,7 +76,9 @@ def _local(process: str, pid: int) -> list[Place]:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
-    found = []
+    found: list[Place] = []
+    if not inodes:
+        return found  # it has ended
     for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and fields[3] == _LISTENS and fields[6] in inodes:
