@@ -65,8 +65,12 @@ def attacked(
     """Attack each socket in each way, ``at_once`` at a time, until the run ends or so many rounds
     are over; what was done, and how many MiB each process grew at most.
     """
-    watch = Watch(H.processes_of(run.run_dir, KINDS))
-    places = places_of(watch.processes)
+    watch, places = Watch(H.processes_of(run.run_dir, KINDS)), list[Place]()
+    for _ in range(20):  # what a process starts has its command line for a moment
+        places = places_of(watch.processes)
+        if {place.process.partition(".")[0] for place in places} >= LISTENING:
+            break
+        watch = Watch(H.processes_of(run.run_dir, KINDS))
     assert {place.process.partition(".")[0] for place in places} >= LISTENING, places
 
     def carry_out(attack: Attack, place: Place, number: int) -> Counter[str]:
