@@ -25,15 +25,23 @@ _MAPPED = "0000000000000000FFFF0000"
 CURVE_GREETING = GREETING.replace(b"NULL\0", b"CURVE")
 
 
+def socket_inodes(pid: int) -> set[str]:
+    """Inodes of what a process has open, as the kernel's tables of sockets name them; none of one
+    that has ended.
+    """
+    inodes = set()
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
+    return inodes
+
+
 def listening(pid: int) -> list[tuple[str, int]]:
     """Addresses that a process listens on, of TCP over IPv4; gRPC's are those of IPv6 that stand
     for IPv4. None of one that has ended.
     """
-    inodes = set()
-    with suppress(FileNotFoundError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
+    inodes = socket_inodes(pid)
     found: list[tuple[str, int]] = []
     if not inodes:
         return found

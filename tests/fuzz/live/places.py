@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.system.strangers import listening
+from tests.system.strangers import listening, socket_inodes
 
 _LISTENS = "00010000"
 """Flag of a listening socket in /proc/net/unix."""
@@ -71,11 +69,7 @@ def places_of(processes: dict[str, int]) -> list[Place]:
 
 
 def _local(process: str, pid: int) -> list[Place]:
-    inodes = set()
-    with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                inodes.add(os.readlink(entry).removeprefix("socket:[").rstrip("]"))
+    inodes = socket_inodes(pid)
     found: list[Place] = []
     if not inodes:
         return found  # it has ended
