@@ -18,7 +18,7 @@ from types import FrameType
 from penstock.client.watching.display import Display
 from penstock.client.watching.snapshots import Observer, RunView
 from penstock.daemons.node.endpoint import remove_endpoint
-from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
+from penstock.daemons.node.home import remove_empty_memory, remove_memory, wait_until_dead
 from penstock.daemons.node.machine.budget import RestartBudget
 from penstock.daemons.node.main import LAUNCHER
 from penstock.daemons.preload.kinds import NODE, PLAIN, TORCH
@@ -45,8 +45,6 @@ milliseconds.
 """
 LINGER_S = 90.0
 """The other nodes may take so long to end after one has."""
-DEATH_WAIT_S = 20.0
-"""Children of a killed node may take so long to die: the kernel gives their memory back first."""
 CONSOLE_BYTES = 64 << 10
 """So much of the console finds room even when the disk is full."""
 
@@ -282,10 +280,8 @@ class Supervision:
         end, run_id = RunEnd.read(self._run_dir), RunDirectory(self._run_dir).run_id
         remove = remove_empty_memory if end is None or end.keep_memory else remove_memory
         for name in self._names:
-            # A node's children hold its lock until they are dead. Only then is its memory nobody's.
             try:
-                path = node_lock_path(self._run_dir, name)
-                RunLock.acquire(path, wait_s=DEATH_WAIT_S).release()
+                wait_until_dead(self._run_dir, name)
             except PenstockError as error:
                 self._display.say(str(error))
             remove(run_id, name)

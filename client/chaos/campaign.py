@@ -15,9 +15,8 @@ from penstock.client.chaos.command import TrainCommand
 from penstock.client.chaos.disks import Disk, own_disks
 from penstock.client.chaos.disturbed import DisturbedRun, Suffered
 from penstock.client.chaos.faults import Cast, FaultKind, draw, draw_last
-from penstock.client.supervision import DEATH_WAIT_S
 from penstock.daemons.node.endpoint import NodeSettings
-from penstock.daemons.node.home import RunLock, node_lock_path, remove_memory
+from penstock.daemons.node.home import remove_memory, wait_until_dead
 from penstock.daemons.node.main import child_specs
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError, PenstockError
@@ -108,8 +107,7 @@ class Campaign:
             return  # it was being prepared
         run_id = RunDirectory(run_dir).run_id
         for node in self.config.cluster.nodes:
-            # Its children hold its lock until they are dead, and its memory as long.
-            RunLock.acquire(node_lock_path(run_dir, node.name), wait_s=DEATH_WAIT_S).release()
+            wait_until_dead(run_dir, node.name)
             remove_memory(run_id, node.name)
 
     def _disks(self, reference: Path) -> tuple[Mapping[str, Disk], Path]:

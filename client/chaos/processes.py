@@ -46,7 +46,9 @@ def members(run_dir: Path) -> dict[str, int]:
             kind, *_ = rest = words[words.index(_LAUNCHER) + 1 :]
             options = dict(itertools.pairwise(rest))
             of = options.get("--device") or options.get("--node") or options.get("--tracker")
-            found[kind if of is None else f"{kind}.{of}"] = pid
+            name = kind if of is None else f"{kind}.{of}"
+            if parent_of(pid) != found.get(name):  # else its child, which is about to start another
+                found[name] = pid
     nodes = {pid: name.partition(".")[2] for name, pid in found.items() if name.startswith("node.")}
     for pid, kind in preloaders:
         node = nodes.get(parent_of(pid))

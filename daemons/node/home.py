@@ -44,6 +44,8 @@ from penstock.shm.process import start_ticks
 from penstock.shm.segment import Segment, SegmentError, unlink
 
 POLL_S = 0.05
+DEATH_WAIT_S = 20.0
+"""Children of a killed node may take so long to die: the kernel gives their memory back first."""
 _RECORD_BYTES = 64
 """Of the file: its holder's pid and start time, padded."""
 
@@ -123,6 +125,17 @@ def train_lock_path(run_dir: Path) -> Path:
 def node_lock_path(run_dir: Path, node: str) -> Path:
     """Returns the lock that the supervisor of a node and its children hold."""
     return run_dir / f".lock-{node}"
+
+
+def wait_until_dead(run_dir: Path, node: str) -> None:
+    """Wait until a node that was killed is dead with all its children: they hold its lock as long,
+    and only then is its memory nobody's.
+
+    Raises:
+        ConfigError: it lives.
+        LostMemberError: its children are still there after :data:`DEATH_WAIT_S`.
+    """
+    RunLock.acquire(node_lock_path(run_dir, node), wait_s=DEATH_WAIT_S).release()
 
 
 def prepare_lock_path(run_dir: Path) -> Path:

@@ -29,7 +29,7 @@ from penstock.client.chaos.faults import (
     draw,
     draw_last,
 )
-from penstock.client.chaos.processes import survivors, wait_until_stopped
+from penstock.client.chaos.processes import members, survivors, wait_until_stopped
 from penstock.client.chaos.table import percentile, rows_of, tables_of
 from penstock.client.main import app
 
@@ -269,6 +269,20 @@ def test_survivors_are_processes_of_this_run_and_nobody_who_looks_on(tmp_path: P
         for process in started.values():
             process.kill()
     assert survivors(run) == {}
+
+
+def test_a_child_that_still_has_a_members_command_line_is_not_the_member(tmp_path: Path) -> None:
+    script = "import os; child = os.fork(); print(child, flush=True) if child else 0; input()"
+    words = ["-m", "penstock.client.launch", "worker", "--device", "0", "--config"]
+    command = [sys.executable, "-c", script, *words, str(tmp_path / "resolved.yaml")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        assert child in survivors(tmp_path) and process.pid < child
+        assert members(tmp_path) == {"worker.0": process.pid}
+        process.communicate("\n")  # the end of the input is the child's
 
 
 def entry(kind: FaultKind, target: str, seconds: float, **more: object) -> dict[str, object]:

@@ -18,7 +18,9 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from penstock.client.chaos.processes import command_lines
 from penstock.protocol.config.schema import load_config
+from penstock.shm.process import parent_of
 from tests.shelf import Shelf
 
 TINY_LLAMA = {
@@ -57,21 +59,17 @@ MEMBER_KINDS = ("memoryd", "optimizerd", "schedulerd", "worker", "node")
 
 def processes_of(run_dir: Path, kinds: Sequence[str]) -> dict[str, int]:
     """Name -> pid of a run's living processes of some kinds, read from their command lines."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            words = (entry / "cmdline").read_bytes().decode().split("\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
+    found: dict[str, int] = {}
+    for pid, words in command_lines():
         if not any(Path(word).is_relative_to(run_dir) for word in words):
             continue
         for kind in kinds:
             if kind in words:
                 device = words[words.index("--device") + 1] if "--device" in words else ""
                 node = words[words.index("--node") + 1] if "--node" in words else ""
-                found[f"{kind}{'.' if device or node else ''}{device or node}"] = int(entry.name)
+                name = f"{kind}{'.' if device or node else ''}{device or node}"
+                if parent_of(pid) != found.get(name):  # else its child, not yet what it is to be
+                    found[name] = pid
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.authority import make
+from penstock.protocol.wire.control import ControlClient
 from tests.system import conftest as H
 from tests.system.strangers import Strangers, listening, speaks_zmtp
 
@@ -42,11 +43,15 @@ def test_strangers_change_nothing_between_nodes_with_keys(
 ) -> None:
     run = runner.start(runner.configure("two", with_keys(tmp_path, "two")))
     H.wait_for_step(run, 2)
+    with ControlClient.for_run(run.run_dir) as client:
+        client.pause()  # the few steps could be over before the sockets are found
     places = places_of(run)
     assert {name.partition(".")[0] for name in places} == {"memoryd", "optimizerd", "worker"}
     assert len(places) == 6
     strangers = Strangers(RunDirectory(run.run_dir).run_id, list(places.values()))
     strangers.start(per_place=200)
+    with ControlClient.for_run(run.run_dir) as client:
+        client.resume()
     code, output = run.wait(120.0)
     strangers.join()
     assert code == 0, f"{output}\n{H.tail_logs(run.run_dir)}"
