@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import accumulate
 from math import floor
 
 from penstock.planner.cost.costs import BlockCost
@@ -127,22 +128,26 @@ def migrate_forwards(schedule: Schedule, context: PassContext) -> Schedule:
     """Runs as many forwards of adjusted stages early as their forward bubbles can hold.
 
     This is section 3.2, step 2. The forwards that stay keep their places among the backwards.
-    Bubbles are those without recomputation, which moves with its backward.
+    Bubbles are those without recomputation, which moves with its backward. Where stages are uneven,
+    the bubbles of one may hold more than the stage before it runs early; no more come.
     """
     orders = stage_orders(schedule)
     plain = with_orders(schedule, (replace(order, recompute=NONE) for order in orders))
     times = order_times(plain.layout, plain.orders, context.costs, hop_s=context.hop_s)
     adjusted = adjusted_stages(schedule)
 
-    def migrated(order: StageOrder) -> StageOrder:
+    def warmup(order: StageOrder) -> int:
         if order.stage not in adjusted:
-            return order
+            return order.warmup
         idle_s = bubbles(plain, times, order.stage).forward_s
         forward_s = _forward_s(schedule, context, order.stage)
-        count = floor(idle_s / forward_s + _ROUNDING) if forward_s > 0.0 else 0
-        return replace(order, ahead=_at_least(order.ahead, order.warmup + count))
+        return order.warmup + (floor(idle_s / forward_s + _ROUNDING) if forward_s > 0.0 else 0)
 
-    return with_orders(schedule, map(migrated, orders))
+    come = accumulate(map(warmup, orders), min)
+    return with_orders(
+        schedule,
+        (replace(o, ahead=_at_least(o.ahead, n)) for o, n in zip(orders, come, strict=True)),
+    )
 
 
 def relax_dependencies(schedule: Schedule, context: PassContext) -> Schedule:
