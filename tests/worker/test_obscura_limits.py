@@ -83,7 +83,7 @@ class Limited:
         *,
         width: int = 1,
         micro_batch: int = 2,
-        budget_s: float = 0.0,
+        budget_s: float = 0.02,
     ) -> None:
         hf = {"vocab_size": cluster.LLAMA["vocab_size"], **MODELS[model]}
         widths = {key: width * hf[key] for key in WIDTHS if key in hf}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.wire.control import ControlClient
 from penstock.shm.process import ProcessUsage
 from tests.fuzz.live.attacks import ATTACKS, Attack, Attacker
 from tests.fuzz.live.places import Place, places_of
@@ -63,14 +64,13 @@ def attacked(
     run: H.TrainProcess, *, rounds: int, idle: int, seed: int, at_once: int = 8
 ) -> tuple[Counter[str], dict[str, float]]:
     """Attack each socket in each way, ``at_once`` at a time, until the run ends or so many rounds
-    are over; what was done, and how many MiB each process grew at most.
+    are over; what was done, and how many MiB each process grew at most. The run stands still
+    until each way was tried, since its steps may be over first.
     """
-    watch, places = Watch(H.processes_of(run.run_dir, KINDS)), list[Place]()
-    for _ in range(20):  # what a process starts has its command line for a moment
-        places = places_of(watch.processes)
-        if {place.process.partition(".")[0] for place in places} >= LISTENING:
-            break
-        watch = Watch(H.processes_of(run.run_dir, KINDS))
+    with ControlClient.for_run(run.run_dir) as client:
+        client.pause()
+    watch = Watch(H.processes_of(run.run_dir, KINDS))
+    places = places_of(watch.processes)
     assert {place.process.partition(".")[0] for place in places} >= LISTENING, places
 
     def carry_out(attack: Attack, place: Place, number: int) -> Counter[str]:
@@ -87,10 +87,17 @@ def attacked(
     pairs = [(attack, place) for _ in range(rounds) for place in places for attack in ATTACKS]
     with descriptors(2 * at_once * idle), ThreadPoolExecutor(at_once) as pool:
         under_way = [pool.submit(carry_out, *pair, n) for n, pair in enumerate(pairs)]
+        paused = True
         while not all(future.done() for future in under_way):
             watch.look()
+            done = sum((f.result() for f in under_way if f.done()), Counter[str]())
+            if paused and all(done[kind] for kind in WAYS):
+                with ControlClient.for_run(run.run_dir) as client:
+                    client.resume()
+                paused = False
             time.sleep(0.05)
-        done = sum((future.result() for future in under_way), Counter[str]())
+    done = sum((future.result() for future in under_way), Counter[str]())
+    assert not paused, done
     return done, watch.grown_mib
 
 
