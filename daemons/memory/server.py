@@ -59,7 +59,7 @@ MAX_LEASES = 4096
 
 REQUESTS_UNREAD = 64
 """Of a connection from another node; it has at most a few under way."""
-BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**20)
+BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**18)
 """Requests of other nodes have some hundred bytes."""
 
 Status = Literal["ok", "wait", "error"]

@@ -30,8 +30,10 @@ POLL_S = 0.2
 RECEIVE_HIGH_WATER = 1024
 MAX_MESSAGE_BYTES = 4096
 MAX_UNREAD = 1 << 16
-BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**20)
-"""Limits for connections from other nodes, whose workers' messages have some hundred bytes."""
+BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**18)
+"""Limits for connections from other nodes, whose workers' messages have some hundred bytes: it is
+not for long that they are silent.
+"""
 
 _log = logging.getLogger(__name__)
 
