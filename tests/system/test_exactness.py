@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 from tests.system import conftest as H
 
@@ -36,17 +37,34 @@ def undisturbed(clipped_run: Path) -> dict[str, bytes]:
 
 
 def disturb(run: Any, target: str, kind: str, source: random.Random) -> None:
-    """Kill a member at a random instant of the coming steps, or stop it until it is fenced."""
-    time.sleep(source.random() * 0.1)
+    """Kill a member at a random instant of the coming steps, or stop it until it is fenced. The run
+    stands still while it is looked for: steps are few.
+    """
     pid, struck = None, False
     while not struck:
+        obeyed(run, ControlClient.pause)
         pid = awaited(run, target, lambda found: found is not None)
         assert pid is not None
+        obeyed(run, ControlClient.resume)
+        time.sleep(source.random() * 0.1)
         with suppress(ProcessLookupError):  # it was dying of the case before
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             struck = True
     if kind == "stop":  # it is back soon after that, and the run's steps are few
         awaited(run, target, lambda found: found != pid)
+
+
+def obeyed(run: Any, command: Callable[[ControlClient], Any]) -> None:
+    """Have the scheduler do something, as soon as it is back."""
+    deadline = time.monotonic() + 20.0
+    while True:
+        try:
+            with ControlClient.for_run(run.run_dir) as client:
+                command(client)
+            return
+        except PenstockError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def awaited(run: Any, target: str, fits: Callable[[int | None], bool]) -> int | None:
