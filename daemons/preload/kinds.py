@@ -33,6 +33,13 @@ STAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {PLAIN: (NODE, PLAIN), TORCH: (NODE, TORCH)}
 )
 """What each kind becomes on its way, itself at last."""
-QUIET: Mapping[str, str] = MappingProxyType({"OPENBLAS_NUM_THREADS": "1", "GRPC_VERBOSITY": "NONE"})
+QUIET: Mapping[str, str] = MappingProxyType(
+    {
+        "OPENBLAS_NUM_THREADS": "1",
+        "GRPC_VERBOSITY": "NONE",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+)
 """The environment of imports: numpy's library starts threads when it is imported; gRPC complains of
-every stranger."""
+every stranger; a library that asks whether there is a GPU is not to wake the driver, which no fork
+could use then."""
