@@ -199,7 +199,13 @@ def test_an_aborted_attempt_leaves_a_gpu_usable(make_cluster: Any) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_the_trace_of_a_gpu_is_of_what_it_did(make_cluster: Any, tmp_path: Path) -> None:
     """Not of when that was issued: nothing overlaps on a stream, weights are there before use."""
-    cluster = make_cluster(scheme="mobius", workers=1, device="cuda", transport="zmq")
+    cluster = make_cluster(
+        scheme="mobius",
+        workers=1,
+        device="cuda",
+        transport="zmq",
+        schedule={"forward_stages": 4},  # six fetches
+    )
     (worker,) = cluster.workers
     ring = TraceRing(TraceLog.of_run(tmp_path, "worker.0", 1))
     worker.context = replace(worker.context, trace=ring)
