@@ -18,6 +18,7 @@ import platform
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -163,6 +164,7 @@ def machine_facts() -> dict[str, str]:
         "native vectors": _vector_path(),
         "torch": torch_objection(torch) or f"{torch} (Penstock runs with {TORCH})",
         "transformers": _version("transformers"),
+        "compiled modules": _bytecode(),
         "CUDA devices": str(len(list(Path("/dev").glob("nvidia[0-9]*")))),
         "CPUs": str(cpu_limit()),
         "memory": f"{human_bytes(memory.available)} free of {human_bytes(memory.limit)}"
@@ -180,6 +182,22 @@ def _vector_path() -> str:
     from penstock import _native
 
     return _native.vector_path()
+
+
+def _bytecode() -> str:
+    """Returns whether imports of torch find compiled modules: images for containers are often made
+    without, and set so that none are written.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "not known without torch"
+    if Path(importlib.util.cache_from_source(spec.origin)).exists():
+        return "found"
+    place = Path(spec.origin).parents[1]
+    return (
+        "none of torch's: whatever starts takes some ten seconds to compile what it imports; once,"
+        f" as somebody who may write there: {sys.executable} -m compileall -q -j 0 {place}"
+    )
 
 
 def _version(package: str) -> str:

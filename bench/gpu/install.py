@@ -26,6 +26,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / "build" / "gpu-env"
+BYTECODE = ROOT / "build" / "gpu-bytecode"
+"""Compiled modules: images are often made without, and set so that none are written; then every
+process takes some ten seconds to compile what it imports of torch and transformers."""
 WHEELS = ROOT / ".whl"
 THERE = Path(__file__).with_name("there.txt")
 TARGET_PYTHON = "3.12"
@@ -36,6 +39,11 @@ package: its wheel is built without operators, which it compiles where it runs.
 """
 SOURCES = "penstock.sources"
 """In the wheels' folder: fingerprint of the sources that the project's wheel was built of."""
+_HEAVY = (
+    *("torch", "transformers", "sympy", "mpmath", "networkx", "accelerate", "deepspeed"),
+    *("numpy", "scipy", "sklearn", "pandas", "pyarrow", "torchvision", "pydantic", "penstock"),
+)
+"""Packages that are compiled ahead, where they are there."""
 TRAVEL_BYTES = 48 << 20
 """Wheels beyond this are too many for a machine that takes 64 MiB with the tree."""
 
@@ -205,6 +213,7 @@ def install(environment: Path = ENVIRONMENT, wheels: Path = WHEELS) -> Path:
         if (said := _run([*pip, *found, text])) is not None:
             _say(f"{text} was not installed: {said}")
     _install_project(pip, python, wheels)
+    _compile_ahead(python)
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
@@ -237,6 +246,27 @@ def _install_project(pip: list[str], python: Path, wheels: Path) -> None:
     options = ["--no-deps", "--no-build-isolation", "--force-reinstall"]
     options += ["-C", "cmake.define.PENSTOCK_WERROR=OFF"]  # a compiler that is new to us may warn
     _must([*pip, *options, str(ROOT)])
+
+
+def keep_bytecode() -> None:
+    """From now on, processes that this one starts write and read compiled modules."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
+
+
+def _compile_ahead(python: Path) -> None:
+    """On all cores, what a process would compile on one."""
+    program = f"""
+import compileall, importlib.util
+for name in {_HEAVY!r}:
+    spec = importlib.util.find_spec(name)
+    for place in (spec and spec.submodule_search_locations) or ():
+        compileall.compile_dir(place, quiet=2, workers=0)
+"""
+    keep_bytecode()
+    said = _run([str(python), "-c", program])
+    if said is not None:
+        _say(f"modules are compiled when they are imported: {said}")
 
 
 def _third_party(wheels: Path) -> list[Path]:

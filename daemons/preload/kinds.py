@@ -37,9 +37,11 @@ QUIET: Mapping[str, str] = MappingProxyType(
     {
         "OPENBLAS_NUM_THREADS": "1",
         "GRPC_VERBOSITY": "NONE",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
 )
-"""The environment of imports: numpy's library starts threads when it is imported; gRPC complains of
-every stranger; a library that asks whether there is a GPU is not to wake the driver, which no fork
-could use then."""
+"""The environment of imports: numpy's library, and pyarrow's, which transformers imports by way of
+scikit-learn and pandas where they are installed, start threads when they are imported; gRPC
+complains of every stranger; a library that asks whether there is a GPU is not to wake the driver,
+which no fork could use then."""

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from penstock.daemons.preload.birth import STREAMS, Birth, leave_nest, run_module, show_command_line
@@ -97,16 +98,21 @@ def listen_to_owner_only() -> None:
 
 def answer(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> None:
     """Forks a child for one request, unless that would not be safe. Never returns in the child."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
+    threads = _names_of_threads()
+    if len(threads) != 1:
         # Locks that another thread holds would stay locked in the child for ever.
         with socket.socket(fileno=os.dup(descriptors[STREAMS])) as line:
-            line.send(REFUSED + f"there are {threads} threads".encode())
+            names = ", ".join(sorted(set(threads)))
+            line.send(REFUSED + f"there are {len(threads)} threads ({names})".encode())
         return
     between = os.fork()
     if not between:
         _in_between(birth, requests, descriptors)
     os.waitpid(between, 0)
+
+
+def _names_of_threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
 def _in_between(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> NoReturn:

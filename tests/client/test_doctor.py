@@ -175,6 +175,18 @@ def test_machine_facts_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == 0
 
 
+def test_imports_that_compile_anew_are_told(tmp_path: Path) -> None:
+    program = "from penstock.client.doctor import machine_facts; print(machine_facts()['compiled modules'])"
+
+    def told(place: Path | str) -> str:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(place)}
+        return subprocess.check_output([sys.executable, "-c", program], text=True, env=environment)
+
+    assert told("").strip() == "found"
+    advice = told(tmp_path)
+    assert advice.startswith("none of torch's: ") and "-m compileall -q -j 0 /" in advice
+
+
 def test_placement_says_what_a_configuration_gets_and_what_to_change(tmp_path: Path) -> None:
     machine = PlacementFacts(
         topology=Topology(

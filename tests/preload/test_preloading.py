@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.daemons.preload.birth import Birth
+from penstock.daemons.preload.kinds import QUIET
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.daemons.preload.server import REFUSED, answer
 from penstock.shm.process import start_ticks
@@ -78,6 +79,7 @@ def test_a_child_dies_with_its_owner(tmp_path: Path) -> None:
     script = f"""
 import os, sys, time
 from penstock.daemons.preload.birth import Birth
+from penstock.daemons.preload.kinds import QUIET
 from penstock.daemons.preload.owner import Preloader
 preloader = Preloader.start("plain", os.environ)
 preloader.warm(20.0)
@@ -108,10 +110,24 @@ def test_a_preloader_with_threads_forks_nobody() -> None:
     try:
         with mine, theirs:
             answer(birth("view", "0"), theirs, [0, 1, 2, theirs.fileno()])
-            assert mine.recv(100).startswith(REFUSED + b"there are ")
+            said = mine.recv(100)
+            own = Path("/proc/self/comm").read_text().strip().encode()
+            assert said.startswith(REFUSED + b"there are ") and own in said
     finally:
         release.set()
         thread.join()
+
+
+def test_libraries_that_models_import_start_no_thread_in_a_preloader() -> None:
+    """Transformers imports scikit-learn where it is installed, that pandas, and that pyarrow."""
+    program = "import os, pyarrow; print(len(os.listdir('/proc/self/task')))"
+
+    def threads(environment: Mapping[str, str]) -> int:
+        return int(subprocess.check_output([sys.executable, "-c", program], env=environment))
+
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    assert threads(environment) > 1, "it does on its own"
+    assert threads({**environment, **QUIET}) == 1
 
 
 def test_a_stopped_or_killed_preloader_does_not_hold_its_owner_up(tmp_path: Path) -> None:
