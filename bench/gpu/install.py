@@ -39,11 +39,8 @@ package: its wheel is built without operators, which it compiles where it runs.
 """
 SOURCES = "penstock.sources"
 """In the wheels' folder: fingerprint of the sources that the project's wheel was built of."""
-_HEAVY = (
-    *("torch", "transformers", "sympy", "mpmath", "networkx", "accelerate", "deepspeed"),
-    *("numpy", "scipy", "sklearn", "pandas", "pyarrow", "torchvision", "pydantic", "penstock"),
-)
-"""Packages that are compiled ahead, where they are there."""
+_HEAVY = ("torch", "transformers", "sympy", "accelerate", "penstock")
+"""Packages that are compiled ahead, where they are there; others, when they are imported first."""
 TRAVEL_BYTES = 48 << 20
 """Wheels beyond this are too many for a machine that takes 64 MiB with the tree."""
 
