@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ class PartResults:
     gpu: str | None = None
     measurements: dict[str, Outcome] = field(default_factory=dict)
 
+    def without_logs(self) -> PartResults:
+        """Returns the same without what measurements printed: that is of one machine."""
+        outcomes = {name: replace(one, log="") for name, one in self.measurements.items()}
+        return replace(self, measurements=outcomes)
+
     def write(self, folder: Path) -> None:
         """Write PART.json, in one go: a kill leaves the old one."""
         path = folder / f"{self.part}.json"
@@ -80,14 +85,15 @@ _WORTH = {Status.SKIPPED: 0, Status.FAILED: 1, Status.LATE: 2, Status.DONE: 3}
 
 def merged(results: Iterable[PartResults]) -> dict[str, PartResults]:
     """Returns one for each part. Of a measurement that was made several times the one that got
-    furthest counts, of those the last.
+    furthest counts, of those the last. Parts measured on several GPUs name all of them.
     """
     found: dict[str, PartResults] = {}
     for one in results:
         into = found.setdefault(
             one.part, PartResults(part=one.part, device=one.device, tiny=one.tiny, gpu=one.gpu)
         )
-        into.gpu = one.gpu or into.gpu
+        if one.gpu and one.gpu not in (into.gpu or ""):
+            into.gpu = f"{into.gpu}, {one.gpu}" if into.gpu else one.gpu
         for name, outcome in one.measurements.items():
             old = into.measurements.get(name)
             if old is None or _rank(outcome) >= _rank(old):

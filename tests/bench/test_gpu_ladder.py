@@ -264,6 +264,8 @@ def test_reports_of_pytest_are_counted(tmp_path: Path) -> None:
     found = outcome(tmp_path / "report.xml")
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
     assert found["failures"] == {"a::y": "E: no"}
+    found = outcome(tmp_path / "report.xml", interrupted=True)
+    assert (found["passed"], found["interrupted"]) == (0, 1), "the last one did not end"
 
 
 def test_saved_states_are_compared_by_bytes(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ WHOLE_RUNS = ("tests/system/test_gpu.py",)
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 _TEST_S = 45
 """A test that hangs must leave time to say which it was; those of whole runs have their own."""
+_INTERRUPTED = 2
+"""pytest's exit code."""
 _RESERVE_S = 5.0
 """For pytest to write its report after an interrupt."""
 
@@ -55,13 +57,16 @@ def tests(
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         process.wait(_RESERVE_S)
-    task.say(**outcome(report))
+    task.say(**outcome(report, interrupted=process.returncode == _INTERRUPTED))
     if process.returncode:
         raise RuntimeError(f"pytest ended with {process.returncode}")
 
 
-def outcome(report: Path) -> dict[str, object]:
-    """Returns how many passed, were skipped and failed, and the first lines of failures."""
+def outcome(report: Path, *, interrupted: bool = False) -> dict[str, object]:
+    """Returns how many passed, were skipped and failed, and the first lines of failures.
+
+    ``interrupted``: the last one was under way when time was over; it is none of these.
+    """
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failures = {
         f"{case.get('classname')}::{case.get('name')}": _first_line(bad)
@@ -70,9 +75,10 @@ def outcome(report: Path) -> dict[str, object]:
     }
     skipped = sum(1 for case in cases if case.find("skipped") is not None)
     return {
-        "passed": len(cases) - len(failures) - skipped,
+        "passed": len(cases) - len(failures) - skipped - interrupted,
         "skipped": skipped,
         "failed": len(failures),
+        "interrupted": int(interrupted),
         "failures": failures,
         "test_seconds": round(sum(float(case.get("time", 0.0)) for case in cases), 1),
     }

@@ -1,7 +1,7 @@
 """``python -m bench.gpu page [DIR...] [-o docs/GPU.md] [--keep]``: the page from results.
 
-Results that are kept, in ``bench/gpu/found``, are always on it; ``--keep`` adds those of the
-folders to them.
+Results that are kept, in ``bench/gpu/found``, are always on it, but for those of a trial, which
+stand alone; ``--keep`` adds those of the folders to them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.gpu.page.goals import GOALS, Results
 from bench.gpu.page.sections import SECTIONS
 from bench.gpu.page.tables import wrapped
 from bench.gpu.parts import PARTS
-from bench.gpu.results import PartResults, read_folders
+from bench.gpu.results import PartResults, merged, read_folders
 
 KEPT = Path(__file__).parents[1] / "found"
 HEAD = Path(__file__).with_name("head.md")
@@ -73,17 +73,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--keep", action="store_true", help="add what they have to what is kept")
     options = parser.parse_args(arguments)
     try:
-        results = read_folders([KEPT, *options.folders])
+        given = read_folders(options.folders)
+        kept = read_folders([KEPT])
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    trials = [one.part for one in results.values() if is_trial(one)]
+    trials = [one.part for one in given.values() if is_trial(one)]
+    results = given if trials else merged([*kept.values(), *given.values()])
     if options.keep and trials:
         sys.stderr.write(f"{', '.join(trials)}: a trial (toy size, or no GPU) is not kept\n")
         return 2
     if options.keep:
         KEPT.mkdir(exist_ok=True)
         for one in results.values():
-            one.write(KEPT)
+            one.without_logs().write(KEPT)
     options.out.write_text(page(results), encoding="utf-8")
     return 0

@@ -64,13 +64,16 @@ def _shown(key: str, value: Any) -> str:
         return f"{value / GIB:.1f} GiB"
     if isinstance(value, float):
         return f"{value:.3g}"
+    if isinstance(value, dict):  # where programs are
+        value = [name for name, place in value.items() if place]
     words = "; ".join(map(str, value)) if isinstance(value, list) else str(value)
     return words.replace("|", "/")[:110]
 
 
 def _correctness(results: PartResults | None) -> Lines:
     columns = [
-        Column(title=key, show=text(key)) for key in ("passed", "failed", "skipped", "test_seconds")
+        Column(title=key, show=text(key))
+        for key in ("passed", "failed", "skipped", "interrupted", "test_seconds")
     ]
     yield from table("tests", names_of("correctness"), columns, results)
     for name, outcome in () if results is None else results.measurements.items():
