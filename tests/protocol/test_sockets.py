@@ -247,7 +247,7 @@ def test_who_asks_for_a_key_gets_nothing_from_a_plain_memoryd(
     address = access_of(keys, "a").announce(plain.address)
     try:
         with pytest.raises(LostMemberError, match=r"has not the cluster\.security of this process"):
-            client.fetch(address, REQUEST, bytearray(4), timeout_s=0.5)
+            client.fetch(address, REQUEST, bytearray(4), timeout_s=3.0)
     finally:
         client.close()
         plain.close()

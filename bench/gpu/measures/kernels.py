@@ -31,6 +31,7 @@ from penstock.models.profiling.blocks import BlockBench
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
+from penstock.models.torch_device import repeat_bits
 from penstock.planner.configured import build_plan
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.protocol.config.schema import Config, parse_config
@@ -65,6 +66,12 @@ def products(task: Task) -> None:
     seconds = Timer(task.device).median(run) / 10
     peak = peak_flops_of(torch.cuda.get_device_name(0)) if task.cuda else None
     task.say(tflops=2.0 * size**3 / seconds / 1e12, data_sheet_tflops=peak and peak / 1e12)
+
+
+def repeating_layers(task: Task) -> None:
+    """As :func:`layers`, with kernels that repeat their bits: what runs compute with."""
+    repeat_bits()
+    layers(task)
 
 
 def layers(task: Task) -> None:
@@ -243,5 +250,6 @@ def fill(memory: NodeMemory) -> None:
 MEASUREMENTS = (
     Measurement(name="products", deadline_s=20, run=products),
     Measurement(name="layers", deadline_s=40, run=layers),
+    Measurement(name="layers that repeat their bits", deadline_s=40, run=repeating_layers),
     Measurement(name="update", deadline_s=75, run=update),
 )

@@ -111,6 +111,18 @@ def _copies(results: PartResults | None) -> Lines:
         )
 
 
+def _layers(name: str, figures: Figures, best: float | None) -> Lines:
+    """``best``: TFLOP/s of a large product."""
+    yield f"| {name}, 8 K tokens | forward TFLOP/s | backward TFLOP/s | of the product's |"
+    yield "| --- | --- | --- | --- |"
+    for model, found in figures.items():
+        if isinstance(found, Mapping):
+            rates = [found["forward_tflops"], found["backward_tflops"]]
+            shares = " and ".join(f"{rate / best:.0%}" for rate in rates) if best else ""
+            yield f"| {model} | {rates[0]:.4g} | {rates[1]:.4g} | {shares} |"
+    yield ""
+
+
 def _kernels(results: PartResults | None) -> Lines:
     known = {} if results is None else results.measurements
     if not known:
@@ -122,15 +134,9 @@ def _kernels(results: PartResults | None) -> Lines:
         peak = f", {best / sheet:.0%} of the data sheet's {sheet:.0f}" if sheet else ""
         yield f"A product of two 8192 x 8192 bf16 matrices: {best:.4g} TFLOP/s{peak}."
         yield ""
-    if "layers" in known and known["layers"].figures:
-        yield "| one layer, 8 K tokens | forward TFLOP/s | backward TFLOP/s | of the product's |"
-        yield "| --- | --- | --- | --- |"
-        for name, f in known["layers"].figures.items():
-            if isinstance(f, Mapping):
-                rates = [f["forward_tflops"], f["backward_tflops"]]
-                shares = " and ".join(f"{rate / best:.0%}" for rate in rates) if best else ""
-                yield f"| {name} | {rates[0]:.4g} | {rates[1]:.4g} | {shares} |"
-        yield ""
+    for name in ("layers", "layers that repeat their bits"):
+        if name in known and known[name].figures:
+            yield from _layers(name, known[name].figures, best)
     if "update" in known and "billions_per_s" in known["update"].figures:
         rates = known["update"].figures["billions_per_s"]
         parts = [f"{share} %" for share in SHARES if f"{share} %" in rates]
