@@ -42,7 +42,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         "probe": Part(module="probe", within_s=60),
         "correctness": Part(module="correctness", within_s=330),
         "copies": Part(module="copies", within_s=60),
-        "kernels": Part(module="kernels", within_s=150),
+        "kernels": Part(module="kernels", within_s=120),
         "models": Part(module="models", within_s=480),
         "baselines": Part(module="baselines", within_s=315),
         "faults": Part(module="faults", within_s=135),

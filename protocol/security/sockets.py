@@ -51,6 +51,11 @@ _KEY_TEXT_BYTES = 40
 _NAMED_KEY = "?key="
 _ABSTRACT = "ipc://@"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_HEEDED = _REFUSALS | _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_BROKEN_OFF = 3
+"""Handshakes in a row that the other side broke off. The one that finds first that the mechanisms
+differ hangs up, and the other hears of nothing else; somebody who dies does that once."""
 
 _log = logging.getLogger(__name__)
 
@@ -371,9 +376,10 @@ class Connection:
             ProtocolError: as :meth:`SocketAccess.connect`; the socket is closed.
         """
         self.socket = socket
-        self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(_REFUSALS | watched)
+        self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(_HEEDED | watched)
         self._is_watched = bool(watched)
         self._seen = ""
+        self._broken = 0
         try:
             access.connect(socket, address)
         except BaseException:
@@ -389,7 +395,10 @@ class Connection:
 
     def note(self, event: int) -> None:
         """Heed an event of the monitor."""
-        if event & _REFUSALS:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._broken, self._seen = 0, ""
+        self._broken += event == _BROKEN
+        if event & _REFUSALS or self._broken >= _BROKEN_OFF:
             self._seen = (
                 "it does not let this node's key or token in"
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH

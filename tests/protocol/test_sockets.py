@@ -112,7 +112,7 @@ def knock(
     socket.set(zmq.LINGER, 0)
     connection = Connection(socket, server.address, access)
     say_hello(socket)
-    heard, refusal, deadline = server.receive(timeout_ms), "", time.monotonic() + 2.0
+    heard, refusal, deadline = server.receive(timeout_ms), "", time.monotonic() + 5.0
     while heard is None and not refusal and time.monotonic() < deadline:
         time.sleep(0.01)
         refusal = connection.refusal()
@@ -247,7 +247,7 @@ def test_who_asks_for_a_key_gets_nothing_from_a_plain_memoryd(
     address = access_of(keys, "a").announce(plain.address)
     try:
         with pytest.raises(LostMemberError, match=r"has not the cluster\.security of this process"):
-            client.fetch(address, REQUEST, bytearray(4), timeout_s=3.0)
+            client.fetch(address, REQUEST, bytearray(4), timeout_s=5.0)
     finally:
         client.close()
         plain.close()
