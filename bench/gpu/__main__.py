@@ -39,7 +39,7 @@ def _again_installed() -> int:
         sys.stderr.write(f"install: {error}\n")
         return 2
     os.environ[GUARD] = str(python)
-    install.keep_bytecode()
+    install.keep_bytecode(python)
     os.execv(python, [str(python), "-m", "bench.gpu", *sys.argv[1:]])
 
 

@@ -210,7 +210,6 @@ def install(environment: Path = ENVIRONMENT, wheels: Path = WHEELS) -> Path:
         if (said := _run([*pip, *found, text])) is not None:
             _say(f"{text} was not installed: {said}")
     _install_project(pip, python, wheels)
-    _compile_ahead(python)
     stamp.write_text(wanted, encoding="utf-8")
     return python
 
@@ -245,14 +244,14 @@ def _install_project(pip: list[str], python: Path, wheels: Path) -> None:
     _must([*pip, *options, str(ROOT)])
 
 
-def keep_bytecode() -> None:
-    """From now on, processes that this one starts write and read compiled modules."""
+def keep_bytecode(python: Path) -> None:
+    """From now on, processes that this one starts write and read compiled modules. The first time,
+    those of the largest packages are made on all cores: a process would make them on one.
+    """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
-
-
-def _compile_ahead(python: Path) -> None:
-    """On all cores, what a process would compile on one."""
+    if BYTECODE.exists():
+        return
     program = f"""
 import compileall, importlib.util
 for name in {_HEAVY!r}:
@@ -260,7 +259,6 @@ for name in {_HEAVY!r}:
     for place in (spec and spec.submodule_search_locations) or ():
         compileall.compile_dir(place, quiet=2, workers=0)
 """
-    keep_bytecode()
     said = _run([str(python), "-c", program])
     if said is not None:
         _say(f"modules are compiled when they are imported: {said}")

@@ -92,8 +92,8 @@ def merged(results: Iterable[PartResults]) -> dict[str, PartResults]:
         into = found.setdefault(
             one.part, PartResults(part=one.part, device=one.device, tiny=one.tiny, gpu=one.gpu)
         )
-        if one.gpu and one.gpu not in (into.gpu or ""):
-            into.gpu = f"{into.gpu}, {one.gpu}" if into.gpu else one.gpu
+        gpus = dict.fromkeys([*(into.gpu or "").split(", "), *(one.gpu or "").split(", ")])
+        into.gpu = ", ".join(filter(None, gpus)) or None
         for name, outcome in one.measurements.items():
             old = into.measurements.get(name)
             if old is None or _rank(outcome) >= _rank(old):

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -98,11 +99,11 @@ def listen_to_owner_only() -> None:
 
 def answer(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> None:
     """Forks a child for one request, unless that would not be safe. Never returns in the child."""
-    threads = _names_of_threads()
+    threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
         # Locks that another thread holds would stay locked in the child for ever.
         with socket.socket(fileno=os.dup(descriptors[STREAMS])) as line:
-            names = ", ".join(sorted(set(threads)))
+            names = ", ".join(sorted(set(_names_of_threads(threads))))
             line.send(REFUSED + f"there are {len(threads)} threads ({names})".encode())
         return
     between = os.fork()
@@ -111,8 +112,10 @@ def answer(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) ->
     os.waitpid(between, 0)
 
 
-def _names_of_threads() -> list[str]:
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+def _names_of_threads(numbers: Sequence[str]) -> Iterator[str]:
+    for number in numbers:
+        with suppress(OSError):  # it has ended meanwhile
+            yield Path(f"/proc/self/task/{number}/comm").read_text().strip()
 
 
 def _in_between(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> NoReturn:

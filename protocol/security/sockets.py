@@ -53,7 +53,7 @@ _ABSTRACT = "ipc://@"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _HEEDED = _REFUSALS | _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_BROKEN_OFF = 3
+_HANG_UPS = 3
 """Handshakes in a row that the other side broke off. The one that finds first that the mechanisms
 differ hangs up, and the other hears of nothing else; somebody who dies does that once."""
 
@@ -398,7 +398,7 @@ class Connection:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._broken, self._seen = 0, ""
         self._broken += event == _BROKEN
-        if event & _REFUSALS or self._broken >= _BROKEN_OFF:
+        if event & _REFUSALS or self._broken >= _HANG_UPS:
             self._seen = (
                 "it does not let this node's key or token in"
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH

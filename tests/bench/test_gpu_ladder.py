@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,14 @@ def test_of_several_tries_what_got_furthest_counts_then_the_last() -> None:
         for status, at in ((Status.DONE, "1"), (Status.DONE, "3"), (Status.FAILED, "4"))
     ]
     assert merged(tries)["copies"].measurements["alone"].at == "3"
+
+
+def test_a_part_that_was_measured_on_several_gpus_names_them() -> None:
+    tries = [
+        replace(_results("copies", alone=_rate(1.0)), gpu=gpu)
+        for gpu in ("H200 NVL", "H200", None, "H200")
+    ]
+    assert merged(tries)["copies"].gpu == "H200 NVL, H200"
 
 
 def test_goals_are_judged_by_what_was_found() -> None:

@@ -79,7 +79,6 @@ def test_a_child_dies_with_its_owner(tmp_path: Path) -> None:
     script = f"""
 import os, sys, time
 from penstock.daemons.preload.birth import Birth
-from penstock.daemons.preload.kinds import QUIET
 from penstock.daemons.preload.owner import Preloader
 preloader = Preloader.start("plain", os.environ)
 preloader.warm(20.0)

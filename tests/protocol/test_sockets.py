@@ -133,6 +133,19 @@ def test_only_nodes_of_the_run_are_let_in(
     )
 
 
+def test_who_hangs_up_in_each_handshake_refuses(context: zmq.Context[Any]) -> None:
+    """Of two that differ the one that finds it first hangs up; the other may hear no more."""
+    connection = Connection(context.socket(zmq.PUSH), "inproc://nobody", OPEN)
+    for _ in range(2):
+        connection.note(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    assert not connection.refusal(), "it may have died"
+    connection.note(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    assert connection.refusal() == "it has not the cluster.security of this process"
+    connection.note(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    assert not connection.refusal()
+    connection.close()
+
+
 def test_without_keys_the_token_is_asked_for(keys: Path, context: zmq.Context[Any]) -> None:
     """Loopback is open to every user; a password that was shown elsewhere is no good here."""
     server, other = Server(PlainAccess("one")), Server(PlainAccess("one"))
