@@ -57,7 +57,8 @@ class FakeRun:
     def check_history(self, batch: int = 8) -> int:
         """Each version once, in order; data positions of committed attempts without a gap.
 
-        Returns the committed version.
+        For a scheduler that has ended: a running one writes a step's line after it has told the
+        members. Returns the committed version.
         """
         applied = list(self.cluster.memory.applied)
         steps = len(applied)
@@ -390,7 +391,7 @@ def test_silent_callers_hold_nobody_up(make_fake_run: Callable[..., FakeRun], me
     come all the time.
     """
     run = make_fake_run(train={"steps": 100000})
-    run.schedule()
+    scheduler = run.schedule()
     run.cluster.start()
     run.cluster.wait_for_version(3)
     crowds = [Silent(run.cluster, method, connections=10, calls=16)]
@@ -407,6 +408,8 @@ def test_silent_callers_hold_nobody_up(make_fake_run: Callable[..., FakeRun], me
     finally:
         for crowd in crowds:
             crowd.close()
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.wait()[0] == 5
     run.check_history()
 
 
