@@ -227,9 +227,9 @@ class Preloader:
         if self._ended:
             return
         self._ended = True
-        self.close()
         self.process.signal(signal.SIGKILL)
         self.process.reap()
+        self.close()
 
 
 @contextmanager

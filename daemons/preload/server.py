@@ -55,6 +55,11 @@ def serve(requests: socket.socket, kind: str) -> None:
     """
     listen_to_owner_only()
     gc.disable()  # what is imported stays: to look through it again and again takes 0.7 s
+    with suppress(ConnectionError):  # the owner has hung up while this process had things to say
+        _import_and_answer(requests, kind)
+
+
+def _import_and_answer(requests: socket.socket, kind: str) -> None:
     patience_s: float | None = 0.0
     for become in _imports(kind):
         if become:
