@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from penstock.planner.memory.footprint import device_peaks
 from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.instructions import Forward, Keep, SwapOut
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.profile import to_json
+from penstock.protocol.plan.profile import KindProfile, LinearFit, Profile, to_json
 from penstock.shm.table import BlockTable
 from tests.worker import cluster
 from tests.worker.test_peaks import TOO_HIGH, profile_of, use_plan
@@ -63,6 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Three families; GPT-2 has dropouts, Qwen3 norms of queries and keys, and a tied head."""
 WIDTHS = ("n_embd", "hidden_size", "intermediate_size", "head_dim")
 OBSCURA = {"recompute": "none", "passes": ["obscura"]}
+OPERATOR_S = 5e-5
 
 
 @pytest.fixture
@@ -73,7 +75,8 @@ def stack() -> Iterator[ExitStack]:
 
 class Limited:
     """One model on four devices, with its profile; ``width``: how much wider than in ``MODELS``,
-    ``micro_batch``: sequences in one, ``budget_s``: of each quantity that is profiled.
+    ``micro_batch``: sequences in one, ``budget_s``: of each quantity that is profiled. Without one
+    only the bytes are measured, and the plans are the same on each machine.
     """
 
     def __init__(
@@ -83,14 +86,19 @@ class Limited:
         *,
         width: int = 1,
         micro_batch: int = 2,
-        budget_s: float = 0.02,
+        budget_s: float | None = None,
     ) -> None:
         hf = {"vocab_size": cluster.LLAMA["vocab_size"], **MODELS[model]}
         widths = {key: width * hf[key] for key in WIDTHS if key in hf}
         self._hf, self._micro_batch = {**hf, **widths}, micro_batch
         config = self.config({"recompute": "none"}, None)
         file = folder / f"{model}.json"
-        file.write_text(to_json(profile_of(config, budget_s)))
+        profile = (
+            with_even_times(profile_of(config))
+            if budget_s is None
+            else profile_of(config, budget_s)
+        )
+        file.write_text(to_json(profile))
         self._profile = {"profile": str(file)}
         hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
         self.table: BlockTable = build_table(config, hf_config)
@@ -117,6 +125,29 @@ class Limited:
             for config in (self.config({"recompute": mode}, None) for mode in ("full", "none"))
         )
         return int(least + share * (most - least))
+
+
+def with_even_times(profile: Profile) -> Profile:
+    """The same bytes. An operator takes a twentieth of a millisecond, a block's backward as long as
+    its forward, a fifth of it for the weights: about what these small models take.
+    """
+
+    def even(kind: KindProfile) -> KindProfile:
+        operators = tuple(replace(one, forward_s=constant(1.0)) for one in kind.operators)
+        count = max(1, len(operators))
+        return replace(
+            kind,
+            operators=operators,
+            forward_s=constant(count),
+            recompute_s=constant(count),
+            backward_input_s=constant(0.8 * count),
+            backward_weight_s=constant(0.2 * count),
+        )
+
+    def constant(operators: float) -> LinearFit:
+        return LinearFit(slope=0.0, intercept=OPERATOR_S * operators)
+
+    return replace(profile, kinds={name: even(kind) for name, kind in profile.kinds.items()})
 
 
 def check(stack: ExitStack, limited: Limited, share: float) -> Plan:
