@@ -94,7 +94,7 @@ class Pair:
 
     def mend(self) -> None:
         """Start again who has ended, as a node does: UCX aborts at times when a peer was killed."""
-        for node, process in list(self.processes.items()):
+        for node, process in self.processes.items():
             if process.poll() is not None:
                 self.start(node)
 

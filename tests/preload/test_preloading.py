@@ -20,7 +20,7 @@ import pytest
 from penstock.daemons.preload.birth import Birth
 from penstock.daemons.preload.kinds import QUIET
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
-from penstock.daemons.preload.server import REFUSED, answer, command_line
+from penstock.daemons.preload.server import REFUSED, answer
 from penstock.shm.process import start_ticks
 
 DEADLINE_S = 20.0
@@ -131,18 +131,16 @@ def test_libraries_that_models_import_start_no_thread_in_a_preloader() -> None:
 
 
 @pytest.mark.parametrize("heard", [False, True], ids=["while it imports", "before it was read"])
-def test_a_preloader_whose_owner_hangs_up_ends_without_a_word(heard: bool, tmp_path: Path) -> None:
+def test_a_preloader_whose_owner_hangs_up_ends_without_a_word(
+    heard: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The terminal is the owner's: it may have gone for an error that it has just explained."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    words = [*command_line("plain", os.getpid()), "--socket", str(theirs.fileno())]
-    with theirs, (tmp_path / "stderr").open("wb+") as stderr:
-        process = spawn(words, os.environ, (0, 1, stderr.fileno()), [theirs.fileno()])
-        if heard:
-            assert select.select([mine], [], [], DEADLINE_S)[0]
-        mine.close()
-        theirs.close()
-        assert process.ended(DEADLINE_S) and process.reap() == 0
-        assert (tmp_path / "stderr").read_bytes() == b""
+    preloader = Preloader.start("plain", os.environ)
+    if heard:
+        assert select.select([preloader.announces], [], [], DEADLINE_S)[0]
+    preloader.close()
+    assert preloader.process.ended(DEADLINE_S) and preloader.process.reap() == 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_stopped_or_killed_preloader_does_not_hold_its_owner_up(tmp_path: Path) -> None:

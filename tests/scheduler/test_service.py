@@ -60,6 +60,7 @@ class FakeRun:
         For a scheduler that has ended: a running one writes a step's line after it has told the
         members. Returns the committed version.
         """
+        assert all(scheduler.process.poll() is not None for scheduler in self.schedulers)
         applied = list(self.cluster.memory.applied)
         steps = len(applied)
         assert [record.version for record in applied] == list(range(1, steps + 1))

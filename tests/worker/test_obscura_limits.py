@@ -75,8 +75,8 @@ def stack() -> Iterator[ExitStack]:
 
 class Limited:
     """One model on four devices, with its profile; ``width``: how much wider than in ``MODELS``,
-    ``micro_batch``: sequences in one, ``budget_s``: of each quantity that is profiled. Without one
-    only the bytes are measured, and the plans are the same on each machine.
+    ``micro_batch``: sequences in one, ``budget_s``: of each quantity that is profiled. Where it
+    is 0, times are even, only the bytes are measured, and plans are the same on each machine.
     """
 
     def __init__(
@@ -86,19 +86,15 @@ class Limited:
         *,
         width: int = 1,
         micro_batch: int = 2,
-        budget_s: float | None = None,
+        budget_s: float = 0.0,
     ) -> None:
         hf = {"vocab_size": cluster.LLAMA["vocab_size"], **MODELS[model]}
         widths = {key: width * hf[key] for key in WIDTHS if key in hf}
         self._hf, self._micro_batch = {**hf, **widths}, micro_batch
         config = self.config({"recompute": "none"}, None)
         file = folder / f"{model}.json"
-        profile = (
-            with_even_times(profile_of(config))
-            if budget_s is None
-            else profile_of(config, budget_s)
-        )
-        file.write_text(to_json(profile))
+        measured = profile_of(config, budget_s)
+        file.write_text(to_json(measured if budget_s else with_even_times(measured)))
         self._profile = {"profile": str(file)}
         hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
         self.table: BlockTable = build_table(config, hf_config)
