@@ -207,9 +207,10 @@ def main() -> None:
     parser.add_argument("--slow-mb-per-s", type=float, default=40.0)
     parser.add_argument("--devices", nargs="+", default=["cpu", "emulated"])
     parser.add_argument("--disks", nargs="+", default=["real", "emulated"])
-    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for _ in range(options.rounds):
         for devices, disk in product(options.devices, options.disks):
