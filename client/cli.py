@@ -10,14 +10,15 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import penstock
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, reason
@@ -156,6 +157,31 @@ class Command(TyperCommand):
                     ctx=ctx,
                 )
         return super().parse_args(ctx, args)
+
+
+SECTIONS: Mapping[str, Sequence[str]] = {
+    "Train": ("init", "config", "train", "doctor"),
+    "Look at runs": ("list", "status", "watch", "trace", "report"),
+    "Control a run": ("pause", "resume", "snapshot", "stop"),
+    "Saved steps": ("snapshots", "rollback", "export"),
+    "Plan": ("plan", "simulate", "tune", "profile"),
+    "Several machines": ("node", "keys", "deploy"),
+    "Test": ("chaos",),
+}
+"""Commands of ``penstock --help`` by section. Processes that a node starts are in none."""
+
+
+class SectionedHelp(TyperGroup):
+    """Lists the commands of ``penstock --help`` by section."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes a section for each entry of :data:`SECTIONS`, with one line a command."""
+        longest = max(map(len, chain.from_iterable(SECTIONS.values())))
+        limit = formatter.width - 6 - longest
+        for section, names in SECTIONS.items():
+            helps = [self.commands[name].get_short_help_str(limit) for name in names]
+            with formatter.section(section):
+                formatter.write_dl([*zip([n.ljust(longest) for n in names], helps, strict=True)])
 
 
 def bare_settings(words: list[str], own: Collection[str] = ()) -> list[str]:

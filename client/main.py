@@ -25,6 +25,7 @@ from penstock.client.cli import (
     Command,
     ConfigArgument,
     JsonOption,
+    SectionedHelp,
     SetOption,
     begin_to_import,
     errors_explained,
@@ -51,8 +52,8 @@ app = typer.Typer(
     epilog=EXIT_CODES
     + "\n\nStart with: penstock init, then penstock train tiny.yaml; while it runs, in another"
     " terminal: penstock status --run-dir runs/tiny",
+    cls=SectionedHelp,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -312,7 +313,7 @@ def _require_run(resolved: Path) -> None:
         raise ConfigError(f"--config {resolved}: does not exist here; {SHARED}")
 
 
-@app.command()
+@app.command(hidden=True)
 def memoryd(
     config: ProcessConfig,
     node_name: NodeOption,
@@ -323,7 +324,7 @@ def memoryd(
     _launch("memoryd", config, parent_pid, node=node_name, scheduler=scheduler)
 
 
-@app.command()
+@app.command(hidden=True)
 def optimizerd(
     config: ProcessConfig,
     node_name: NodeOption,
@@ -334,7 +335,7 @@ def optimizerd(
     _launch("optimizerd", config, parent_pid, node=node_name, scheduler=scheduler)
 
 
-@app.command()
+@app.command(hidden=True)
 def fetchd(
     config: ProcessConfig,
     node_name: NodeOption,
@@ -344,13 +345,13 @@ def fetchd(
     _launch("fetchd", config, parent_pid, node=node_name)
 
 
-@app.command()
+@app.command(hidden=True)
 def observerd(config: ProcessConfig, parent_pid: ParentOption = None) -> None:
     """Analyse samples of a run from its files, in the foreground."""
     _launch("observerd", config, parent_pid)
 
 
-@app.command()
+@app.command(hidden=True)
 def metricsd(
     config: ProcessConfig,
     node_name: NodeOption,
@@ -363,7 +364,7 @@ def metricsd(
     _launch("metricsd", config, parent_pid, node=node_name, processes=processes)
 
 
-@app.command()
+@app.command(hidden=True)
 def schedulerd(
     config: ProcessConfig,
     port: Annotated[int, typer.Option(help="Port to listen on.")],
@@ -373,7 +374,7 @@ def schedulerd(
     _launch("schedulerd", config, parent_pid, port=port, grace_seconds=None)
 
 
-@app.command()
+@app.command(hidden=True)
 def worker(
     config: ProcessConfig,
     device: Annotated[int, typer.Option(help="Device number, counted over all nodes.")],

@@ -144,7 +144,7 @@ def profile(
 
 
 def tune(
-    config: options.OptionalConfig = None,
+    config: options.TunedArgument = None,
     settings: SetOption = None,
     model: options.ModelOption = None,
     gpu: options.GpuOption = None,

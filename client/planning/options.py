@@ -18,6 +18,12 @@ OptionalConfig = Annotated[
     Path | None,
     typer.Argument(metavar="[CONFIG.yaml]", help="Configuration; without one give --scheme."),
 ]
+TunedArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CONFIG.yaml]", help="Configuration; without one give --model and --gpu."
+    ),
+]
 PlanArgument = Annotated[
     Path,
     typer.Argument(
