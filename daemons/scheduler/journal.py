@@ -2,8 +2,9 @@
 
 Tables::
 
-    meta         key, value                    format, run id; the last line of a metrics.jsonl that
-                                               was there before the journal
+    meta         key, value                    format, run id; the number of transactions; the last
+                                               line of a metrics.jsonl that was there before the
+                                               journal
     epochs       epoch, next_attempt, pids     a row before any message of the epoch
     decisions    seq, epoch, record, position  a row before any message about the decision;
                                                the position's object has the row's checksum
@@ -15,6 +16,11 @@ Tables::
 WAL with ``synchronous=FULL``: a row is on disk when the call returns. A process that is killed in
 the middle of a write leaves a log whose unfinished end SQLite ignores, or a row that is complete
 but not on disk: whoever opens the file next forces it there.
+
+Each transaction also counts itself in ``meta``, and then in a file beside the journal: a journal
+with fewer transactions than the file has lost its log, and is refused
+(:mod:`penstock.daemons.scheduler.journal_count`). So every log holds the page that names the run,
+and the log of another run is refused by the run id.
 
 In exclusive mode: the lock is held as long as the file is open, so a second scheduler of the run is
 refused, and the log needs no memory that processes share, which no network file system has
@@ -34,6 +40,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.daemons.scheduler.file_system import Locks, check_locks
+from penstock.daemons.scheduler.journal_count import (
+    TRANSACTIONS,
+    JournalCount,
+    last_step,
+    lost_rows,
+    refuse_lone_log,
+    step_of,
+    transactions_of,
+)
 from penstock.daemons.scheduler.machine.events import (
     JournalDecision,
     JournalEpoch,
@@ -57,6 +72,7 @@ _log = logging.getLogger(__name__)
 _MAX_COUNT = 2**31
 _ADVICE = "put an intact copy there, or move it away: then the newest saved state counts"
 _BESIDE = "metrics_before"
+_SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 ROOM_BYTES = 64 << 10
 """What a journal should have room for at any time: its log's index, and some rows."""
 _FAILED_WRITES = frozenset(
@@ -117,15 +133,19 @@ class Journal:
         """
         self.path = path
         self._file: tuple[int, int] | None = None
+        self._count: JournalCount | None = None
+        self._transactions = 0
         timeout_s = BUSY_TIMEOUT_S
         if check_locks(path) is Locks.OF_A_SERVER:
             timeout_s = NETWORK_BUSY_TIMEOUT_S
+        refuse_lone_log(path)
+        existed = path.exists()
         try:
             self._connection = world.database(path, timeout_s=timeout_s)
         except sqlite3.Error as error:
             raise self._explained("cannot be opened as a journal", error) from error
         try:
-            self._take_hold(run_id)
+            self._take_hold(run_id, existed=existed)
         except _UNREADABLE as error:
             self.close()
             raise self._explained("cannot be read as a journal", error) from error
@@ -134,7 +154,7 @@ class Journal:
             raise
         self._file = _identity(path)
 
-    def _take_hold(self, run_id: str) -> None:
+    def _take_hold(self, run_id: str, *, existed: bool) -> None:
         # Before anything reads: only then the log's index is kept in this process's memory.
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         # FULL: COMMIT returns when the log is on disk. With NORMAL, the default of many, a power
@@ -143,15 +163,33 @@ class Journal:
         self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.execute("BEGIN IMMEDIATE")  # the lock, which stays
         self._connection.execute("COMMIT")
+        self._count = JournalCount(self.path)
+        expected = {"format": FORMAT, "run_id": run_id}
+        meta = self._identify(expected)
+        self._transactions = transactions_of(meta, self.path)
+        if existed:
+            self._refuse_loss(self._count.read(), has_begun=bool(meta))
         # A scheduler that was killed in a COMMIT may have left a row that is not on disk yet. It
         # counts for whoever reads it, so no power cut may undo it: this forces the log to disk.
-        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        self._checkpoint()
         self._connection.executescript(_schema())
-        self._identify(run_id)
+        if not meta:
+            self._count.write(0)  # the file may have the count of a journal that was moved away
+            with self._transaction():
+                self._connection.executemany(_SET_META, expected.items())
+            # Without its log this must not look like a journal that has just begun.
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Force the log to disk, and its rows into the file."""
+        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._connection.close()
+        if self._count is not None:
+            self._count.close()
+            self._count = None
 
     def load(self) -> JournalFacts:
         """Returns everything a starting scheduler needs.
@@ -220,19 +258,22 @@ class Journal:
         before = self._first("SELECT value FROM meta WHERE key = ?", _BESIDE)
         facts = self.load()
         if before is None and facts.position is None:
+            if step_of(line):
+                _log.warning(
+                    "%s: is new beside a metrics.jsonl that ends at step %d: the newest saved state"
+                    " counts",
+                    self.path,
+                    step_of(line),
+                )
             with self._transaction():
-                self._connection.execute("INSERT INTO meta VALUES (?, ?)", (_BESIDE, line))
+                self._connection.execute(_SET_META, (_BESIDE, line))
+            self._checkpoint()
             return
-        step, version = _step_of(line), 0 if facts.record is None else facts.record.version
+        step, version = step_of(line), 0 if facts.record is None else facts.record.version
         known = not line or (before is not None and before[0] == line)
         if known or step <= version or self.lines_after(line) is not None:
             return
-        raise StateError(
-            f"{self.path}: ends at step {version}, metrics.jsonl beside it at step {step}: rows are"
-            f" lost, as when it was copied, or restored, without {self.path.name}-wal; put both"
-            " files there as they were, or, to go on from the newest saved state, move"
-            f" {self.path.name} and {self.path.name}-wal away"
-        )
+        raise lost_rows(self.path, _behind(version, step))
 
     def replace(self, effect: JournalGenerations) -> None:
         """Write that memory begins a new generation; it is durable when this returns."""
@@ -287,19 +328,41 @@ class Journal:
         query = "SELECT line FROM metrics WHERE seq > ? ORDER BY seq"
         return [text for (text,) in self._connection.execute(query, (seq,))]
 
-    def _identify(self, run_id: str) -> None:
-        expected = {"format": FORMAT, "run_id": run_id}
+    def _identify(self, expected: dict[str, str]) -> dict[str, str]:
+        """Returns what ``meta`` holds, nothing in a journal that has not begun.
+
+        Raises:
+            StateError: the journal is not this run's.
+        """
+        table = "SELECT name FROM sqlite_schema WHERE name = 'meta'"
+        if self._connection.execute(table).fetchone() is None:
+            return {}
         found = dict(self._connection.execute("SELECT key, value FROM meta"))
-        if not found:
-            with self._transaction():
-                self._connection.executemany("INSERT INTO meta VALUES (?, ?)", expected.items())
-            return
-        for key, value in expected.items():
+        for key, value in expected.items() if found else ():
             if found.get(key) != value:
                 raise StateError(
                     f"{self.path}: {key} is {found.get(key)!r}, expected {value!r}: it is another"
                     f" run's, or another Penstock's; {_ADVICE}"
                 )
+        return found
+
+    def _refuse_loss(self, counted: int, *, has_begun: bool) -> None:
+        """Hold a journal that was there before against the count beside it; a journal that has not
+        begun also against the metrics, which an older Penstock wrote beside an empty file.
+
+        Raises:
+            StateError: the journal lost rows.
+        """
+        if has_begun and self._transactions >= counted:
+            return
+        step = last_step(self.path)
+        if self._transactions >= counted and not step:
+            return
+        record = self.load().record if has_begun else None
+        version = 0 if record is None else record.version
+        if step > version:
+            raise lost_rows(self.path, _behind(version, step))
+        raise lost_rows(self.path, f"has {self._transactions} transactions of {counted}")
 
     def _load(self) -> JournalFacts:
         execute = self._connection.execute
@@ -370,6 +433,8 @@ class Journal:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             yield
+            count = self._transactions + 1
+            self._connection.execute(_SET_META, (TRANSACTIONS, str(count)))
             self._connection.execute("COMMIT")
         except BaseException as error:
             if self._connection.in_transaction:  # some failures have rolled it back already
@@ -378,6 +443,9 @@ class Journal:
                 raise self._explained("cannot be written", error) from error
             raise
         self._must_be_in_place()  # before anybody hears of a row that is in another file
+        self._transactions = count
+        if self._count is not None:
+            self._count.write(count)
 
     def _must_be_in_place(self) -> None:
         if self._file is not None and _identity(self.path) != self._file:
@@ -411,13 +479,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _step_of(line: str) -> int:
-    """Returns the step that a line of metrics is about; 0 for a line of somebody else."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return 0
-    return step if type(step) is int else 0
+def _behind(version: int, step: int) -> str:
+    """Returns the finding about a journal that ends before the metrics beside it."""
+    return f"ends at step {version}, metrics.jsonl beside it at step {step}"
 
 
 def _check_counts(epoch: Any, next_attempt: Any, evaluation: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -95,15 +97,18 @@ def test_a_row_that_is_written_as_the_journal_is_replaced_is_told_to_nobody(
             journal.decide(commit(2))
 
 
-def fill(folder: Path, versions: range) -> None:
+def fill(
+    folder: Path, versions: range, run_id: str = RUN_ID, end: Callable[[], object] = bool
+) -> None:
     """Steps in a journal and in the metrics beside it, as a scheduler writes them."""
-    with closing(Journal(folder / "journal.sqlite", RUN_ID)) as journal:
+    with closing(Journal(folder / "journal.sqlite", run_id)) as journal:
         metrics = MetricsFile(folder / "metrics.jsonl", journal)
         metrics.reconcile()
         for version in versions:
             effect = commit(version)
             journal.decide(effect)
             metrics.append(effect.metrics_json)
+        end()
         metrics.close()
 
 
@@ -146,6 +151,159 @@ def test_a_journal_that_was_moved_away_begins_anew_beside_old_metrics(tmp_path: 
     assert start_again(tmp_path) == 0  # also when nothing was decided since
     fill(tmp_path, range(1, 3))
     assert start_again(tmp_path) == 2
+
+
+def fill_and_kill(folder: Path, versions: range, run_id: str = RUN_ID) -> None:
+    """Steps of a scheduler that is killed after the last one: the log stays beside the journal, as
+    in a copy of its files that is made while the scheduler lives.
+    """
+    folder.mkdir(exist_ok=True)
+    left = folder.with_name("left")
+    fill(folder, versions, run_id, end=lambda: shutil.copytree(folder, left))
+    shutil.rmtree(folder)
+    left.rename(folder)
+    assert (folder / "journal.sqlite-wal").stat().st_size
+
+
+def lose(folder: Path) -> None:
+    (folder / "journal.sqlite-wal").unlink()
+
+
+def empty(folder: Path) -> None:
+    os.truncate(folder / "journal.sqlite-wal", 0)
+
+
+def cut(folder: Path) -> None:
+    log = folder / "journal.sqlite-wal"
+    os.truncate(log, log.stat().st_size // 2)
+
+
+def lose_metrics_too(folder: Path) -> None:
+    lose(folder)
+    (folder / "metrics.jsonl").unlink()
+
+
+def lose_count_too(folder: Path) -> None:
+    """As by a power cut: the count is not forced to disk."""
+    lose(folder)
+    (folder / "journal.sqlite-count").unlink()
+
+
+def lose_all_but_log(folder: Path) -> None:
+    (folder / "journal.sqlite").unlink()
+
+
+def empty_all_but_log(folder: Path) -> None:
+    os.truncate(folder / "journal.sqlite", 0)
+
+
+def empty_both(folder: Path) -> None:
+    lose(folder)
+    os.truncate(folder / "journal.sqlite", 0)
+
+
+def take_first_log_of_another_run(folder: Path) -> None:
+    other = folder.with_name("other")
+    fill_and_kill(other, range(1, 9), "fedcba987654")
+    shutil.copy(other / "journal.sqlite-wal", folder)
+
+
+def take_later_log_of_another_run(folder: Path) -> None:
+    other = folder.with_name("other")
+    other.mkdir()
+    fill(other, range(1, 9), "fedcba987654")
+    fill_and_kill(other, range(9, 11), "fedcba987654")
+    shutil.copy(other / "journal.sqlite-wal", folder)
+
+
+def take_earlier_log(folder: Path) -> None:
+    shutil.copy(folder.with_name("earlier-wal"), folder / "journal.sqlite-wal")
+
+
+LOSSES = {
+    lose: r"ends at step 0, metrics\.jsonl beside it at step 4",
+    empty: r"ends at step 0, metrics\.jsonl beside it at step 4",
+    cut: r"ends at step \d, metrics\.jsonl beside it at step 4",
+    lose_metrics_too: "has 2 transactions of 6",
+    lose_count_too: r"ends at step 0, metrics\.jsonl beside it at step 4",
+    lose_all_but_log: r"is missing or empty beside journal\.sqlite-wal",
+    empty_all_but_log: r"is missing or empty beside journal\.sqlite-wal",
+    empty_both: r"ends at step 0, metrics\.jsonl beside it at step 4",
+    take_first_log_of_another_run: "run_id is 'fedcba987654'",
+    take_later_log_of_another_run: "run_id is 'fedcba987654'",
+    take_earlier_log: r"ends at step 2, metrics\.jsonl beside it at step 4",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_a_journal_whose_log_is_lost_is_refused_in_its_first_life(
+    tmp_path: Path, loss: Callable[[Path], None]
+) -> None:
+    """A journal of one life had no row in its own file before: an empty database, it seemed."""
+    run = tmp_path / "run"
+    fill_and_kill(run, range(1, 3))
+    shutil.copy(run / "journal.sqlite-wal", tmp_path / "earlier-wal")
+    shutil.rmtree(run)
+    fill_and_kill(run, range(1, 5))
+    intact = Path(shutil.copytree(run, tmp_path / "intact"))
+    loss(run)
+    for _ in range(2):  # the first refusal does not let the second start pass
+        with pytest.raises(StateError, match=LOSSES[loss]):
+            start_again(run)
+    assert start_again(intact) == 4
+
+
+@pytest.mark.parametrize("loss", [lose, empty, lose_metrics_too, take_later_log_of_another_run])
+def test_a_journal_whose_log_is_lost_is_refused_in_a_later_life(
+    tmp_path: Path, loss: Callable[[Path], None]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    fill(run, range(1, 3))
+    fill_and_kill(run, range(3, 5))
+    loss(run)
+    with pytest.raises(StateError, match=r"transactions of|ends at step 2|run_id is"):
+        start_again(run)
+
+
+def test_the_log_comes_back_after_a_refusal(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fill_and_kill(run, range(1, 5))
+    (run / "journal.sqlite-wal").rename(tmp_path / "kept")
+    with pytest.raises(StateError, match="ends at step 0"):
+        start_again(run)
+    (tmp_path / "kept").rename(run / "journal.sqlite-wal")
+    assert start_again(run) == 4
+
+
+def test_a_journal_of_an_older_penstock_without_its_log_is_refused(tmp_path: Path) -> None:
+    """Nothing was in its own file before the log had 1,000 pages."""
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    (tmp_path / "metrics.jsonl").write_text(commit(1).metrics_json + "\n")
+    with pytest.raises(StateError, match="ends at step 0"):
+        start_again(tmp_path)
+
+
+def test_a_journal_that_others_read_meanwhile_is_whole(tmp_path: Path) -> None:
+    """SQLite's own tools move a killed scheduler's log into the file, and remove the log."""
+    run = tmp_path / "run"
+    fill_and_kill(run, range(1, 5))
+    with closing(sqlite3.connect(run / "journal.sqlite")) as connection:
+        connection.execute("SELECT * FROM decisions").fetchall()
+    assert not (run / "journal.sqlite-wal").exists()
+    assert start_again(run) == 4
+
+
+@pytest.mark.parametrize("end", [fill, fill_and_kill])
+def test_a_run_without_a_step_starts_again(
+    tmp_path: Path, end: Callable[[Path, range], None]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for _ in range(2):
+        end(run, range(0))
+    assert start_again(run) == 0
 
 
 def test_a_long_journal_is_opened_as_fast_as_a_short_one(tmp_path: Path) -> None:

@@ -380,8 +380,8 @@ def seeds_by_shape(first: int, often: frozenset[str] = frozenset()) -> Iterator[
 
 def clean(path: Path) -> None:
     """Remove what a run left in its directory, so that it can begin anew."""
-    for name in ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl"):
-        (path / name).unlink(missing_ok=True)
+    for file in (*path.glob("journal.sqlite*"), path / "metrics.jsonl"):
+        file.unlink(missing_ok=True)
     (path / "ended.json").unlink(missing_ok=True)
     for name in ("state", "trace", "metrics", REMOVED):
         shutil.rmtree(path / name, ignore_errors=True)

@@ -113,8 +113,8 @@ def _journal(folder: Path) -> None:
 
 
 def _without_log(folder: Path) -> None:
-    for name in ("journal.sqlite-wal", "journal.sqlite-shm", "journal.sqlite-journal"):
-        (folder / name).unlink(missing_ok=True)
+    for file in folder.glob("journal.sqlite-*"):
+        file.unlink()
     _journal(folder)
 
 

@@ -1,0 +1,120 @@
+"""The count beside a journal (``RUN_DIR/journal.sqlite-count``): how many transactions it had.
+
+SQLite opens a database without its log, with an empty log or with an older one, and reports
+nothing: the transactions in the lost log are gone. The journal counts its transactions, and each
+count is written to this file after its transaction is durable. So the file never has more than the
+journal, unless the journal lost rows. The file is not forced to disk: a power cut may leave an
+older count, or none, and then fewer losses are found.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+from penstock.protocol.errors import StateError
+from penstock.protocol.run.files import cannot_write, writing
+
+TRANSACTIONS = "transactions"
+"""The key of the count in the journal's table ``meta``."""
+_BYTES = 20
+"""The size of the file: a later count overwrites the digits of an earlier one in place."""
+_log = logging.getLogger(__name__)
+
+
+class JournalCount:
+    """The file, open while its journal is open. Used by one thread."""
+
+    def __init__(self, journal: Path) -> None:
+        """Open or create the file beside ``journal``.
+
+        Raises:
+            CapacityError: the disk has no room for the file.
+            ConfigError: the file cannot be written for another reason.
+        """
+        self._path = journal.with_name(f"{journal.name}-count")
+        self._complained = False
+        with writing(self._path, _BYTES):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o644)
+
+    def read(self) -> int:
+        """Returns the transactions that the journal has at least; 0 where the file is damaged."""
+        with writing(self._path, _BYTES):
+            text = os.pread(self._descriptor, _BYTES, 0).strip()
+        return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else 0
+
+    def write(self, count: int) -> None:
+        """Write the count of a durable transaction; the first failure is logged."""
+        try:
+            os.pwrite(self._descriptor, str(count).ljust(_BYTES - 1).encode() + b"\n", 0)
+        except OSError as error:
+            if not self._complained:
+                complaint = cannot_write(self._path, error, _BYTES)
+                _log.warning("%s; a loss of rows may not be found", complaint)
+            self._complained = True
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def transactions_of(meta: dict[str, str], journal: Path) -> int:
+    """Returns the transactions that a journal counted; 0 for the journal of an older Penstock.
+
+    Raises:
+        StateError: the count is damaged.
+    """
+    text = meta.get(TRANSACTIONS, "0")
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise StateError(f"{journal}: damaged: {text[:40]!r} is no count of transactions")
+    return int(text)
+
+
+def refuse_lone_log(journal: Path) -> None:
+    """Refuse a log whose database is missing or empty: SQLite would remove the log.
+
+    Raises:
+        StateError: names both files.
+    """
+    log = journal.with_name(f"{journal.name}-wal")
+    if _size(log) and not _size(journal):
+        raise lost_rows(journal, f"is missing or empty beside {log.name}")
+
+
+def _size(path: Path) -> int:
+    """Returns the size of a file; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def last_step(journal: Path) -> int:
+    """Returns the step of the last whole line in the metrics beside a journal; 0 without a line."""
+    try:
+        lines = journal.with_name("metrics.jsonl").read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return 0
+    return step_of(lines[-2].decode(errors="replace")) if len(lines) > 1 else 0
+
+
+def step_of(line: str) -> int:
+    """Returns the step that a line of metrics is about; 0 for a line of another program."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
+    return step if type(step) is int else 0
+
+
+def lost_rows(journal: Path, finding: str) -> StateError:
+    """Returns the error about a journal that lost rows: what was found, and what helps."""
+    return StateError(
+        f"{journal}: {finding}: rows are lost, as when it was copied, or restored, without"
+        f" {journal.name}-wal; put both files there as they were, or, to go on from the newest"
+        f" saved state, move {journal.name} and {journal.name}-wal away"
+    )
