@@ -77,21 +77,30 @@ class ChunkHasher:
         self._chunk = hashlib.sha256()
 
 
-def write_sums(tokens: Path, sums: Path, progress: Progress) -> dict[str, Any]:
+def write_sums(
+    tokens: Path,
+    sums: Path,
+    progress: Progress,
+    check: Callable[[int, Bytes], None] = lambda start, content: None,
+) -> dict[str, Any]:
     """Write the checksums of the file ``tokens``; returns what ``meta.json`` is to say of them.
 
     Reads the whole file once, with as many threads as there are cores (at most 8); ``progress`` is
-    told every few seconds how far it is. The checksums are on disk when this returns.
+    told every few seconds how far it is. The checksums are on disk when this returns. ``check``
+    gets each part of the file and its offset, and ends the reading by raising an error.
     """
     content = _mapped(tokens)
     slab = _SLAB_CHUNKS * CHUNK_BYTES
+
+    def digests_of(start: int) -> bytes:
+        check(start, content[start : start + slab])
+        return _digests(content[start : start + slab])
+
     with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as pool:
         starts = range(0, len(content), slab)
         digests = []
         said_s = time.monotonic()
-        for start, part in zip(
-            starts, pool.map(lambda at: _digests(content[at : at + slab]), starts), strict=True
-        ):
+        for start, part in zip(starts, pool.map(digests_of, starts), strict=True):
             digests.append(part)
             if time.monotonic() - said_s > _SAY_EVERY_S:
                 said_s = time.monotonic()

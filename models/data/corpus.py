@@ -1,78 +1,57 @@
-"""Where training text comes from, and writing it as a token file. No torch.
+"""The documents of text files, and writing them as a token file. No torch.
 
-Sources: ``@stdlib`` (the source and text files of Python's standard library, which every machine
-has), a file, or a glob of text and JSON-lines files. A token file is ids of one width,
-little-endian, every document followed by the end token.
+A token file is ids of one width, little-endian, every document followed by the end token. Text is
+decoded strictly: a byte that is no character ends preparation with the file and the byte's offset.
 """
 
 from __future__ import annotations
 
-import glob
-import itertools
+import codecs
 import json
 import os
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from penstock.models.data.chunks import ChunkHasher
+from penstock.models.data.sources import Source
 from penstock.models.data.tokenizer import Tokenizer
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.config.values import UTF8
+from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.files import cannot_write
 
-STDLIB = "@stdlib"
-MAX_STDLIB_BYTES = 30 * 10**6
+_PIECE_BYTES = 1 << 20
+_MARK = "\ufeff"
+_MARKS = (
+    # The mark of UTF-32 begins with that of UTF-16.
+    (codecs.BOM_UTF32_LE, "utf-32", ("utf-32", "utf-32-le")),
+    (codecs.BOM_UTF32_BE, "utf-32", ("utf-32", "utf-32-be")),
+    (codecs.BOM_UTF16_LE, "utf-16", ("utf-16", "utf-16-le")),
+    (codecs.BOM_UTF16_BE, "utf-16", ("utf-16", "utf-16-be")),
+    (codecs.BOM_UTF8, UTF8, (UTF8, "utf-8-sig")),
+)
+"""Byte order marks: bytes, encoding that they mean, and codecs that read them as a mark."""
 
-_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
-def source_files(source: str, *, key: str = "data.path") -> list[Path]:
-    """Returns the files of a source in a fixed order.
-
-    Raises:
-        ConfigError: there is no file, or one of a kind that is not read.
-    """
-    if source == STDLIB:
-        return _stdlib_files()
-    if source.startswith("@"):
-        raise ConfigError(f"{key} = {source!r}: unknown source; the only one is {STDLIB}")
-    path = Path(source)
-    if path.is_dir():
-        found = [p for suffix in _SUFFIXES for p in path.rglob(f"*{suffix}")]
-    else:
-        found = [Path(name) for name in glob.glob(source, recursive=True)]
-    files = sorted(p for p in found if p.is_file())
-    if not files:
-        raise ConfigError(f"{key} = {source!r}: matches no file; give a file or a glob of files")
-    strange = next((p for p in files if p.suffix not in _SUFFIXES), None)
-    if strange is not None:
-        raise ConfigError(
-            f"{key} = {source!r}: {strange} is none of {', '.join(_SUFFIXES)}; token files go to"
-            " data.tokens"
-        )
-    return files
+_MARKLESS = {"utf-8-sig": UTF8, "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
+"""Codecs that write a mark -> codecs that write none and as many bytes a character."""
 
 
-def documents(files: Iterable[Path]) -> Iterator[bytes]:
+def documents(source: Source) -> Iterator[bytes]:
     """Yields UTF-8 documents: each file is one, in .jsonl files the ``text`` of each line. Empty
     ones are left out.
 
+    A byte order mark at the start of a file is no part of its text; ends of lines stay as they are.
+
     Raises:
-        ConfigError: a file that cannot be read, or a line without text.
+        ConfigError: a file that cannot be read or is in another encoding, or a line without text.
     """
-    for path in files:
+    for path in source.files:
+        read = _json_lines if path.suffix == ".jsonl" else _whole
         try:
-            if path.suffix == ".jsonl":
-                yield from _json_lines(path)
-            else:
-                content = path.read_bytes()
-                if content:
-                    yield content
+            yield from read(path, source.encoding)
         except OSError as error:
-            raise ConfigError(f"data: cannot read {path}: {error.strerror}") from error
+            raise ConfigError(f"data: cannot read {path}: {reason(error)}") from error
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -109,34 +88,143 @@ def write_tokens(
     return count
 
 
-def _stdlib_files() -> list[Path]:
-    """Returns the standard library's files without tests and installed packages, of at most 30
-    MB.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
-        found += [Path(folder, name) for name in names if name.endswith((".py", ".txt"))]
-    files = sorted(p for p in found if p.is_file())
-    if not files:
+def _whole(path: Path, encoding: str) -> Iterator[bytes]:
+    text = "".join(_pieces(path, encoding))
+    if text:
+        yield _encoded(text, str(path))
+
+
+def _json_lines(path: Path, encoding: str) -> Iterator[bytes]:
+    for number, line in enumerate(_lines(path, encoding), start=1):
+        if not line or line.isspace():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            # Files that were put together may have a mark at the start of each.
+            text = _encoded(json.loads(line.removeprefix(_MARK))["text"], place)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f'{place}: expected a JSON object such as {{"text": "…"}}') from error
+        if text:
+            yield text
+
+
+def _lines(path: Path, encoding: str) -> Iterator[str]:
+    """Yields the lines of a file without their ends; only a line feed ends a line."""
+    parts: list[str] = []
+    for piece in _pieces(path, encoding):
+        first, *others = piece.split("\n")
+        parts.append(first)
+        for other in others:
+            yield "".join(parts)
+            parts = [other]
+    yield "".join(parts)
+
+
+def _encoded(text: str, place: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
         raise ConfigError(
-            f"data.path = {STDLIB!r}: {root} has no source files; give a file or a glob"
-        )
-    totals = itertools.accumulate(p.stat().st_size for p in files)
-    return [p for p, total in zip(files, totals, strict=True) if total <= MAX_STDLIB_BYTES]
+            f"{place}: character {error.start} of the text is {text[error.start]!a}, half of a"
+            " surrogate pair, which is no character"
+        ) from error
 
 
-def _json_lines(path: Path) -> Iterator[bytes]:
+def _pieces(path: Path, encoding: str) -> Iterator[str]:
+    """Yields the text of a file in pieces, without a byte order mark at its start.
+
+    Raises:
+        ConfigError: a byte that is no character of the encoding, a mark of another encoding, or
+            the character 0, which no text has; names the file and the offset.
+    """
+    decoder = codecs.getincrementaldecoder(encoding)("strict")
+    offset = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+        while True:
+            content = file.read(_PIECE_BYTES)
+            # The decoder holds the bytes of a character that the last piece ended in.
+            start = offset - len(decoder.getstate()[0])
+            mark_bytes = _mark_bytes(path, content, encoding) if offset == 0 else 0
             try:
-                text = json.loads(line)["text"].encode("utf-8", errors="replace")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(
-                    f'{path}, line {number}: expected a JSON object such as {{"text": "…"}}'
-                ) from error
-            if text:
-                yield text
+                text = decoder.decode(content, not content)
+            except UnicodeError as error:
+                place = start + getattr(error, "start", 0)
+                raise _undecodable(path, place, encoding, error) from error
+            text = text.removeprefix(_MARK) if mark_bytes else text
+            if "\0" in text:
+                before = text[: text.index("\0")].encode(_MARKLESS.get(encoding, encoding))
+                raise _not_text(path, start + mark_bytes + len(before), encoding, content)
+            yield text
+            offset += len(content)
+            if not content:
+                return
+
+
+def _mark_bytes(path: Path, head: bytes, encoding: str) -> int:
+    """Returns the length of the byte order mark at the start of a file; 0 where there is none.
+
+    Raises:
+        ConfigError: the mark, or the order of bytes, is that of another encoding.
+    """
+    for mark, meaning, codecs_of_mark in _MARKS:
+        if head.startswith(mark) and encoding in codecs_of_mark:
+            return len(mark)
+        if head.startswith(mark):
+            raise ConfigError(
+                f"{path}: begins with the byte order mark of {meaning} ({mark.hex(' ')} at offset"
+                f" 0), and data.encoding is {encoding}: set data.encoding to {meaning}, or convert"
+                " the file"
+            )
+    if encoding in ("utf-16", "utf-32") and head:
+        raise ConfigError(
+            f"{path}: has no byte order mark at offset 0, and data.encoding is {encoding}: set"
+            f" data.encoding to {encoding}-le or {encoding}-be"
+        )
+    likely = _wide_encoding(head)
+    if encoding.startswith(("utf-16", "utf-32")) and likely not in (None, encoding):
+        raise ConfigError(
+            f"{path}: the zeros from offset 0 on are those of {likely}, and data.encoding is"
+            f" {encoding}: set data.encoding to {likely}, or convert the file"
+        )
+    return 0
+
+
+def _wide_encoding(content: bytes) -> str | None:
+    """Returns the encoding of two or four bytes a character that the places of zeros suggest."""
+    head = content[: 1 << 12]
+    zeros = tuple(head[place::4].count(0) * 8 > len(head) for place in range(4))
+    suggested: dict[tuple[bool, ...], str] = {
+        (False, True, False, True): "utf-16-le",
+        (True, False, True, False): "utf-16-be",
+        (False, False, True, True): "utf-32-le",
+        (True, True, False, False): "utf-32-be",
+        (False, True, True, True): "utf-32-le",
+        (True, True, True, False): "utf-32-be",
+    }
+    return suggested.get(zeros)
+
+
+def _undecodable(path: Path, offset: int, encoding: str, error: UnicodeError) -> ConfigError:
+    with path.open("rb") as file:
+        file.seek(offset)
+        byte = file.read(1)
+    seen = f"byte 0x{byte.hex()} at offset {offset:,}" if byte else f"the end, offset {offset:,},"
+    why = f" ({error.reason})" if isinstance(error, UnicodeDecodeError) else ""
+    return ConfigError(
+        f"{path}: {seen} is no {encoding}{why}; convert the file to {encoding}, or set"
+        " data.encoding to what all files of text are in, such as latin-1 or utf-16"
+    )
+
+
+def _not_text(path: Path, offset: int, encoding: str, content: bytes) -> ConfigError:
+    """Returns the error for a character 0 at ``offset``, which is in ``content``."""
+    likely = _wide_encoding(content)
+    advice = (
+        f"the zeros are those of {likely}: set data.encoding to {likely}, or convert the file"
+        if likely
+        else "it may be binary, or text in an encoding such as utf-16-le (data.encoding)"
+    )
+    return ConfigError(
+        f"{path}: byte 0x00 at offset {offset:,} is a character that no text in {encoding} has;"
+        f" {advice}"
+    )

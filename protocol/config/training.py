@@ -9,11 +9,12 @@ are in :mod:`penstock.protocol.config.execution`.
 
 from __future__ import annotations
 
+import codecs
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.optimizers import (
     Hyperparameter,
@@ -25,6 +26,7 @@ from penstock.protocol.config.values import (
     AUTO,
     MASKED,
     NEXT_TOKEN,
+    UTF8,
     Accepts,
     Attempts,
     Cores,
@@ -111,8 +113,16 @@ class DataConfig(Section):
 
     path: str | None = Field(
         default=None,
-        description="`@stdlib` (the text of Python's own library), or a file or glob of .txt,"
-        " .jsonl and .py files. The first machine reads it.",
+        description="`@stdlib` (the text of Python's own library), or a file, folder or glob of"
+        " .txt, .md, .py and .jsonl files. Hidden files and folders are left out. The first machine"
+        " reads it.",
+    )
+    encoding: Annotated[str, Accepts("a codec of Python for text, such as latin-1 or utf-16")] = (
+        Field(
+            default=UTF8,
+            description="The files of `path` and `eval_path` are in this encoding; `@stdlib` is in"
+            " UTF-8.",
+        )
     )
     tokens: Path | None = Field(
         default=None,
@@ -178,10 +188,27 @@ class DataConfig(Section):
         " `train.eval_every` is set and `eval_path` is not.",
     )
 
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, value: str) -> str:
+        try:
+            b"a".decode(value)
+        except UnicodeDecodeError:
+            pass  # one byte is no character: two bytes may be
+        except (LookupError, ValueError):
+            raise ValueError(f"Python has no encoding of text named {value!r}") from None
+        # One name for each codec, so that another spelling is no other encoding.
+        name = codecs.lookup(value).name
+        if name in ("idna", "punycode"):
+            raise ValueError(f"{value!r} is an encoding of host names, not of text")
+        return name
+
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
         if (self.path is None) == (self.tokens is None):
             raise ValueError("give exactly one of data.path and data.tokens")
+        if self.tokens is not None and self.encoding != UTF8:
+            raise ValueError("data.encoding goes with data.path: data.tokens holds numbers")
         return self
 
 

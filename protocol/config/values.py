@@ -15,6 +15,9 @@ from penstock.shm.topology import parse_cpus
 BYTE = "byte"
 """The tokenizer whose tokens are bytes."""
 
+UTF8 = "utf-8"
+"""The encoding of text unless a key names another one."""
+
 NEXT_TOKEN = "next-token"
 MASKED = "masked"
 """What a model is trained to predict: each next token, or tokens that were masked."""

@@ -70,6 +70,11 @@ class RunDirectory:
         ensure_token(path)
         return cls(path)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether the run may have trained: then its inputs are fixed."""
+        return (self.path / "journal.sqlite").exists() or (self.path / "state").exists()
+
     def check_shape(self) -> None:
         """Refuse what is a directory and should be a file, and the other way round.
 

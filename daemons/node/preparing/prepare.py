@@ -179,18 +179,13 @@ def run_models_prepare(
     )
 
 
-def has_started(run_dir: Path) -> bool:
-    """Returns whether the run may have trained: then its inputs are fixed."""
-    return (run_dir / "journal.sqlite").exists() or (run_dir / "state").exists()
-
-
 def _previous(run_dir: Path, progress: Progress) -> Config | None:
     """Returns the configuration the run had; ``None`` for a new one.
 
     Raises:
         StateError: it, or what was made from it, was changed since the last start.
     """
-    path, started = run_dir / "resolved.yaml", has_started(run_dir)
+    path, started = run_dir / "resolved.yaml", RunDirectory(run_dir).has_started
     if not path.exists():
         if started:
             raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
@@ -243,7 +238,7 @@ def _changes(
     if config.schedule.scheme == AUTO:  # not known yet, and told when it is
         config = config.model_copy(update={"schedule": previous.schedule})
     changes = find_changes(previous, config)
-    if has_started(run_dir):
+    if RunDirectory(run_dir).has_started:
         check_resume(changes, run_dir, held_version(RunDirectory(run_dir).run_id))
     for change in changes:
         progress(f"changed: {change}")

@@ -1,0 +1,252 @@
+"""The files of a text source: ``@stdlib``, a file, a folder or a glob. No file is read.
+
+A folder means the same as the glob ``FOLDER/**/*``. ``**`` enters links to folders, and leaves
+hidden folders out. Each file is taken once, however many links lead to it. :attr:`Source.left_out`
+counts the files that were not taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import itertools
+import os
+import re
+import stat
+import sysconfig
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.protocol.config.values import UTF8
+from penstock.protocol.errors import ConfigError, reason
+
+STDLIB = "@stdlib"
+MAX_STDLIB_BYTES = 30 * 10**6
+FORMATS = (".txt", ".md", ".py", ".jsonl")
+"""Endings of the files that are read."""
+
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_MAX_KINDS = 8
+_PLURAL = {
+    "broken link": "broken links",
+    "folder": "folders",
+    "device or pipe": "devices or pipes",
+}
+_MAGIC = re.compile(r"[*?[]")
+_Parts = tuple[str, ...]
+_Step = tuple[Path, str | None, _Parts]
+"""A path, the same without links where it is known, and parts that are to match below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """``files`` in a fixed order; ``encoding`` is the Python codec of their text; ``left_out``
+    counts files that match and are not read, by kind.
+    """
+
+    files: tuple[Path, ...]
+    encoding: str = UTF8
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def omissions(self) -> str:
+        """The counts of ``left_out`` in words, such as ``3 .gz, 1 hidden``; empty without any."""
+        ordered = sorted(self.left_out.items(), key=lambda item: (-item[1], item[0]))
+        shown = [
+            f"{count:,} {_PLURAL.get(kind, kind) if count > 1 else kind}"
+            for kind, count in ordered[:_MAX_KINDS]
+        ]
+        if rest := sum(count for _, count in ordered[_MAX_KINDS:]):
+            shown.append(f"{rest:,} of other kinds")
+        return ", ".join(shown)
+
+
+def find_source(source: str, *, key: str = "data.path", encoding: str = UTF8) -> Source:
+    """Returns the files that ``source``, the value of ``key``, means.
+
+    The standard library is UTF-8, whatever ``encoding`` says.
+
+    Raises:
+        ConfigError: there is no file, it is of a kind that is not read, or a folder cannot be
+            listed.
+    """
+    if "\0" in source:
+        raise ConfigError(f"{key} = {source!r}: no such file or folder")
+    if source == STDLIB:
+        return Source(files=tuple(_stdlib_files()))
+    if source.startswith("@"):
+        raise ConfigError(f"{key} = {source!r}: unknown source; the only one is {STDLIB}")
+    path, formats = Path(source), f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+    if os.path.isfile(source):
+        if path.suffix not in FORMATS:
+            raise ConfigError(
+                f"{key} = {source!r}: the name does not end in {formats}; files of text need one of"
+                " these endings, token files go to data.tokens"
+            )
+        return Source(files=(path,), encoding=encoding)
+    walk = _Walk(f"{key} = {source!r}")
+    if os.path.isdir(source):
+        walk.follow(path, ("**", "*"))
+    else:
+        walk.match(path)
+    found = Source(files=tuple(sorted(walk.files)), encoding=encoding, left_out=walk.left_out)
+    if not found.files:
+        if _MAGIC.search(source) is None and not os.path.lexists(source):
+            raise ConfigError(f"{key} = {source!r}: no such file or folder")
+        left_out = f" (left out: {found.omissions})" if found.left_out else ""
+        raise ConfigError(
+            f"{key} = {source!r}: matches no file of text{left_out}; give a file or folder of"
+            f" {formats}, or a glob of such files"
+        )
+    return found
+
+
+class _Walk:
+    """A walk over the files below a folder whose names match the parts of a glob.
+
+    Links wait in ``_links`` until every folder was listed, so that a file is named by its own path
+    where links lead to it, too. A folder is entered once for the same parts, which ends cycles.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.files: list[Path] = []
+        self._folders: list[_Step] = []
+        self._links: deque[_Step] = deque()
+        self._entered: set[tuple[str, _Parts]] = set()
+        self._taken: set[str] = set()
+        self._kinds: dict[Path, tuple[str, str]] = {}
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """How many matching files were left out, by kind."""
+        walked = {real for real, parts in self._entered if parts[0] == "**"}
+        # A hidden folder is entered where a part of the glob names it.
+        named = {real for real, _ in self._entered} | self._taken
+        read = {"folder": walked, "hidden": named}
+        return Counter(
+            kind for kind, real in self._kinds.values() if real not in read.get(kind, ())
+        )
+
+    def match(self, pattern: Path) -> None:
+        """Take the files that match a glob."""
+        start = Path(pattern.anchor)
+        self.follow(start, pattern.relative_to(start).parts)
+
+    def follow(self, folder: Path, parts: Sequence[str]) -> None:
+        """Take the files below ``folder`` that match ``parts``."""
+        if parts and parts[-1] == "**":
+            parts = (*parts, "*")
+        # A row of ** means the same as one.
+        unique = (list(group) for _, group in itertools.groupby(parts))
+        parts = [part for group in unique for part in (group[:1] if group[0] == "**" else group)]
+        self._folders.append((folder, None, tuple(parts)))
+        while self._folders or self._links:
+            path, real, rest = self._folders.pop() if self._folders else self._links.popleft()
+            real = os.path.realpath(path) if real is None else real
+            if rest:
+                self._enter(path, real, rest)
+            else:
+                self._take(path, real)
+
+    def _enter(self, folder: Path, real: str, parts: _Parts) -> None:
+        if (real, parts) in self._entered:
+            self._leave_out(folder, real, "reached twice")
+            return
+        self._entered.add((real, parts))
+        part, rest = parts[0], parts[1:]
+        if part == "**":
+            self._folders.append((folder, real, rest))
+            for entry in self._entries(folder):
+                if not os.path.isdir(entry.path):
+                    continue
+                if entry.name.startswith("."):
+                    self._leave_out(Path(entry.path), os.path.join(real, entry.name), "hidden")
+                else:
+                    self._add(entry, real, parts)
+        elif _MAGIC.search(part) is None:
+            self._folders.append((folder / part, None, rest))
+        else:
+            for entry in self._entries(folder):
+                if not fnmatch.fnmatchcase(entry.name, part):
+                    continue
+                if rest and not os.path.isdir(entry.path):
+                    continue
+                if entry.name.startswith(".") and not part.startswith("."):
+                    self._leave_out(Path(entry.path), os.path.join(real, entry.name), "hidden")
+                else:
+                    self._add(entry, real, rest)
+
+    def _add(self, entry: os.DirEntry[str], folder: str, parts: _Parts) -> None:
+        if entry.is_symlink():
+            self._links.append((Path(entry.path), None, parts))
+        else:
+            self._folders.append((Path(entry.path), os.path.join(folder, entry.name), parts))
+
+    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        """Returns the entries of a folder by name; none where there is no such folder."""
+        try:
+            with os.scandir(folder) as listing:
+                return sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            if _is_nothing(error):
+                return []
+            raise ConfigError(f"{self._name}: cannot list {folder}: {reason(error)}") from error
+
+    def _take(self, path: Path, real: str) -> None:
+        try:
+            status = path.stat()
+        except OSError as error:
+            if not _is_nothing(error):
+                raise ConfigError(f"{self._name}: {path}: {reason(error)}") from error
+            if path.is_symlink():
+                self._leave_out(path, real, "broken link")
+            return
+        if stat.S_ISDIR(status.st_mode):
+            self._leave_out(path, real, "folder")
+        elif not stat.S_ISREG(status.st_mode):
+            self._leave_out(path, real, "device or pipe")
+        elif path.suffix not in FORMATS:
+            self._leave_out(path, real, _kind(path.suffix))
+        elif real in self._taken:
+            self._leave_out(path, real, "reached twice")
+        elif status.st_size == 0:
+            self._leave_out(path, real, "empty")
+        else:
+            self._taken.add(real)
+            self.files.append(path)
+
+    def _leave_out(self, path: Path, real: str, kind: str) -> None:
+        self._kinds.setdefault(path, (kind, real))
+
+
+def _is_nothing(error: OSError) -> bool:
+    """Whether a name leads to nothing, as opposed to a thing that cannot be read."""
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def _kind(suffix: str) -> str:
+    """Returns a suffix as a kind; names of files may hold any character."""
+    if not suffix:
+        return "without an ending"
+    return suffix if suffix.isprintable() and len(suffix) <= 12 else "of other kinds"
+
+
+def _stdlib_files() -> list[Path]:
+    """Returns the standard library's files without tests and installed packages, of at most 30
+    MB.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
+        found += [Path(folder, name) for name in names if name.endswith((".py", ".txt"))]
+    files = sorted(p for p in found if p.is_file())
+    if not files:
+        raise ConfigError(
+            f"data.path = {STDLIB!r}: {root} has no source files; give a file or a glob"
+        )
+    totals = itertools.accumulate(p.stat().st_size for p in files)
+    return [p for p, total in zip(files, totals, strict=True) if total <= MAX_STDLIB_BYTES]

@@ -1,0 +1,216 @@
+"""The token files of a run: what they are made from, and making them.
+
+A token file that Penstock makes is on disk before it gets its name. ``data/meta.json``, which the
+caller writes last, has the entry of each split and says that all of it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.models.data.chunks import ChunkHasher, Progress, write_sums
+from penstock.models.data.corpus import documents, token_dtype, write_tokens
+from penstock.models.data.sources import Source, find_source
+from penstock.models.data.token_file import TokenFile
+from penstock.models.data.tokenizer import Tokenizer
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import MASKED, UTF8
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.run.rundir import RunDirectory
+
+_NOT_IN_FILES = {"shuffle", "document_masks", "objective", "mask_fraction", "mask_token"}
+"""Keys of ``data`` that say what becomes of tokens, not which they are."""
+
+
+class TokenSources:
+    """Where the tokens of a run come from, and the fingerprint of all that decides them."""
+
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer | None, run_dir: Path, progress: Progress
+    ) -> None:
+        self._config, self._tokenizer, self._progress = config, tokenizer, progress
+        self._vocab_size = RunDirectory(run_dir).table.vocab_size
+        model = json.loads((run_dir / "model" / "config.json").read_text(encoding="utf-8"))
+        eos = model.get("eos_token_id")
+        self._eos = eos if isinstance(eos, int) else None
+        self._mask = self._find_mask()
+        self.holds_out = config.train.eval_every > 0
+        self.has_eval_text = self.holds_out and config.data.eval_path is not None
+        if self.has_eval_text and tokenizer is None:
+            raise ConfigError(
+                f"data.eval_path = {config.data.eval_path!r}: goes with data.path; with data.tokens"
+                " the last sequences are held out (data.eval_fraction)"
+            )
+
+    @cached_property
+    def _source(self) -> Source:
+        data = self._config.data
+        if data.tokens is None:
+            assert data.path is not None
+            return find_source(data.path, encoding=data.encoding)
+        if not data.tokens.is_file():
+            seen = "is no file" if data.tokens.exists() else "no such file"
+            raise ConfigError(f"data.tokens = {str(data.tokens)!r}: {seen}")
+        return Source(files=(data.tokens,))
+
+    @cached_property
+    def _eval_source(self) -> Source:
+        data = self._config.data
+        assert data.eval_path is not None
+        return find_source(data.eval_path, key="data.eval_path", encoding=data.encoding)
+
+    @cached_property
+    def _tokenizer_sum(self) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return hashlib.sha256(_tokenizer_bytes(self._tokenizer)).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of all that decides the token files."""
+        data = self._config.data
+        # Older runs have no data.encoding: the default leaves their fingerprints as they are.
+        without = _NOT_IN_FILES | ({"encoding"} if data.encoding == UTF8 else set())
+        return fingerprint_of(
+            data.model_dump(mode="json", exclude=without),
+            [self.holds_out, self._vocab_size, self._eos],
+            file_stamps(self._source.files),
+            file_stamps(self._eval_source.files) if self.has_eval_text else [],
+            self._tokenizer_sum,
+        )
+
+    def now(self, key: str) -> str | None:
+        """The fingerprint of the text of ``data.KEY`` (path or eval_path) and of how it is read;
+        None where there is no such text any more.
+        """
+        data = self._config.data
+        try:
+            source = self._eval_source if key == "eval_path" else self._source
+            stamps = file_stamps(source.files)
+        except ConfigError:
+            return None
+        reading = [source.encoding, data.token_dtype, self._vocab_size, self._tokenizer_sum]
+        return fingerprint_of(stamps, reading)
+
+    def _find_mask(self) -> int | None:
+        """Returns the token that stands for masked ones; None where none are masked.
+
+        Raises:
+            ConfigError: nobody says which, or the model has no such token.
+        """
+        data = self._config.data
+        if data.objective != MASKED:
+            return None
+        own = None if self._tokenizer is None else self._tokenizer.mask
+        mask = own if data.mask_token is None else data.mask_token
+        if mask is None:
+            raise ConfigError(
+                f"data.objective = {MASKED!r}: the tokenizer has no mask token; give its number as"
+                " data.mask_token"
+            )
+        if mask >= self._vocab_size:
+            raise ConfigError(
+                f"data.mask_token = {mask}: the model has a vocabulary of {self._vocab_size}; check"
+                " model.hf.vocab_size"
+            )
+        return mask
+
+    def write(self, directory: Path) -> dict[str, dict[str, Any]]:
+        """Make the token files; returns the entry of each split in ``meta.json``."""
+        if self._tokenizer is None:
+            whole = self._given_tokens(directory / "train.sums")
+        else:
+            whole = self._tokenized("path", self._source, directory / "train.bin", self._tokenizer)
+        whole["fingerprint"] = self.fingerprint
+        if not self.holds_out:
+            return {"train": whole}
+        if self.has_eval_text:
+            return {"train": whole, "eval": self.write_eval(directory, self.fingerprint)}
+        return self._split(whole)
+
+    def write_eval(self, directory: Path, fingerprint: str | None) -> dict[str, Any]:
+        """Make the token file of ``data.eval_path``; returns its entry in ``meta.json``, where the
+        data have this ``fingerprint``.
+        """
+        assert self._tokenizer is not None
+        path = directory / "eval.bin"
+        made = self._tokenized("eval_path", self._eval_source, path, self._tokenizer)
+        return {**made, "fingerprint": fingerprint}
+
+    def _tokenized(
+        self, key: str, source: Source, path: Path, tokenizer: Tokenizer
+    ) -> dict[str, Any]:
+        if source.left_out:
+            self._progress(
+                f"data.{key} = {getattr(self._config.data, key)!r}: reads {len(source.files):,}"
+                f" file{'s' * (len(source.files) > 1)}; left out: {source.omissions}"
+            )
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            # The file is on disk before it gets its name; meta.json, last, says that all is there.
+            hasher = ChunkHasher()
+            num_tokens = write_tokens(documents(source), tokenizer, temporary, hasher)
+            temporary.rename(path)
+            sums = hasher.write(path.with_suffix(".sums"))
+        finally:
+            temporary.unlink(missing_ok=True)
+        dtype = token_dtype(tokenizer.vocab_size)
+        entry = self._entry(path.name, num_tokens, dtype, tokenizer.eos)
+        return {**entry, "sums": sums, "source": self.now(key)}
+
+    def _given_tokens(self, sums: Path) -> dict[str, Any]:
+        """Returns the entry of a token file, which stays where it is; checks every id once against
+        the vocabulary, and makes checksums.
+        """
+        path, dtype = self._source.files[0].absolute(), self._config.data.token_dtype
+        file = TokenFile(path, dtype, self._vocab_size)
+        entry = self._entry(str(path), file.num_tokens, dtype, self._eos)
+        made = write_sums(path, sums, self._progress, file.check)
+        return {**entry, "sums": made, "source": self.now("tokens")}
+
+    def _entry(self, path: str, num_tokens: int, dtype: str, eos: int | None) -> dict[str, Any]:
+        return {
+            "path": path,
+            "first_token": 0,
+            "num_tokens": num_tokens,
+            "token_dtype": dtype,
+            "vocab_size": self._vocab_size,
+            "eos": eos,
+            "mask": self._mask,
+        }
+
+    def _split(self, whole: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Returns both splits' entries, with the last sequences held out; they lie in one file."""
+        length = self._config.data.sequence_length
+        sequences = max(0, whole["num_tokens"] - 1) // length
+        held = max(1, round(sequences * self._config.data.eval_fraction))
+        kept = max(0, sequences - held)
+        return {
+            "train": {**whole, "num_tokens": kept * length + 1},
+            "eval": {**whole, "first_token": kept * length, "num_tokens": held * length + 1},
+        }
+
+
+def file_stamps(files: Sequence[Path]) -> list[list[Any]]:
+    stamps = []
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        stamps.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+    return stamps
+
+
+def _tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
+    return b"".join(content for _, content in sorted(tokenizer.files().items()))
+
+
+def fingerprint_of(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
