@@ -9,7 +9,6 @@ at.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import itertools
@@ -244,7 +243,7 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
         detail = f"owner pid {pid} alive or memory mapped"
     elif run_dir is not None and (original := original_of(run_dir)) is not None:
         detail, removable = f"belongs to {original}, of which {run_dir} is a copy", False
-    elif run_dir is not None and _is_held(run_dir):
+    elif run_dir is not None and RunDirectory(run_dir).is_held:
         detail, removable = f"owner pid {pid} dead, but processes hold the run directory", False
     elif entry.owner is None:
         detail = "creation was cut short: holds nothing"
@@ -335,7 +334,7 @@ def _is_about(words: list[str], run_dir: Path | None) -> bool:
 
 
 def _run_directory(run_dir: Path) -> Iterable[Finding]:
-    held = _is_held(run_dir)
+    held = RunDirectory(run_dir).is_held
     for path in sorted((run_dir / "state").glob(".tmp-*")):
         yield Finding(
             kind="half-written save",
@@ -347,19 +346,6 @@ def _run_directory(run_dir: Path) -> Iterable[Finding]:
     if endpoint.exists():
         detail = "of the active run" if held else "of a run that was killed"
         yield Finding(kind="endpoint", name=str(endpoint), detail=detail, removable=not held)
-
-
-def _is_held(run_dir: Path) -> bool:
-    """Returns whether a training or a node has the run directory locked."""
-    for path in run_dir.glob(".lock*"):
-        if not path.is_file():
-            continue  # nothing of ours, so nobody holds it
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-    return False
 
 
 def _remove_segments(name: str, run_dir: Path | None) -> None:

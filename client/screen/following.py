@@ -24,7 +24,7 @@ from penstock.client.watching.snapshots import (
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.errors import ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.control import ControlClient, is_stale
 
 WATCH_INTERVAL_S = 1.0
 """A status takes the scheduler some milliseconds."""
@@ -156,4 +156,6 @@ def _end_code(last: pb.StatusReply, run_dir: Path | None) -> int:
 
 
 def _has_ended(run_dir: Path | None) -> bool:
-    return run_dir is not None and not (run_dir / "endpoint.json").exists()
+    if run_dir is None:
+        return False
+    return not (run_dir / "endpoint.json").exists() or is_stale(run_dir)

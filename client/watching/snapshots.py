@@ -15,7 +15,7 @@ from penstock.protocol.errors import PenstockError, StateError, reason
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.files import is_number, parse_json
 from penstock.protocol.security.identity import Role
-from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.control import ControlClient, is_stale
 
 Metrics = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -178,7 +178,9 @@ class Observer:
         if self._phase in ENDED_PHASES or not (self._run_dir / "endpoint.json").exists():
             return "ending"
         away_s = self._clock() - self._heard_s
-        return self._phase if away_s < ABSENCE_S else "no_answer"
+        if away_s < ABSENCE_S:
+            return self._phase
+        return "ending" if is_stale(self._run_dir) else "no_answer"
 
     def close(self) -> None:
         """Closes the connection."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,8 @@ LOCK_WAIT_S = 5.0
 class StateReport:
     """A saved state. ``damage``: empty if it is what was written, as far as was looked.
 
-    ``saved_at``: iso time, empty where there is no manifest.
+    ``saved_at``: iso time, empty where there is no manifest. ``removed``: it was pruned or deleted
+    while it was looked at.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StateReport:
     num_bytes: int
     saved_at: str
     damage: str = ""
+    removed: bool = False
 
 
 def report_states(
@@ -69,7 +71,9 @@ def delete_states(run_dir: Path, steps: Sequence[int]) -> list[StateReport]:
     if not steps:
         raise ConfigError("delete: name the steps, such as penstock snapshots RUN delete 400 800")
     reports = report_states(run_dir, every_byte=False)
-    newest = max((report.step for report in reports if not report.damage), default=None)
+    newest = max(
+        (report.step for report in reports if not (report.damage or report.removed)), default=None
+    )
     if newest in steps:
         raise ConfigError(
             f"step {newest} is the newest saved state that is whole: without it lost memory costs"
@@ -80,7 +84,7 @@ def delete_states(run_dir: Path, steps: Sequence[int]) -> list[StateReport]:
     for step, directory in chosen:
         # Renamed before it is removed: no step directory is ever half there.
         doomed = directory.with_name(f".tmp-step-{step:08d}-deleted")
-        with writing(directory, 0):
+        with writing(directory, 0), suppress(FileNotFoundError):  # the run has pruned it meanwhile
             directory.rename(doomed)
             shutil.rmtree(doomed)
     return [report for report in reports if report.step in steps]
@@ -125,9 +129,15 @@ def to_text(reports: Sequence[StateReport], *, every_byte: bool) -> str:
     if not reports:
         return "nothing is saved; penstock snapshot saves a running training"
     whole = "every byte is right" if every_byte else "manifest and sizes are right"
+
+    def verdict(report: StateReport) -> str:
+        if report.removed:
+            return "was removed meanwhile: the run keeps its newest states (train.keep_snapshots)"
+        return f"DAMAGED: {report.damage}" if report.damage else whole
+
     return "\n".join(
         f"step {report.step:>8}  {report.num_bytes / 1e6:>12,.1f} MB  {report.saved_at:<20} "
-        f" {'DAMAGED: ' + report.damage if report.damage else whole}"
+        f" {verdict(report)}"
         for report in reports
     )
 
@@ -153,6 +163,27 @@ def _chosen(run: RunDirectory, steps: Sequence[int]) -> list[tuple[int, Path]]:
 
 
 def _report(run: RunDirectory, step: int, directory: Path, *, every_byte: bool) -> StateReport:
+    """Looks at a saved state of a run that may prune it, or replace it by another of its step."""
+    while (inode := _inode(directory)) is not None:
+        try:
+            report = _looked_at(run, step, directory, every_byte=every_byte)
+        except OSError:
+            if _inode(directory) == inode:
+                raise
+            continue
+        if _inode(directory) == inode:
+            return report
+    return StateReport(step=step, directory=str(directory), num_bytes=0, saved_at="", removed=True)
+
+
+def _inode(directory: Path) -> int | None:
+    try:
+        return directory.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _looked_at(run: RunDirectory, step: int, directory: Path, *, every_byte: bool) -> StateReport:
     damage = ""
     try:
         if every_byte:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -118,11 +119,15 @@ class SavedStates:
         Raises:
             ConfigError: the disk does not let it go.
         """
-        for replaced in self._state_dir.glob(f"{REPLACED_PREFIX}*"):
+        for replaced in self._state_dir.glob(f"{REPLACED_PREFIX}step-*"):
             # A save of the same step was about to take its place, and may not have got there.
             final = self._state_dir / replaced.name.removeprefix(REPLACED_PREFIX)
             with writing(replaced, 0):
-                if final.exists():
+                if replaced.is_symlink() or not replaced.is_dir():
+                    # Under the name of a step it would pass for a saved state.
+                    self._disk.remove(replaced)
+                    warn(f"{replaced}: was no folder that Penstock made, and is removed")
+                elif final.exists():
                     self._disk.remove(replaced)
                 else:
                     self._disk.rename(replaced, final)
@@ -158,7 +163,10 @@ class SavedStates:
             self._disk.sync_names(directory)
             if final.exists():  # of the same step, from before the run went back to an earlier one
                 # Not a temporary name: a crash here must leave one of the two.
-                self._disk.rename(final, self._state_dir / f"{REPLACED_PREFIX}{final.name}")
+                replaced = self._state_dir / f"{REPLACED_PREFIX}{final.name}"
+                if os.path.lexists(replaced):
+                    self._disk.remove(replaced)
+                self._disk.rename(final, replaced)
             self._disk.rename(directory, final)
             self._disk.sync_names(self._state_dir)
         self._prune(save.version)

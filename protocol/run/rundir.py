@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import re
@@ -74,6 +75,19 @@ class RunDirectory:
     def has_started(self) -> bool:
         """Whether the run may have trained: then its inputs are fixed."""
         return (self.path / "journal.sqlite").exists() or (self.path / "state").exists()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a training or a node on this machine has the directory locked."""
+        for path in self.path.glob(".lock*"):
+            if not path.is_file():
+                continue  # nothing of ours, so nobody holds it
+            with path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+        return False
 
     def check_shape(self) -> None:
         """Refuse what is a directory and should be a file, and the other way round.

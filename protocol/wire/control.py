@@ -21,10 +21,13 @@ from penstock.protocol.errors import (
 )
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.run.files import parse_json
+from penstock.protocol.run.files import DAMAGED, parse_json
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.access import Access, client_access
+from penstock.protocol.security.addresses import is_loopback
 from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
+from penstock.shm.process import start_ticks
 
 SNAPSHOT_TIMEOUT_S = 600.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -34,6 +37,21 @@ _ERRORS: dict[grpc.StatusCode, type[PenstockError]] = {
     grpc.StatusCode.UNAUTHENTICATED: ConfigError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
 }
+
+
+def is_stale(run_dir: Path) -> bool:
+    """Returns whether ``endpoint.json`` was left by a first node of this machine that is dead, and
+    no other process of the run is here. False where that cannot be known.
+    """
+    try:
+        fields = parse_json((run_dir / "endpoint.json").read_bytes())
+        host, pid = str(fields["scheduler"]).rpartition(":")[0], int(fields["pid"])
+    except (OSError, *DAMAGED):
+        return False
+    if not is_loopback(host.strip("[]")) or start_ticks(pid) is not None:
+        return False
+    # In another PID namespace the node is not to be seen, but its lock is.
+    return not RunDirectory(run_dir).is_held
 
 
 class ControlClient:
@@ -79,6 +97,12 @@ class ControlClient:
             raise StateError(f"{path}: cannot read it: {reason(error)}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f'{path}: expected {{"scheduler": "host:port"}}: {error!r}') from error
+        if is_stale(run_dir):
+            raise ConfigError(
+                f"{path} was left by a first node that is dead, and no process of the run is on"
+                f" this machine: no run is active in {run_dir}; the next start replaces the file,"
+                " penstock doctor --clean --run-dir removes it"
+            )
         if access is None:
             access = client_access(load_config(run_dir / "resolved.yaml"), run_dir, wanted)
         return cls(address, access, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.client.main import app
+from penstock.client.watching import states
+from penstock.daemons.memory import states as memory_states
 from penstock.daemons.memory.snapshot import block_file
 from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path
 from penstock.daemons.scheduler.journal import Journal
@@ -104,6 +107,54 @@ def test_saved_states_are_deleted_but_for_the_newest_whole_one(run: RunDirectory
     assert command("snapshots", str(run.path), "delete")[0] == 2
     assert command("snapshots", str(run.path), "delete", "3", "6")[0] == 0
     assert [path.name for path in run.state_dir.iterdir()] == ["step-00000009"]
+
+
+@pytest.mark.parametrize("moment", ["manifest", "block"])
+def test_a_state_that_is_pruned_while_it_is_verified_is_not_damaged(
+    run: RunDirectory, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run prunes it, or replaces it by another one of the same step, as it does: by names."""
+    doomed, other = run.state_dir / "step-00000006", run.state_dir / ".tmp-step-00000006"
+    name = "checked_manifest" if moment == "manifest" else "sha256_of"
+    real = getattr(memory_states, name)
+
+    def disturbed(path: Path, *arguments: Any, **options: Any) -> Any:
+        if "step-00000006" in str(path) and doomed.exists():
+            doomed.rename(other)
+            shutil.rmtree(other)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(memory_states, name, disturbed)
+    monkeypatch.setattr(states, "checked_manifest", memory_states.checked_manifest)
+    code, said = command("snapshots", str(run.path), "verify", "--json")
+    assert code == 0
+    assert [(r["step"], r["removed"], r["damage"]) for r in json.loads(said)] == [
+        (3, False, ""),
+        (6, True, ""),
+        (9, False, ""),
+    ]
+
+
+def test_a_state_that_is_replaced_while_it_is_verified_is_looked_at_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced, real = run.state_dir / "replaced", memory_states.sha256_of
+
+    def disturbed(path: Path, *arguments: Any) -> Any:
+        if "step-00000006" in str(path) and not replaced.exists():
+            (run.state_dir / "step-00000006").rename(replaced)
+            save(run, 6)
+            raise FileNotFoundError(path)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(memory_states, "sha256_of", disturbed)
+    code, said = command("snapshots", str(run.path), "verify")
+    assert code == 0 and said.count("every byte is right") == 3
+
+
+def test_removed_meanwhile_in_words() -> None:
+    report = states.StateReport(step=6, directory="d", num_bytes=0, saved_at="", removed=True)
+    assert "was removed meanwhile" in states.to_text([report], every_byte=True)
 
 
 def test_a_rollback_cuts_journal_metrics_and_trackers_back(run: RunDirectory) -> None:

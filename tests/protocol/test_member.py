@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import queue
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +29,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.security import access
 from penstock.protocol.security.access import Options
-from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.control import ControlClient, is_stale
 from penstock.protocol.wire.member import Doing, MemberLink
 
 DEADLINE_S = 10.0
@@ -363,6 +366,23 @@ def test_control_calls_return_typed_replies(server: ScriptedServer, tmp_path: Pa
         assert [client.pause(), client.resume(), client.stop()] == ["done"] * 3
         server.control = lambda context: pb.SnapshotReply(directory="step-00000003", version=3)
         assert client.snapshot().directory == "step-00000003"
+
+
+def test_an_endpoint_that_a_dead_node_left_is_no_run(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    endpoint = tmp_path / "endpoint.json"
+    for host, stale in [("127.0.0.1", True), ("[::1]", True), ("10.0.0.7", False)]:
+        endpoint.write_text(json.dumps({"scheduler": f"{host}:9", "pid": ended.pid}))
+        assert is_stale(tmp_path) is stale
+    endpoint.write_text(json.dumps({"scheduler": "127.0.0.1:9", "pid": os.getpid()}))
+    assert not is_stale(tmp_path)
+    endpoint.write_text(json.dumps({"scheduler": "127.0.0.1:9", "pid": ended.pid}))
+    with (tmp_path / ".lock-a").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not is_stale(tmp_path), "as from another PID namespace"
+    with pytest.raises(ConfigError, match=r"left by a first node that is dead.*doctor --clean"):
+        ControlClient.for_run(tmp_path, access=SHOWN)
 
 
 def test_control_errors_say_what_was_tried(server: ScriptedServer, tmp_path: Path) -> None:

@@ -494,6 +494,39 @@ def test_a_save_that_was_cut_short_as_it_replaced_another_leaves_that_one(
     assert [p.name for p in (tmp_path / "state").iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_links_under_the_names_of_replaced_states_never_become_states(
+    states: SavedStates, tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    names = {".replaced-notes": elsewhere, ".replaced-step-00000003": elsewhere}
+    names |= {".replaced-step-00000005": tmp_path / "nowhere", ".tmp-step-00000004": elsewhere}
+    if saved:
+        save(states, tmp_path, 3)
+    (tmp_path / "state").mkdir(exist_ok=True)
+    for name, target in names.items():
+        (tmp_path / "state" / name).symlink_to(target)
+    (tmp_path / "state/.replaced-step-00000007").touch()
+    states.remove_temporary()
+    found = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert found == [".replaced-notes", *["step-00000003"] * saved]
+    assert (elsewhere / "precious").exists()
+    said = capsys.readouterr().err
+    assert said.count("was no folder that Penstock made, and is removed") == 3
+
+
+def test_a_link_does_not_keep_a_state_from_being_replaced(
+    states: SavedStates, tmp_path: Path
+) -> None:
+    save(states, tmp_path, 3)
+    (tmp_path / "state/.replaced-step-00000003").symlink_to(tmp_path)
+    path = save(states, tmp_path, 3, b"xyz")
+    assert (path / "block-0000.safetensors").read_bytes() == b"xyz"
+    assert [p.name for p in (tmp_path / "state").iterdir()] == ["step-00000003"]
+
+
 def test_the_newest_whole_state_counts_when_a_newer_one_is_damaged(
     states: SavedStates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
