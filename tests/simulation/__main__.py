@@ -5,7 +5,8 @@ when a seed violates what must hold, and prints the line that replays it. Withou
 A:``) it goes on until the minutes are over; with ``--shape`` it runs only seeds of these shapes,
 with ``--storms`` only those whose faults come ten in a step. ``replay
 SEED ...`` prints the list of events; without seeds it reads them from its input, one a line: what
-takes long is to import torch. ``shrink SEED`` leaves out faults as long as the seed still fails.
+takes long is to import torch. ``golden`` writes down what runs leave that nobody disturbs, which no
+change of the code may change. ``shrink SEED`` leaves out faults as long as the seed still fails.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import sys
@@ -26,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("golden")
     run = commands.add_parser("run")
     run.add_argument("--seeds", default="0:")
     run.add_argument("--minutes", type=float, default=None)
@@ -41,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--kind", action="append", default=[])
     given = parser.parse_args(arguments)
     fix_hash_seed("tests.simulation", arguments)
+    if given.command == "golden":
+        return _write_golden()
     if given.command == "run":
         return _run(given)
     stay_on_core(os.getpid())
@@ -91,6 +96,17 @@ def _report(totals: Totals, wall_s: float) -> None:
     print(f"rare states: {len(reached)} of {len(names)} reached")
     for name in (*names, *COUNTED):
         print(f"  {totals.rare[name]:8d}  {name}")
+
+
+def _write_golden() -> int:
+    """Write down what undisturbed runs leave now: shapes have changed, or are new."""
+    from tests.simulation.many import undisturbed_runs
+    from tests.simulation.results import GOLDEN
+
+    GOLDEN.write_text("{}\n")
+    digests = {name: result.digest for name, result in undisturbed_runs().items()}
+    GOLDEN.write_text(json.dumps(digests, indent=1) + "\n")
+    return 0
 
 
 # ---- one ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from penstock.protocol.run.stopping import STOP_ORDER, StopSignal
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import SHM_ROOT, exists
+from tests.simulation.announced import Announcements
 from tests.simulation.configurations import Shape
 from tests.simulation.disk import Disk
 from tests.simulation.files import Files
@@ -54,6 +55,7 @@ from tests.simulation.partners import Partners
 from tests.simulation.promises import Numbers, Restarts
 from tests.simulation.simulated import SimWorld
 from tests.simulation.streams import SimAccess
+from tests.simulation.vouched import Key, Vouched
 
 PORT = 7000
 START_S = 0.05
@@ -63,7 +65,12 @@ class Cluster:
     """One run of a shape, from its first start to its end."""
 
     def __init__(
-        self, kernel: Kernel, shape: Shape, run: RunDirectory, batches: dict[Any, Any]
+        self,
+        kernel: Kernel,
+        shape: Shape,
+        run: RunDirectory,
+        batches: dict[Any, Any],
+        known: Mapping[Key, int],
     ) -> None:
         self.kernel = kernel
         self.shape = shape
@@ -87,6 +94,7 @@ class Cluster:
         """
         self.sums_on_devices = lengths.random() < 0.5
         """Whether gradients are summed elsewhere than where they are published."""
+        self.has_long_device_work = lengths.random() < 0.5
         self.doomed: dict[str, int] = {}
         self.changed_s = kernel.now
         """When a process was started, or died, for the last time."""
@@ -110,6 +118,10 @@ class Cluster:
         """By node: the replica in its memory, of another node's state, if it keeps one."""
         self.history.partners = Partners(run, self.kept)
         self.history.numbers = Numbers(run.config)
+        self.vouched = Vouched(self._specs, self.kept, known)
+        self.history.announced = Announcements(run.config, run.table, self.vouched.squares)
+        if shape.keeps_bits:
+            self.history.vouched = self.vouched
 
     # ---- processes ----
 

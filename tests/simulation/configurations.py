@@ -222,6 +222,16 @@ SHAPES = (
     ),  # ends at times, as max_skips were not enough, and is started again
     Shape(name="replicas", extra={"schedule": {"replicas": 2}}),
     Shape(
+        name="sums",  # of so many terms that their order decides the last bit
+        clip=0.12,
+        tied=True,
+        blocks=6,
+        extra={
+            "train": {"micro_batch": 1},
+            "schedule": {"replicas": 2, "reduce_gradients": False},
+        },
+    ),
+    Shape(
         name="devices",
         scheme="spipe",
         tied=True,  # gradients that a device steps with are another device's
@@ -301,6 +311,21 @@ SHAPES = (
         speculate="never",
         clip=0.12,
         partners=True,
+    ),
+    Shape(
+        name="partners-devices",
+        nodes=2,
+        workers=2,
+        partners=True,
+        clip=0.5,
+        save_every=5,
+        extra={
+            "schedule": {
+                "passes": ["interleave-updates"],
+                "update_stride": 1.0,
+                "device_updates": "flush",
+            }
+        },
     ),
     Shape(name="partners-early", nodes=2, workers=2, settle="early", partners=True),
     Shape(

@@ -22,11 +22,12 @@ from penstock.workers.platforms.cpu.device import CpuDevice
 from penstock.workers.platforms.meters import NoMeter
 from penstock.workers.state.updates import NativePreviewer, PreviewedBlock, UpdateScope
 from tests.simulation.models import SimRuntime, SmoothRuntime
+from tests.simulation.quiet import writes
 
-COPY_S = 1e-3
-"""Longest copy of gradients to the host."""
-PREVIEW_S = 1e-3
-"""Longest step of a device with one block."""
+DEVICE_S = 1e-3
+"""Longest copy of gradients to the host, and longest step of a device with one block."""
+LONG_DEVICE_S = 0.05
+"""The same for some of them in some runs: a Drain comes in the middle."""
 _COMPUTES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.RECOMPUTE)
 
 
@@ -36,6 +37,13 @@ def _point(name: str, longest_s: float, shortest_s: float = 0.0) -> None:
     process = found.process
     process.kernel.point(name)
     found.sleep((shortest_s + process.kernel.random.random() * longest_s) * process.machine.slow)
+
+
+def _device_s() -> float:
+    """Returns the longest time of what a device does now."""
+    cluster = _cluster()
+    long = cluster.has_long_device_work and cluster.kernel.random.random() < 0.1
+    return LONG_DEVICE_S if long else DEVICE_S
 
 
 def _timed(handler: Any) -> Any:
@@ -143,9 +151,10 @@ class SimDevice(CpuDevice):
         """In two halves: a kill may come between them."""
         array, half = as_tensor(target, self._grad_dtype), target.size // 2
         for part in (slice(half), slice(half, None)):
-            _point("copies gradients", COPY_S / 2)
+            _point("copies gradients", _device_s() / 2)
             if self._dropped:
                 break
+            writes(world.here().process, "gradients")  # type: ignore[attr-defined]
             array[part].copy_(gradients[part])
         else:
             complete()
@@ -157,12 +166,13 @@ class SimPreviewer(NativePreviewer):
 
     def fetch(self, block: int, scope: UpdateScope) -> None:
         """See :class:`NativePreviewer`."""
-        _point("fetches state", PREVIEW_S)
+        _point("fetches state", _device_s())
         super().fetch(block, scope)
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
         """See :class:`NativePreviewer`."""
-        _point("previews", PREVIEW_S)
+        _point("previews", _device_s())
         done = super().preview(block, scope)
-        _point("previewed", PREVIEW_S / 2)
+        writes(world.here().process, f"weights of block {block}")  # type: ignore[attr-defined]
+        _point("previewed", _device_s() / 2)
         return done

@@ -15,6 +15,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.endings import ENDINGS, Endings
 from tests.simulation.kernel import Process
 from tests.simulation.mistakes import MISTAKES, Mistakes
+from tests.simulation.pairs import PAIRS, Pairs
 from tests.simulation.plans import DEATHS, Fault
 from tests.simulation.rare import HUNG_EARLY
 from tests.simulation.rows import INTRUDER
@@ -58,6 +59,9 @@ class Injector:
         self._endings = Endings(cluster, self._effective, self._for_a_while)
         self._wires = Wires(cluster, self._watch, self._for_a_while)
         self._mistakes = Mistakes(cluster, self._effective, self._after_decisions)
+        self._pairs = Pairs(
+            cluster, self._struck_by, self._after_decisions, self._for_a_while, self._goes_down
+        )
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""
         cluster.history.on_decision = self.decided
@@ -142,6 +146,8 @@ class Injector:
             ENDINGS[fault.kind](self._endings, dice)
         elif fault.kind in WIRES:
             WIRES[fault.kind](self._wires, dice)
+        elif fault.kind in PAIRS:
+            PAIRS[fault.kind](self._pairs, dice)
         elif fault.kind in MISTAKES:
             MISTAKES[fault.kind](self._mistakes, dice)
         else:
@@ -153,6 +159,11 @@ class Injector:
 
     def _effective(self, kind: str) -> None:
         self._cluster.history.effective[kind] += 1
+
+    def _struck_by(self, kind: str) -> None:
+        """A fault that was laid before strikes now."""
+        self._effective(kind)
+        self.last_s = self._kernel.now
 
     def _watch(self, kind: str) -> None:
         self._watched.append((kind, self._cluster.history.epoch))

@@ -17,10 +17,13 @@ from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.run.ended import RunEnd
 from penstock.shm.inventory import inventory
+from tests.simulation.announced import Announcements
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.partners import Partners
 from tests.simulation.promises import Numbers
+from tests.simulation.quiet import ANY_TIME, writes
 from tests.simulation.rare import CAME_LATE, LOSSES, RARE, Death, Loss
+from tests.simulation.vouched import Vouched
 
 HEARD_S = 0.5
 """In which a scheduler looks at the time again."""
@@ -70,6 +73,9 @@ class History:
         self.epoch = 0
         self.numbers: Numbers
         self._hopeless: Process | None = None
+        self.announced: Announcements
+        self.vouched: Vouched | None = None
+        """None where steps are taken back by arithmetic."""
         self.partners: Partners
         """Set by the cluster, as are the numbers."""
         self.undisturbed = False
@@ -165,6 +171,7 @@ class History:
         else:
             numbers, line = self.numbers, effect.metrics_json
             self.complain(numbers.decided(effect.record, effect.position, line))
+            self.complain(self.announced.decided(effect.record, effect.position, line))
             self._look_at_skips()
             self._decided(effect.epoch, effect.record, effect.position)
 
@@ -245,6 +252,12 @@ class History:
         """Replicas that were whole must still be."""
         self._look_for_end()
         self.complain(self.partners.look())
+        self._audit()
+
+    def _audit(self) -> None:
+        """All that words vouch for must be there."""
+        if self.vouched is not None:
+            self.complain(self.vouched.audit())
 
     def _look_for_end(self) -> None:
         """A run that has ended, with all saved, gives its memory back."""
@@ -342,6 +355,7 @@ class History:
             if generation <= self._generations.get(name, 0):
                 self.violation(f"generation {generation} of {name} is used again")
             self._generations[name] = generation
+        self.announced.replaced(dict(effect.generations))
         self._fills = True
         _begin(self.at_refill)
 
@@ -352,6 +366,8 @@ class History:
         if RunEnd.read(self.cluster.run.path) is not None:
             self.violation(f"epoch {epoch} begins, and the run has ended")
         self._kernel.note("epoch", str(epoch))
+        self.announced.epoch_began(epoch)
+        self._audit()
         self._began_s = self._kernel.now
         self.epoch = epoch
         self._fills = False
@@ -392,6 +408,7 @@ class History:
         self._fills = False
         objections = self.partners.decided(epoch, record, undisturbed=self.undisturbed)
         self.complain(objections)
+        self._audit()
         self._journaled, self._samples = version, position.data_position
         if name != "RESTORE":
             self._look_at_pace()
@@ -404,6 +421,11 @@ class History:
         self, process: Process, name: str, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         """A word of a control segment was stored."""
+        if name not in ANY_TIME:
+            writes(process, f"{name}{args}")
+        if self.vouched is not None:
+            node = self.cluster.machines.index(process.machine)
+            self.complain(self.vouched.stored(node, process.kind, name, args, named))
         if name == "set_pin" and args[1] is not None:
             self.saves()
         if name == "clear_history" and process.kind == "memoryd":

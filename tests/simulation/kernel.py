@@ -15,7 +15,7 @@ import time as clocks
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -104,6 +104,7 @@ class Process:
         self.stopped = False
         self.continued_s = float("-inf")
         self.drained = 0
+        self.quiet = False
         self.code: int | None = None
         self.steps_left: int | None = None
         self.fell = False
@@ -199,6 +200,16 @@ class Process:
                 self.kernel.resume_later(task, token, woken, 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trap:
+    """Waits at a named point for a process of a kind; ``passes``: those who go by unhurt before."""
+
+    kind: str
+    point: str
+    passes: int
+    springs: Callable[[Process], None]
+
+
 class Kernel:
     """The heap, the clock and the dice of one seed."""
 
@@ -218,6 +229,7 @@ class Kernel:
         self.yields = 0.05
         """How often a point at which a process may die lets others run, too."""
         self.violations: list[str] = []
+        self.trap: Trap | None = None
         self.died: Callable[[Process], None] = lambda process: None
         self._heap: list[Any] = []
         self._sequence = 0
@@ -312,9 +324,23 @@ class Kernel:
                 self.note("dies at", process.name, name)
                 process.kill()
                 self.park_forever()
+        if self.trap is not None and (self.trap.point, self.trap.kind) == (name, process.kind):
+            self._in_the_trap(self.trap, process)
         if self.random.random() < self.yields:
             longest_s = LATE_S if self.random.random() < LATE else SOON_S
             self.park(self.random.random() * longest_s * process.machine.slow)
+
+    def _in_the_trap(self, trap: Trap, process: Process) -> None:
+        if trap.passes:
+            self.trap = replace(trap, passes=trap.passes - 1)
+            return
+        self.trap = None
+        self.note("in the trap", process.name, trap.point)
+        trap.springs(process)
+        if not process.alive:
+            self.park_forever()
+        if process.stopped:
+            self.park(0.0)
 
     def park_forever(self) -> None:
         """The task is dead."""

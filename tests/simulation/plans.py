@@ -53,6 +53,7 @@ KINDS = {
     "pause": 1,
     "strike at the end": 2,
     "away at the end": 1,
+    "one after the other": 2,
 }
 """Kind -> weight."""
 ONLY_SEVERAL_NODES = (
@@ -94,6 +95,8 @@ RESTORES = (
 ALONE = 24
 """Faults of a seed in which each comes alone: more do not find room in a run's steps."""
 ALONE_BELOW = 0.3
+PAIRS_BELOW = 0.15
+"""Of the seeds in which faults come alone, those in which each is two rare ones."""
 STORM = 250
 """Faults of a storm: about ten come in each step, most of them while others are still mended."""
 STORMS_BELOW = 0.5
@@ -124,9 +127,10 @@ def draw(
     """Returns the faults of a seed.
 
     In some seeds each comes *alone*, when the run has got over the one before by itself: what the
-    next fault would have mended by chance shows there. Among many others a fault is no rescue for
-    who would never go on, either, if it comes late; a few do. In a *storm* ten come in each step:
-    processes die that have just come, or are about to join, again and again.
+    next fault would have mended by chance shows there. In half of those each is two rare ones, the
+    second in the recovery from the first. Among many others a fault is no rescue for who would
+    never go on, either, if it comes late; a few do. In a *storm* ten come in each step: processes
+    die that have just come, or are about to join, again and again.
     """
     dice = random.Random(f"faults {seed}")
     weights = {
@@ -144,7 +148,9 @@ def draw(
         count = dice.choice((8, 30, 60, 80, 80, 80))
         spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
     pace = dice.choice((0.001, 0.003, 0.01, 0.03))
-    if not kinds:
+    if not kinds and weather < PAIRS_BELOW:
+        weights = {"one after the other": 1}
+    elif not kinds:
         weights = _alike(weights, partners) if alone else _themed(weights, dice)
     chosen = dice.choices(list(weights), list(weights.values()), k=count)
     return tuple(

@@ -118,6 +118,15 @@ _MIRRORD = {
     "set_incarnation": "before the word of the filling that it follows",
 }
 
+POINTS: dict[str, tuple[str, ...]] = {
+    "optimizerd": tuple(_OPTIMIZER),
+    "schedulerd": (*_SCHEDULER, "noted the end"),
+    "worker": (*_WORKER, "copies gradients", "fetches state", "previews", "previewed"),
+    "memoryd": (*_MEMORYD, "set_generation", "set_lost_attempt", "reads a state", "saves"),
+    "mirrord": tuple(_MIRRORD),
+}
+"""Kind of a process -> names of points at which it may be struck."""
+
 RARE: dict[str, Callable[[Death], bool]] = {
     **{f"optimizerd killed {text}": _dies("optimizerd", p) for p, text in _OPTIMIZER.items()},
     **{f"schedulerd killed {text}": _dies("schedulerd", p) for p, text in _SCHEDULER.items()},

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from penstock.daemons.memory.tensorfile import read_header
+from tests.simulation.vouched import Key
 
 TOLERANCE = 1e-4
 """Of an array's largest value, and of a loss or norm."""
 _SAID = ("phase", "step", "loss", "grad_norm", "lr", "loss_scale", "tokens", "data_position")
+
+GOLDEN = Path(__file__).with_name("golden.json")
+"""Digests of what undisturbed runs leave, by shape: no change of the code may change a bit."""
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
@@ -28,16 +32,18 @@ Arrays = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 @dataclass(frozen=True)
 class Result:
     """``states``: a checksum of each saved state, or its arrays where bits are not kept; ``lines``:
-    what lines of metrics say; ``broken``: lines that say nothing.
+    what lines of metrics say; ``broken``: lines that say nothing; ``vouched``: checksums of what
+    words vouched for.
     """
 
     states: dict[str, str | Arrays]
     lines: dict[str, dict[str, Any]]
     final: str
     broken: tuple[str, ...] = ()
+    vouched: Mapping[Key, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: Path, *, keeps_bits: bool) -> Result:
+    def of(cls, path: Path, vouched: Mapping[Key, int], *, keeps_bits: bool) -> Result:
         """Read a run directory."""
         read = _checksum if keeps_bits else _arrays
         states = {d.name: read(d) for d in sorted((path / "state").glob("step-*"))}
@@ -52,7 +58,19 @@ class Result:
                 continue
             key = f"{said['phase']} {said.get('decision', '')} {said['step']}"
             lines[key] = {name: said[name] for name in sorted(said) if name in _SAID}
-        return cls(states=states, lines=lines, final=max(states, default=""), broken=tuple(broken))
+        return cls(
+            states=states,
+            lines=lines,
+            final=max(states, default=""),
+            broken=tuple(broken),
+            vouched=dict(vouched),
+        )
+
+    @property
+    def digest(self) -> str:
+        """A checksum of states and lines; empty where bits are not kept."""
+        text = json.dumps([self.states, self.lines], sort_keys=True) if self._exact else ""
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
     def differences(self, expected: Result) -> list[str]:
         """Returns what is not as in the undisturbed run."""

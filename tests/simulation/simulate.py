@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from tests.simulation.kernel import BEGIN_S, Kernel
 from tests.simulation.many import FOLDER
 from tests.simulation.plans import Fault, draw
 from tests.simulation.rare import GAVE_UP
-from tests.simulation.results import Result
+from tests.simulation.results import GOLDEN, Result
 from tests.simulation.simulated import divide_arrays
+from tests.simulation.vouched import Key
 
 LONGEST_S = 8000.0
 CALM_S = 1.0
@@ -87,12 +89,25 @@ class Laboratory:
             outcome = simulate(self, shape, 0, ())
             assert not outcome.violations, outcome.violations
             assert outcome.result is not None
+            assert outcome.result.digest == _golden().get(shape.name, outcome.result.digest), (
+                f"{shape.name}, undisturbed: other states or metrics than golden.json has"
+            )
             self._undisturbed[shape.name] = outcome.result
         return self._undisturbed[shape.name]
+
+    def known(self, shape: Shape) -> Mapping[Key, int]:
+        """Returns what words vouched for in the undisturbed run of a shape, if it has been run."""
+        result = self._undisturbed.get(shape.name)
+        return {} if result is None else result.vouched
 
     def close(self) -> None:
         """Remove the folder."""
         self._folder.cleanup()
+
+
+@cache
+def _golden() -> dict[str, str]:
+    return dict(json.loads(GOLDEN.read_text(encoding="utf-8")))
 
 
 def run_seed(laboratory: Laboratory, seed: int, kinds: tuple[str, ...] = ()) -> Outcome:
@@ -118,7 +133,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
     begun_s = time.process_time()
     kernel = Kernel(seed)
     divide_arrays(into_ranges=not shape.partners)
-    cluster = Cluster(kernel, shape, run, laboratory.batches)
+    cluster = Cluster(kernel, shape, run, laboratory.batches, laboratory.known(shape))
     cluster.history.undisturbed = not plan
     injector = Injector(cluster, plan)
     outcome = Outcome(seed=seed, shape=shape.name, plan=plan)
@@ -127,7 +142,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
         injector.start()
         _to_the_end(kernel, cluster, injector)
         if not kernel.violations:
-            outcome.result = Result.of(run.path, keeps_bits=shape.keeps_bits)
+            outcome.result = Result.of(run.path, cluster.vouched.seen, keeps_bits=shape.keeps_bits)
             outcome.metrics = (run.path / "metrics.jsonl").read_text()  # times, too
             _nothing_left(kernel, run)
             _was_soon_over(kernel, cluster, injector)
@@ -145,6 +160,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
         outcome.delays = cluster.history.delays
         kernel.close()
         cluster.disk.unmount()
+        cluster.vouched.close()
         cluster.reclaim()
         outcome.cpu_s = time.process_time() - begun_s
     return outcome

@@ -67,6 +67,7 @@ from tests.simulation.kernel import Process
 from tests.simulation.network import Network
 from tests.simulation.orders import close_link, hear_stops, heeds_drains, notes_drains
 from tests.simulation.promises import lets_go
+from tests.simulation.quiet import before_word, behind_word, replace_links, writes
 from tests.simulation.rare import PULLED
 from tests.simulation.rows import replace_rows
 from tests.simulation.streams import SimAccess, SimControlClient, SimServer
@@ -172,8 +173,11 @@ def _pointed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **named)
         process = found.process
         process.kernel.point(name)
+        history = found.cluster.history
+        history.complain(before_word(self, process.kind, name, args))
         result = method(self, *args, **named)
-        found.cluster.history.stored(process, name, args, named)
+        history.complain(behind_word(self, process, name, args, history.announced))
+        history.stored(process, name, args, named)
         watchers = process.machine.watchers
         while watchers:
             process.kernel.wake(watchers.pop())
@@ -207,7 +211,7 @@ def _write_record(self: ControlView, record: Any) -> None:
 _WORDS = (
     *("set_incarnation", "set_epoch", "set_committed", "begin_sweep", "end_sweep"),
     *("set_state_version", "set_slot_version", "set_ready", "begin_gradients", "end_gradients"),
-    *("clear_history", "set_held", "set_generation", "set_pin"),
+    *("clear_history", "set_held", "set_generation", "set_lost_attempt", "set_pin"),
 )
 
 
@@ -239,6 +243,7 @@ def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
         process = found.process
         kernel = process.kernel
         kernel.point("sweep")
+        writes(process, f"sweep of {work}")
         cluster = found.cluster
         of_replica = isinstance(self, ReplicaSweeps)
         longest_s = cluster.settle_s if of_replica else kernel.random.choice(cluster.sweep_s)
@@ -251,6 +256,7 @@ def _swept(run: Callable[..., Any]) -> Callable[..., Any]:
                 kernel.park_forever()
             return status
         result = run(self, work)
+        writes(process, f"sweep of {work}")
         kernel.point("swept")
         return result
 
@@ -428,6 +434,7 @@ MODULES = (memory_main, mirror_main, optimizer_main, scheduler_main, worker_main
 def _replace_points(put: Callable[[Any, str, Any], None]) -> None:
     """Where a process may die, between a word and its bytes, and what the history is told of."""
     replace_rows(put)
+    replace_links(put)
     put(pulls_module.Puller, "_fetch", _fetch)
     for sweeps in (Kernels, ReplicaSweeps):
         put(sweeps, "run", _swept(sweeps.run))

@@ -215,6 +215,8 @@ class ServerStream:
             assert not malformed(message.hello), "a Hello that the service would refuse"
             self.server.events.put(Joined(stream=self.number, hello=message.hello))
         else:
+            history = self.server.process.world.cluster.history
+            history.complain(history.announced.heard(message, self.call.process.name))
             self.server.events.put(Received(stream=self.number, message=message))
 
     def put(self, message: pb.SchedulerMessage) -> None:
@@ -307,11 +309,15 @@ class SimServer:
 
     def send(self, member: str, message: pb.SchedulerMessage) -> None:
         self.process.kernel.point("send")
+        announced = self.process.world.cluster.history.announced
+        self.process.world.cluster.history.complain(announced.sends(member, message))
         if message.HasField("settle"):
             self.process.world.cluster.history.settles()
         if message.HasField("run_attempt"):
             history, run = self.process.world.cluster.history, message.run_attempt
             history.complain(history.numbers.begins(run.epoch, run.attempt))
+            if history.vouched is not None:
+                history.vouched.begins(run.attempt, run.data_position, run.base_version + 1)
         if message.HasField("fence"):
             self._condemned.add((message.fence.member, message.fence.pid))
             history = self.process.world.cluster.history

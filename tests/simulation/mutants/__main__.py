@@ -1,4 +1,4 @@
-"""``python -m tests.simulation.mutants named|automatic|list``: the score of the simulation.
+"""``python -m tests.simulation.mutants named|kinds|automatic``: the score of the simulation.
 
 Example::
 
@@ -24,7 +24,13 @@ from tests.simulation.mutants.automatic import (
     automatic_mutants,
     equivalent_mutants,
 )
-from tests.simulation.mutants.mutant import Mutant, OutdatedError, named_mutants
+from tests.simulation.mutants.mutant import (
+    KINDS,
+    PLANTED,
+    Mutant,
+    OutdatedError,
+    named_mutants,
+)
 from tests.simulation.mutants.trial import (
     Laboratory,
     Trial,
@@ -34,7 +40,7 @@ from tests.simulation.mutants.trial import (
     try_mutant,
 )
 
-GOALS = {"named": 0.95, "automatic": 0.80}
+GOALS = {"named": 0.95, "kinds": 0.90, "automatic": 0.80}
 SCORES = Path(__file__).parent / "scores"
 
 
@@ -86,10 +92,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(options: argparse.Namespace) -> list[Mutant]:
+    folder = {"named": PLANTED, "kinds": KINDS}.get(options.kind)
     mutants = (
-        named_mutants()
-        if options.kind == "named"
-        else automatic_mutants(options.count, options.seed)
+        automatic_mutants(options.count, options.seed) if folder is None else named_mutants(folder)
     )
     wanted = options.only
     return [m for m in mutants if not wanted or any(part in m.name for part in wanted)]

@@ -1,6 +1,7 @@
 """A fault as a value: which text of which file becomes which.
 
-Named mutants are in ``planted/*.toml``, one table each::
+Named mutants are in ``planted/*.toml``, and those of kinds that the simulation once overlooked in
+``kinds/*.toml``, one table each::
 
     [announces-before-the-journal]
     file = "daemons/scheduler/machine/transaction.py"
@@ -23,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 PLANTED = Path(__file__).parent / "planted"
+KINDS = Path(__file__).parent / "kinds"
 PACKAGE = "penstock"
 OF_THE_PROTOCOL = "protocol"
 

@@ -17,6 +17,7 @@ from tests.simulation.configurations import SHAPES, drawn_shape, seeds_by_shape
 from tests.simulation.many import FOLDER
 from tests.simulation.mutants.automatic import FILES, automatic_mutants, equivalent_mutants
 from tests.simulation.mutants.mutant import (
+    KINDS,
     OF_THE_PROTOCOL,
     ROOT,
     Edit,
@@ -38,7 +39,15 @@ def test_there_are_enough_and_a_third_is_our_own() -> None:
     assert all(COMMIT.fullmatch(mutant.origin) for mutant in mended)
 
 
-@pytest.mark.parametrize("mutant", named_mutants(), ids=lambda mutant: mutant.name)
+def test_kinds_that_were_overlooked_have_mutants_of_their_own() -> None:
+    overlooked = named_mutants(KINDS)
+    assert len(overlooked) >= 40
+    assert not {m.name for m in overlooked} & {m.name for m in named_mutants()}
+
+
+@pytest.mark.parametrize(
+    "mutant", [*named_mutants(), *named_mutants(KINDS)], ids=lambda mutant: mutant.name
+)
 def test_a_planted_fault_fits(mutant: Mutant) -> None:
     changed = mutant.source()
     assert mutant.wrong.endswith(".")
