@@ -283,11 +283,12 @@ def _fetch(self: Any, *asked: Any) -> bool:
 
 
 def _batches(self: EpochBuilder, phase: Any, data_position: int) -> Any:
-    """The batches of a position, made once: they follow from it alone."""
-    known = here().cluster.batches
-    if (phase, data_position) not in known:
-        known[phase, data_position] = _real_batches(self, phase, data_position)
-    return known[phase, data_position]
+    """The batches of a position, made once: they follow from it and from their size alone."""
+    cluster = here().cluster
+    key = phase, data_position, cluster.run.config.train.micro_batch
+    if key not in cluster.batches:
+        cluster.batches[key] = _real_batches(self, phase, data_position)
+    return cluster.batches[key]
 
 
 _real_batches = EpochBuilder.batches
