@@ -25,17 +25,18 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.client.watching.snapshots import saved_states
-from penstock.daemons.node.home import committed_version, original_of
+from penstock.daemons.node.home import original_of
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.requirements import PYTHON, TORCH, installed_torch, torch_objection
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.cgroup import cpu_limit, tightest_memory
-from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.inventory import NodeSegments, inventory, shm_names
 from penstock.shm.logout import logout_risk
 from penstock.shm.process import start_ticks
-from penstock.shm.segment import SHM_ROOT, list_segments, unlink
+from penstock.shm.segment import SHM_ROOT, unlink
+from penstock.shm.trust import user_text
 
 if TYPE_CHECKING:
     from penstock.client.capacity import CapacityReport
@@ -89,7 +90,7 @@ class Report:
         if self.capacity is not None:
             lines += [*self.capacity.to_lines(), ""]
         for finding in self.findings:
-            state = "may go" if finding.removable else "in use"
+            state = "may go" if finding.removable else "left alone"
             lines.append(f"{finding.kind}: {finding.name} ({state}): {finding.detail}")
         if not self.findings:
             lines.append("nothing of Penstock is on this machine")
@@ -207,20 +208,18 @@ def _version(package: str) -> str:
 
 def _segments(run_dir: Path | None) -> Iterable[Finding]:
     """Yields the segments of all runs, or of the one in ``run_dir``."""
+    names = shm_names()
     run_id = None if run_dir is None else _run_id(run_dir)
-    known: set[str] = set()
-    for entry in inventory():
-        known.update(entry.names)
+    for entry in names.segments:
         if run_dir is None or entry.run_id == run_id:
             yield _describe_segments(entry, run_dir)
-    for name in list_segments() if run_dir is None else ():
-        if name not in known:
-            yield Finding(
-                kind="unknown segment",
-                name=name,
-                detail="not named as Penstock names segments; left alone",
-                removable=False,
-            )
+    for junk in names.junk if run_dir is None else ():
+        yield Finding(
+            kind="unknown name",
+            name=junk.path,
+            detail=f"a {junk.kind} of {user_text(junk.uid)} that is no segment",
+            removable=False,
+        )
 
 
 def _run_id(run_dir: Path) -> str | None:
@@ -237,8 +236,10 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
     """Returns what a node of a run has in /dev/shm, and what would be lost with it."""
     detail, loses, removable = "", "", not entry.in_use
     pid = entry.owner.pid if entry.owner is not None else "unknown"
-    if any(_is_of_another_user(name) for name in entry.names):
-        detail, removable = "another user's", False
+    if entry.uid != os.geteuid():
+        detail, removable = f"of {user_text(entry.uid)}", False
+    elif entry.objection:
+        detail, removable = f"not read: {entry.objection}", False
     elif entry.in_use:
         detail = f"owner pid {pid} alive or memory mapped"
     elif run_dir is not None and (original := original_of(run_dir)) is not None:
@@ -247,7 +248,7 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
         detail, removable = f"owner pid {pid} dead, but processes hold the run directory", False
     elif entry.owner is None:
         detail = "creation was cut short: holds nothing"
-    elif (committed := committed_version(entry)) is None:
+    elif (committed := entry.committed) is None:
         detail = f"owner pid {pid} dead, holds no model"
     else:
         saved = _saved_version(entry.run_id, run_dir)
@@ -278,13 +279,6 @@ def _losses(committed: int, saved: int | None) -> str:
     if first == committed:
         return f"step {committed}, which is not saved, is lost"
     return f"steps {first} to {committed}, which are not saved, are lost"
-
-
-def _is_of_another_user(segment: str) -> bool:
-    try:
-        return (SHM_ROOT / segment.lstrip("/")).stat().st_uid != os.getuid()
-    except FileNotFoundError:
-        return False  # removed since it was listed
 
 
 def _saved_version(run_id: str, run_dir: Path | None) -> int | None:

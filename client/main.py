@@ -421,15 +421,19 @@ def list_runs(as_json: JsonOption = False) -> None:
     with errors_explained():
         from rich.console import Console
 
-        from penstock.client.watching.runs import runs_here, table_of, to_dicts
+        from penstock.client.watching.runs import junk_lines, runs_here, table_of, to_dicts
 
         found = runs_here()
         if as_json:
             typer.echo(json.dumps(to_dicts(found), indent=1))
-        elif found:
+            return
+        junk = junk_lines(found)
+        if len(junk) < len(found):
             Console().print(table_of(found))
         else:
             typer.echo("no run on this machine")
+        for line in junk:
+            typer.echo(line)
 
 
 @app.command()

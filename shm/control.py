@@ -222,8 +222,11 @@ class ControlView:
         return view
 
     @classmethod
-    def open(cls, buffer: memoryview, *, run_id: str, digest: bytes | None) -> ControlView:
-        """Check the header before anything is believed; ``digest`` None: whatever it is.
+    def open(
+        cls, buffer: memoryview, *, run_id: str, digest: bytes | None, size: int | None = None
+    ) -> ControlView:
+        """Check the header before anything is believed; ``digest`` None: whatever it is. ``size``:
+        of the segment, where ``buffer`` holds only the first page.
 
         Raises:
             ShortSegmentError: smaller than a header, or than what its header promises.
@@ -257,10 +260,9 @@ class ControlView:
             )
         view = cls(buffer)
         needed = control_bytes(view.num_blocks, view.undo_bytes)
-        if len(buffer) < needed:
-            raise ShortSegmentError(
-                f"control segment has {len(buffer)} bytes, its layout needs {needed}"
-            )
+        size = len(buffer) if size is None else size
+        if size < needed:
+            raise ShortSegmentError(f"control segment has {size} bytes, its layout needs {needed}")
         return view
 
     @property

@@ -1,7 +1,9 @@
-"""What Penstock left or keeps in /dev/shm on this machine, by run and node.
+"""What lies in /dev/shm under names like Penstock's on this machine, by run and node.
 
 Used to tell a user what ``penstock doctor --clean`` would free. It only looks: removing is the
-caller's decision, and never that of another run's memoryd.
+caller's decision, and never that of another run's memoryd. Every user may take any name there, so
+only files of this user are opened, only their first page is read, and every other name is listed by
+what the kernel says of it.
 """
 
 from __future__ import annotations
@@ -12,29 +14,47 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.shm.control import ControlView
-from penstock.shm.layout import SegmentKind
+from penstock.shm.layout import PAGE_BYTES, SegmentKind
 from penstock.shm.process import ProcessIdentity
-from penstock.shm.segment import SHM_ROOT, Segment, SegmentError, list_segments
+from penstock.shm.segment import (
+    SHM_ROOT,
+    SegmentError,
+    SegmentMissingError,
+    StrangeSegmentError,
+    list_segments,
+    open_segment,
+    path_of,
+    status_of,
+)
+from penstock.shm.trust import kind_of, printable
 
+_NODE = "[a-z0-9][a-z0-9-]{0,15}"
 _NAME = re.compile(
-    rf"/penstock-(?P<run>[0-9a-f]{{1,16}})-(?P<node>.+)-(?:{'|'.join(SegmentKind)})$", re.ASCII
+    rf"/penstock-(?P<run>[0-9a-f]{{1,16}})-(?P<node>{_NODE}(?:\.{_NODE})?)"
+    rf"-(?P<kind>{'|'.join(SegmentKind)})",
+    re.ASCII,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSegments:
-    """The segments of one node of one run.
+    """The segments that one user has of one node of one run.
 
-    ``owner`` is None when there is no readable control segment: creation was cut short. ``in_use``:
-    the owner lives, or a process of this user has a segment mapped.
+    ``uid``: the user. ``owner`` is None when there is no readable control segment: creation was cut
+    short, or the user is another one. ``committed``: steps that the model in the memory contains,
+    None when it holds no model. ``objection``: why the control segment is not read although it is
+    this user's. ``in_use``: the owner lives, or a process of this user has a segment mapped.
     """
 
     run_id: str
     node_name: str
+    uid: int
     names: tuple[str, ...]
     num_bytes: int
     owner: ProcessIdentity | None
     in_use: bool
+    committed: int | None = None
+    objection: str = ""
 
     @property
     def keeper(self) -> str:
@@ -42,54 +62,97 @@ class NodeSegments:
         return self.node_name.partition(".")[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Junk:
+    """A name in /dev/shm that starts like Penstock's and is no segment: of another type, or not
+    named as segments are. ``path`` is fit to be printed; ``kind``: file, folder, socket and so on.
+    """
+
+    path: str
+    kind: str
+    uid: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmNames:
+    """All names in /dev/shm that start like Penstock's: segments of every user, and junk."""
+
+    segments: tuple[NodeSegments, ...]
+    junk: tuple[Junk, ...]
+
+
 def inventory() -> tuple[NodeSegments, ...]:
-    """Returns all segments with names like ours, grouped, in order of their names."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    """Returns this user's segments with names like ours, grouped, in order of their names."""
+    user = os.geteuid()
+    return tuple(entry for entry in shm_names().segments if entry.uid == user)
+
+
+def shm_names() -> ShmNames:
+    """Returns everything with a name like ours; of files of other users nothing is opened."""
+    groups: dict[tuple[str, str, int], dict[str, int]] = {}
+    junk: list[Junk] = []
     for name in list_segments():
-        match = _NAME.fullmatch(name)
-        if match is not None:
-            groups.setdefault((match["run"], match["node"]), []).append(name)
-    if not groups:
-        return ()
-    mapped = _mapped_names()
-    return tuple(_describe(run, node, names, mapped) for (run, node), names in groups.items())
+        status, match = status_of(name), _NAME.fullmatch(name)
+        if status is None:
+            continue  # removed since it was listed
+        kind = kind_of(status)
+        if match is None or kind != "file":
+            path, size = printable(path_of(name)), status.st_size
+            junk.append(Junk(path=path, kind=kind, uid=status.st_uid, num_bytes=size))
+            continue
+        group = groups.setdefault((match["run"], match["node"], status.st_uid), {})
+        group[name] = status.st_size
+    mapped = _mapped_names() if groups else frozenset()
+    segments = tuple(_describe(*key, sizes, mapped) for key, sizes in groups.items())
+    return ShmNames(segments=segments, junk=tuple(junk))
 
 
 def held_bytes(run_id: str) -> int:
-    """Returns the size of all segments of a run on this machine."""
-    return sum(_size(name) for name in list_segments(f"/penstock-{run_id}-"))
+    """Returns the size of all segments that this user has of a run on this machine."""
+    return sum(entry.num_bytes for entry in inventory() if entry.run_id == run_id)
 
 
-def _describe(run_id: str, node: str, names: list[str], mapped: frozenset[str]) -> NodeSegments:
-    owner = _owner(run_id, node)
+def _describe(
+    run_id: str, node: str, uid: int, sizes: dict[str, int], mapped: frozenset[str]
+) -> NodeSegments:
+    owner, committed, objection = None, None, ""
+    if uid == os.geteuid():
+        try:
+            view = _header(run_id, node)
+            owner, committed = view.owner, view.committed if view.incarnation else None
+        except SegmentMissingError:
+            pass  # reported as segments without owner
+        except StrangeSegmentError as error:
+            objection = str(error)
+        except SegmentError:
+            pass  # half-written: reported as segments without owner
     return NodeSegments(
         run_id=run_id,
         node_name=node,
-        names=tuple(names),
-        num_bytes=sum(_size(name) for name in names),
+        uid=uid,
+        names=tuple(sizes),
+        num_bytes=sum(sizes.values()),
         owner=owner,
-        in_use=(owner is not None and owner.alive()) or not mapped.isdisjoint(names),
+        in_use=(owner is not None and owner.alive()) or not mapped.isdisjoint(sizes),
+        committed=committed,
+        objection=objection,
     )
 
 
-def _owner(run_id: str, node: str) -> ProcessIdentity | None:
+def _header(run_id: str, node: str) -> ControlView:
+    """Returns a view of a copy of the first page of a control segment.
+
+    Raises:
+        SegmentError: there is none, or it is no control segment of this run.
+    """
+    descriptor = open_segment(f"/penstock-{run_id}-{node}-{SegmentKind.CONTROL}", os.O_RDONLY)
     try:
-        segment = Segment.attach(f"/penstock-{run_id}-{node}-{SegmentKind.CONTROL}")
-    except SegmentError:
-        return None  # reported as a segment without owner
-    try:
-        return ControlView.open(segment.buffer, run_id=run_id, digest=None).owner
-    except SegmentError:
-        return None  # reported as a segment without owner
+        size = os.fstat(descriptor).st_size
+        page = bytearray(os.pread(descriptor, PAGE_BYTES, 0))
     finally:
-        segment.close()
-
-
-def _size(name: str) -> int:
-    try:
-        return (SHM_ROOT / name.lstrip("/")).stat().st_size
-    except FileNotFoundError:  # removed since it was listed
-        return 0
+        os.close(descriptor)
+    return ControlView.open(memoryview(page), run_id=run_id, digest=None, size=size)
 
 
 def _mapped_names() -> frozenset[str]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.layout import WEIGHT_SLOTS, ArrayKey, NodeLayout, SegmentKind
 from penstock.shm.pages import NodeRange, huge_bytes
-from penstock.shm.segment import SHM_ROOT, Segment, VersionMismatchError, unlink
+from penstock.shm.segment import Segment, VersionMismatchError, path_of, unlink
 from penstock.shm.table import BlockTable, DType
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -252,7 +252,7 @@ class NodeMemory:
         """Returns how many bytes of each mapped segment lie in huge pages for this process."""
         found = huge_bytes()
         return {
-            kind: found[str(SHM_ROOT / self.spec.name(kind).lstrip("/"))]
+            kind: found[str(path_of(self.spec.name(kind)))]
             for kind in SegmentKind
             if self.spec.name(kind) in self._segments
         }

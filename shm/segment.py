@@ -16,8 +16,10 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ import posix_ipc
 
 from penstock.shm.cgroup import MemoryLimit, MemoryUnknownError, tightest_memory, usable_cpus
 from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes_if_granted
+from penstock.shm.trust import UntrustedError, objection, open_own
 
 
 class SegmentError(Exception):
@@ -53,6 +56,10 @@ class ShortSegmentError(SegmentError):
 
 class ForeignOwnerError(SegmentError):
     """The segment belongs to another run, layout, or living process."""
+
+
+class StrangeSegmentError(SegmentError):
+    """The name is taken by something that is no private segment of this user; nothing was read."""
 
 
 class NoSpaceError(SegmentError):
@@ -85,7 +92,7 @@ class Segment:
         ``places``: NUMA nodes that ranges of it should lie on, as far as the kernel grants it.
 
         Raises:
-            SegmentExistsError: the name is taken.
+            SegmentExistsError: the name is taken. StrangeSegmentError: not by a segment.
             NoSpaceError: there is no room for it; nothing stays behind.
         """
         there = room()
@@ -94,6 +101,7 @@ class Segment:
         try:
             shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
         except posix_ipc.ExistentialError as error:
+            refuse_stranger(name)
             raise SegmentExistsError(f"segment {name} exists already") from error
         try:
             mapping = _reserve_and_map(shared.fd, size, places)
@@ -114,19 +122,12 @@ class Segment:
 
         Raises:
             SegmentMissingError: no such segment.
-            ForeignOwnerError: it belongs to another user.
+            StrangeSegmentError: it is no private file of this user.
             ShortSegmentError: it is empty, smaller than ``expected_size``, or not fully reserved.
         """
+        descriptor = open_segment(name, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            shared = posix_ipc.SharedMemory(name)
-        except posix_ipc.ExistentialError as error:
-            raise SegmentMissingError(
-                f"segment {name} does not exist; is memoryd running?"
-            ) from error
-        except posix_ipc.PermissionsError as error:
-            raise ForeignOwnerError(f"segment {name} belongs to another user") from error
-        try:
-            status = os.fstat(shared.fd)
+            status = os.fstat(descriptor)
             needed = max(1, expected_size or 0)
             if status.st_size < needed:
                 raise ShortSegmentError(
@@ -137,10 +138,10 @@ class Segment:
                     f"segment {name} has {status.st_size} bytes, of which only"
                     f" {status.st_blocks * _BLOCK_BYTES} are reserved"
                 )
-            mapping = _map(shared.fd, status.st_size, writable=writable)
+            mapping = _map(descriptor, status.st_size, writable=writable)
             return cls(name, mapping, status.st_size, status.st_ino)
         finally:
-            shared.close_fd()
+            os.close(descriptor)
 
     def close(self) -> None:
         """Unmap. NumPy views that are still alive keep the mapping until the last of them goes."""
@@ -162,28 +163,72 @@ class Segment:
     @property
     def is_named(self) -> bool:
         """Whether its name still leads to it; another segment may have it by now."""
-        try:
-            return (SHM_ROOT / self.name.lstrip("/")).stat().st_ino == self._inode
-        except FileNotFoundError:
-            return False
+        found = status_of(self.name)
+        return found is not None and found.st_ino == self._inode
+
+
+def open_segment(name: str, flags: int) -> int:
+    """Opens a segment of this user and returns its descriptor. Every reader of segments does so.
+
+    Raises:
+        SegmentMissingError: no such segment.
+        StrangeSegmentError: the name leads to something else than a private file of this user.
+    """
+    try:
+        return open_own(path_of(name), flags)
+    except FileNotFoundError as error:
+        raise SegmentMissingError(f"segment {name} does not exist; is memoryd running?") from error
+    except UntrustedError as error:
+        raise StrangeSegmentError(str(error)) from error
+
+
+def path_of(name: str) -> Path:
+    """Returns where a segment is seen as a file."""
+    return SHM_ROOT / name.removeprefix("/")
+
+
+def status_of(name: str) -> os.stat_result | None:
+    """Returns what the kernel says of a name in /dev/shm; links are not followed. None: nothing."""
+    try:
+        return os.lstat(path_of(name))
+    except FileNotFoundError:
+        return None
+
+
+def is_own(status: os.stat_result | None) -> bool:
+    """Returns whether this user has a file there; its mode and links are not looked at."""
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def refuse_stranger(name: str) -> None:
+    """Refuses a name that something else than a private file of this user has; a free one is fine.
+
+    Raises:
+        StrangeSegmentError: says whose it is, and what.
+    """
+    status = status_of(name)
+    reason = "" if status is None else objection(status)
+    if reason:
+        raise StrangeSegmentError(f"{path_of(name)} {reason}")
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name; one that is gone already is fine."""
-    try:
-        posix_ipc.unlink_shared_memory(name)
-    except posix_ipc.ExistentialError:
-        return
+    """Removes the name of a segment of this user. A name that is gone is fine, and a name that
+    something else has taken is left alone.
+    """
+    if is_own(status_of(name)):
+        with suppress(FileNotFoundError, PermissionError):  # since taken by somebody else
+            os.unlink(path_of(name))
 
 
 def exists(name: str) -> bool:
-    """Returns whether a segment of this name exists."""
-    return (SHM_ROOT / name.lstrip("/")).exists()
+    """Returns whether this user has a segment of this name."""
+    return is_own(status_of(name))
 
 
 def list_segments(prefix: str = "/penstock-") -> list[str]:
-    """Returns the names of the segments on this machine that start with ``prefix``, sorted."""
-    return sorted("/" + path.name for path in SHM_ROOT.glob(prefix.lstrip("/") + "*"))
+    """Returns the names in /dev/shm that start with ``prefix``, sorted, whatever they lead to."""
+    return sorted("/" + name for name in os.listdir(SHM_ROOT) if name.startswith(prefix[1:]))
 
 
 def free_bytes() -> int:

@@ -28,7 +28,7 @@ from penstock.protocol.wire.blocks import LeaseCancelledError, attach
 from penstock.protocol.wire.fetching import fetchers
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
-from penstock.shm.segment import SHM_ROOT
+from penstock.shm.segment import status_of
 from penstock.shm.table import BlockTable
 from penstock.workers.attempt import EpochContext, JobPhase
 from penstock.workers.channels.base import Channel
@@ -343,11 +343,8 @@ class EpochBuilder:
         """Device and inode of the control segment; (0, 0) if there is none yet."""
         node = self._config.cluster.nodes[self._node].name
         name = segment_name(self._files.run_id, node, SegmentKind.CONTROL)
-        try:
-            found = (SHM_ROOT / name.lstrip("/")).stat()
-        except FileNotFoundError:
-            return 0, 0
-        return found.st_dev, found.st_ino
+        found = status_of(name)
+        return (0, 0) if found is None else (found.st_dev, found.st_ino)
 
     def _largest_stage(self, plan: Plan) -> int:
         """Bytes of the weights of this device's largest stage."""

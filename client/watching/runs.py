@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import pwd
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,21 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
-from penstock.daemons.node.home import committed_version
 from penstock.daemons.node.main import LAUNCHER
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
-from penstock.shm.inventory import NodeSegments, inventory
+from penstock.shm.inventory import Junk, NodeSegments, shm_names
 from penstock.shm.process import start_ticks
-from penstock.shm.segment import SHM_ROOT
 from penstock.shm.topology import format_cpus, parse_cpus
+from penstock.shm.trust import printable, user_name
 
 ASK_TIMEOUT_S = 2.0
 LEFTOVER = "left behind"
 UNKNOWN = "unknown"
+NO_RUN = "no run"
+"""State of a name in /dev/shm that starts like Penstock's and is no segment."""
+_PID = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +74,14 @@ class _Node:
 
 def runs_here() -> list[ListedRun]:
     """Returns the runs of this machine, living ones first."""
-    nodes = _nodes()
-    segments = {(entry.run_id, entry.node_name): entry for entry in inventory()}
+    nodes, names = _nodes(), shm_names()
+    segments = {(entry.run_id, entry.node_name, entry.uid): entry for entry in names.segments}
     living = []
-    for node, run in ((node, _readable(node.directory)) for node in nodes):
+    for node, run in ((node, _readable(node)) for node in nodes):
         run_id = _run_id(run) or _guessed_run_id(node, segments.values())
-        entry = segments.pop((run_id, node.name), None)
+        entry = segments.pop((run_id, node.name, node.uid), None)
         living.append(_living(node, run, run_id, entry))
-    return living + [_left(entry) for entry in segments.values()]
+    return [*living, *map(_left, segments.values()), *map(_junk, names.junk)]
 
 
 def table_of(runs: Iterable[ListedRun]) -> Table:
@@ -87,14 +90,21 @@ def table_of(runs: Iterable[ListedRun]) -> Table:
     for heading in ("run", "id", "user", "node", "state", "step", "since", "memory", "cpus"):
         table.add_column(heading, no_wrap=True)
     table.add_column("directory", overflow="fold")
-    for run in runs:
+    for run in (run for run in runs if not run.state.startswith(NO_RUN)):
         since = time.strftime("%F %R", time.localtime(run.since_s)) if run.since_s else ""
         steps = "" if run.steps is None else f"/{run.steps}"
         step = "" if run.step is None else f"{run.step}{steps}"
         memory = human_bytes(run.memory_bytes)
         words = (run.name, run.run_id, run.user, run.node, run.state, step, since, memory, run.cpus)
-        table.add_row(*words, run.directory)
+        # As texts, since brackets in words of strangers are no markup.
+        table.add_row(*(Text(printable(word)) for word in (*words, run.directory)))
     return table
+
+
+def junk_lines(runs: Iterable[ListedRun]) -> list[str]:
+    """Returns a line for each name in /dev/shm that is no segment."""
+    junk = [run for run in runs if run.state.startswith(NO_RUN)]
+    return [f"{run.directory} of {run.user} is {run.state}" for run in junk]
 
 
 def to_dicts(runs: Iterable[ListedRun]) -> list[dict[str, Any]]:
@@ -106,11 +116,11 @@ def _living(
     node: _Node, run: RunDirectory | None, run_id: str, entry: NodeSegments | None
 ) -> ListedRun:
     asked = _asked(node.directory) if run is not None else {}
-    committed = None if entry is None else committed_version(entry)
+    committed = None if entry is None else entry.committed
     return ListedRun(
         run_id=run_id,
         name="" if run is None else run.config.run.name,
-        user=_user(node.uid),
+        user=user_name(node.uid),
         node=node.name,
         directory=str(node.directory),
         state=asked.get("state", UNKNOWN),
@@ -126,16 +136,15 @@ def _living(
 
 def _left(entry: NodeSegments) -> ListedRun:
     """What dead processes left; of another user's memory nobody can tell who uses it."""
-    uid = _owner_of(entry)
-    known = uid in (os.getuid(), None) or os.getuid() == 0
+    known = entry.uid == os.geteuid() or os.geteuid() == 0
     return ListedRun(
         run_id=entry.run_id,
         name="",
-        user="" if uid is None else _user(uid),
+        user=user_name(entry.uid),
         node=entry.node_name,
         directory="",
         state=LEFTOVER if known and not entry.in_use else UNKNOWN,
-        step=committed_version(entry),
+        step=entry.committed,
         steps=None,
         since_s=None,
         memory_bytes=entry.num_bytes,
@@ -145,18 +154,38 @@ def _left(entry: NodeSegments) -> ListedRun:
     )
 
 
+def _junk(junk: Junk) -> ListedRun:
+    """Returns a name that is no segment as a row of the list."""
+    return ListedRun(
+        run_id="",
+        name="",
+        user=user_name(junk.uid),
+        node="",
+        directory=junk.path,
+        state=f"{NO_RUN}: a {junk.kind}",
+        step=None,
+        steps=None,
+        since_s=None,
+        memory_bytes=0,
+        endpoint="",
+        cpus="",
+        processes={},
+    )
+
+
 def _nodes() -> list[_Node]:
     """Returns the supervisors of this machine with their processes."""
-    found: dict[int, _Node] = {}
+    found: dict[tuple[int, int], _Node] = {}
     for pid, uid, words in _launched():
         kind, options = words[0], dict(itertools.pairwise(words))
         config, parent = options.get("--config", ""), options.get("--parent-pid", "")
-        supervisor = pid if kind == "node" else int(parent) if parent.isdigit() else 0
+        supervisor = pid if kind == "node" else int(parent) if _PID.fullmatch(parent) else 0
         if not config or start_ticks(supervisor) is None:
             continue  # run alone in somebody's foreground, or about to end
         directory = Path(config).parent
+        # Any user may write the words of any run in a command line: each user's count apart.
         node = found.setdefault(
-            supervisor, _Node(directory=directory, supervisor=supervisor, uid=uid)
+            (supervisor, uid), _Node(directory=directory, supervisor=supervisor, uid=uid)
         )
         node.name = options.get("--node", node.name)
         device = options.get("--device")
@@ -181,12 +210,17 @@ def _launched() -> Iterator[tuple[int, int, list[str]]]:
             yield int(entry.name), uid, words[words.index(module) + 1 :]
 
 
-def _readable(directory: Path) -> RunDirectory | None:
-    run = RunDirectory(directory)
+def _readable(node: _Node) -> RunDirectory | None:
+    """Returns the run directory of a node of this user: what another user's process names may be a
+    FIFO, or a file without end.
+    """
+    if node.uid != os.geteuid():
+        return None
+    run = RunDirectory(node.directory)
     try:
         return run if run.run_id and run.config else None
     except (PenstockError, OSError):
-        return None  # another user's
+        return None
 
 
 def _run_id(run: RunDirectory | None) -> str:
@@ -195,7 +229,7 @@ def _run_id(run: RunDirectory | None) -> str:
 
 def _guessed_run_id(node: _Node, segments: Iterable[NodeSegments]) -> str:
     """Returns the id of a run whose directory cannot be read: of the only memory that it can be."""
-    same = [e for e in segments if e.node_name == node.name and _owner_of(e) == node.uid]
+    same = [e for e in segments if (e.node_name, e.uid) == (node.name, node.uid)]
     return same[0].run_id if len(same) == 1 else ""
 
 
@@ -207,22 +241,6 @@ def _asked(directory: Path) -> dict[str, Any]:
             return {"endpoint": client.address, "state": status.phase, "step": status.version}
     except (PenstockError, OSError):
         return {}  # it is starting or ending
-
-
-def _owner_of(entry: NodeSegments) -> int | None:
-    for name in entry.names:
-        try:
-            return (SHM_ROOT / name.lstrip("/")).stat().st_uid
-        except FileNotFoundError:
-            continue  # removed since it was listed
-    return None
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)  # of a container, or of a user that was deleted
 
 
 def _start_s(pid: int) -> float | None:

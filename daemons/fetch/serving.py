@@ -18,7 +18,7 @@ from penstock.daemons.fetch.agent import Agent
 from penstock.protocol.wire.frames import AgentOffer
 from penstock.shm.layout import PAGE_BYTES, SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
-from penstock.shm.segment import SHM_ROOT
+from penstock.shm.segment import path_of, status_of
 
 SERVED = (SegmentKind.CONTROL, SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
 IDENTITY_BYTES = 16
@@ -45,10 +45,8 @@ class _Seen:
 
     @property
     def is_there(self) -> bool:
-        try:
-            return os.stat(SHM_ROOT / self.name.lstrip("/")).st_ino == self.inode
-        except FileNotFoundError:
-            return False
+        found = status_of(self.name)
+        return found is not None and found.st_ino == self.inode
 
 
 class Serving:
@@ -66,7 +64,7 @@ class Serving:
             if buffer is not None
         )
         self._seen = tuple(
-            _Seen(name=name, inode=os.stat(SHM_ROOT / name.lstrip("/")).st_ino)
+            _Seen(name=name, inode=os.lstat(path_of(name)).st_ino)
             for name in map(memory.spec.name, (SegmentKind(kind) for kind, _, _ in self._segments))
         )
         identity = address_of(self._page)

@@ -23,7 +23,9 @@ from penstock.shm.segment import (
     SegmentError,
     SegmentMissingError,
     ShortSegmentError,
+    StrangeSegmentError,
     exists,
+    refuse_stranger,
     room,
     unlink,
 )
@@ -38,10 +40,11 @@ def acquire(
     The caller holds the run's local socket, so no second memoryd does the same at once.
 
     Raises:
-        StateError: the segments belong to a living memoryd, or do not fit the run's model and plan;
-            nothing was touched.
+        StateError: the segments belong to a living memoryd or to another user, or do not fit the
+            run's model and plan; nothing was touched.
         CapacityError: there is no room for new ones; nothing stays behind.
     """
+    _refuse_strangers(spec)
     if _cut_short(spec):
         reclaim(spec)
     if not exists(spec.name(SegmentKind.CONTROL)):
@@ -67,6 +70,18 @@ def acquire(
     memory.control.set_owner(myself)
     let_go_of_all(memory)
     return memory
+
+
+def _refuse_strangers(spec: MemorySpec) -> None:
+    """Refuses names of this memory that something else has than private files of this user."""
+    for name in spec.sizes():
+        try:
+            refuse_stranger(name)
+        except StrangeSegmentError as error:
+            raise StateError(
+                f"memory of node {spec.node_name}: {error}, and this run needs that name: remove it"
+                " (its user or root may), then give the same command again"
+            ) from error
 
 
 def reclaim(spec: MemorySpec) -> None:

@@ -30,7 +30,7 @@ from penstock.shm.cgroup import (
 )
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import segment_name
-from penstock.shm.segment import SHM_ROOT
+from penstock.shm.segment import SHM_ROOT, is_own, status_of
 
 SURVEY_S = 5.0
 LOOK_UP_S = 60.0
@@ -146,10 +146,9 @@ def _size_of(segments: Iterable[str]) -> int:
     """Returns the bytes that segments take, those that are there."""
     total = 0
     for name in segments:
-        try:
-            total += BLOCK_BYTES * (SHM_ROOT / name.lstrip("/")).stat().st_blocks
-        except FileNotFoundError:
-            continue
+        status = status_of(name)
+        if status is not None and is_own(status):
+            total += BLOCK_BYTES * status.st_blocks
     return total
 
 

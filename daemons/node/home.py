@@ -36,12 +36,9 @@ from penstock.protocol.run.files import (
     writing,
 )
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.control import ControlView
 from penstock.shm.inventory import NodeSegments, inventory
-from penstock.shm.layout import SegmentKind
-from penstock.shm.memory import segment_name
 from penstock.shm.process import start_ticks
-from penstock.shm.segment import Segment, SegmentError, unlink
+from penstock.shm.segment import unlink
 
 POLL_S = 0.05
 DEATH_WAIT_S = 20.0
@@ -167,25 +164,9 @@ def _holder(descriptor: int) -> int | None:
     return pid if start_ticks(pid) == ticks else None
 
 
-def committed_version(entry: NodeSegments) -> int | None:
-    """Steps that the model in a node's memory contains; None when it holds no model."""
-    name = segment_name(entry.run_id, entry.node_name, SegmentKind.CONTROL)
-    try:
-        segment = Segment.attach(name)
-    except SegmentError:
-        return None  # no control segment, or one cut short: creation was interrupted
-    try:
-        view = ControlView.open(segment.buffer, run_id=entry.run_id, digest=None)
-        return view.committed if view.incarnation else None
-    except SegmentError:
-        return None
-    finally:
-        segment.close()
-
-
 def held_version(run_id: str) -> int | None:
     """Steps that the models in a run's memory on this machine contain; None when it holds none."""
-    versions = [committed_version(entry) for entry in inventory() if entry.run_id == run_id]
+    versions = [entry.committed for entry in inventory() if entry.run_id == run_id]
     return max((version for version in versions if version is not None), default=None)
 
 
@@ -194,7 +175,7 @@ def remove_empty_memory(run_id: str, node_name: str) -> bool:
 
     For the supervisor, when its children are dead: memoryd does this itself when it ends well.
     """
-    return _remove(run_id, node_name, lambda entry: committed_version(entry) is None)
+    return _remove(run_id, node_name, lambda entry: entry.committed is None and not entry.objection)
 
 
 def remove_memory(run_id: str, node_name: str) -> bool:

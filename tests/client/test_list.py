@@ -67,3 +67,49 @@ def test_another_user_s_run_is_seen_as_far_as_everybody_may(tmp_path: Path) -> N
         found = listed()[str(folder)]
         memoryd.communicate()
     assert (found["user"], found["node"], found["run_id"]) == ("nobody", "a", "")
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["list", "--json"], ["doctor"], ["doctor", "--json"]]
+)
+def test_names_that_anybody_may_take_end_no_command(tmp_path: Path, command: list[str]) -> None:
+    """Links, folders and FIFOs are named as segments are; brackets would be markup, and the
+    terminal would obey the escape.
+    """
+    names = [f"penstock-{OLD_RUN}-{node}-control" for node in "abcd"]
+    names += [f"penstock-{OLD_RUN}-\x1b[2J[x]-control", f"penstock-{OLD_RUN}-\udcff"]
+    places = [SHM_ROOT / name for name in names]
+    try:
+        places[0].symlink_to("/etc/passwd")
+        places[1].symlink_to("/nowhere")
+        places[2].mkdir()
+        os.mkfifo(places[3])
+        places[4].touch()
+        places[5].touch()
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    finally:
+        places[2].rmdir()
+        for place in (*places[:2], *places[3:]):
+            place.unlink()
+    assert result.exit_code == 0, result.output
+    assert all(f"-{node}-control" in result.output for node in "abcd")
+    assert "2J[x]-control" in result.output and "\x1b" not in result.output
+    assert "symbolic link" in result.output and "FIFO" in result.output
+
+
+def test_a_stranger_s_command_line_names_nothing_that_is_read(tmp_path: Path) -> None:
+    """A FIFO as run.json would hold the list up for ever, and "²" is a digit and no number."""
+    if os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    folder = tmp_path / "[/theirs]"
+    folder.mkdir()
+    os.mkfifo(folder / "run.json")
+    shell = ("/bin/sh", "-c", "read line", "-m", "penstock.client.launch", "memoryd")
+    odd = ("--node", "\x1b[2J", "--config", str(folder / "resolved.yaml"), "--parent-pid", "²")
+    with stand_in(folder, "memoryd", "--node", "[/a]", user="nobody") as memoryd:
+        with subprocess.Popen([*shell, *odd], stdin=subprocess.PIPE, user="nobody") as other:
+            result = CliRunner().invoke(app, ["list"], env={"COLUMNS": "400"})
+            for process in (memoryd, other):
+                process.communicate()
+    assert result.exit_code == 0, result.output
+    assert "[/theirs]" in result.output and "\x1b" not in result.output

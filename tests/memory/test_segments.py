@@ -71,7 +71,7 @@ def test_reclaims_a_creation_that_was_cut_short(spec: MemorySpec, kind: SegmentK
 
 def test_reclaims_an_empty_control_segment(spec: MemorySpec) -> None:
     """The name exists before its pages are reserved."""
-    (SHM_ROOT / spec.name(SegmentKind.CONTROL).lstrip("/")).write_bytes(b"")
+    (SHM_ROOT / spec.name(SegmentKind.CONTROL).lstrip("/")).touch(0o600)
     memory = acquire(spec)
     assert names(spec) == sorted(spec.sizes())
     memory.close()

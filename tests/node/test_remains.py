@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.daemons.node.home import committed_version, remove_empty_memory
+from penstock.daemons.node.home import remove_empty_memory
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import exists, unlink
 
@@ -37,7 +37,7 @@ def run_id() -> Iterator[str]:
 def test_only_empty_memory_is_removed(run_id: str, incarnation: int, version: int | None) -> None:
     subprocess.run([sys.executable, "-c", MAKE, run_id, str(incarnation)], check=True, timeout=30)
     [entry] = [e for e in inventory() if e.run_id == run_id]
-    assert committed_version(entry) == version
+    assert entry.committed == version
     assert not remove_empty_memory(run_id, "b")
     assert remove_empty_memory(run_id, "a") is (version is None)
     assert exists(f"/penstock-{run_id}-a-control") is (version is not None)

@@ -120,7 +120,7 @@ def test_attach_names_what_is_missing_or_short(name: str) -> None:
     with pytest.raises(SegmentMissingError, match=name):
         Segment.attach(name)
     path = segments.SHM_ROOT / name.lstrip("/")
-    path.write_bytes(b"")
+    path.touch(0o600)
     with pytest.raises(ShortSegmentError, match="has 0 bytes, its layout needs 1"):
         Segment.attach(name)
     path.write_bytes(b"x" * 100)
@@ -132,8 +132,8 @@ def test_attach_names_what_is_missing_or_short(name: str) -> None:
 def test_attach_refuses_unreserved_pages(name: str) -> None:
     """Touching a hole of a full /dev/shm would be a bus error."""
     path = segments.SHM_ROOT / name.lstrip("/")
-    with path.open("wb") as file:
-        file.truncate(1 << 20)
+    path.touch(0o600)
+    os.truncate(path, 1 << 20)
     with pytest.raises(ShortSegmentError, match="of which only 0 are reserved"):
         Segment.attach(name, 1 << 20)
 

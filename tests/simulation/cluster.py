@@ -289,6 +289,7 @@ class Cluster:
     def bring_back(self, segments: dict[str, bytes]) -> None:
         """A machine that was out of reach has what it had."""
         for name, content in segments.items():
+            _file(name).touch(0o600)
             _file(name).write_bytes(content)
 
     def reclaim(self) -> None:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from penstock.daemons.node.home import committed_version
 from penstock.daemons.scheduler.machine.requests import BARRIER_S
 from penstock.daemons.scheduler.machine.rules import RunPhase
 from penstock.daemons.scheduler.machine.status import BreakCause
@@ -342,7 +341,7 @@ class History:
         for entry in inventory():
             cluster = self.cluster
             mine = entry.node_name.partition(".")[0] == cluster.machines[index].name
-            if mine and entry.run_id == cluster.run.run_id and committed_version(entry) is None:
+            if mine and entry.run_id == cluster.run.run_id and entry.committed is None:
                 self.violation(f"{entry.node_name} has ended and leaves memory without a model")
 
     def complain(self, objections: Iterable[str]) -> None:
