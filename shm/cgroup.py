@@ -12,18 +12,19 @@ Everything is read below a root directory, so that machines can be tried that ar
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from penstock.shm.mounts import parse_mounts
 from penstock.shm.topology import format_cpus, parse_cpus
 
 ROOT = Path("/")
 MACHINE = "the machine"
 _NO_LIMIT_BYTES = 1 << 60
 """Groups of the first generation say a number near 2**63 for "no limit"."""
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class MemoryUnknownError(Exception):
@@ -295,3 +296,36 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except (FileNotFoundError, PermissionError):
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """A mount, as ``/proc/PID/mountinfo`` lists it (proc_pid_mountinfo(5)): the folder ``root`` of
+    a file system of type ``kind`` is seen at ``point``.
+
+    ``options`` are the mount's, then the file system's own, which may say the same.
+    """
+
+    root: str
+    point: str
+    kind: str
+    options: tuple[str, ...]
+
+
+def parse_mounts(lines: Iterable[str]) -> list[Mount]:
+    """Returns the mounts, in their order; lines of another form are left out."""
+    mounts = []
+    for line in lines:
+        before, dash, after = line.partition(" - ")
+        own, theirs = before.split(), after.split()
+        if not dash or len(own) < 6 or not theirs:
+            continue
+        options = (text for field in (own[5], *theirs[2:]) for text in field.split(","))
+        root, point = (_unescaped(word) for word in own[3:5])
+        mounts.append(Mount(root=root, point=point, kind=theirs[0], options=tuple(options)))
+    return mounts
+
+
+def _unescaped(word: str) -> str:
+    """Returns a path of mountinfo, where blanks are octal numbers."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), word)

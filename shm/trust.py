@@ -7,7 +7,6 @@ descriptor, since a name may lead elsewhere a moment later.
 
 from __future__ import annotations
 
-import errno
 import os
 import pwd
 import stat
@@ -54,12 +53,9 @@ def open_own(
         # NONBLOCK: neither a FIFO without writers nor a stranger's lease may hold this process up.
         quick = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         descriptor = os.open(path, flags | quick, mode)
-    except FileNotFoundError:
-        raise
     except OSError as error:
         reason = _objection_by_name(path, owners, forbidden)
-        if reason or error.errno in (errno.EACCES, errno.ENXIO, errno.EAGAIN):
-            reason = reason or f"cannot be opened: {error.strerror}"
+        if reason:
             raise UntrustedError(f"{printable(path)} {reason}") from error
         raise
     try:
@@ -87,6 +83,13 @@ def objection(
     if status.st_nlink > 1:
         return f"has {status.st_nlink} names (hard links)"
     return ""
+
+
+def owners_in(folder: Path) -> frozenset[int]:
+    """Returns the users that may own files in a folder of this user beside the user: root, and the
+    owner of the folder, since servers of files may map all users to one.
+    """
+    return frozenset((0, os.stat(folder).st_uid))
 
 
 def kind_of(status: os.stat_result) -> str:

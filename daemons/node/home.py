@@ -31,6 +31,7 @@ from penstock.protocol.run.files import (
     DAMAGED,
     holds_text,
     make_directory,
+    open_lock,
     parse_json,
     write_atomically,
     writing,
@@ -66,7 +67,7 @@ class RunLock:
         """
         make_directory(path.parent)
         with writing(path, _RECORD_BYTES):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + wait_s
         try:
             while not _try_lock(descriptor):

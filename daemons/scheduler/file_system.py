@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
-from penstock.shm.mounts import Mount, parse_mounts
+from penstock.shm.cgroup import Mount, parse_mounts
 
 MOUNTS = Path("/proc/self/mountinfo")
 

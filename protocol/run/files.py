@@ -11,6 +11,7 @@ import ctypes
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from penstock.protocol.errors import CapacityError, ConfigError, PenstockError, StateError
+from penstock.shm.trust import UntrustedError, open_own, owners_in
 
 DAMAGED = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
 """What comes of taking values out of JSON that says something else than it should."""
@@ -160,6 +162,19 @@ def holds_text(path: Path, text: str) -> bool:
         return path.read_bytes() == text.encode()
     except (FileNotFoundError, IsADirectoryError):
         return False
+
+
+def open_lock(path: Path, flags: int) -> int:
+    """Returns a descriptor of a lock's file.
+
+    Raises:
+        ConfigError: the name leads to something else than a file of this user.
+        OSError: the file cannot be opened.
+    """
+    try:
+        return open_own(path, flags, owners=owners_in(path.parent), forbidden=stat.S_IWOTH)
+    except UntrustedError as error:
+        raise ConfigError(f"{error}, and a lock of this run is due there: move it away") from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import os
 import re
 import secrets
 import time
@@ -19,7 +20,13 @@ from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError, reason
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
-from penstock.protocol.run.files import holds_text, make_directory, parse_json, write_atomically
+from penstock.protocol.run.files import (
+    holds_text,
+    make_directory,
+    open_lock,
+    parse_json,
+    write_atomically,
+)
 from penstock.protocol.run.names import ownership, partner_of, replica_name, storage
 from penstock.protocol.run.seal import SEAL, read_sealed, seal_text
 from penstock.protocol.security.token import TOKEN_FILE, ensure_token
@@ -80,13 +87,16 @@ class RunDirectory:
     def is_held(self) -> bool:
         """Whether a training or a node on this machine has the directory locked."""
         for path in self.path.glob(".lock*"):
-            if not path.is_file():
+            try:
+                descriptor = open_lock(path, os.O_RDONLY)
+            except ConfigError:
                 continue  # nothing of ours, so nobody holds it
-            with path.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
         return False
 
     def check_shape(self) -> None:

@@ -35,6 +35,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.security.identity import Identity, Role
+from penstock.shm.trust import kind_of
 
 MAX_FILE_BYTES = 64 * 1024
 WARN_DAYS = 14.0
@@ -209,15 +210,19 @@ def checked_folder(keys: Path, expected: Identity) -> KeyFolder:
     return folder
 
 
-def read_private(path: Path, *, secret: bool = True) -> bytes:
+def read_private(path: Path, *, secret: bool = True, links: bool = True) -> bytes:
     """Returns the content of a small file; of a ``secret`` one only if others cannot read it.
+    ``links``: the path may be a symbolic link, as Kubernetes makes them of secrets.
 
     Raises:
         ConfigError: it cannot be read, or belongs to, or is readable or writable for, others.
     """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, flags), "rb") as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path}: is a {kind_of(status)}, and a file is due there")
             check_mode(path, status, secret=secret)
             return file.read(MAX_FILE_BYTES)
     except OSError as error:

@@ -13,7 +13,6 @@ import ipaddress
 import os
 import secrets
 import socket as sockets
-import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.security.addresses import is_loopback
 from penstock.protocol.security.folders import read_private, write_private
+from penstock.shm.trust import objection
 
 TOKEN_FILE = "token"
 _LISTEN = "0A"
@@ -43,7 +43,8 @@ def ensure_token(run_dir: Path) -> None:
     """
     path = token_path(run_dir)
     try:
-        safe = stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 and path.stat().st_size > 0
+        status = path.lstat()
+        safe = not objection(status, (0,)) and status.st_size > 0
     except FileNotFoundError:
         safe = False
     if not safe:
@@ -56,7 +57,7 @@ def read_token(path: Path) -> str:
     Raises:
         ConfigError: there is none, or others can read it.
     """
-    token = read_private(path).decode("ascii", errors="replace").strip()
+    token = read_private(path, links=False).decode("ascii", errors="replace").strip()
     if not token.isalnum():
         raise ConfigError(f"{path}: is no token; the next start of the run writes one")
     return token

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from penstock.daemons.node.home import remove_empty_memory
+from penstock.daemons.node.home import RunLock, remove_empty_memory, train_lock_path
+from penstock.protocol.errors import ConfigError
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import exists, unlink
 
@@ -41,3 +44,19 @@ def test_only_empty_memory_is_removed(run_id: str, incarnation: int, version: in
     assert not remove_empty_memory(run_id, "b")
     assert remove_empty_memory(run_id, "a") is (version is None)
     assert exists(f"/penstock-{run_id}-a-control") is (version is not None)
+
+
+@pytest.mark.parametrize("strange", ["link", "folder", "FIFO"])
+def test_a_lock_is_a_file_of_this_user_and_nothing_else(tmp_path: Path, strange: str) -> None:
+    """Through a link the holder's name would be written into a file of somebody else's choice."""
+    victim, place = tmp_path / "victim", train_lock_path(tmp_path)
+    victim.write_text("untouched")
+    if strange == "link":
+        place.symlink_to(victim)
+    elif strange == "folder":
+        place.mkdir()
+    else:
+        os.mkfifo(place)
+    with pytest.raises(ConfigError, match="and a lock of this run is due there"):
+        RunLock.acquire(place, wait_s=0.0)
+    assert victim.read_text() == "untouched"

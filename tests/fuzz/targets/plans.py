@@ -27,7 +27,7 @@ from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.profile import Profile, from_json, to_json
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.mounts import parse_mounts
+from penstock.shm.cgroup import parse_mounts
 from penstock.shm.table import BlockTable
 from penstock.shm.topology import parse_cpus
 from tests.fuzz.census import ROOT
@@ -289,7 +289,7 @@ PLANS = (
     Target(
         name="mounts",
         open=plainly(lambda data: parse_mounts(_text(data).split("\n"))),
-        covers=("shm.mounts.parse_mounts",),
+        covers=("shm.cgroup.parse_mounts",),
         seeds=lambda: [
             b"29 23 0:26 /a\\040b /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw,huge=advise\n"
         ],
