@@ -18,6 +18,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
        128  committed version      optimizerd, memoryd     workers, memoryd
        136  generation             memoryd (restore)       memoryd
        144  lost attempt           memoryd (restore)       memoryd, fetchd
+       152  tokens (5 of 16 bytes) memoryd (once)          all; 0: memory of an older Penstock
        256  record of even version optimizerd, memoryd     optimizerd, memoryd
        384  record of odd version  optimizerd, memoryd     optimizerd, memoryd
        512  sweep: active          optimizerd              optimizerd (recovery)
@@ -49,6 +50,10 @@ is written until after the last. So whoever reads it even, then the array, then 
 read what was there at one time (:mod:`penstock.protocol.wire.onesided`); a version or a ready word
 may say the same twice about other bytes.
 
+The tokens are random, one for each segment, in the order of :class:`SegmentKind`. Every other
+segment repeats its own in the page after its arrays, and the journal has all: a segment is this
+memory's if it bears the token, not because of its name (:mod:`penstock.shm.segment`).
+
 A state version may be committed + 1 where blocks step in place; the record of that version is then
 what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.machine.arithmetic`). memoryd
 writes versions and records only during a restore, when optimizerd is drained. A pin holds back
@@ -72,9 +77,10 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock._native import load_u64, store_u64
-from penstock.shm.layout import PAGE_BYTES, WEIGHT_SLOTS
+from penstock.shm.layout import PAGE_BYTES, WEIGHT_SLOTS, SegmentKind
 from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import (
+    TOKEN_BYTES,
     BadHeaderError,
     ForeignOwnerError,
     ShortSegmentError,
@@ -89,6 +95,7 @@ INVALID_VERSION = 2**64 - 1
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
 _INCARNATION, _OWNER_PID, _OWNER_START, _OWNER_BOOT = 80, 88, 96, 104
 _EPOCH, _COMMITTED, _GENERATION, _LOST_ATTEMPT, _RECORDS, _SWEEP = 120, 128, 136, 144, 256, 512
+_TOKENS = 152
 _RECORD_BYTES, _PIN, _READY = 128, 24, 32
 BLOCK_BYTES = 384
 """Of the words of one block."""
@@ -202,7 +209,14 @@ class ControlView:
 
     @classmethod
     def initialize(
-        cls, buffer: memoryview, *, run_id: str, digest: bytes, num_blocks: int, undo_bytes: int
+        cls,
+        buffer: memoryview,
+        *,
+        run_id: str,
+        digest: bytes,
+        num_blocks: int,
+        undo_bytes: int,
+        tokens: bytes = b"",
     ) -> ControlView:
         """Write the header of a fresh, zeroed segment.
 
@@ -215,6 +229,7 @@ class ControlView:
         store_u64(buffer, _UNDO_BYTES, undo_bytes)
         view = cls(buffer)
         view.set_owner(ProcessIdentity.current())
+        view.set_tokens(tokens)
         for block in range(num_blocks):
             view.set_slot_version(block, 0, INVALID_VERSION)
             view.set_slot_version(block, 1, INVALID_VERSION)
@@ -313,6 +328,20 @@ class ControlView:
     def set_lost_attempt(self, attempt: int) -> None:
         """Before the incarnation, which says that all is there."""
         self._store(_LOST_ATTEMPT, attempt)
+
+    @property
+    def tokens(self) -> bytes:
+        """The tokens of all segments, concatenated; zeros in memory of an older Penstock."""
+        return bytes(self._buffer[_TOKENS : _TOKENS + len(SegmentKind) * TOKEN_BYTES])
+
+    def token(self, kind: SegmentKind) -> bytes:
+        """Returns the token of one segment."""
+        start = tuple(SegmentKind).index(kind) * TOKEN_BYTES
+        return self.tokens[start : start + TOKEN_BYTES]
+
+    def set_tokens(self, tokens: bytes) -> None:
+        """Gives the memory its tokens, once the segments themselves repeat them."""
+        self._buffer[_TOKENS : _TOKENS + len(tokens)] = tokens
 
     @property
     def epoch(self) -> int:

@@ -12,7 +12,8 @@ way)::
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,14 @@ import numpy.typing as npt
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.layout import WEIGHT_SLOTS, ArrayKey, NodeLayout, SegmentKind
 from penstock.shm.pages import NodeRange, huge_bytes
-from penstock.shm.segment import Segment, VersionMismatchError, path_of, unlink
+from penstock.shm.segment import (
+    TOKEN_BYTES,
+    Segment,
+    StrangeSegmentError,
+    VersionMismatchError,
+    path_of,
+    unlink,
+)
 from penstock.shm.table import BlockTable, DType
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -121,11 +129,15 @@ class NodeMemory:
 
     @classmethod
     def create(
-        cls, spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]] = ANYWHERE
+        cls,
+        spec: MemorySpec,
+        places: Mapping[SegmentKind, Sequence[NodeRange]] = ANYWHERE,
+        draw: Callable[[int], bytes] = secrets.token_bytes,
     ) -> NodeMemory:
         """Create all segments, the control segment last: where it exists, the others do too.
 
-        ``places``: NUMA nodes for ranges of segments, as far as the kernel grants them.
+        ``places``: NUMA nodes for ranges of segments, as far as the kernel grants them. ``draw``:
+        source of random bytes.
 
         Raises:
             SegmentError: a segment cannot be created; those created before are removed again.
@@ -133,14 +145,18 @@ class NodeMemory:
         segments: dict[str, Segment] = {}
         try:
             wanted = {spec.name(kind): ranges for kind, ranges in places.items()}
+            tokens = {spec.name(kind): draw(TOKEN_BYTES) for kind in SegmentKind}
+            control_name = spec.name(SegmentKind.CONTROL)
             for name, size in spec.sizes().items():  # control is the last entry
-                segments[name] = Segment.create(name, size, wanted.get(name, ()))
+                token = b"" if name == control_name else tokens[name]
+                segments[name] = Segment.create(name, size, wanted.get(name, ()), token)
             control = ControlView.initialize(
-                segments[spec.name(SegmentKind.CONTROL)].buffer,
+                segments[control_name].buffer,
                 run_id=spec.run_id,
                 digest=spec.digest,
                 num_blocks=len(spec.table.blocks),
                 undo_bytes=spec.undo_bytes,
+                tokens=b"".join(tokens.values()),
             )
         except BaseException:
             for segment in reversed(segments.values()):
@@ -156,10 +172,12 @@ class NodeMemory:
         kinds: Collection[SegmentKind] = tuple(SegmentKind),
         *,
         writable: bool = True,
+        adopt: bool = False,
     ) -> NodeMemory:
-        """Map existing segments after checking headers, digest and sizes.
+        """Map existing segments after checking owners, headers, digest, sizes and tokens.
 
-        The control segment is always mapped; of the others those in ``kinds``.
+        The control segment is always mapped; of the others those in ``kinds``. ``adopt``: memory of
+        an older Penstock, which has no tokens, is taken as well.
 
         Raises:
             SegmentError: missing, short, foreign or damaged; nothing was touched.
@@ -177,16 +195,34 @@ class NodeMemory:
                     f"segment {name} has words of {found[0]} blocks and an undo area of {found[1]}"
                     f" bytes, this Penstock uses {expected[0]} and {expected[1]}"
                 )
+            marked = any(control.tokens)
+            if not marked and not adopt:
+                raise StrangeSegmentError(f"segment {name} has no tokens: memoryd did not make it")
             for kind, size in spec.layout.sizes.items():
                 if size and kind in kinds:
+                    token = control.token(kind) if marked else None
                     segments[spec.name(kind)] = Segment.attach(
-                        spec.name(kind), size, writable=writable
+                        spec.name(kind), size, writable=writable, token=token
                     )
         except BaseException:
             for segment in segments.values():
                 segment.close()
             raise
         return cls(spec, segments, control)
+
+    def mark(self, draw: Callable[[int], bytes]) -> None:
+        """Gives memory of an older Penstock its tokens; ``draw``: source of random bytes. The
+        control segment comes last: a process killed before leaves memory without tokens.
+
+        Raises:
+            NoSpaceError: there is no room for one more page of each segment.
+        """
+        tokens = {self.spec.name(kind): draw(TOKEN_BYTES) for kind in SegmentKind}
+        control = self.spec.name(SegmentKind.CONTROL)
+        for name, segment in self._segments.items():
+            if name != control:
+                segment.mark(tokens[name])
+        self.control.set_tokens(b"".join(tokens.values()))
 
     def weights(self, block: int, slot: int) -> Array:
         """Trainable weights in ``slot``, 1-D, in the weight dtype (bf16 as uint16 bits)."""

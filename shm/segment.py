@@ -7,6 +7,9 @@ its own to fill (10-40 GB/s): both happen while a segment is created or attached
 ever waits for them. Huge pages are always advised; where /dev/shm gives them, pages are touched
 first and the reservation finds them there, because reserving alone makes small ones.
 
+A segment may bear a token, random bytes in the page after its own that is never mapped: the control
+segment says which, so a file that merely has the name is not taken for the segment.
+
 When a :class:`SegmentError` is raised nothing was touched.
 """
 
@@ -67,6 +70,9 @@ class NoSpaceError(SegmentError):
 
 
 SHM_ROOT = Path("/dev/shm")
+TOKEN_BYTES = 16
+_TRAILER_BYTES = mmap.PAGESIZE
+"""Of the file after the bytes that are mapped, where it bears a token."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; mmap has no names for them
 _POPULATE_CHUNK_BYTES = 256 << 20
 _BLOCK_BYTES = 512  # unit of st_blocks
@@ -86,10 +92,13 @@ class Segment:
         self.buffer = memoryview(mapping)
 
     @classmethod
-    def create(cls, name: str, size: int, places: Sequence[NodeRange] = ()) -> Segment:
+    def create(
+        cls, name: str, size: int, places: Sequence[NodeRange] = (), token: bytes = b""
+    ) -> Segment:
         """Create, reserve, map and populate ``size`` zero bytes, accessible to this user only.
 
         ``places``: NUMA nodes that ranges of it should lie on, as far as the kernel grants it.
+        ``token``: random bytes that the segment is to be recognised by, if any.
 
         Raises:
             SegmentExistsError: the name is taken. StrangeSegmentError: not by a segment.
@@ -104,7 +113,8 @@ class Segment:
             refuse_stranger(name)
             raise SegmentExistsError(f"segment {name} exists already") from error
         try:
-            mapping = _reserve_and_map(shared.fd, size, places)
+            mapping = _reserve_and_map(shared.fd, size, places, _TRAILER_BYTES if token else 0)
+            os.pwrite(shared.fd, token, size)
             return cls(name, mapping, size, os.fstat(shared.fd).st_ino)
         except BaseException as error:
             unlink(name)
@@ -116,13 +126,19 @@ class Segment:
 
     @classmethod
     def attach(
-        cls, name: str, expected_size: int | None = None, *, writable: bool = True
+        cls,
+        name: str,
+        expected_size: int | None = None,
+        *,
+        writable: bool = True,
+        token: bytes | None = None,
     ) -> Segment:
-        """Map an existing segment and fill this process's page tables.
+        """Map an existing segment and fill this process's page tables. ``token``: bytes that the
+        segment has to bear after ``expected_size``; None: none are looked for.
 
         Raises:
             SegmentMissingError: no such segment.
-            StrangeSegmentError: it is no private file of this user.
+            StrangeSegmentError: it is no private file of this user, or bears another token.
             ShortSegmentError: it is empty, smaller than ``expected_size``, or not fully reserved.
         """
         descriptor = open_segment(name, os.O_RDWR if writable else os.O_RDONLY)
@@ -138,8 +154,34 @@ class Segment:
                     f"segment {name} has {status.st_size} bytes, of which only"
                     f" {status.st_blocks * _BLOCK_BYTES} are reserved"
                 )
-            mapping = _map(descriptor, status.st_size, writable=writable)
-            return cls(name, mapping, status.st_size, status.st_ino)
+            size = status.st_size if expected_size is None else expected_size
+            if token is not None and os.pread(descriptor, TOKEN_BYTES, size) != token:
+                raise StrangeSegmentError(
+                    f"segment {name} does not bear the token of this memory: it is not the segment"
+                    " that memoryd made"
+                )
+            mapping = _map(descriptor, size, writable=writable)
+            return cls(name, mapping, size, status.st_ino)
+        finally:
+            os.close(descriptor)
+
+    def mark(self, token: bytes) -> None:
+        """Has a segment of an older Penstock bear a token.
+
+        Raises:
+            NoSpaceError: there is no room for one more page. StrangeSegmentError: the name is
+                taken by another file.
+        """
+        descriptor = open_segment(self.name, os.O_RDWR)
+        try:
+            if os.fstat(descriptor).st_ino != self._inode:
+                raise StrangeSegmentError(f"segment {self.name} was replaced by another file")
+            os.posix_fallocate(descriptor, self.size, _TRAILER_BYTES)
+            os.pwrite(descriptor, token, self.size)
+        except OSError as error:
+            if error.errno in _OUT_OF_SPACE:
+                raise _no_space(self.name, _TRAILER_BYTES, room()) from error
+            raise
         finally:
             os.close(descriptor)
 
@@ -180,6 +222,8 @@ def open_segment(name: str, flags: int) -> int:
         raise SegmentMissingError(f"segment {name} does not exist; is memoryd running?") from error
     except UntrustedError as error:
         raise StrangeSegmentError(str(error)) from error
+    except OSError as error:
+        raise StrangeSegmentError(f"{path_of(name)}: cannot be opened: {error.strerror}") from error
 
 
 def path_of(name: str) -> Path:
@@ -254,18 +298,20 @@ def _no_space(name: str, size: int, there: MemoryLimit) -> NoSpaceError:
     )
 
 
-def _reserve_and_map(descriptor: int, size: int, places: Sequence[NodeRange]) -> mmap.mmap:
-    os.ftruncate(descriptor, size)
+def _reserve_and_map(
+    descriptor: int, size: int, places: Sequence[NodeRange], trailer: int
+) -> mmap.mmap:
+    os.ftruncate(descriptor, size + trailer)
     if places:
         # In a mapping of its own: the policy stays with the memory, the mapping that is used is
         # not cut into one for each range.
         with mmap.mmap(descriptor, size) as mapping:
             prefer_nodes_if_granted(mapping, places)
     if allowed_huge_pages(SHM_ROOT) is HugePages.NEVER:
-        os.posix_fallocate(descriptor, 0, size)
+        os.posix_fallocate(descriptor, 0, size + trailer)
         return _map(descriptor, size)
     mapping = _map(descriptor, size)
-    os.posix_fallocate(descriptor, 0, size)
+    os.posix_fallocate(descriptor, 0, size + trailer)
     return mapping
 
 

@@ -177,6 +177,7 @@ class MemoryEffects:
             committed=control.committed,
             generation=control.generation,
             lost_attempt=control.lost_attempt,
+            tokens=control.tokens,
         )
         self._link.send(answer(effect, memory))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.daemons.memory.pinning import let_go_of_all
+from penstock.protocol import world
 from penstock.protocol.errors import CapacityError, StateError
 from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.inventory import NodeSegments, inventory
@@ -50,7 +51,7 @@ def acquire(
     if not exists(spec.name(SegmentKind.CONTROL)):
         return _create(spec, places)
     try:
-        memory = NodeMemory.attach(spec)
+        memory = NodeMemory.attach(spec, adopt=True)
     except SegmentMissingError as error:
         gone = [spec.name(kind) for kind in SegmentKind if not exists(spec.name(kind))]
         raise StateError(
@@ -67,9 +68,20 @@ def acquire(
             f"memory of node {spec.node_name} belongs to another memoryd of this run, process"
             f" {owner.pid}, which is alive: stop that run first"
         )
+    if not any(memory.control.tokens):  # of an older Penstock: owner and mode are this user's
+        _mark(memory)
     memory.control.set_owner(myself)
     let_go_of_all(memory)
     return memory
+
+
+def _mark(memory: NodeMemory) -> None:
+    try:
+        memory.mark(_draw)
+    except SegmentError as error:
+        memory.close()
+        kind = CapacityError if isinstance(error, NoSpaceError) else StateError
+        raise kind(f"memory of node {memory.spec.node_name}: {error}") from error
 
 
 def _refuse_strangers(spec: MemorySpec) -> None:
@@ -111,11 +123,15 @@ def _create(spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]])
     if needed > there.available:
         raise _too_small(spec, needed, there)
     try:
-        return NodeMemory.create(spec, places)
+        return NodeMemory.create(spec, places, _draw)
     except NoSpaceError as error:
         raise _too_small(spec, needed, room()) from error
     except SegmentError as error:
         raise StateError(f"memory of node {spec.node_name}: {error}") from error
+
+
+def _draw(count: int) -> bytes:
+    return world.random_bits(8 * count).to_bytes(count, "little")
 
 
 def _too_small(spec: MemorySpec, needed: int, there: MemoryLimit) -> CapacityError:

@@ -96,6 +96,7 @@ class MirrorEffects:
     ) -> None:
         self.exit: Exit | None = None
         self._words = ReplicaWords(replica)
+        self._control = replica.control
         self._metrics = metrics
         self._send = send
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -133,6 +134,7 @@ class MirrorEffects:
             committed=effect.committed,
             attempt=effect.attempt,
             complete=effect.complete,
+            tokens=self._control.tokens,
         )
         self._send(pb.MemberMessage(drained=pb.Drained(epoch=effect.epoch, replica=state)))
 

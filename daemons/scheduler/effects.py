@@ -25,6 +25,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalTokens,
     NoteEnd,
     PrepareSave,
     Refuse,
@@ -158,6 +159,9 @@ class SchedulerEffects:
     def _journal_generations(self, effect: JournalGenerations) -> None:
         self._journal.replace(effect)
 
+    def _journal_tokens(self, effect: JournalTokens) -> None:
+        self._journal.recognise(effect)
+
     def _append_metrics(self, effect: AppendMetrics) -> None:
         self._metrics_file.append(effect.metrics_json)
         self._metrics.line(effect.metrics_json)
@@ -231,6 +235,7 @@ class SchedulerEffects:
         JournalDecision: _journal_decision,
         JournalEvaluation: _journal_evaluation,
         JournalGenerations: _journal_generations,
+        JournalTokens: _journal_tokens,
         AppendMetrics: _append_metrics,
         PrepareSave: _prepare_save,
         CompleteSave: _complete_save,

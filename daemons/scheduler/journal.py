@@ -11,6 +11,8 @@ Tables::
     evaluations  evaluation, version           a row per finished evaluation
     generations  member, incarnation, generation, epoch
                                                a row before memory is filled from a partner
+    tokens       member, incarnation, tokens   a row before segments are filled or used; whoever
+                                               reads it could forge them, so the file is private
     metrics      seq, line                     the lines of metrics.jsonl, in the same transaction
 
 WAL with ``synchronous=FULL``: a row is on disk when the call returns. A process that is killed in
@@ -33,9 +35,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sqlite3
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalTokens,
 )
 from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
@@ -62,6 +67,7 @@ from penstock.protocol.errors import PenstockError, StateError
 from penstock.protocol.run.files import no_room
 from penstock.protocol.run.seal import CHECKSUM, check_object, with_checksum
 from penstock.shm.control import RECORD_FIELDS, CommitRecord, Decision
+from penstock.shm.trust import FOR_OTHERS, objection, owners_in
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 1.0
@@ -100,6 +106,9 @@ CREATE TABLE IF NOT EXISTS evaluations (
 CREATE TABLE IF NOT EXISTS generations (
     member TEXT NOT NULL, incarnation INTEGER NOT NULL, generation INTEGER NOT NULL,
     epoch INTEGER NOT NULL, PRIMARY KEY (member, incarnation, generation));
+CREATE TABLE IF NOT EXISTS tokens (
+    member TEXT NOT NULL, incarnation INTEGER NOT NULL, tokens TEXT NOT NULL,
+    PRIMARY KEY (member, incarnation));
 CREATE TABLE IF NOT EXISTS metrics (seq INTEGER PRIMARY KEY, line TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS metrics_by_phase ON metrics ({phase}, seq);
 """
@@ -140,6 +149,7 @@ class Journal:
             timeout_s = NETWORK_BUSY_TIMEOUT_S
         refuse_lone_log(path)
         existed = path.exists()
+        _keep_private(path)
         try:
             self._connection = world.database(path, timeout_s=timeout_s)
         except sqlite3.Error as error:
@@ -284,6 +294,12 @@ class Journal:
         with self._transaction():
             self._connection.executemany("INSERT INTO generations VALUES (?, ?, ?, ?)", rows)
 
+    def recognise(self, effect: JournalTokens) -> None:
+        """Write which tokens segments bear; it is durable when this returns."""
+        rows = [(name, effect.incarnation, tokens) for name, tokens in effect.tokens]
+        with self._transaction():
+            self._connection.executemany("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)", rows)
+
     def newest_line(self, phase: str) -> str:
         """Returns the last metrics line of a phase, ``train`` or ``eval``; empty without one.
 
@@ -395,6 +411,7 @@ class Journal:
             evaluated=min(evaluation[1], record.version if record is not None else 0),
             last_metrics_json=line[0] if line is not None else "",
             generations=self._generations(record),
+            tokens=self._tokens(record),
         )
 
     def _generations(self, record: CommitRecord | None) -> tuple[tuple[str, int], ...]:
@@ -403,6 +420,13 @@ class Journal:
         query = "SELECT member, MAX(generation) FROM generations WHERE incarnation = ? GROUP BY 1"
         found = self._connection.execute(query, (record.incarnation,)).fetchall()
         return tuple((str(member), int(generation)) for member, generation in found)
+
+    def _tokens(self, record: CommitRecord | None) -> tuple[tuple[str, str], ...]:
+        if record is None:
+            return ()
+        query = "SELECT member, tokens FROM tokens WHERE incarnation = ?"
+        found = self._connection.execute(query, (record.incarnation,)).fetchall()
+        return tuple((str(member), str(tokens)) for member, tokens in found)
 
     def _decision(self, row: tuple[Any, ...]) -> tuple[CommitRecord, Position]:
         """Record and position of a row, held against the checksum that is stored with them."""
@@ -468,6 +492,30 @@ class Journal:
         if not self.path.is_file():
             return StateError(f"{self.path}: is no file; move away what is there")
         return StateError(f"{self.path}: {what}: {error}; {_ADVICE}")
+
+
+def _keep_private(path: Path) -> None:
+    """Makes a missing journal's file readable to this user only, since its tokens tell how to forge
+    shared memory, and an existing one as well. Opens none that exists: to close it would give up
+    this process's locks on it (https://www.sqlite.org/howtocorrupt.html, section 2.2).
+
+    Raises:
+        StateError: the name leads to something else than a file of this user.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        return
+    except FileExistsError:
+        pass
+    except OSError:
+        return  # SQLite says what is wrong
+    reason = objection(os.lstat(path), owners_in(path.parent), forbidden=stat.S_IWOTH)
+    if reason:
+        raise StateError(f"{path} {reason}, so it is not believed as a journal; {_ADVICE}")
+    for name in (path, path.with_name(f"{path.name}-wal")):
+        with suppress(OSError):  # no log there, or a file system without modes
+            if os.lstat(name).st_mode & FOR_OTHERS and name.is_file():
+                name.chmod(0o600)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -93,28 +93,32 @@ class Fenced(_message.Message):
     def __init__(self, member: _Optional[str] = ..., pid: _Optional[int] = ..., death: _Optional[str] = ...) -> None: ...
 
 class MemoryState(_message.Message):
-    __slots__ = ("incarnation", "committed", "generation", "lost_attempt")
+    __slots__ = ("incarnation", "committed", "generation", "lost_attempt", "tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LOST_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     committed: int
     generation: int
     lost_attempt: int
-    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., generation: _Optional[int] = ..., lost_attempt: _Optional[int] = ...) -> None: ...
+    tokens: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., generation: _Optional[int] = ..., lost_attempt: _Optional[int] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("incarnation", "committed", "attempt", "complete")
+    __slots__ = ("incarnation", "committed", "attempt", "complete", "tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     committed: int
     attempt: int
     complete: bool
-    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., attempt: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
+    tokens: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., committed: _Optional[int] = ..., attempt: _Optional[int] = ..., complete: _Optional[bool] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
 class Drained(_message.Message):
     __slots__ = ("epoch", "memory", "replica")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +18,14 @@ from penstock.shm.control import ControlView
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.process import ProcessIdentity
-from penstock.shm.segment import SHM_ROOT, Segment, list_segments, unlink
+from penstock.shm.segment import (
+    SHM_ROOT,
+    Segment,
+    StrangeSegmentError,
+    list_segments,
+    path_of,
+    unlink,
+)
 
 
 def names(spec: MemorySpec) -> list[str]:
@@ -45,6 +53,74 @@ def test_adopts_what_a_dead_owner_left(memory: NodeMemory) -> None:
     assert adopted.control.incarnation == 6
     assert set(adopted.state(0, "master").tolist()) == {2.5}
     adopted.close()
+
+
+def as_an_older_penstock_made_it(memory: NodeMemory) -> None:
+    """Takes the tokens away: the rest of the layout is that of e6b6888."""
+    memory.control.set_tokens(bytes(len(memory.control.tokens)))
+    memory.control.set_owner(dead_process())
+    for kind, size in memory.spec.layout.sizes.items():
+        if size:
+            os.truncate(path_of(memory.spec.name(kind)), size)
+
+
+def test_memory_of_an_older_penstock_is_adopted_once(memory: NodeMemory) -> None:
+    memory.state(0, "master")[:] = 2.5
+    as_an_older_penstock_made_it(memory)
+    with pytest.raises(StrangeSegmentError, match="has no tokens"):
+        NodeMemory.attach(memory.spec)
+    adopted = acquire(memory.spec)
+    tokens = adopted.control.tokens
+    assert len({tokens[start : start + 16] for start in range(0, len(tokens), 16)}) == 5
+    assert set(adopted.state(0, "master").tolist()) == {2.5}
+    again = NodeMemory.attach(memory.spec)
+    assert again.control.tokens == tokens
+    for view in (adopted, again):
+        view.close()
+
+
+def test_a_file_of_the_right_name_and_size_is_no_segment_of_this_memory(
+    memory: NodeMemory,
+) -> None:
+    memory.control.set_owner(dead_process())
+    name = memory.spec.name(SegmentKind.STATE)
+    content = path_of(name).read_bytes()
+    unlink(name)
+    forged = Segment.create(name, memory.spec.layout.sizes[SegmentKind.STATE], token=bytes(16))
+    forged.buffer[:] = content[: forged.size]
+    forged.close()
+    with pytest.raises(StateError, match="does not bear the token of this memory"):
+        acquire(memory.spec)
+
+
+@pytest.mark.parametrize("kind", [SegmentKind.CONTROL, SegmentKind.STATE])
+def test_a_name_that_another_user_has_is_refused_and_he_is_named(
+    spec: MemorySpec, kind: SegmentKind
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    path = path_of(spec.name(kind))
+    path.touch(0o666)
+    path.chmod(0o666)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(
+        StateError, match=r"belongs to user nobody \(uid 65534\), and this run needs"
+    ):
+        acquire(spec)
+    assert names(spec) == [spec.name(kind)] and path.stat().st_size == 0
+    path.unlink()
+
+
+def test_names_that_this_memory_does_not_need_may_be_anything(spec: MemorySpec) -> None:
+    unused = [kind for kind in SegmentKind if spec.name(kind) not in spec.sizes()]
+    assert unused
+    for kind in unused:
+        path_of(spec.name(kind)).mkdir()
+    try:
+        acquire(spec).close()
+    finally:
+        for kind in unused:
+            path_of(spec.name(kind)).rmdir()
 
 
 def test_refuses_a_living_owner(memory: NodeMemory) -> None:

@@ -24,6 +24,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalTokens,
     NoteEnd,
     PrepareSave,
     Received,
@@ -140,6 +141,8 @@ def describe(effect: Effect) -> str | None:
         case JournalGenerations(generations=generations):
             named = ", ".join(f"{name} {generation}" for name, generation in generations)
             return f"journal generations {named}"
+        case JournalTokens(tokens=tokens):
+            return f"journal tokens of {', '.join(name for name, _ in tokens)}"
         case Refuse(stream=stream):
             return f"refuse stream {stream}"
         case Disconnect(stream=stream):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.daemons.kit.events import Say
@@ -151,6 +153,38 @@ def test_one_node_of_two_lost_its_memory_so_all_are_restored() -> None:
     wrong = pb.Restored(epoch=4, incarnation=INCARNATION + 1)
     assert driver.say("memoryd.b", restored=wrong) == []
     assert driver.say("memoryd.b", restored=restored)[0] == "journal RESTORE v2 a5 c=1"
+
+
+def test_tokens_of_fresh_memory_are_journaled_before_it_counts() -> None:
+    driver = Driver(facts=facts_at(4), saved=saved_at(4))
+    driver.join_all()
+    driver.each((*driver.rules.optimizerds, *driver.rules.workers), drained=pb.Drained(epoch=4))
+    fresh = pb.Drained(epoch=4, memory=pb.MemoryState(tokens=b"new"))
+    driver.say("memoryd.a", drained=fresh)
+    restored = pb.Restored(epoch=4, incarnation=INCARNATION)
+    lines = driver.say("memoryd.a", restored=restored)
+    assert lines[:2] == ["journal tokens of memoryd.a", "journal RESTORE v4 a5 c=1"]
+
+
+@pytest.mark.parametrize(
+    ("known", "borne", "first"),
+    [
+        ((), b"old", "journal tokens of memoryd.a"),  # of an older Penstock: adopted once
+        ((("memoryd.a", b"old".hex()),), b"old", "optimizerd.a <- begin"),
+        ((("memoryd.a", b"old".hex()),), b"forged", "memoryd.a <- restore e4 v4"),
+        ((("memoryd.a", b"old".hex()),), b"", "memoryd.a <- restore e4 v4"),
+    ],
+)
+def test_memory_counts_if_it_bears_the_tokens_of_the_journal(
+    known: tuple[tuple[str, str], ...], borne: bytes, first: str
+) -> None:
+    facts = replace(facts_at(4), tokens=known)
+    driver = Driver(facts=facts, saved=saved_at(4))
+    driver.join_all()
+    driver.each((*driver.rules.optimizerds, *driver.rules.workers), drained=pb.Drained(epoch=4))
+    memory = pb.MemoryState(incarnation=INCARNATION, committed=4, tokens=borne)
+    lines = driver.say("memoryd.a", drained=pb.Drained(epoch=4, memory=memory))
+    assert any(line.startswith(first) for line in lines[:2]), lines
 
 
 def test_a_lost_worker_is_fenced_before_the_barrier_may_pass(live: Driver) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from penstock.daemons.scheduler.file_system import Locks, check_locks
 from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.machine.events import JournalTokens
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.protocol.errors import ConfigError, StateError
 from tests.scheduler.test_files import RUN_ID, commit
@@ -357,3 +358,30 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path) -> None:
     mounts.write_text(MOUNTINFO)
     with pytest.raises(ConfigError, match=r"run\.dir: .* type fuse\.s3fs: .* choose a run\.dir"):
         check_locks(Path("/mnt/my bucket/run/journal.sqlite"), mounts)
+
+
+def test_tokens_of_an_incarnation_are_for_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    with closing(Journal(path, RUN_ID)) as journal:
+        journal.decide(commit(1))
+        incarnation = commit(1).record.incarnation
+        for tokens in ("aa", "bb"):
+            journal.recognise(
+                JournalTokens(incarnation=incarnation, tokens=(("memoryd.a", tokens),))
+            )
+        journal.recognise(JournalTokens(incarnation=99, tokens=(("memoryd.a", "cc"),)))
+        assert journal.load().tokens == (("memoryd.a", "bb"),)
+        for name in (path, tmp_path / "j.sqlite-wal"):
+            assert name.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)  # as an older Penstock left it
+    Journal(path, RUN_ID).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_is_no_journal(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"")
+    (tmp_path / "j.sqlite").symlink_to(victim)
+    with pytest.raises(StateError, match="is a symbolic link of user"):
+        Journal(tmp_path / "j.sqlite", RUN_ID)
+    assert victim.read_bytes() == b""

@@ -87,10 +87,13 @@ class Barrier(Activity):
     def _fill_or_begin(self, now_s: float) -> list[Effect]:
         record, steps = self.mirror.record, self.rules.config.train.steps
         self._found.forgetful = self._members.newcomers(self.rules.optimizerds)
+        self._found.tokens = self.mirror.tokens
         unfit = self._found.unfit(self.rules, record, self.mirror.generations)
         self._bereft = self._found.bereft(record)
         if not unfit:
-            return self._begin(now_s)
+            assert record is not None, "without a committed version no memory is fit"
+            tokens = self._found.recognisable(record)
+            return [*self.mirror.recognised(record, tokens), *self._begin(now_s)]
         if self.mirror.saved is None or self.mirror.saved.version < steps:
             self._refills = self._found.refills(self.rules, record, unfit)
         if self._refills:
@@ -126,7 +129,9 @@ class Barrier(Activity):
         assert self.mirror.record is not None, "replicas are of what was committed"
         self.waiting = {refill.memoryd for refill in self._refills}
         # Journaled first: from now on memory of an older generation is never believed again.
-        effects: list[Effect] = [self.mirror.replaced(self.waiting)]
+        tokens = self._found.recognisable(self.mirror.record)
+        effects: list[Effect] = [*self.mirror.recognised(self.mirror.record, tokens)]
+        effects.append(self.mirror.replaced(self.waiting))
         for refill in self._refills:
             restore = pb.Restore(
                 epoch=self.mirror.epoch,
@@ -205,7 +210,8 @@ class Barrier(Activity):
             return []
         if self._damaged:
             return self._find_older()
-        return [self.mirror.restored(record), *self._begin(now_s)]
+        tokens = self.mirror.recognised(record, self._found.recognisable(record))
+        return [*tokens, self.mirror.restored(record), *self._begin(now_s)]
 
     def _find_older(self) -> list[Effect]:
         """What was to be restored is damaged; whoever found it so has not touched its memory."""

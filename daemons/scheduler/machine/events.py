@@ -190,6 +190,16 @@ class JournalGenerations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalTokens:
+    """Durable before memory or a replica is filled or used: the tokens (hexadecimal) of members'
+    segments. In this ``incarnation`` no segments with other tokens are believed.
+    """
+
+    incarnation: int
+    tokens: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEvaluation:
     """The evaluation of a version is done; ``metrics_json`` as above."""
 
@@ -268,6 +278,7 @@ Effect = (
     | JournalDecision
     | JournalEvaluation
     | JournalGenerations
+    | JournalTokens
     | AppendMetrics
     | PrepareSave
     | CompleteSave

@@ -5,7 +5,7 @@ Nothing else of the machine changes these numbers, so memory and journal cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.daemons.scheduler.machine.events import (
@@ -13,6 +13,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalTokens,
     SavedState,
 )
 from penstock.daemons.scheduler.machine.holding import AttemptCosts
@@ -27,7 +28,8 @@ class JournalFacts:
 
     ``record``: of the committed version. ``position``: after the last decision. ``pids``: processes
     of the last epoch. ``evaluated``: newest version that was evaluated. ``generations``: of
-    memoryds whose memory was filled from a partner since the last restore.
+    memoryds whose memory was filled from a partner since the last restore. ``tokens``: of the
+    segments of memoryds and mirrords that have been filled since then, hexadecimal.
     """
 
     epoch: int = 0
@@ -39,6 +41,7 @@ class JournalFacts:
     evaluated: int = 0
     last_metrics_json: str = ""
     generations: tuple[tuple[str, int], ...] = ()
+    tokens: tuple[tuple[str, str], ...] = ()
 
 
 class JournalMirror:
@@ -62,6 +65,10 @@ class JournalMirror:
         self.last_metrics_json = facts.last_metrics_json
         self.generations = dict(facts.generations)
         """How often a memoryd's memory was filled from a partner since the last restore."""
+        self.tokens = dict(facts.tokens)
+        """What the segments of each member have to bear; nothing of a member: an older Penstock
+        filled them.
+        """
         self.saved = saved
         self.blocks_missing: dict[str, int] = {}
         """What replicas lacked at the last attempt, by mirrord; not journaled."""
@@ -149,6 +156,17 @@ class JournalMirror:
             incarnation=self.record.incarnation,
             generations=tuple(sorted((name, self.generations[name]) for name in memoryds)),
         )
+
+    def recognised(self, record: CommitRecord, tokens: Mapping[str, str]) -> list[JournalTokens]:
+        """From now on only segments with these tokens are believed in the record's incarnation."""
+        if self.record is None or record.incarnation != self.record.incarnation:
+            self.tokens = {}
+        changed = {name: text for name, text in tokens.items() if self.tokens.get(name) != text}
+        if not changed:
+            return []
+        self.tokens |= changed
+        rows = tuple(sorted(changed.items()))
+        return [JournalTokens(incarnation=record.incarnation, tokens=rows)]
 
     def take_evaluation(self) -> int:
         """Returns the number of the next evaluation."""

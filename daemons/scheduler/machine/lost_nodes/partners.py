@@ -31,11 +31,14 @@ class Refill:
 
 @dataclass(slots=True, kw_only=True)
 class Holdings:
-    """What members said at a Drain. ``forgetful``: optimizerds that took part in no epoch yet."""
+    """What members said at a Drain. ``forgetful``: optimizerds that took part in no epoch yet.
+    ``tokens``: those that the journal has of members' segments.
+    """
 
     memory: dict[str, pb.MemoryState] = field(default_factory=dict)
     replicas: dict[str, pb.ReplicaState] = field(default_factory=dict)
     forgetful: frozenset[str] = frozenset()
+    tokens: Mapping[str, str] = field(default_factory=dict)
 
     def unfit(
         self, rules: Rules, record: CommitRecord | None, generations: Mapping[str, int]
@@ -51,10 +54,30 @@ class Holdings:
             return dict.fromkeys(sorted(self.memory), "the journal has no committed version")
         found = {
             member: _why_unfit(member, memory, record, generations.get(member, 0))
+            or self._why_strange(member, memory)
             for member, memory in sorted(self.memory.items())
         }
         unfit = {member: reason for member, reason in found.items() if reason}
         return unfit | self._dependent(rules, record, unfit) if rules.mirrords else unfit
+
+    def recognisable(self, record: CommitRecord) -> dict[str, str]:
+        """Returns the tokens that the journal is to have, once all memory is what ``record`` says
+        or is filled: of a replica that claims to hold something already, only where the journal
+        has none.
+        """
+        states: dict[str, pb.MemoryState | pb.ReplicaState] = dict(self.memory)
+        for member, replica in self.replicas.items():
+            claims = replica.complete and replica.incarnation == record.incarnation
+            if not claims or member not in self.tokens:
+                states[member] = replica
+        return {member: state.tokens.hex() for member, state in states.items() if state.tokens}
+
+    def _why_strange(self, member: str, state: pb.MemoryState | pb.ReplicaState) -> str:
+        """Returns why a member's segments are not those that the journal knows; empty: they are."""
+        expected = self.tokens.get(member)
+        if expected is None or expected == state.tokens.hex():
+            return ""
+        return f"memory of {member} does not bear the tokens that the journal has of it"
 
     def bereft(self, record: CommitRecord | None) -> frozenset[str]:
         """Returns the memoryds that partners filled with this very commit: its state is there, the
@@ -103,7 +126,7 @@ class Holdings:
 
     def _usable(self, rules: Rules, memoryd: str, mirrord: str, record: CommitRecord) -> bool:
         replica = self.replicas.get(mirrord)
-        if replica is None or not replica.complete:
+        if replica is None or not replica.complete or self._why_strange(mirrord, replica):
             return False
         # A replica without blocks holds no gradients that could name an attempt, and needs none.
         has_step = replica.attempt == record.attempt or (
