@@ -427,13 +427,9 @@ def list_runs(as_json: JsonOption = False) -> None:
         if as_json:
             typer.echo(json.dumps(to_dicts(found), indent=1))
             return
-        junk = junk_lines(found)
-        if len(junk) < len(found):
-            Console().print(table_of(found))
-        else:
-            typer.echo("no run on this machine")
-        for line in junk:
-            typer.echo(line)
+        table, junk = table_of(found), junk_lines(found)
+        Console().print(table if table.row_count else "no run on this machine")
+        typer.echo("".join(f"{line}\n" for line in junk), nl=False)
 
 
 @app.command()

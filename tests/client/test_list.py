@@ -101,7 +101,7 @@ def test_a_stranger_s_command_line_names_nothing_that_is_read(tmp_path: Path) ->
     """A FIFO as run.json would hold the list up for ever, and "²" is a digit and no number."""
     if os.getuid() != 0:
         pytest.skip("only root can start a process of another user")
-    folder = tmp_path / "[/theirs]"
+    folder = tmp_path / "[red]"
     folder.mkdir()
     os.mkfifo(folder / "run.json")
     shell = ("/bin/sh", "-c", "read line", "-m", "penstock.client.launch", "memoryd")
@@ -112,4 +112,4 @@ def test_a_stranger_s_command_line_names_nothing_that_is_read(tmp_path: Path) ->
             for process in (memoryd, other):
                 process.communicate()
     assert result.exit_code == 0, result.output
-    assert "[/theirs]" in result.output and "\x1b" not in result.output
+    assert "[red]" in result.output and "\x1b" not in result.output
