@@ -509,8 +509,9 @@ def _keep_private(path: Path) -> None:
         pass
     except OSError:
         return  # SQLite says what is wrong
-    reason = objection(os.lstat(path), owners_in(path.parent), forbidden=stat.S_IWOTH)
-    if reason:
+    status = os.lstat(path)
+    reason = objection(status, owners_in(path.parent), forbidden=stat.S_IWOTH)
+    if reason and not stat.S_ISDIR(status.st_mode):  # of a folder SQLite says enough
         raise StateError(f"{path} {reason}, so it is not believed as a journal; {_ADVICE}")
     for name in (path, path.with_name(f"{path.name}-wal")):
         with suppress(OSError):  # no log there, or a file system without modes
