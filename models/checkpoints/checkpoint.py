@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.files import parse_json
+from penstock.models.binding import TORCH_DTYPES
+from penstock.protocol.errors import StateError
+from penstock.protocol.run.files import is_file
+from penstock.shm.table import DType
 
-_INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types as safetensors names them."""
+_PIECE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,34 +32,64 @@ class Header:
 
 
 class Checkpoint:
-    """The tensors of a directory by name. At most one file is mapped at a time."""
+    """The tensors of some files of a directory by name."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read the headers of all files; takes seconds, however large the model is.
+    def __init__(self, directory: Path, files: Sequence[str]) -> None:
+        """Read the headers of the files; takes seconds, however large the model is. A tensor that
+        several files have is that of the last one, as in transformers.
 
         Raises:
-            ConfigError: there are no safetensors files.
-            StateError: the index or a file is damaged, or a file that the index names is missing.
+            StateError: a file is missing or damaged.
         """
         self._directory = directory
         self._open_name = ""
         self._open_file: Any = None
         self.headers: dict[str, Header] = {}
-        for file_name in self._file_names():
-            self.headers |= self._read_headers(file_name)
+        self._repeated: list[tuple[str, Header]] = []
+        for file_name in files:
+            headers = self._read_headers(file_name)
+            repeated = self.headers.keys() & headers.keys()
+            self._repeated += [(name, self.headers[name]) for name in sorted(repeated)]
+            self.headers |= headers
 
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor, of the shape in its header, as fp32 on the CPU, with memory of its own.
+    def check_repeated(self) -> None:
+        """Refuse a tensor that two files have with different numbers.
 
         Raises:
-            StateError: the file is damaged, or the tensor has no floating type.
+            StateError: names the tensor and the files.
+        """
+        for name, header in self._repeated:
+            last = self.headers[name]
+            if not _equal(self._raw(name, header.file_name), self._raw(name, last.file_name)):
+                raise StateError(
+                    f"{self._directory}: {header.file_name} and {last.file_name} both have {name},"
+                    " with different numbers; keep one of them"
+                )
+
+    def equal(self, one: str, other: str) -> bool:
+        """Returns whether two tensors have the same shape and, as fp32, the same numbers.
+
+        Raises:
+            StateError: a file is damaged, or a tensor has no floating type.
+        """
+        tensors = []
+        for name in (one, other):
+            self.check_type(name)
+            tensors.append(self._raw(name, self.headers[name].file_name))
+        return _equal(*tensors)
+
+    def read(self, name: str, dtype: DType = DType.FP32) -> torch.Tensor:
+        """Returns a tensor, of the shape in its header, as fp32 on the CPU, with memory of its own.
+        ``dtype`` is the type that the run will store.
+
+        Raises:
+            StateError: the file is damaged, or the tensor has no floating type, or a number that is
+                not finite or that ``dtype`` cannot hold.
         """
         self.check_type(name)
-        file_name = self.headers[name].file_name
-        try:
-            value: torch.Tensor = self._file(file_name).get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise StateError(f"{self._directory / file_name}: {error}") from error
+        header = self.headers[name]
+        value = self._raw(name, header.file_name)
+        self._check_numbers(name, value, dtype)
         # A copy in any case: the tensor's memory may be that of the mapped file.
         return value.to(torch.float32, copy=True)
 
@@ -73,6 +106,36 @@ class Checkpoint:
                 " cannot be trained, give fp32, fp16 or bf16"
             )
 
+    def _check_numbers(self, name: str, value: torch.Tensor, dtype: DType) -> None:
+        """Refuse NaN, infinities, and numbers that become infinite in ``dtype``."""
+        if not value.numel():
+            return
+        # NaN makes both ends NaN: one walk over the tensor, and no memory.
+        ends = torch.stack(value.aminmax())
+        if ends.to(torch.float32).to(TORCH_DTYPES[dtype]).isfinite().all():
+            return
+        if finite := bool(ends.isfinite().all()):
+            bad = ~value.to(torch.float32).to(TORCH_DTYPES[dtype]).isfinite()
+        else:
+            bad = ~value.isfinite()
+        place, count = bad.nonzero()[0].tolist(), int(bad.sum())
+        verb = "are" if count > 1 else "is"
+        fault = f"that {dtype.value} cannot hold" if finite else f"that {verb} not finite"
+        remedy = "set model.dtype to a wider type" if finite else "such weights cannot be trained"
+        raise StateError(
+            f"{self._directory / self.headers[name].file_name}: {name} has {count}"
+            f" number{'s' * (count > 1)} {fault} ({value[tuple(place)].item():g} at {place});"
+            f" {remedy}"
+        )
+
+    def _raw(self, name: str, file_name: str) -> torch.Tensor:
+        """Returns a tensor as it lies in the mapped file."""
+        try:
+            value: torch.Tensor = self._file(file_name).get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise StateError(f"{self._directory / file_name}: {error}") from error
+        return value
+
     def _file(self, file_name: str) -> Any:
         if self._open_name != file_name:
             self._open_file = safe_open(self._directory / file_name, framework="pt")
@@ -80,35 +143,27 @@ class Checkpoint:
         return self._open_file
 
     def _read_headers(self, file_name: str) -> dict[str, Header]:
-        found = {}
+        headers = {}
+        path = self._directory / file_name
+        if not is_file(path):
+            raise StateError(f"{path}: is missing")
         try:
             file = self._file(file_name)
             for name in file.keys():
                 entry = file.get_slice(name)
                 shape = tuple(entry.get_shape())
-                found[name] = Header(file_name=file_name, dtype=entry.get_dtype(), shape=shape)
+                headers[name] = Header(file_name=file_name, dtype=entry.get_dtype(), shape=shape)
         except (OSError, SafetensorError) as error:
-            raise StateError(f"{self._directory / file_name}: {error}") from error
-        return found
+            raise StateError(f"{path}: {error}") from error
+        return headers
 
-    def _file_names(self) -> list[str]:
-        index = self._directory / _INDEX
-        if index.exists():
-            try:
-                weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-                named = sorted({str(name) for name in weight_map.values()})
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise StateError(
-                    f"{index}: not an index of safetensors files: {error!r}"
-                ) from error
-            missing = [name for name in named if not (index.parent / name).is_file()]
-            if missing:
-                raise StateError(f"{index} names {missing[0]}, which is missing")
-            return named
-        files = sorted(path.name for path in self._directory.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(
-                f"model.path = {str(self._directory)!r}: has no *.safetensors; no other format"
-                " is read"
-            )
-        return files
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype == other.dtype:
+        return torch.equal(one, other)
+    # By pieces: as fp32, an embedding takes some GB.
+    pieces = (torch.split(t.reshape(-1), _PIECE_ELEMENTS) for t in (one, other))
+    pairs = zip(*pieces, strict=True)
+    return all(torch.equal(a.to(torch.float32), b.to(torch.float32)) for a, b in pairs)

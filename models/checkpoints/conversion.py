@@ -9,7 +9,8 @@ first to headers alone, which tells in seconds whether a directory has what a mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,12 @@ from transformers.core_model_loading import (
 )
 
 from penstock.models.checkpoints.checkpoint import Checkpoint, Header
+from penstock.models.checkpoints.files import few
 from penstock.models.surgery.skeleton import Skeleton
 from penstock.protocol.errors import StateError, reason
-from penstock.shm.table import BlockSpec, BlockTable
+from penstock.shm.table import BlockSpec, BlockTable, DType
+
+_FIRST_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +67,10 @@ class Weights:
             StateError: some cannot be converted.
         """
         self._model, self._checkpoint = skeleton.model, checkpoint
-        self._aliases = skeleton.tied_names()
+        self._aliases = _aliases(skeleton)
         self._recipe_of: dict[str, _Recipe] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        used: set[str] = set()
         for recipe in _recipes(self._model, checkpoint.headers):
             try:
                 made = recipe.apply(self._model, lambda n: _placeholder(checkpoint.headers[n]))
@@ -75,51 +80,175 @@ class Weights:
                     f"model.path: {names}, … cannot be converted to {recipe.target}:"
                     f" {reason(error)}"
                 ) from error
+            used |= {name for _, name in recipe.sources}
             for name, value in made.items():
                 self._recipe_of[name] = recipe
                 self._shapes[name] = tuple(value.shape)
+        ignored = _ignored(self._model)
+        self.unused = [
+            name for name in checkpoint.headers if name not in used and not ignored(name)
+        ]
+        """Tensors of the files that the model has no use for, but for those that transformers
+        leaves out without a word, too."""
+
+    def differing(self) -> list[tuple[str, str]]:
+        """Returns the pairs of names of a tied tensor that both are in the files, with different
+        numbers or shapes.
+
+        Raises:
+            StateError: a file is damaged.
+        """
+        return [pair for pair in self._tied_pairs() if not self._equal(*pair)]
+
+    def untied(self) -> bool:
+        """Returns whether transformers would not tie what the configuration ties, because the files
+        have both tensors, and different ones.
+
+        Raises:
+            StateError: a file is damaged, or only some of several ties hold.
+        """
+        differing = self.differing()
+        if not differing:
+            return False
+        ties = {frozenset(pair) for pair in self._model.all_tied_weights_keys.items()}
+        kept = ties - {frozenset(pair) for pair in differing}
+        if kept or not ties:
+            target, source = differing[0]
+            others = f" and {' and '.join(sorted(min(kept, key=sorted)))} do not" if kept else ""
+            raise StateError(
+                f"model.path: {source} and {target}, which are one tensor of the model, differ in"
+                f" the files{others}; set tie_word_embeddings to false in config.json, or remove"
+                f" {target} from the files"
+            )
+        return True
 
     def check(self, table: BlockTable) -> None:
         """Hold all that a model needs against what there is.
 
         Raises:
-            StateError: a tensor is missing, or of another shape or type.
+            StateError: tensors are missing, or one is of another shape or type.
         """
-        for block in table.blocks:
-            for spec in block.tensors:
-                name = self._find(spec.name, block)
-                if self._shapes[name] != spec.shape:
-                    raise StateError(
-                        f"model.path: {name} has shape {self._shapes[name]} in the files, the"
-                        f" model's configuration asks for {spec.shape}"
-                    )
-                for _, source in self._recipe_of[name].sources:
-                    self._checkpoint.check_type(source)
+        missing = {
+            spec.name: block.name
+            for block in table.blocks
+            for spec in block.tensors
+            if self._find(spec.name) is None
+        }
+        if missing:
+            raise self._missing(missing)
+        for spec in (spec for block in table.blocks for spec in block.tensors):
+            name = self._find(spec.name)
+            assert name is not None
+            if self._shapes[name] != spec.shape:
+                raise StateError(
+                    f"model.path: {name} has shape {self._shapes[name]} in the files, the"
+                    f" model's configuration asks for {spec.shape}"
+                )
+            for _, source in self._recipe_of[name].sources:
+                self._checkpoint.check_type(source)
 
-    def read(self, block: BlockSpec) -> dict[str, torch.Tensor]:
+    def read(self, block: BlockSpec, dtype: DType) -> dict[str, torch.Tensor]:
         """Returns the own tensors of a block by name, in fp32 and in the table's shapes; each is
-        read from the files once.
+        read from the files once. ``dtype`` is the type that the run stores.
 
         Raises:
-            StateError: a tensor is missing, or its file is damaged.
+            StateError: a tensor is missing, or its file is damaged, or it has a number that is not
+                finite or not in ``dtype``.
         """
         made: dict[str, torch.Tensor] = {}
         tensors = {}
         for spec in block.tensors:
-            name = self._find(spec.name, block)
+            name = self._find(spec.name)
+            if name is None:
+                raise self._missing({spec.name: block.name})
             if name not in made:
-                made |= self._recipe_of[name].apply(self._model, self._checkpoint.read)
+                made |= self._recipe_of[name].apply(
+                    self._model, lambda source: self._checkpoint.read(source, dtype)
+                )
             tensors[spec.name] = made.pop(name)
         return tensors
 
-    def _find(self, name: str, block: BlockSpec) -> str:
+    def _find(self, name: str) -> str | None:
         """Returns the name under which the files have a tensor; a tied one may go by any of its
-        names.
+        names. None where they have none.
         """
-        for alias in self._aliases.get(name, [name]):
-            if alias in self._recipe_of:
-                return alias
-        raise StateError(f"model.path: the files have no tensor {name} ({block.name})")
+        return next((a for a in self._aliases.get(name, [name]) if a in self._recipe_of), None)
+
+    def _missing(self, block_of: Mapping[str, str]) -> StateError:
+        if len(block_of) == 1:
+            ((name, block),) = block_of.items()
+            message = f"model.path: the files have no tensor {name} ({block})"
+        else:
+            message = (
+                f"model.path: the files lack {len(block_of)} tensors of the model:"
+                f" {', '.join(folded(block_of))}"
+            )
+        if self.unused:
+            names = few(folded(self.unused))
+            message += f"; they have {len(self.unused)} others that it has no use for ({names})"
+        return StateError(message)
+
+    def _tied_pairs(self) -> Iterator[tuple[str, str]]:
+        """Yields the names of tied tensors of which the files have both: target, source."""
+        for names in self._aliases.values():
+            there = [name for name in names if name in self._recipe_of]
+            for other in there[1:]:
+                yield other, there[0]
+
+    def _equal(self, one: str, other: str) -> bool:
+        recipes = [self._recipe_of[name] for name in (one, other)]
+        if all(isinstance(recipe.transform, WeightRenaming) for recipe in recipes):
+            sources = [recipe.sources[0][1] for recipe in recipes]
+            return self._checkpoint.equal(*sources)
+        made = [recipe.apply(self._model, self._checkpoint.read) for recipe in recipes]
+        return torch.equal(made[0][one], made[1][other])
+
+
+def _aliases(skeleton: Skeleton) -> dict[str, list[str]]:
+    """Returns all names of each parameter by its first in block order, which comes first."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in skeleton.model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    aliases = {}
+    for owner, names in skeleton.tied_names().items():
+        every = names_of[id(skeleton.model.get_parameter(owner))]
+        aliases[owner] = [*names, *(name for name in every if name not in names)]
+    return aliases
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Returns names with those made one that differ in the first number alone, as of layers:
+    ``layers.2-5.mlp.bias``.
+    """
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        found = _FIRST_NUMBER.search(name)
+        key = (name, "") if found is None else (name[: found.start()], name[found.end() :])
+        numbers.setdefault(key, []).extend([] if found is None else [int(found.group())])
+    return [f"{start}{_ranges(sorted(of))}{end}" for (start, end), of in numbers.items()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _ignored(model: Any) -> Callable[[str], bool]:
+    """Returns which names transformers leaves out of its list of unexpected tensors: buffers that
+    older versions saved, and what a type of model declares.
+    """
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def as_published(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

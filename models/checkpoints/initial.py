@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from penstock.models.binding import pack, unpack
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights
+from penstock.models.checkpoints.files import chosen_files
 from penstock.models.surgery.skeleton import Part, Skeleton, build_skeleton
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
@@ -26,34 +27,33 @@ __all__ = ["initial_blocks", "pack", "unpack"]
 
 
 def initial_blocks(
-    config: Config, hf_config: PretrainedConfig, table: BlockTable, blocks: Sequence[int]
+    config: Config,
+    hf_config: PretrainedConfig,
+    table: BlockTable,
+    blocks: Sequence[int],
+    files: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
     """Yields for each wanted block its tensors (trainable and frozen, not borrowed) in fp32 and in
     the table's shapes, on the CPU, one block at a time.
 
+    ``files`` are those of ``model.path`` that the run was prepared with; without, those that
+    transformers takes.
+
     Raises:
         ConfigError: the model does not say how to initialize a tensor, or the directory has no
-        weights. StateError: a tensor of the directory is missing, damaged or of another shape.
+        weights. StateError: a tensor of the directory is missing, damaged or of another shape, or
+        has a number that is not finite, or not in the run's type.
     """
     skeleton = build_skeleton(hf_config)
     if config.model.path is None:
         for block in blocks:
             yield block, _drawn(skeleton, table.blocks[block], config.run.seed)
         return
-    weights = Weights(skeleton, Checkpoint(config.model.path))
+    files = chosen_files(config.model.path, hf_config) if files is None else files
+    weights = Weights(skeleton, Checkpoint(config.model.path, files))
     weights.check(table)
     for block in blocks:
-        yield block, weights.read(table.blocks[block])
-
-
-def check_weights(config: Config, hf_config: PretrainedConfig, table: BlockTable) -> None:
-    """Hold the headers of the files in ``model.path``, if any, against the model.
-
-    Raises:
-        ConfigError: there are no files. StateError: as :func:`initial_blocks`.
-    """
-    if config.model.path is not None:
-        Weights(build_skeleton(hf_config), Checkpoint(config.model.path)).check(table)
+        yield block, weights.read(table.blocks[block], table.weight_dtype)
 
 
 def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.Tensor]:

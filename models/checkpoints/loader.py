@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from penstock.models.checkpoints.files import recorded_files
 from penstock.models.checkpoints.initial import initial_blocks, pack
 from penstock.models.surgery.hf import load_run_config
 from penstock.protocol.run.loading import INITIAL_VERSION, memory_to_fill, run_loader
@@ -110,7 +111,9 @@ def _start(
 def _fill(
     memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig, blocks: Sequence[int]
 ) -> None:
-    for block, tensors in initial_blocks(files.config, hf_config, files.table, blocks):
+    directory = files.config.model.path
+    source = None if directory is None else recorded_files(files.path, directory)
+    for block, tensors in initial_blocks(files.config, hf_config, files.table, blocks, source):
         trainable, frozen = pack(files.table.blocks[block], tensors)
         memory.store_master(block, INITIAL_VERSION, trainable)
         if len(frozen):

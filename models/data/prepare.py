@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock.models.checkpoints.carried import keep_carried
+from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
 from penstock.models.data.chunks import Progress
 from penstock.models.data.token_sources import TokenSources, file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
@@ -49,14 +50,19 @@ def prepare(
     """
     tokenizer = open_tokenizer(config)
     if not config.cluster.platform.brings_model:
-        _prepare_model(config, run_dir, tokenizer, table_only=table_only)
+        _prepare_model(config, run_dir, tokenizer, progress, table_only=table_only)
     if not table_only:
         _prepare_data(config, run_dir, tokenizer, progress)
         keep_carried(config, run_dir, tokenizer)
 
 
 def _prepare_model(
-    config: Config, run_dir: Path, tokenizer: Tokenizer | None, *, table_only: bool
+    config: Config,
+    run_dir: Path,
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+    *,
+    table_only: bool,
 ) -> None:
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     eos = None if tokenizer is None else tokenizer.eos
@@ -72,20 +78,39 @@ def _prepare_model(
     if _recorded(directory / "meta.json") == fingerprint and all(p.is_file() for p in made):
         return
     # Imported here: torch takes seconds, and a run that goes on needs none of it.
-    from penstock.models.checkpoints.initial import check_weights
+    from penstock.models.checkpoints.folder import FolderWeights
     from penstock.models.surgery.hf import resolve_hf_config
     from penstock.models.surgery.table import build_table
 
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
-    table = build_table(config, hf_config)
     # A plan needs no weights; a run is to be refused for them now, before it takes memory.
-    path = config.model.path
-    if not table_only or (path is not None and any(path.glob("*.safetensors"))):
-        check_weights(config, hf_config, table)
+    path, source = config.model.path, None
+    if path is not None and (not table_only or has_weights(path)):
+        # What has trained goes on with the files and the ties that it had.
+        kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
+        if kept:
+            source = FolderWeights.keep(run_dir, path, hf_config, progress)
+        else:
+            source = FolderWeights.find(path, hf_config, progress)
+    table = build_table(config, hf_config, None if source is None else source.skeleton)
+    meta: dict[str, Any] = {"fingerprint": fingerprint}
+    if source is not None:
+        source.check(table, progress)
+        meta[WEIGHT_FILES] = list(source.files)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
     write_atomically(run_dir / "table.json", table.to_json())
-    write_atomically(directory / "meta.json", json.dumps({"fingerprint": fingerprint}))
+    write_atomically(directory / "meta.json", json.dumps(meta))
+
+
+def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
+    """Say where a new run would take other weights than one that was prepared before there was a
+    record of its files; makes that record.
+    """
+    from penstock.models.checkpoints.folder import review
+
+    if config.model.path is not None:
+        review(run_dir, config.model.path, progress)
 
 
 def _prepare_data(
@@ -201,12 +226,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock.models.data.prepare", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--table-only", action="store_true", help="leave the data out")
+    parser.add_argument("--review", action="store_true", help="only say what a new run would take")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
     run_dir: Path = options.run_dir
 
     def work() -> None:
         config = RunDirectory(run_dir).config
+        if options.review:
+            review_weights(config, run_dir, _say)
+            return
         prepare(config, run_dir, table_only=options.table_only, progress=_say)
 
     return tool_main(work, run_dir, options.parent_pid)

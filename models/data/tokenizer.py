@@ -20,11 +20,12 @@ from penstock.models.data.tokenizer_folder import FolderTokenizer
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import BYTE, MASKED
 from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.run.files import DAMAGED, parse_json
+from penstock.protocol.run.files import DAMAGED, is_file, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 
 MASK = "<mask>"
+_SETTINGS = "tokenizer_config.json"
 _KNOWN_MASKS = ("[MASK]", MASK)
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[EOS]", "<end>")
 
@@ -86,7 +87,10 @@ class JsonTokenizer:
 
         Raises:
             ConfigError: no such file, no tokenizer, or no end token in it.
+            StateError: it is no regular file.
         """
+        for file in (path, path.with_name(_SETTINGS)):
+            is_file(file)  # A FIFO would be read without an end.
         try:
             self._text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -130,7 +134,7 @@ class JsonTokenizer:
         return _files(self._text, self._end)
 
     def _find_end(self, path: Path) -> str:
-        config = path.with_name("tokenizer_config.json")
+        config = path.with_name(_SETTINGS)
         if config.exists():
             try:
                 named = parse_json(config.read_bytes()).get("eos_token")
@@ -178,7 +182,7 @@ def _files(tokenizer_json: str, end: str, mask: str | None = None) -> dict[str, 
         settings["mask_token"] = mask
     return {
         "tokenizer.json": tokenizer_json.encode(),
-        "tokenizer_config.json": json.dumps(settings, indent=2).encode(),
+        _SETTINGS: json.dumps(settings, indent=2).encode(),
     }
 
 

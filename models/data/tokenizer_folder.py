@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.run.files import DAMAGED, parse_json
+from penstock.protocol.run.files import DAMAGED, is_file, parse_json
 
 _VOCABULARIES = (
     "tokenizer.json",
@@ -55,6 +55,7 @@ class FolderTokenizer:
 
         Raises:
             ConfigError: there is none, transformers cannot open it, or it has no end token.
+            StateError: one of its files is no regular file.
         """
         # Imported here: it takes seconds, and neither bytes nor files alone need it.
         from transformers import AutoTokenizer
@@ -66,6 +67,8 @@ class FolderTokenizer:
                 f"{self._name}: the folder has no tokenizer (such as tokenizer.json, vocab.json or"
                 f" tokenizer.model); {_HOW_TO_SET}"
             )
+        for path in (folder / "config.json", *_files(folder)):
+            is_file(path)  # A FIFO would be read without an end.
         load: Any = AutoTokenizer.from_pretrained
         try:
             self._tokenizer = load(folder, local_files_only=True, trust_remote_code=False)
@@ -134,16 +137,20 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     Raises:
         ConfigError: one cannot be read.
     """
-    found = {
-        path
-        for pattern in (*_VOCABULARIES, *_COMPANIONS)
-        for path in folder.glob(pattern)
-        if path.is_file()
-    }
     try:
-        return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in _files(folder)
+            if path.is_file()
+        }
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot read it: {error.strerror}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """Returns the paths that a tokenizer's files have, whatever lies there."""
+    patterns = (*_VOCABULARIES, *_COMPANIONS)
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
 def _model_ends(folder: Path) -> list[Any]:

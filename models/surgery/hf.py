@@ -23,7 +23,7 @@ from penstock.models.surgery.skeleton import predicts_masked
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import MASKED, NEXT_TOKEN
 from penstock.protocol.errors import ConfigError, StateError, reason
-from penstock.protocol.run.files import parse_json
+from penstock.protocol.run.files import is_file, parse_json
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import check_sealed
 
@@ -104,13 +104,14 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
 
     Raises:
         ConfigError: the file is missing, or is no configuration that transformers knows.
+        StateError: there is no regular file by that name, but something else.
     """
-    if not (directory / "config.json").is_file():
+    path = directory / "config.json"
+    if not is_file(path):
         raise ConfigError(
             f"model.path = {str(directory)!r}: has no config.json; give a local directory in the"
             " Hugging Face layout"
         )
-    path = directory / "config.json"
     try:
         fields = parse_json(path.read_bytes())
         model_type = fields.get("model_type") if isinstance(fields, dict) else None

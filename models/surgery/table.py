@@ -26,8 +26,11 @@ from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
 
-def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
+def build_table(
+    config: Config, hf_config: PretrainedConfig, skeleton: Skeleton | None = None
+) -> BlockTable:
     """Returns the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
+    ``skeleton`` is that model where it has been built already.
 
     Trainable tensors of a block lie in state-dict order, those with weight decay (two or more axes)
     first. A tied tensor belongs to the first block that uses it; later ones borrow it.
@@ -36,7 +39,7 @@ def build_table(config: Config, hf_config: PretrainedConfig) -> BlockTable:
         ConfigError: an architecture that cannot be cut into blocks, or a ``train.freeze`` that
             matches nothing or everything.
     """
-    skeleton = build_skeleton(hf_config)
+    skeleton = build_skeleton(hf_config) if skeleton is None else skeleton
     tied = skeleton.tied_names()
     frozen = _frozen_names(config.train.freeze, tied)
     ties = _Ties.find(skeleton, tied, frozen)

@@ -76,8 +76,10 @@ class ModelConfig(Section):
     )
     path: Path | None = Field(
         default=None,
-        description="A local directory as the Hub has them: `config.json`, `*.safetensors`, and"
-        " the tokenizer. Every machine reads it.",
+        description="A local directory as the Hub has them: `config.json`, safetensors files, and"
+        " the tokenizer. The files are those that transformers takes: `transformers_weights` of"
+        " `config.json`, else `model.safetensors`, else the shards that its index names. Every"
+        " machine reads it.",
     )
     dtype: DType = Field(
         default=DType.FP32, description="Weights are stored and sent to devices in this type."

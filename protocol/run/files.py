@@ -24,6 +24,13 @@ from penstock.shm.trust import UntrustedError, open_own, owners_in
 DAMAGED = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
 """What comes of taking values out of JSON that says something else than it should."""
 
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
 _FALLOC_FL_KEEP_SIZE = 1
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """A full disk, a quota, and a limit of this process on the size of files."""
@@ -205,6 +212,24 @@ def make_directory(path: Path) -> None:
         if isinstance(error.__cause__, (FileExistsError, NotADirectoryError)):
             raise StateError(f"{path}: a file is where a directory is due; move it away") from error
         raise
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file, or a link to one.
+
+    Raises:
+        StateError: there is something else by that name, or its folder cannot be searched.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StateError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise StateError(f"{path}: is {kind}, and a regular file is due there")
+    return True
 
 
 def parse_json(text: str | bytes) -> Any:

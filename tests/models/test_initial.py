@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.models.checkpoints.export import export_hf, saved_blocks
@@ -138,21 +138,24 @@ def test_reading_a_base_model_without_prefix(tmp_path, make_config, make_hf_conf
 def test_damaged_directories_are_named(tmp_path, make_config, make_hf_config) -> None:
     config = from_directory(make_config("llama"), tmp_path)
     hf_config = make_hf_config(make_config("llama"))
-    with pytest.raises(ConfigError, match=r"has no \*.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no model.safetensors"):
         drawn(config, hf_config, [0])
-    file = tmp_path / "model.safetensors"
-    save_file({"lm_head.weight": torch.zeros(61, 32)}, file)
+    AutoModelForCausalLM.from_config(hf_config).save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.embed_tokens.weight"
+    whole = load_file(file)
+    save_file({k: v for k, v in whole.items() if k != name}, file)
     with pytest.raises(StateError, match=r"no tensor model.embed_tokens.weight \(embedding\)"):
         drawn(config, hf_config, [0])
-    save_file({"model.embed_tokens.weight": torch.zeros(60, 32)}, file)
+    save_file({**whole, name: torch.zeros(60, 32)}, file)
     with pytest.raises(StateError, match=r"embed_tokens.weight has shape \(60, 32\).*\(61, 32\)"):
         drawn(config, hf_config, [0])
-    save_file({"model.embed_tokens.weight": torch.zeros(61, 32, dtype=torch.int8)}, file)
+    save_file({**whole, name: torch.zeros(61, 32, dtype=torch.int8)}, file)
     with pytest.raises(StateError, match="quantized weights cannot be trained"):
         drawn(config, hf_config, [0])
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(StateError, match=r"model.safetensors"):
         drawn(config, hf_config, [0])
+    file.unlink()
     index = {"weight_map": {"model.embed_tokens.weight": "gone.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(StateError, match=r"names gone.safetensors, which is missing"):

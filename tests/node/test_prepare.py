@@ -466,3 +466,39 @@ def test_cores_that_are_not_there_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"optimizer\.cores = 4095: 4095 not on this machine"):
         prepare_run(config(corpus, "optimizer.cores=[4095]"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resume_of_an_older_run_says_which_weights_a_new_one_would_take(
+    tmp_path: Path, corpus: str
+) -> None:
+    """Once; then it is on record that the run keeps its files."""
+    folder, run_dir = tmp_path / "model", tmp_path / "run"
+    save_model(folder, "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    named = {**fields, "transformers_weights": "weights.safetensors"}
+    (folder / "config.json").write_text(json.dumps(named))
+    base = {**BASE, "model": {"path": str(folder)}}
+    plain = parse_config(apply_overrides(base, (corpus, "train.global_batch=1")))
+    prepare_run(plain, run_dir)
+    (run_dir / "journal.sqlite").touch()
+    meta = run_dir / "model" / "meta.json"
+    record = json.loads(meta.read_text())
+    assert record.pop("weight_files") == ["weights.safetensors"]
+    meta.write_text(json.dumps(record))
+    table = (run_dir / "table.json").read_bytes()
+    save_model(folder, "gpt2", seed=1, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    config = json.loads((run_dir / "model/config.json").read_text())
+    assert config["transformers_weights"] == "weights.safetensors"
+    (folder / "a.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    lines: list[str] = []
+    prepare_run(plain, run_dir, lines.append)
+    (line,) = [entry for entry in lines if entry.startswith("model.path")]
+    assert line == (
+        "model.path: this run keeps to a.safetensors, model.safetensors, weights.safetensors; a"
+        " new one would read weights.safetensors, as transformers does"
+    )
+    assert (run_dir / "table.json").read_bytes() == table
+    lines.clear()
+    prepare_run(plain, run_dir, lines.append)
+    assert lines == []

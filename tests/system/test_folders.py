@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -77,3 +77,23 @@ def test_fine_tuning_a_folder(runner: Any, tmp_path: Path, model_type: str, resu
     for name, weights in final_weights(run_dir).items():
         assert torch.equal(ours[name], torch.from_numpy(weights)), name
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), "fp32"), (1e5, "fp16")])
+def test_weights_that_no_training_survives_are_named(
+    runner: Any, tmp_path: Path, value: float, dtype: str
+) -> None:
+    """Before the first step, with the file and the place."""
+    logging.disable_progress_bar()
+    folder, name = tmp_path / "model", "gpt_neox.layers.1.mlp.dense_4h_to_h.weight"
+    save_model(folder, "gpt_neox", **FAMILIES["gpt_neox"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    changes = {
+        "model": {"hf": None, "path": str(folder), "dtype": dtype},
+        "data": {"tokenizer": None},
+    }
+    code, output = run_cli("train", str(runner.configure("run", changes)))
+    assert code == 2, output
+    assert f"model.safetensors: {name} has 1 number that" in output and "at [3, 5]" in output

@@ -42,7 +42,7 @@ from penstock.protocol.config.values import AUTO, BYTE
 from penstock.protocol.errors import StateError
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
-from penstock.protocol.run.files import holds_text, write_atomically
+from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
 from penstock.protocol.security.addresses import check_addresses
@@ -118,6 +118,10 @@ def _prepare(
             write_model(Emulation.of(config), run_dir)
         run_models_prepare(run_dir, progress=progress, keeps=(lock.descriptor,), starter=starter)
         directory.seal(fixed_values(config))
+    elif config.model.path is not None and not _knows_its_weights(run_dir):
+        run_models_prepare(
+            run_dir, "--review", progress=progress, keeps=(lock.descriptor,), starter=starter
+        )
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
     prospect = look_ahead(config, directory.table, directory.run_id, progress, nodes)
@@ -257,6 +261,16 @@ def _inputs_changed(changes: Sequence[Change]) -> bool:
 
 def _inputs_exist(run_dir: Path) -> bool:
     return all((run_dir / name).exists() for name in MADE)
+
+
+def _knows_its_weights(run_dir: Path) -> bool:
+    """Whether the run has a record of the files that it took its weights from; those that were
+    prepared by older versions have none.
+    """
+    try:
+        return "weight_files" in parse_json((run_dir / "model" / "meta.json").read_bytes())
+    except (OSError, *DAMAGED):
+        return False
 
 
 def _absolute_paths(config: Config) -> Config:
