@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.models.checkpoints.carried import keep_carried
 from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
+from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
 from penstock.models.data.chunks import Progress
 from penstock.models.data.token_sources import TokenSources, file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
@@ -38,9 +39,10 @@ def prepare(
     *,
     table_only: bool = False,
     progress: Progress = lambda message: None,
+    bounds: Bounds | None = None,
 ) -> None:
     """Make the files of a run directory. ``table_only`` leaves the data out; ``progress`` is told
-    about what takes long.
+    about what takes long; ``bounds`` are those of this process.
 
     Where the platform brings its model, only the data is made here.
 
@@ -48,9 +50,15 @@ def prepare(
         ConfigError: the configuration, the model or the data cannot be used; names key and value.
         StateError: files of a local model directory are damaged.
     """
-    tokenizer = open_tokenizer(config)
+    bounds = Bounds() if bounds is None else bounds
+    bounds.limit_memory()
+    with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
+        tokenizer = open_tokenizer(config)
+    if tokenizer is not None:
+        tokenizer = BoundedTokenizer(tokenizer, str(config.tokenizer), bounds)
     if not config.cluster.platform.brings_model:
-        _prepare_model(config, run_dir, tokenizer, progress, table_only=table_only)
+        with bounds.within("model: building it without weights", BUILDING_S):
+            _prepare_model(config, run_dir, tokenizer, progress, table_only=table_only)
     if not table_only:
         _prepare_data(config, run_dir, tokenizer, progress)
         keep_carried(config, run_dir, tokenizer)
@@ -236,7 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.review:
             review_weights(config, run_dir, _say)
             return
-        prepare(config, run_dir, table_only=options.table_only, progress=_say)
+        bounds = Bounds(alone=options.parent_pid is not None)
+        prepare(config, run_dir, table_only=options.table_only, progress=_say, bounds=bounds)
 
     return tool_main(work, run_dir, options.parent_pid)
 

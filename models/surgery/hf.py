@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ _CONFIG_READ = re.compile(
     r"""\bconfig\.(\w+)|getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']"""
     r"""|\bkwargs\.(?:pop|get|setdefault)\(\s*["'](\w+)["']"""
 )
+
+_COUNTS = re.compile(
+    r"(^|_)(layers?|blocks|experts|heads|stages|groups|depths?)($|_per_)|^n_(layers?|heads?)$"
+)
+"""Keys of configurations that say how many modules there are, or how many parts of one."""
+_MOST = 10_000
 
 _ADDED_LOSSES = {
     "output_router_logits": "a loss over the routers of all layers",
@@ -117,6 +124,8 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
         model_type = fields.get("model_type") if isinstance(fields, dict) else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {reason(error)}") from error
+    if isinstance(fields, dict):
+        _check_counts(fields, lambda key: f"{key} of {path}")
     # transformers would ask on the terminal whether to run code that the folder brings along.
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if model_type is not None and not known:
@@ -154,6 +163,7 @@ def load_run_config(run_dir: Path) -> PretrainedConfig:
 def _from_mapping(
     fields: dict[str, Any], tokenizer_vocab_size: int | None, eos: int | None
 ) -> PretrainedConfig:
+    _check_counts(fields, lambda key: f"model.hf.{key}")
     model_type = str(fields.pop("model_type"))
     named = f"model.hf.model_type = {model_type!r}"
     if model_type not in CONFIG_MAPPING:
@@ -185,6 +195,17 @@ def _from_mapping(
 
     with refused(explain):
         return config_class(**{**defaults, **fields})
+
+
+def _check_counts(fields: dict[str, Any], where: Callable[[str], str]) -> None:
+    """Refuse numbers of modules that would take all memory before anything else can be checked."""
+    parts = {f"{key}.": part for key, part in fields.items() if isinstance(part, dict)}
+    for prefix, part in {"": fields, **parts}.items():
+        for key, value in part.items():
+            if isinstance(value, (int, float)) and value > _MOST and _COUNTS.search(str(key)):
+                number = str(value)
+                number = number if len(number) <= 20 else f"{number[:20]}…"
+                raise ConfigError(f"{where(prefix + key)} = {number}: is more than {_MOST:,}")
 
 
 def _innermost(error: Exception) -> Exception:

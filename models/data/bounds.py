@@ -1,0 +1,125 @@
+"""Bounds of time and memory for code that a model folder steers: tokenizers, regular expressions,
+and modules by the number.
+
+Such code may never return to Python, or end the process from inside. The process says beforehand
+why it would die, in the words that its parent shows, and the system ends it.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.data.tokenizer import Tokenizer
+from penstock.protocol.errors import ConfigError, PenstockError, reason
+from penstock.shm.cgroup import tightest_memory
+
+OPENING_S = 300.0
+"""CPU seconds to open a tokenizer; the largest take some 10."""
+BUILDING_S = 1200.0
+"""CPU seconds to build a model without weights, and to take it apart."""
+ENCODING_S = 120.0
+"""CPU seconds for a document, beside those for its length."""
+_BYTES_PER_S = 2000
+"""No tokenizer is as slow; usual ones encode some 300,000 bytes a second."""
+_LEAST_BYTES = 4 << 30
+
+
+@dataclass(slots=True)
+class Bounds:
+    """The bounds of a process. Those of one that is not ``alone`` only turn what other languages
+    raise into errors. ``last_words`` is the work that the process has named last.
+    """
+
+    alone: bool = False
+    last_words: str = ""
+
+    def limit_memory(self) -> None:
+        """Let the process have as much as the machine has free, so that an allocation fails before
+        the system kills others.
+        """
+        if self.alone:
+            room = max(_LEAST_BYTES, tightest_memory().available)
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            room = room if hard == resource.RLIM_INFINITY else min(room, hard)
+            resource.setrlimit(resource.RLIMIT_DATA, (room, hard))
+
+    @contextmanager
+    def within(self, what: str, cpu_s: float) -> Iterator[None]:
+        """Run code inside for at most so many CPU seconds; ``what`` says what it does.
+
+        Raises:
+            ConfigError: it ran out of memory, or panicked.
+        """
+        if self.alone:
+            self._say_last_words(what)
+            # Unhandled, and by the process's own time: it acts inside of a call that never
+            # returns, and another load on the machine does not count.
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        try:
+            yield
+        except PenstockError:
+            raise
+        except MemoryError as error:
+            raise ConfigError(f"{what}: takes more memory than there is") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ConfigError(f"{what}: {reason(Exception(str(error)))}") from error
+        finally:
+            if self.alone:
+                signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def _say_last_words(self, what: str) -> None:
+        if what != self.last_words:  # once for all documents
+            self.last_words = what
+            sys.stderr.write(
+                f"penstock: {what}: the process was ended from outside, or took far more CPU time"
+                " than it should, or more memory than there is\n"
+            )
+            sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedTokenizer:
+    """A tokenizer that may take so long for each document."""
+
+    inner: Tokenizer
+    name: str
+    bounds: Bounds
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self.inner.vocab_size
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a document."""
+        return self.inner.eos
+
+    @property
+    def mask(self) -> int | None:
+        """The id that stands for a masked token; None where there is none."""
+        return self.inner.mask
+
+    def encode(self, document: bytes) -> NDArray[np.uint32]:
+        """Returns the uint32 ids of one UTF-8 document, (tokens,), without the end token.
+
+        Raises:
+            ConfigError: the tokenizer ran out of memory, or panicked.
+        """
+        what = f"data.tokenizer = {self.name!r}: encoding a document"
+        with self.bounds.within(what, ENCODING_S + len(document) / _BYTES_PER_S):
+            return self.inner.encode(document)
+
+    def files(self) -> dict[str, bytes]:
+        """Returns its files: path below a directory that ``AutoTokenizer`` can read -> content."""
+        return self.inner.files()
