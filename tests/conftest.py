@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from zmq.utils.garbage import gc as garbage_collector
 
+from penstock.shm.segment import SHM_ROOT, Segment
 from tests.shelf import Shelf
 
 T = TypeVar("T")
@@ -25,11 +28,16 @@ APART = frozenset(
 NOT_APART = frozenset({"test_doctor.py", "test_life_of_a_run.py", "test_loader.py"})
 """Folders whose tests create no segments, and files there that do."""
 
+APART_KEY = pytest.StashKey[bool]()
+"""Whether this process of tests has a /dev/shm of its own."""
+
 MADE_ONCE = frozenset({"plain_run", "clipped_run", "emulated_run"})
 """Fixtures that take a whole run."""
 
-GRACE_S = 3.0
-"""What ends on its own a moment later (a closed channel's socket, a killed child) is no leak."""
+GRACE_S = 60.0
+"""Seconds for what ends on its own a moment later (a closed channel's socket, a killed child),
+also on a machine that is busy with other work. Only a test with a leak waits for all of them.
+"""
 
 KEPT_BY_LIBRARIES = (
     "anon_inode:[eventfd]",
@@ -67,21 +75,55 @@ def child_processes() -> set[int]:
 
 
 def segments() -> set[str]:
-    """Names of Penstock's segments on this machine."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("penstock-")}
+    """Names of Penstock's segments on this machine, those of other runs and users too."""
+    return {name for name in os.listdir(SHM_ROOT) if name.startswith("penstock-")}
 
 
-def mapped_elsewhere(name: str) -> bool:
-    """Whether a living process other than this one maps the segment: then another run uses it."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if f"/dev/shm/{name}" in (entry / "maps").read_text():
-                return True
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return False
+class Made:
+    """The register of the segments that this process of tests and its children make.
+
+    A foreign run may start, end or leave memory behind at any time during a test, so a new name
+    alone says nothing. A segment is one of ours in three cases. This process or a fork of it has
+    created the segment. The segment's run has its directory below ``folder``, the tests' temporary
+    folder. Or all segments are ours, because /dev/shm is (``apart``). A program that a test
+    executes and that creates segments therefore gets the id of a run directory in ``tmp_path``.
+    """
+
+    def __init__(self, folder: Path, *, apart: bool) -> None:
+        self._folder = folder
+        self._apart = apart
+        self._register = folder / "segments.txt"  # a file, for forks write to it as well
+
+    @contextmanager
+    def watching(self) -> Iterator[Made]:
+        """Note each segment that this process and its forks create meanwhile."""
+        create = Segment.create
+
+        def noted(name: str, *arguments: Any, **options: Any) -> Segment:
+            with self._register.open("a") as register:
+                register.write(f"{name.lstrip('/')}\n")
+            return create(name, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Segment, "create", noted)
+            yield self
+
+    def among(self, names: set[str]) -> set[str]:
+        """Returns those of ``names`` that are ours."""
+        if self._apart or not names:
+            return names
+        noted = self._register.read_text().split() if self._register.exists() else ()
+        ours = tuple(f"penstock-{run_id}-" for run_id in self._run_ids())
+        return names.intersection(noted) | {name for name in names if name.startswith(ours)}
+
+    def _run_ids(self) -> Iterator[str]:
+        for path in self._folder.rglob("run.json"):
+            try:
+                content = json.loads(path.read_bytes())
+            except (OSError, ValueError):
+                continue  # a test may have damaged its run directory
+            if isinstance(content, dict) and isinstance(content.get("run_id"), str):
+                yield content["run_id"]
 
 
 def settle(probe: Callable[[], T]) -> T:
@@ -107,6 +149,16 @@ def zero_copy_thread() -> Iterator[None]:
     garbage_collector.start()
     yield
     garbage_collector.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Made]:
+    """The register of what the tests of this process make."""
+    apart = request.config.stash.get(APART_KEY, False)
+    with Made(tmp_path_factory.getbasetemp(), apart=apart).watching() as register:
+        yield register
 
 
 @pytest.fixture(scope="session")
@@ -155,14 +207,13 @@ def mount_own_shared_memory() -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``-n``: each process of tests has its own /dev/shm, since nobody could tell whose a
-    segment is that no process maps any more. Without the right to mount one, tests that create
-    segments run one after the other, beside the others. Tests that look at the same run are in one
-    process, so that it is made once.
+    """With ``-n``: each process of tests has its own /dev/shm. Without the right to mount one,
+    tests that create segments run one after the other, beside the others. Tests that look at the
+    same run are in one process, so that the run is made once.
     """
     if not hasattr(config, "workerinput"):
         return
-    apart = mount_own_shared_memory()
+    config.stash[APART_KEY] = apart = mount_own_shared_memory()
     for item in items:
         if not apart:
             group = "segments" if shares_memory(item.path) else str(item.path)
@@ -172,7 +223,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, made: Made) -> Iterator[None]:
     """Fail a test that leaves a segment, a child process, a thread or a descriptor behind, or cores
     taken away: the tests after it would have one less to train on.
     """
@@ -189,7 +240,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     }
     os.sched_setaffinity(0, cores)
     if shares:
-        found = settle(lambda: {n for n in segments() - names if not mapped_elsewhere(n)})
-        problems["segments"] = found
+        problems["segments"] = settle(lambda: made.among(segments() - names))
     leaks = {what: found for what, found in problems.items() if found}
     assert not leaks, f"the test left behind: {leaks}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from penstock.client.main import app
 from penstock.shm.segment import SHM_ROOT
 from tests.scheduler.fakes import make_run
 
-OLD_RUN = "0123456789ab"
+OLD_RUN = secrets.token_hex(6)
 
 
 @pytest.fixture
