@@ -54,6 +54,20 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+ENDLESS: dict[str, Any] = {
+    "train": {"steps": 10**6, "clip_grad_norm": None},
+    "optimizer": {"schedule": "constant", "min_lr": 0.0},
+}
+"""Changes of a run that a test attacks or looks at, and then stops: the run is never over first.
+A step does not depend on the number of steps, so a run of as many steps leaves the same bytes.
+"""
+
+
+def endless_until(steps: int) -> dict[str, Any]:
+    """Changes of the run that an :data:`ENDLESS` one is compared with, which was stopped."""
+    return merge(ENDLESS, {"train": {"steps": steps}})
+
+
 MEMBER_KINDS = ("memoryd", "optimizerd", "schedulerd", "worker", "node")
 
 
@@ -138,7 +152,7 @@ class Runner:
         self.started.append(process)
         return TrainProcess(process, run_dir)
 
-    def train(self, config: Path, *arguments: str, timeout_s: float = 240.0) -> Path:
+    def train(self, config: Path, *arguments: str, timeout_s: float = 500.0) -> Path:
         """Run to the end; the run directory. A failure shows output and logs."""
         run = self.start(config, *arguments)
         code, output = run.wait(timeout_s)
@@ -151,7 +165,7 @@ class Runner:
         for process in self.started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=10)
+                process.wait(timeout=500)
             if process.stdout is not None:
                 process.stdout.close()
 
@@ -196,7 +210,7 @@ def newest_step(run_dir: Path) -> int:
     return int(json.loads(complete[-1])["step"]) if complete else 0
 
 
-def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 120.0) -> None:
+def wait_for_step(run: TrainProcess, step: int, timeout_s: float = 500.0) -> None:
     """Wait until metrics.jsonl shows a committed ``step``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
