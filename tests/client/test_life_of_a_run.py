@@ -70,7 +70,7 @@ class Run:
             [sys.executable, "-m", "penstock.client.main", *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -110,8 +110,8 @@ class Run:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-            process.communicate(timeout=30)
-        deadline = time.monotonic() + 10.0
+            process.communicate(timeout=120)
+        deadline = time.monotonic() + 120.0
         pids = self.pids().values() if (self.directory / "endpoint.json").exists() else ()
         while any(start_ticks(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -128,13 +128,12 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def wait_dead(pids: list[int]) -> None:
     """Until none of the processes is alive."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 120.0
     while alive := [pid for pid in pids if start_ticks(pid) is not None]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(400)
 def test_life_of_a_run(run: Run) -> None:
     training = run.start()
     run.wait_past(2, training)
@@ -153,7 +152,7 @@ def test_life_of_a_run(run: Run) -> None:
     assert (code, status["phase"] in ("running", "deciding", "amending")) == (0, True)
     members = {m["member"]: m for m in status["members"]}
     assert members.keys() >= {"schedulerd", "node.a", "memoryd.a", "worker.0"}
-    with urllib.request.urlopen(status["metrics"]["a"], timeout=10) as page:
+    with urllib.request.urlopen(status["metrics"]["a"], timeout=120) as page:
         text = page.read().decode()
     for name in members:
         assert f'process="{name}"' in text
@@ -164,7 +163,7 @@ def test_life_of_a_run(run: Run) -> None:
     training.send_signal(signal.SIGINT)
     time.sleep(0.1)
     training.send_signal(signal.SIGINT)
-    output, _ = training.communicate(timeout=60)
+    output, _ = training.communicate(timeout=120)
     assert training.returncode == 130, output
     assert "the same command goes on from" in output
 
@@ -174,7 +173,7 @@ def test_life_of_a_run(run: Run) -> None:
     run.wait_past(reached, training)
     code, said = run.call("stop", "--run-dir", str(run.directory))
     assert code == 0, said
-    output, _ = training.communicate(timeout=60)
+    output, _ = training.communicate(timeout=120)
     assert training.returncode == 5, "a chain of jobs must not take it for finished: " + output
     assert "stopped at step" in output
     assert run.segments() == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +114,8 @@ def test_a_signal_ends_the_wait_between_two_looks() -> None:
         seen = interruptions.state
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        start = time.monotonic()
-        interruptions.wait(30.0, seen)
-        assert time.monotonic() - start < 20.0
+        interruptions.wait(3600.0, seen)
         assert interruptions.state == (True, False)
-        interruptions.wait(30.0, seen)  # what came before is not waited for again
+        interruptions.wait(3600.0, seen)  # what came before is not waited for again
         timer.join()
     interruptions.wait(0.0, seen)

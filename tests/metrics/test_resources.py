@@ -42,7 +42,7 @@ def measured(run: RunDirectory) -> Samples:
     """All that node a says of itself."""
     watched = NodeResources(run, "a")
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120.0
         while watched._survey is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -172,13 +172,15 @@ def test_a_clock_is_compared_within_the_error_that_is_stated(shift_s: float) -> 
 
     server = Exporter(app, "127.0.0.1", 0, None)
     try:
+        begun_s = time.monotonic()
         exchanges = [compare(f"http://127.0.0.1:{server.port}/metrics", None) for _ in range(5)]
     finally:
         server.close()
-    best = best_of(tuple(exchanges), time.monotonic())
+    ended_s = time.monotonic()
+    best = best_of(tuple(exchanges), ended_s)
     assert best is not None
     offset_s, error_s = best
-    assert abs(offset_s - shift_s) <= error_s < 0.5
+    assert abs(offset_s - shift_s) <= error_s < ended_s - begun_s + 0.5, "no longer than it took"
 
 
 def test_the_exchange_counts_that_says_most_now() -> None:

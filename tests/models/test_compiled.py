@@ -108,13 +108,11 @@ def test_forwards_that_are_watched_run_uncompiled(make_case: Any, make_batch: An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_generated_kernels_add_16_bit_gradients_up_in_fp32(make_case: Any, make_batch: Any) -> None:
     batches = [make_batch(seed=seed) for seed in (1, 2)]
     check_like_uncompiled(make_case("llama"), batches, torch.bfloat16, 0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_generated_kernels_drop_out_the_same_elements(make_case: Any, make_batch: Any) -> None:
     check_like_uncompiled(make_case("gpt2", **DROPOUT), [make_batch()], torch.float32, 1e-4)

@@ -108,7 +108,6 @@ def test_folders_of_other_kinds(fields: Any, complaint: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_type_that_transformers_knows(tmp_path: Path) -> None:
     """With the sizes of its first model, on the meta device: a table or a sentence."""
     logging.set_verbosity_error()

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -20,7 +21,7 @@ import pytest
 import yaml
 
 from penstock.daemons.node.home import RunLock, node_lock_path
-from penstock.protocol.errors import ConfigError, ExitCode
+from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.ended import RunEnd
@@ -30,7 +31,7 @@ from penstock.shm.process import start_ticks
 
 HERE = Path(__file__).parent
 FOREVER = "600"
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -288,12 +289,16 @@ def test_two_nodes_of_one_name_are_refused_by_pid(node: Node) -> None:
 def test_lock_waits_for_the_children_of_a_killed_node(tmp_path: Path) -> None:
     path = node_lock_path(tmp_path, "a")
     held = RunLock.acquire(path, wait_s=0.0, inheritable=True)
-    child = subprocess.Popen(["sleep", "0.5"], close_fds=False)
-    held.release()
-    started = time.monotonic()
-    with RunLock.acquire(path, wait_s=10.0):
-        assert time.monotonic() - started > 0.2
-    child.wait()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False) as child:
+        held.release()
+        with pytest.raises(LostMemberError, match="processes of a killed run still end"):
+            RunLock.acquire(path, wait_s=0.0)
+        assert child.stdin is not None
+        end = threading.Timer(0.2, child.stdin.close)
+        end.start()
+        with RunLock.acquire(path, wait_s=DEADLINE_S):
+            assert child.wait(DEADLINE_S) == 0
+        end.join()
 
 
 def test_a_run_that_ends_while_a_node_waits_for_its_lock_is_no_old_run(node: Node) -> None:

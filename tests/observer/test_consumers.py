@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -29,7 +28,7 @@ class Failing:
             self.failures -= 1
             raise OSError("the disk is gone")
         self.works.set()
-        stop.wait(10.0)
+        stop.wait(120.0)
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Slow:
     name: str = "slow"
 
     def run(self, stop: StopSignal) -> None:
-        self.over.wait(10.0)
+        self.over.wait(3600.0)
 
 
 def test_a_consumer_that_fails_begins_anew_and_a_slow_one_is_left(
@@ -48,18 +47,17 @@ def test_a_consumer_that_fails_begins_anew_and_a_slow_one_is_left(
 ) -> None:
     monkeypatch.setattr(consumer, "AGAIN_S", 0.01)
     stop, failing, slow = StopSignal(), Failing(failures=2), Slow()
-    begun_s = time.monotonic()
     with caplog.at_level(logging.WARNING):
         keywords = {"finish_s": 0.1}
         observer = threading.Thread(
             target=run_consumers, args=([failing, slow], stop), kwargs=keywords
         )
         observer.start()
-        assert failing.works.wait(10.0), "it worked at the third time"
+        assert failing.works.wait(120.0), "it worked at the third time"
         stop.set()
-        observer.join(10.0)
+        observer.join(120.0)
+    assert not observer.is_alive(), "nobody waits for the slow one"
     slow.over.set()
-    assert time.monotonic() - begun_s < 5.0
     said = [record.getMessage() for record in caplog.records]
     assert said == ["failing failed"] * 2 + ["slow is not done 0.1 s after the end of the run"]
 

@@ -14,7 +14,7 @@ from penstock.daemons.preload.heirs import VARIABLE, take_heirs
 from penstock.daemons.preload.owner import Preloader
 from penstock.daemons.preload.starting import Preloading, Spawning
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 STREAMS = (0, 1, 2)
 NEWBORN = "tests.preload.newborn"
 

@@ -94,7 +94,9 @@ def test_descriptions_follow_the_conventions(process: str) -> None:
             elif metric.kind is Kind.COUNTER:
                 page.add(metric.name, 1, *labels)
     command = ["promtool", "check", "metrics"]
-    done = subprocess.run(command, input=generate_latest(registry), capture_output=True, timeout=20)
+    done = subprocess.run(
+        command, input=generate_latest(registry), capture_output=True, timeout=120
+    )
     assert (done.returncode, done.stderr.decode()) == (0, "")
 
 

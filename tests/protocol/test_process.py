@@ -46,6 +46,7 @@ def own_signals() -> Iterator[None]:
 
 def test_logs_are_json_lines(tmp_path: Path, root_logger: logging.Logger) -> None:
     configure_logging("memoryd.a", tmp_path, "info")
+    begun_s = time.time()
     logging.getLogger("x").info("saved %d", 3, extra={"version": 7, "path": Path("p")})
     logging.getLogger("x").debug("not shown")
     try:
@@ -54,7 +55,7 @@ def test_logs_are_json_lines(tmp_path: Path, root_logger: logging.Logger) -> Non
         logging.getLogger("x").exception("ended")
     lines = (tmp_path / "logs" / "memoryd.a.jsonl").read_text().splitlines()
     first, second = map(json.loads, lines)
-    assert first.pop("time") == pytest.approx(time.time(), abs=5)
+    assert begun_s - 1e-3 <= first.pop("time") <= time.time() + 1e-3
     assert first == {
         "level": "info",
         "process": "memoryd.a",
@@ -74,9 +75,9 @@ def test_stop_signal_wakes_every_waiter(own_signals: None) -> None:
         thread.start()
     assert not stop.wait(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.wait(5.0)
+    assert stop.wait(120.0)
     for thread in woken:
-        thread.join(timeout=5.0)
+        thread.join(timeout=120.0)
         assert not thread.is_alive()
     assert stop.is_set
 
@@ -87,7 +88,7 @@ def test_stop_signal_never_deadlocks_with_its_handler(own_signals: None) -> None
     for _ in range(200):
         stop = StopSignal()
         signal.setitimer(signal.ITIMER_REAL, 0.0005)
-        assert stop.wait(5.0)
+        assert stop.wait(120.0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
@@ -110,7 +111,7 @@ def test_children_die_with_their_parent() -> None:
         lines = sorted([process.stdout.readline().strip(), process.stdout.readline().strip()])
         assert lines[1] == "up"
         process.kill()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 120.0
     while start_ticks(int(lines[0])) is not None:
         assert time.monotonic() < deadline, "the child outlived its parent by 5 s"
         time.sleep(0.01)
@@ -118,7 +119,7 @@ def test_children_die_with_their_parent() -> None:
 
 def test_a_child_whose_parent_is_gone_exits() -> None:
     code = "from penstock.protocol.run.process import die_with_parent; die_with_parent(1)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 1
 
 
 def test_errors_for_the_user_become_exit_codes(

@@ -485,7 +485,6 @@ def test_a_second_signal_ends_at_once(make_fake_run: Callable[..., FakeRun]) -> 
     time.sleep(0.3)  # an attempt starts that nobody works on
     for _ in range(3):  # of one round
         scheduler.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
     scheduler.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert scheduler.process.poll() is None, "it waits for the attempt"

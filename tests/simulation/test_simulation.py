@@ -36,7 +36,6 @@ def run(*arguments: str, timeout_s: float = 280.0) -> str:
     return found.stdout
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", [0, 1_000_000])
 def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones(first: int) -> None:
     """About a minute together; ``make soak`` lives through seeds that nobody has seen."""
@@ -44,7 +43,6 @@ def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones(first: int) -
     assert said.startswith("19 seeds") and " 0 violations" in said
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("seed", "shows"),
     [(("10",), "decided  COMMIT"), (("43", "--kind", "full disk"), "stops  schedulerd")],
@@ -78,7 +76,6 @@ def test_a_seed_that_the_simulation_fails_on_costs_no_other(
     assert seed == 11 and "ZeroDivisionError" in said
 
 
-@pytest.mark.timeout(120)
 def test_gradients_are_pulled_where_nobody_sums_them_before() -> None:
     said = run("run", "--seeds", "0:", "--minutes", "0.01", "--shape", "two-nodes-pulls")
     (counted,) = [line for line in said.splitlines() if line.endswith(PULLED)]

@@ -20,8 +20,6 @@ from tests.worker.cluster import build_cluster, make_config
 from tests.worker.test_channels import store_library
 from tests.worker.test_parity_matrix import CORNERS, LABS, Lab, refusal
 
-pytestmark = pytest.mark.timeout(300)
-
 __all__ = ["store_library"]  # a fixture
 
 OFTEN = (

@@ -143,5 +143,5 @@ def on_terminal(
     finally:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
-            process.wait(timeout=10)
+            process.wait(timeout=500)
         os.close(master)

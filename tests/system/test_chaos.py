@@ -40,7 +40,6 @@ def struck(runner: Any, out: Path, reference: Path, *options: str) -> tuple[str,
     return done.stdout, [json.loads(line)["outcome"] for line in lines]
 
 
-@pytest.mark.timeout(180)
 def test_faults_are_struck_counted_and_leave_the_same_bytes(
     runner: Any, plain_run: Path, tmp_path: Path
 ) -> None:
@@ -53,7 +52,6 @@ def test_faults_are_struck_counted_and_leave_the_same_bytes(
     assert not (out / "run-1").exists(), "a run that is as it should be is not kept"
 
 
-@pytest.mark.timeout(180)
 def test_a_run_whose_memory_is_lost_does_steps_again_with_the_same_outcome(
     runner: Any, plain_run: Path, tmp_path: Path
 ) -> None:
@@ -65,7 +63,6 @@ def test_a_run_whose_memory_is_lost_does_steps_again_with_the_same_outcome(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_an_interrupted_campaign_ends_its_run(runner: Any, plain_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "chaos"
     options = {"--kinds": "kill", "--reference": str(plain_run), "--out": str(out)}
@@ -78,11 +75,11 @@ def test_an_interrupted_campaign_ends_its_run(runner: Any, plain_run: Path, tmp_
         text=True,
     )
     runner.started.append(process)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 120.0
     while not segments_of(out / "run-1") and time.monotonic() < deadline_s:
         time.sleep(0.05)
     process.terminate()
-    output, events = process.communicate(timeout=60)
+    output, events = process.communicate(timeout=120)
     assert process.returncode == 130, events
     assert "interrupted; the run under way was not checked" in events
     assert "0 faults" in output and "interrupted" in output

@@ -107,7 +107,6 @@ class Limited:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("schedule", "limit"),
     [

@@ -16,7 +16,10 @@ from penstock.client.watching.trace import TraceOutputs, make_trace_report
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.simulate import simulate
+from penstock.planner.traces.measured import measure
+from penstock.planner.traces.traced import TracedRun
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.trace_reading import read_traces
 from tests.shelf import Shelf
 from tests.system import conftest as H
 
@@ -70,12 +73,14 @@ def measured_over_simulated(run_dir: Path) -> float:
     return float(step_s / emulation.time_scale / simulation.makespan_s)
 
 
-def test_steps_take_as_long_as_simulated_and_say_that_they_are_emulated(emulated_run: Path) -> None:
+def test_steps_take_no_less_than_simulated_and_are_called_emulated(
+    emulated_run: Path,
+) -> None:
     lines = H.metrics(emulated_run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["emulated"] is True for line in lines)
     assert {line["decision"] for line in lines} == {"commit"}
-    assert 0.9 < measured_over_simulated(emulated_run) < 1.15
+    assert 0.9 < measured_over_simulated(emulated_run), "a busy machine only takes longer"
     run = RunDirectory(emulated_run)
     assert 0 < len(run.plan.settled_early) < run.plan.num_blocks, "auto tells blocks apart"
     planned = max(p.total_bytes for p in device_peaks(run.plan, Emulation.of(run.config).costs))
@@ -87,8 +92,22 @@ def test_a_trace_is_in_the_seconds_of_the_cluster(emulated_run: Path) -> None:
     """And beside what the costs of the emulation lead to."""
     report = make_trace_report(emulated_run, None, None, TraceOutputs())
     assert report.costs == "analytic:V100-32:gpt3-1.3b"
-    assert abs(report.error) < 0.05
+    run = RunDirectory(emulated_run)
+    emulation = Emulation.of(run.config)
+    simulated = simulate(run.plan, emulation.costs, emulation.cluster, stops_early=True)
+    assert report.simulation.makespan_s == pytest.approx(simulated.makespan_s)
+    here = measure(TracedRun.of(read_traces(emulated_run), ("a",)), run.plan, copies=True)
+    seconds = {attempt.number: attempt.makespan_s for attempt in here.attempts}
+    for attempt in report.chosen:
+        assert attempt.makespan_s * TIME_SCALE == pytest.approx(seconds[attempt.number])
     assert all(abs(device.error) < 0.05 for device in report.memory)
+
+
+@pytest.mark.slow
+def test_steps_and_traces_take_as_long_as_simulated(emulated_run: Path) -> None:
+    assert 0.9 < measured_over_simulated(emulated_run) < 1.15
+    report = make_trace_report(emulated_run, None, None, TraceOutputs())
+    assert abs(report.error) < 0.05
 
 
 @pytest.mark.slow
@@ -104,7 +123,7 @@ def test_another_schedule_and_a_killed_worker_leave_the_same_bytes(
     H.wait_for_step(run, 2)
     time.sleep(random.Random(seed).random() * TIME_SCALE * 0.4)
     os.kill(run.members()["worker.2"], signal.SIGKILL)
-    code, output = run.wait(120)
+    code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     assert H.metrics(run.run_dir)[-1]["epoch"] > 1, "the run has recovered from the kill"
     assert H.state_bytes(run.run_dir) == H.state_bytes(emulated_run)
@@ -130,7 +149,6 @@ def test_every_kind_of_instruction_leaves_the_same_bytes(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", [{"scheme": "spipe"}, {"scheme": "chimera"}])
 def test_nodes_read_from_each_other(
     runner: Any, emulated_run: Path, schedule: dict[str, Any]

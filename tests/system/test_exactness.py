@@ -56,7 +56,7 @@ def disturb(run: Any, target: str, kind: str, source: random.Random) -> None:
 
 def obeyed(run: Any, command: Callable[[ControlClient], Any]) -> None:
     """Have the scheduler do something, as soon as it is back."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     while True:
         try:
             with ControlClient.for_run(run.run_dir) as client:
@@ -69,7 +69,7 @@ def obeyed(run: Any, command: Callable[[ControlClient], Any]) -> None:
 
 def awaited(run: Any, target: str, fits: Callable[[int | None], bool]) -> int | None:
     """The pid of a member as soon as it fits."""
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     while not fits(found := run.members().get(target)):
         assert time.monotonic() < deadline, f"{target} is {found}: {run.members()}"
         time.sleep(0.02)
@@ -78,7 +78,7 @@ def awaited(run: Any, target: str, fits: Callable[[int | None], bool]) -> int | 
 
 def finish_exact(run: Any, undisturbed: dict[str, bytes]) -> None:
     """The run ends by itself, with each step exactly once and the undisturbed bytes."""
-    code, output = run.wait(240)
+    code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     lines = H.metrics(run.run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "each step exactly once"
@@ -97,7 +97,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(400)
 def test_every_process_is_disturbed_in_one_run(runner: Any, undisturbed: dict[str, bytes]) -> None:
     """All cases one after the other, in random order, each when the run has recovered; before them
     the scheduler dies between journal and broadcast: the next one must apply that commit once.
@@ -128,7 +127,7 @@ def assert_a_second_scheduler_is_refused(run_dir: Path) -> None:
             [sys.executable, "-m", "penstock.client.main", *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         client.resume()
@@ -168,7 +167,6 @@ def killing_after_journal(root: Path, marker: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_workers_of_a_process_group_are_killed(runner: Any, undisturbed: dict[str, bytes]) -> None:
     """Gloo instead of messages: the leader of its rendezvous dies, and another member; the bytes
     are those of messages.

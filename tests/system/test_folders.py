@@ -43,7 +43,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model_type", "resumed"), CASES)
 def test_fine_tuning_a_folder(runner: Any, tmp_path: Path, model_type: str, resumed: bool) -> None:
     """Own tokenizer, same losses and weights as plain PyTorch, also over a resume, and an export

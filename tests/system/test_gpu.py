@@ -15,7 +15,6 @@ STEPS = 12
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     # Without asking torch, which takes seconds to import.
     pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="needs a CUDA device"),
 ]

@@ -113,7 +113,6 @@ def loop_of(kind: str) -> Callable[[Path], ReferenceLoop]:
     return PicturesLoop if kind == PICTURES else ReferenceLoop
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind", [PICTURES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)]
 )

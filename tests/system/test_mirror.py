@@ -83,7 +83,6 @@ SPLIT = {"model": {"dtype": "bf16"}, "optimizer": {"master": "split", "grad_dtyp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("changed", [{}, SPLIT], ids=["fp32", "split"])
 def test_replicas_are_the_owners_bytes(runner: Any, changed: dict[str, Any]) -> None:
     changes = H.merge(H.merge(MIRRORED, {"train": {"steps": 100_000}}), changed)
@@ -96,7 +95,7 @@ def test_replicas_are_the_owners_bytes(runner: Any, changed: dict[str, Any]) -> 
             time.sleep(0.05)
         assert_replicas_equal(run.run_dir)
         client.stop()
-    code, output = run.wait(60)
+    code, output = run.wait(500)
     assert code == 5, output
     assert not H.segments_of(runner.root)
 

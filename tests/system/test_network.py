@@ -14,7 +14,6 @@ from tests.system.conftest import CLIPPED, Runner, merge, state_bytes
 pytestmark = pytest.mark.skipif(missing() != "", reason=missing())
 
 
-@pytest.mark.timeout(300)
 def test_a_run_goes_on_when_its_connections_are_forgotten(
     runner: Runner, clipped_run: Path, tmp_path: Path
 ) -> None:

@@ -38,7 +38,6 @@ def start_all(runner: Any, config: Path, count: int, port: int) -> list[subproce
     return [start(runner, config, {**common, "NODE_RANK": str(rank)}) for rank in ranks]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.integration
 def test_two_nodes_then_one_then_two_end_with_the_same_bytes(runner: Any, plain_run: Path) -> None:
     """Nobody edits the configuration in between, and each start finds the run of the last one."""
@@ -54,7 +53,7 @@ def test_two_nodes_then_one_then_two_end_with_the_same_bytes(runner: Any, plain_
             with ControlClient.for_run(run_dir) as client:
                 client.stop()
         code = ExitCode.DONE if until is None else ExitCode.STOPPED
-        assert [node.wait(timeout=90) for node in nodes] == [code] * count, said.read_text()
+        assert [node.wait(timeout=500) for node in nodes] == [code] * count, said.read_text()
         resolved = yaml.safe_load((run_dir / "resolved.yaml").read_text())["cluster"]["nodes"]
         assert [node["name"] for node in resolved] == ["node-0", "node-1"][:count]
     assert H.state_bytes(run_dir) == H.state_bytes(plain_run)

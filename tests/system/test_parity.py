@@ -117,14 +117,12 @@ def test_parity_of_a_clipped_run(clipped_run: Path) -> None:
     check_parity_of(clipped_run, clip=True)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", GATE, ids=str)
 def test_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
     check_parity(runner, cell)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_bf16_parity(runner: Any) -> None:
     """bf16 weights and gradients beside a loop that rounds in the same places.
 
@@ -144,7 +142,6 @@ def test_bf16_parity(runner: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", FULL, ids=str)
 def test_parity_full_matrix(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
     check_parity(runner, cell)

@@ -85,7 +85,6 @@ def impostors(run_id: str, members: list[str]) -> Iterator[pb.MemberMessage]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_nodes_train_on_among_hostile_peers(runner: Any, tmp_path: Path) -> None:
     nodes = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}
     changes = {"train": {"steps": 10**6}, "cluster": nodes}
@@ -107,7 +106,7 @@ def test_two_nodes_train_on_among_hostile_peers(runner: Any, tmp_path: Path) -> 
             attack.round(part_bytes)
     H.wait_for_step(run, H.newest_step(run.run_dir) + 3)
     os.kill(run.process.pid, signal.SIGINT)
-    code, output = run.wait(90)
+    code, output = run.wait(500)
     assert code == 130, output
     assert set(attack.num_cut.values()) == {2}
     limits = {name: 1500 if name.startswith("worker") else 150 for name in members}

@@ -23,7 +23,6 @@ from tests.system import conftest as H
 STEPS: int = H.PLAIN["train"]["steps"]
 
 
-@pytest.mark.timeout(300)
 def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     runner: Any, plain_run: Path
 ) -> None:
@@ -38,7 +37,7 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     run = runner.start(settling("early"))
     H.wait_for_step(run, 5)
     os.kill(run.process.pid, signal.SIGINT)
-    code, output = run.wait(60)
+    code, output = run.wait(500)
     assert code == 130, output
     assert "the same command goes on from there" in output
     stopped_at = H.metrics(run.run_dir)[-1]["step"]
@@ -49,7 +48,7 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     run = runner.start(settling("advance"))
     H.wait_for_step(run, stopped_at + 1)
     os.kill(run.process.pid, signal.SIGKILL)
-    run.wait(30)
+    run.wait(500)
     wait_for_children(run)
     assert int(H.newest_state(run.run_dir).name.removeprefix("step-")) == stopped_at
     assert RunDirectory(run.run_dir).plan.settled_early == ()
@@ -60,7 +59,7 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     assert (code, "optimizer.weight_decay: cannot change now" in output) == (2, True), output
     assert (run.run_dir / "resolved.yaml").read_bytes() == before
     run = runner.start(settling("early"))
-    code, output = run.wait(120)
+    code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     assert not run.members() and not H.dirty(run.run_dir) and not findings(runner.root)
     assert [m["step"] for m in H.metrics(run.run_dir)] == list(range(1, STEPS + 1))
@@ -69,14 +68,13 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
 
 def wait_for_children(run: Any) -> None:
     """A killed ``penstock train`` takes all processes with it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120.0
     while run.members() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not run.members(), "children outlived penstock train"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_another_weight_decay_acts_from_the_next_step_on(runner: Any, plain_run: Path) -> None:
     """Beside the same step with the old one: moments and what does not decay are the same bytes,
     and the rest differs by that step's decay.
@@ -105,14 +103,13 @@ def resumed_with(runner: Any, finished: Path, decay: float) -> Path:
     shutil.copytree(finished, run_dir)
     path = runner.configure(run_dir.name, H.merge(H.PLAIN, {"train": {"steps": STEPS + 1}}))
     run = runner.start(path, "--set", f"optimizer.weight_decay={decay}")
-    code, output = run.wait(120)
+    code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run_dir)}"
     said = f"optimizer.weight_decay: 0.1 -> {decay} (from the next step on; the state keeps"
     assert (said in output) == (decay != 0.1), output
     return run_dir
 
 
-@pytest.mark.timeout(300)
 def test_evaluation_snapshot_and_scheme_change_on_resume(runner: Any) -> None:
     """From two routes to one: each block has half as many gradients, in memory laid out anew. The
     loss scale of fp16 weights starts too high and comes down by skips.
@@ -149,7 +146,6 @@ def test_evaluation_snapshot_and_scheme_change_on_resume(runner: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_export_loads_in_transformers(runner: Any, plain_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "hf"
     command = [sys.executable, "-m", "penstock.client.main", "export", str(plain_run)]
@@ -188,7 +184,7 @@ def check_training_from(runner: Any, source: Path) -> list[float]:
 def findings(root: Path) -> list[dict[str, Any]]:
     """What ``penstock doctor`` finds of runs below a directory."""
     command = [sys.executable, "-m", "penstock.client.main", "doctor", "--json"]
-    report = subprocess.run(command, check=True, timeout=60, capture_output=True)
+    report = subprocess.run(command, check=True, timeout=120, capture_output=True)
     return [f for f in json.loads(report.stdout)["findings"] if str(root) in json.dumps(f)]
 
 
@@ -205,14 +201,14 @@ def test_twenty_runs_in_a_row_half_of_them_killed_leave_nothing(runner: Any) -> 
             time.sleep(source.uniform(0.5, 12.0))
             if run.process.poll() is None:
                 os.kill(run.process.pid, signal.SIGKILL)
-            run.wait(60)
+            run.wait(500)
             wait_for_children(run)
         else:
-            code, output = run.wait(180)
+            code, output = run.wait(500)
             assert code == 0, f"round {index}: {output}\n{H.tail_logs(run.run_dir)}"
             assert not run.members()
             assert not H.dirty(run.run_dir)
     command = [sys.executable, "-m", "penstock.client.main", "doctor", "--clean"]
-    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
     assert not H.segments_of(runner.root)
     assert not findings(runner.root)

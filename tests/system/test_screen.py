@@ -116,7 +116,7 @@ def test_two_watch_a_run_and_one_is_killed(runner: Runner) -> None:
         run.process.send_signal(signal.SIGINT)
         large.until("stopping on request")
         assert large.end() == 5 and given_back(large)
-    assert run.wait(30.0)[0] == 130
+    assert run.wait(500)[0] == 130
 
 
 @pytest.mark.parametrize("end", ["\x03", "break"])

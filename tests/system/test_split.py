@@ -18,7 +18,6 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_resume_stores_masters_whole(runner: Any) -> None:
     runner.train(runner.configure("run", CHANGES))
     whole = {"optimizer": {"grad_dtype": "bf16"}, "train": {**CHANGES["train"], "steps": STEPS + 1}}

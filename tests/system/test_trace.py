@@ -28,27 +28,32 @@ def penstock(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.timeout(300)
 def test_a_traced_run_beside_its_simulation(plain_run: Path, tmp_path: Path) -> None:
     check_trace(plain_run, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_traced_run_that_recomputes(runner: Any, tmp_path: Path) -> None:
+    """Traces and metrics measure by two clocks, which a busy core holds up apart."""
     changes = {**H.PLAIN, "schedule": {"scheme": "spipe"}, "observability": {"trace": True}}
-    check_trace(runner.train(runner.configure("traced", changes)), tmp_path)
+    run_dir = runner.train(runner.configure("traced", changes))
+    traced_s, said_s = seconds_of(check_trace(run_dir, tmp_path), run_dir)
+    assert traced_s == pytest.approx(said_s, rel=0.05)
 
 
-def check_trace(run_dir: Path, tmp_path: Path) -> None:
+def check_trace(run_dir: Path, tmp_path: Path) -> list[dict[str, Any]]:
     out = tmp_path / "chrome.json"
     report = json.loads(penstock("trace", str(run_dir), "--out", str(out), "--json"))
     check_report(report)
     events = json.loads(out.read_text())["traceEvents"]
     check_step(report["where_the_step_went"], events)
-    check_seconds(events, run_dir)
+    traced_s, _ = seconds_of(events, run_dir)
+    spans = [e for e in events if e["ph"] == "X"]
+    lasted_us = max(e["ts"] + e["dur"] for e in spans) - min(e["ts"] for e in spans)
+    assert 0.0 < traced_s <= lasted_us / 1e6 + 1e-3
     check_chrome(events, RunDirectory(run_dir))
     assert "error" in penstock("trace", str(run_dir), "--attempts", "2:3")
+    return events
 
 
 def check_report(report: dict[str, Any]) -> None:
@@ -70,16 +75,16 @@ def check_step(step: dict[str, Any], events: list[dict[str, Any]]) -> None:
     assert 0.0 < step["savings_together_seconds"] <= step["step_seconds"]
 
 
-def check_seconds(events: list[dict[str, Any]], run_dir: Path) -> None:
-    """What the metrics call an attempt began when the one before was decided: its journal was still
-    to be written. By two clocks, so a busy core may hold up one of them for a moment.
+def seconds_of(events: list[dict[str, Any]], run_dir: Path) -> tuple[float, float]:
+    """All attempts' seconds as traced, and as the metrics say. What the metrics call an attempt
+    began when the one before was decided: its journal was still to be written.
     """
     spans = {e["name"]: e["dur"] / 1e6 for e in events if e["ph"] == "X"}
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     said = {line["attempt"]: line["seconds"] for line in lines if "attempt" in line}
     assert sorted(said) == list(range(1, STEPS + 1))
-    traced = sum(spans[f"attempt {n}"] + spans.get(f"commit {n - 1}", 0.0) for n in said)
-    assert traced == pytest.approx(sum(said.values()), rel=0.05)
+    traced_s = sum(spans[f"attempt {n}"] + spans.get(f"commit {n - 1}", 0.0) for n in said)
+    return traced_s, sum(said.values())
 
 
 def check_chrome(events: list[dict[str, Any]], run: RunDirectory) -> None:

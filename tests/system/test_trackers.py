@@ -20,7 +20,6 @@ def init(**_): return Run()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_trackers_neither_change_nor_hold_up_a_run(
     runner: Any, plain_run: Path, tmp_path: Path
 ) -> None:
@@ -31,7 +30,7 @@ def test_trackers_neither_change_nor_hold_up_a_run(
     changes = {"observability": {"trackers": ["tensorboard", "wandb", "trackio"]}}
     config = runner.configure("tracked", merge(PLAIN, changes))
     run = runner.start(config, env={"PYTHONPATH": str(packages)})
-    code, output = run.wait(240.0)
+    code, output = run.wait(500)
     ended_s = time.time()
     assert code == 0, output
     assert ended_s - (run.run_dir / "metrics.jsonl").stat().st_mtime < 20.0

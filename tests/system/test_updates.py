@@ -50,7 +50,6 @@ def configured(runner: Any, undisturbed: Path, changes: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.timeout(300)
 def test_updates_on_devices_leave_the_same_bytes(runner: Any, clipped_run: Path) -> None:
     """Of tied weights, with clipping in some steps; the other run advances all on the CPU."""
     run_dir = runner.train(configured(runner, clipped_run, CHANGES))
@@ -60,7 +59,6 @@ def test_updates_on_devices_leave_the_same_bytes(runner: Any, clipped_run: Path)
     assert H.state_bytes(run_dir) == H.state_bytes(clipped_run)
 
 
-@pytest.mark.timeout(300)
 def test_kills_inside_flushes_leave_the_same_bytes(runner: Any, clipped_run: Path) -> None:
     """The worker that flushes dies with half a block written, later optimizerd while another one
     does, and the scheduler between the journal and its broadcast. What was flushed without a commit
@@ -80,14 +78,13 @@ def test_kills_inside_flushes_leave_the_same_bytes(runner: Any, clipped_run: Pat
             "TEST_KILL_VERSION": "14",
         },
     )
-    code, output = run.wait(240)
+    code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
     assert all(Path(f"{marker}{who}").exists() for who in ("", "-worker", "-optimizerd"))
     assert H.state_bytes(run.run_dir) == H.state_bytes(clipped_run)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_flushed_state_is_saved_and_resumed_in_other_forms(
     runner: Any, clipped_run: Path
 ) -> None:
@@ -106,5 +103,5 @@ def interrupted(run: Any, step: int) -> None:
     """Ctrl-C behind a step: the state is saved."""
     H.wait_for_step(run, step)
     os.kill(run.process.pid, signal.SIGINT)
-    code, output = run.wait(120)
+    code, output = run.wait(500)
     assert code == 130, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"

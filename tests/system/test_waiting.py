@@ -13,7 +13,6 @@ STEPS = 200
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_200_steps_of_fp16_from_a_loss_scale_of_2_to_32(runner: Any) -> None:
     ends = []
     for speculate in ("auto", "never"):

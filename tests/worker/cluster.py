@@ -202,7 +202,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=120)
             assert not thread.is_alive(), "an interpreter hangs"
         return results
 
@@ -245,7 +245,7 @@ class Cluster:
         """
         found = []
         for _ in range(count):
-            assert self.optimizers[node].poll(5000), f"only {found} were announced"
+            assert self.optimizers[node].poll(120_000), f"only {found} were announced"
             message = decode(self.optimizers[node].recv(), GradientReady)
             found.append((message.attempt, message.block, message.contribution))
         return sorted(found)

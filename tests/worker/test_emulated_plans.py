@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ from penstock.workers.waiting import Abort
 SEQUENCE = 512
 CLOCK_S = 0.5
 """What a step takes: long enough that the delays of threads do not matter."""
-NEAR = 0.03
 
 NONE = {"scheme": "1f1b", "recompute": "none"}
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], set[Opcode]]] = {
@@ -145,7 +143,7 @@ class Devices:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=120)
         seconds = time.perf_counter() - start
         assert not errors, errors
         return seconds
@@ -303,7 +301,7 @@ def _context(
         channel=MessageChannel(run_id=spec.run_id, epoch=1, device=device, transport=transport),
         trace=TraceRing(),
         abort=Abort(),
-        timeout_s=20.0,
+        timeout_s=120.0,
         updates=_updates(stack, index, plan, memory, device),
     )
 
@@ -352,8 +350,8 @@ def _connect(contexts: list[EpochContext], plan: Plan, optimizers: list[str]) ->
         )
 
 
-def error_of(stack: ExitStack, name: str, run_dir: Path) -> float:
-    """Measured over simulated, less 1. One of three attempts must be near, on a busy machine."""
+def error_of(stack: ExitStack, name: str, run_dir: Path, attempts: int) -> float:
+    """Measured over simulated, less 1, of the nearest of so many attempts."""
     config = config_of(name, run_dir)
     emulation = Emulation.of(config)
     plan = build_plan(config, emulation.table)
@@ -364,16 +362,18 @@ def error_of(stack: ExitStack, name: str, run_dir: Path) -> float:
     simulated_s = simulate(plan, emulation.costs, emulation.cluster, stops_early=True).makespan_s
     emulation = replace(emulation, time_scale=CLOCK_S / simulated_s)
     devices = make_devices(stack, config, emulation, plan)
-    error = inf
-    for attempt in range(1, 4):
-        error = min(error, devices.run(attempt) / CLOCK_S - 1.0, key=abs)
-        if abs(error) < NEAR:
-            break
-    return error
+    return min((devices.run(n) / CLOCK_S - 1.0 for n in range(1, attempts + 1)), key=abs)
 
 
+def test_steps_take_no_less_than_what_is_simulated(stack: ExitStack, tmp_path: Path) -> None:
+    """A busy machine only takes longer, so there is no other bound."""
+    errors = {name: error_of(stack, name, tmp_path / name, 1) for name in PLANS}
+    assert min(errors.values()) > -0.2, errors
+
+
+@pytest.mark.slow
 def test_steps_take_what_is_simulated(stack: ExitStack, tmp_path: Path) -> None:
     """Many plans within 5 % on average, and none far off."""
-    errors = {name: error_of(stack, name, tmp_path / name) for name in PLANS}
+    errors = {name: error_of(stack, name, tmp_path / name, 3) for name in PLANS}
     assert statistics.mean(map(abs, errors.values())) < 0.05, errors
     assert max(map(abs, errors.values())) < 0.2, errors

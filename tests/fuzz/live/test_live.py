@@ -125,7 +125,6 @@ def check(
     assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
-@pytest.mark.timeout(300)
 def test_two_nodes_whose_sockets_are_attacked(runner: Any, plain_run: Path) -> None:
     run = runner.start(runner.configure("two", {**H.PLAIN, "cluster": TWO_NODES}))
     H.wait_for_step(run, WARM_STEP)
