@@ -178,10 +178,12 @@ def test_killed_nodes_and_steps_cost_no_byte(
 @pytest.mark.timeout(900)
 def test_the_time_limit_then_other_hosts_then_scancel(bed: SlurmBed, runner: H.Runner) -> None:
     job = Job(bed, runner, {"train": {"steps": 1_000_000}})
-    job.submit(lead=58)  # within a minute: Slurm looks every half one
+    job.submit(lead=58)
     job.wait_for_step(2)
-    elapsed = bed.field(job.number, "RunTime").split(":")  # it took as long as it took to begin
-    bed.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(elapsed[1]) + 1}")
+    # It took as long as it took to begin. More than a minute must be left: Slurm looks every half
+    # one, and must see less than the lead, but not the end of the time.
+    elapsed = bed.field(job.number, "RunTime").split(":")
+    bed.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(elapsed[1]) + 2}")
     assert bed.field(job.number, "NodeList") == "pn[1-2]"
     job.wait_until(lambda: int(bed.field(job.number, "Restarts")) == 1, "it is queued anew", 300)
     first = job.saved()
