@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 from zmq.utils.garbage import gc as garbage_collector
 
 from penstock.shm.segment import SHM_ROOT, Segment
@@ -135,6 +136,13 @@ def settle(probe: Callable[[], T]) -> T:
         time.sleep(0.02)
         found = probe()
     return found
+
+
+def pytest_configure() -> None:
+    """Hypothesis measures no time: neither of an example, nor of how long one takes to draw."""
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("untimed", deadline=None, suppress_health_check=slow)
+    settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
