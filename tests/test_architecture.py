@@ -456,7 +456,7 @@ def test_light_modules_import_no_torch() -> None:
         [sys.executable, "-c", program, *LIGHT_MODULES],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
 
@@ -470,7 +470,7 @@ def test_benchmarks_import() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
 
@@ -490,7 +490,7 @@ def test_generated_code_is_what_protoc_writes(name: str, tmp_path: Path) -> None
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

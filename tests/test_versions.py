@@ -112,7 +112,7 @@ def test_commands_refuse_an_old_torch(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == ExitCode.BAD_CONFIG
     assert "torch 2.10.0 is too old: Penstock runs with torch 2.11 to 2.15" in (

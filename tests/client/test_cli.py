@@ -47,7 +47,7 @@ def process(*arguments: str) -> tuple[int, str, str]:
         [sys.executable, "-m", "penstock.client.main", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         env={**os.environ, "COLUMNS": "100"},
     )
     return done.returncode, done.stdout, done.stderr
@@ -306,4 +306,4 @@ def test_help_imports_no_torch() -> None:
         "assert CliRunner().invoke(main.app, ['--help']).exit_code == 0;"
         "sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=500).returncode == 0
