@@ -39,7 +39,7 @@ class BedRun:
     run_dir: Path
     nodes: dict[str, Running] = field(default_factory=dict)
 
-    def start(self, timeout_s: float = 120.0) -> None:
+    def start(self, timeout_s: float = 600.0) -> None:
         """Start all nodes; returns when the run is prepared."""
         first, *others = self.bed
         self.start_node(first.name)
@@ -58,7 +58,7 @@ class BedRun:
         log = self.run_dir.parent / f"{self.run_dir.name}-{name}.txt"
         self.nodes[name] = self.bed[name].start(argv, log)
 
-    def wait_for_step(self, step: int, timeout_s: float = 200.0) -> float:
+    def wait_for_step(self, step: int, timeout_s: float = 600.0) -> float:
         """Wait until ``step`` is committed; returns the seconds waited."""
         start_s = time.monotonic()
         while newest_step(self.run_dir) < step:
@@ -69,7 +69,7 @@ class BedRun:
             time.sleep(0.02)
         return time.monotonic() - start_s
 
-    def wait(self, timeout_s: float = 120.0) -> dict[str, int]:
+    def wait(self, timeout_s: float = 600.0) -> dict[str, int]:
         """Wait for the end of all nodes; returns their exit codes."""
         deadline = time.monotonic() + timeout_s
         try:

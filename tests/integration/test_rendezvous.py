@@ -25,7 +25,7 @@ pytestmark = [
 PODS = ("tiny-node-0-0.tiny", "tiny-node-0-1.tiny")
 TASKS = ("rack1n08", "rack1n09")
 COMMAND = (sys.executable, "-m", "penstock.client.main")
-WAIT_S = 240.0
+WAIT_S = 600.0
 
 
 def pod(rank: int) -> Mapping[str, str]:
@@ -61,7 +61,7 @@ def cluster_of(run_dir: Path) -> dict[str, object]:
     }
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_pods_then_tasks_on_other_hosts(tmp_path: Path, shelf: Shelf) -> None:
     cluster = {"workers": 1, "insecure": True}
     runner = H.Runner(tmp_path, shelf)
