@@ -178,10 +178,9 @@ def kubernetes(
 ) -> None:
     """Write manifests that run one pod a node on Kubernetes (JobSet)."""
     with errors_explained():
-        import yaml
-
         from penstock.client.capacity import pod_needs
         from penstock.deploy.kubernetes.manifests import Order, manifests, next_commands, pod_config
+        from penstock.protocol.config.reading import read_mapping
         from penstock.protocol.run.files import write_atomically
 
         loaded = load(config, None)
@@ -193,7 +192,7 @@ def kubernetes(
             volcano=volcano,
             older=older,
         )
-        raw = yaml.safe_load(config.read_text(encoding="utf-8"))
+        raw = read_mapping(config).value
         pod_config(order, loaded, raw)  # refused before the model is looked at
         files = manifests(order, loaded, raw, pod_needs(loaded, order.num_nodes, cpus))
         out.mkdir(parents=True, exist_ok=True)

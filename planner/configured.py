@@ -29,8 +29,9 @@ from penstock.planner.validate.check import PlanError, validate
 from penstock.protocol.config.execution import DeviceUpdates, ScheduleConfig
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ConfigError, ProtocolError, reason
+from penstock.protocol.inputs import read_bytes, read_text
 from penstock.protocol.plan.executable import check_executable, check_updates
-from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan
 from penstock.protocol.plan.profile import load_profile
 from penstock.shm.table import BlockTable
 
@@ -293,7 +294,7 @@ def _load(path: Path, config: Config) -> Plan:
             " looped"
         )
     try:
-        return Plan.from_json(path.read_bytes())
+        return Plan.from_json(read_bytes(path, MAX_PLAN_BYTES))
     except OSError as error:
         raise ConfigError(f"{_source(path)}: cannot read it: {reason(error)}") from error
     except (ProtocolError, ConfigError) as error:
@@ -310,9 +311,9 @@ def _read_actions(path: Path, config: Config, block_work: Sequence[float]) -> Sc
         mode=config.schedule.recompute or "none", drop=dropped_operators(config.schedule.drop)
     )
     try:
-        actions = parse_actions(path.read_text(encoding="utf-8"))
+        actions = parse_actions(read_text(path, MAX_PLAN_BYTES))
         return schedule_of_actions(actions, block_work=block_work, recompute=recompute)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{_source(path)}: cannot read it: {reason(error)}") from error
     except (ProtocolError, ConfigError) as error:
         raise ConfigError(f"{_source(path)}: {error}") from error

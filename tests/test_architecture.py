@@ -46,7 +46,7 @@ MAY_IMPORT = {
 
 FLOORS = {
     "protocol": """errors
-        requirements sums world
+        inputs requirements sums world
         platforms.registry
         config
         plan security

@@ -35,7 +35,8 @@ from penstock.planner.simulate import Simulation
 from penstock.planner.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.validate.check import program_grid, validate
 from penstock.protocol.errors import ConfigError, ProtocolError, reason
-from penstock.protocol.plan.plan import Plan
+from penstock.protocol.inputs import read_text
+from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan
 
 _OPTION_OF_KEY = (
     ("train.global_batch / train.micro_batch", "--micro-batches"),
@@ -234,13 +235,13 @@ def make_simulation_report(
 def _read_actions(path: Path, source: CostSource) -> tuple[Schedule, Prices]:
     """Reads actions, and prices a model of as many stages."""
     try:
-        actions = parse_actions(path.read_text(encoding="utf-8"))
+        actions = parse_actions(read_text(path, MAX_PLAN_BYTES))
         num_stages = 1 + max(action.stage for rank in actions for action in rank)
         prices = source.price(
             forward_stages=num_stages, backward_stages=num_stages, num_devices=len(actions)
         )
         return schedule_of_actions(actions, block_work=prices.block_work), prices
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     except ProtocolError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -14,7 +14,8 @@ from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate import Simulation
 from penstock.planner.torch_actions import actions_of_schedule, format_actions
 from penstock.protocol.errors import ConfigError, ProtocolError, reason
-from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.inputs import read_bytes
+from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan, StageRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def read_plan(path: Path) -> Plan:
         ConfigError: it cannot be read, or is no plan.
     """
     try:
-        return Plan.from_json(path.read_bytes())
+        return Plan.from_json(read_bytes(path, MAX_PLAN_BYTES))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     except (ProtocolError, ConfigError) as error:

@@ -9,6 +9,7 @@ fit together with the model (stages against blocks, workers against stages) is c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.protocol.config.execution import (
     ObservabilityConfig,
     ScheduleConfig,
 )
+from penstock.protocol.config.reading import Place, read_mapping
 from penstock.protocol.config.training import (
     ONE_MODEL,
     DataConfig,
@@ -31,8 +33,8 @@ from penstock.protocol.config.training import (
     TrainConfig,
 )
 from penstock.protocol.config.values import BYTE
-from penstock.protocol.config.words import Section, apply_overrides, explain
-from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.config.words import Section, apply_overrides, explain, override_place
+from penstock.protocol.errors import ConfigError
 from penstock.shm.table import DType
 
 
@@ -169,23 +171,21 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         ConfigError: the file cannot be read or is no mapping, or keys are unknown or have
             impossible values; lists all of them.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path}: cannot read it: {reason(error)}") from error
-    except RecursionError as error:
-        raise ConfigError(f"configuration {path}: is nested too deeply") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {path}: not valid YAML: {reason(error)}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"configuration {path}: expected sections (run, model, data, …), got {data!r}"
-        )
-    return parse_config(apply_overrides(data, overrides), source=str(path))
+    document = read_mapping(path)
+    lines = {
+        place: line
+        for place, line in document.lines.items()
+        if not any(place[: len(key)] == key for key in map(override_place, overrides))
+    }
+    data = apply_overrides(document.value, overrides)
+    return parse_config(data, source=str(path), lines=lines)
 
 
-def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Config:
-    """Validates a nested mapping; ``source`` begins the error.
+def parse_config(
+    data: dict[str, Any], *, source: str = "configuration", lines: Mapping[Place, int] | None = None
+) -> Config:
+    """Validates a nested mapping; ``source`` begins the error, and ``lines`` says where values
+    stand there.
 
     Raises:
         ConfigError: names every offending key with its value and what would be accepted.
@@ -193,4 +193,4 @@ def parse_config(data: dict[str, Any], *, source: str = "configuration") -> Conf
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, Config)}") from error
+        raise ConfigError(f"{source}: {explain(error, Config, lines or {})}") from error

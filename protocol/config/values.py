@@ -62,7 +62,10 @@ def parse_size(value: Any) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value))
     if match is None:
         raise ValueError("a size is a number of bytes or a number with K, M, G or T, such as 20G")
-    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+    size = float(match[1]) * _SIZE_UNITS[match[2]]
+    if size >= 2**63:
+        raise ValueError("a size is below 2^63 bytes")
+    return int(size)
 
 
 Size = Annotated[

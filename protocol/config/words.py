@@ -9,10 +9,9 @@ Keys given on the command line: ``section.key=value`` over a configuration's map
 
 from __future__ import annotations
 
-import copy
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
     BaseModel,
@@ -33,14 +31,18 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from penstock.protocol.config.reading import Place, parse_yaml
 from penstock.protocol.config.values import Accepts, Unit
-from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.errors import ConfigError
 
 _ALIASES = dict(float32="fp32", float="fp32", bfloat16="bf16", float16="fp16", half="fp16")
 """What torch and others call storage types."""
 
 _SHOWN_LETTERS = 80
-"""Of a value; what is longer is cut."""
+"""Letters shown of a key or value; the rest is cut."""
+
+_MOST_COMPLAINTS = 20
+"""Mistakes that are listed; more are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +152,29 @@ def check_booleans(form: Form, value: Any) -> None:
         raise PydanticCustomError("boolean_for_number", "a boolean")
 
 
-def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Says everything that is wrong with a configuration, each thing once: key, value, remedy."""
-    return "; ".join(dict.fromkeys(_complaint(details, root) for details in error.errors()))
+def explain(
+    error: ValidationError, root: type[BaseModel], lines: Mapping[Place, int] | None = None
+) -> str:
+    """Says what is wrong with a configuration, each thing once: line where ``lines`` has it, key,
+    value, remedy.
+    """
+    errors = error.errors()
+    complaints = dict.fromkeys(
+        _line(details["loc"], lines or {}) + _complaint(details, root)
+        for details in errors[:_MOST_COMPLAINTS]
+    )
+    more = len(errors) - _MOST_COMPLAINTS
+    return "; ".join([*complaints, *([f"and {more:,} mistakes more"] if more > 0 else [])])
+
+
+def _line(location: Place, lines: Mapping[Place, int]) -> str:
+    """Returns ``line 3: `` for the innermost part of a location that has a line; else nothing.
+
+    The rest of a location says which member of a union, or which validator, objected.
+    """
+    parts = (location[:length] for length in range(len(location), 0, -1))
+    line = next((lines[part] for part in parts if part in lines), None)
+    return "" if line is None else f"line {line}: "
 
 
 def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:
@@ -188,14 +210,15 @@ def _find(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[st
 
 
 def _key(location: Sequence[str | int]) -> str:
-    return ".".join(str(part) for part in location) or "configuration"
+    return ".".join(_cut(str(part)) for part in location) or "configuration"
 
 
 def _value(location: Sequence[str | int], details: ErrorDetails) -> str:
-    shown = repr(details["input"])
-    if len(shown) > _SHOWN_LETTERS:
-        shown = f"{shown[:_SHOWN_LETTERS]}…"
-    return f"{_key(location)} = {shown}"
+    return f"{_key(location)} = {_cut(repr(details['input']))}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
 
 
 def _advice(form: Form, value: Any) -> str:
@@ -218,7 +241,7 @@ def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
     if not _is_section(form.annotation):
         return f"{_key(location)}: unknown key; {_key(found)} is {form}"
     known = list(form.annotation.model_fields)
-    name = str(location[-1])
+    name = _cut(str(location[-1]))
     close = _similar(name, [*found], known, root)
     hint = f"did you mean {close}? Known keys" if close else "known keys"
     return f"{_key(location)}: unknown key; {hint} are {', '.join(known)}"
@@ -347,31 +370,56 @@ def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[st
     """Returns a copy of a nested mapping with ``section.key=value`` overrides applied in order.
 
     Raises:
-        ConfigError: an override is not of this form.
+        ConfigError: an override is not of this form, or takes back one before it.
     """
-    changed = copy.deepcopy(data)
+    changed: dict[str, Any] = _copied(data)
+    given: list[tuple[str, ...]] = []
     for override in overrides:
-        _apply_override(changed, override)
+        place = override_place(override)
+        if any(before[: len(place)] == place for before in given):
+            raise ConfigError(
+                f"--set {'.'.join(place)}: is given twice, and the second would take back"
+                " the first; give each key once"
+            )
+        given.append(place)
+        _apply_override(changed, place, override)
     return changed
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    path = key.strip().split(".")
-    if not separator or not all(path):
-        raise ConfigError(f"--set {override!r}: write section.key=value, such as train.steps=100")
-    try:
-        value = yaml.safe_load(text)
-    except RecursionError as error:
-        raise ConfigError(f"--set {key}: is nested too deeply") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {key}: {text!r} is not valid YAML: {reason(error)}") from error
+def _copied(value: Any) -> Any:
+    """Returns a copy in which nothing is shared: two keys that had one value by an alias do not
+    change together.
+    """
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def override_place(override: str) -> tuple[str, ...]:
+    """Returns the keys of ``section.key=value``.
+
+    Raises:
+        ConfigError: an override is not of this form.
+    """
+    key, separator, _ = override.partition("=")
+    place = tuple(key.strip().split("."))
+    if not separator or not all(place):
+        raise ConfigError(
+            f"--set {_cut(override)!r}: write section.key=value, such as train.steps=100"
+        )
+    return place
+
+
+def _apply_override(data: dict[str, Any], place: tuple[str, ...], override: str) -> None:
+    key, _, text = override.partition("=")
+    value = parse_yaml(text, f"--set {key}").value
     target = data
-    for part in path[:-1]:
+    for part in place[:-1]:
         inner = target[part] = {} if target.get(part) is None else target[part]
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"--set {key}: {part} is {inner!r}, which has no keys; give {part} as a mapping"
+                f"--set {key}: {part} is {_cut(repr(inner))}, which has no keys; give {part} as a"
+                " mapping"
             )
         target = inner
-    target[path[-1]] = value
+    target[place[-1]] = value

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.protocol.errors import ConfigError, ProtocolError
+from penstock.protocol.inputs import unique_keys
 from penstock.protocol.plan.instructions import (
     MAX_INDEX,
     Instruction,
@@ -23,6 +24,9 @@ from penstock.protocol.plan.instructions import (
 )
 
 PLAN_FORMAT = 1
+
+MAX_PLAN_BYTES = 64 << 20
+"""Most bytes of a plan, or of a text of actions, that a user names."""
 """Written to and required in plan JSON."""
 
 _FLAGS = ("rebinds_weights", "shards_weights", "concatenates_gradients")
@@ -215,7 +219,7 @@ class Plan:
             ConfigError: its numbers do not fit together.
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"plan: not valid JSON: {error}") from error
         if not isinstance(data, dict):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.inputs import read_bytes, unique_keys
 from penstock.shm.table import BlockTable
 
 
@@ -199,7 +200,7 @@ def from_json(text: str | bytes) -> Profile:
     if len(text) > MAX_PROFILE_BYTES:
         raise ConfigError(f"profile: {len(text)} bytes; at most {MAX_PROFILE_BYTES} are read")
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"profile: not valid JSON: {error}") from error
     found = data.get("format") if isinstance(data, dict) else None
@@ -231,8 +232,7 @@ def load_profile(path: Path) -> Profile:
         ConfigError: it cannot be read, or :func:`from_json` refuses it; names the file.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_PROFILE_BYTES + 1)
+        content = read_bytes(path, MAX_PROFILE_BYTES)
     except OSError as error:
         raise ConfigError(f"profile {str(path)!r}: cannot read it: {reason(error)}") from error
     try:
