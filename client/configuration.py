@@ -35,7 +35,9 @@ same, `penstock config SECTION` or `penstock config KEY` a part of it.
   overrides a key.
 * `model` and `data` are needed; all other sections may be left out, or be empty.
 * Choices may be spelled as elsewhere: `1F1B`, `bfloat16`, `float32`.
-* Unknown keys and impossible values are refused by name, with what would do.
+* Unknown keys and impossible values are refused by line and name, with what would do; so is a key
+  that is given twice, with both lines. Merges (`<<: *other`) are taken, tags such as `!!binary` are
+  not, and dates are texts.
 * A run keeps its full configuration in `RUN_DIR/resolved.yaml`.
 
 Editors with a YAML language server complete, explain and check keys by

@@ -267,6 +267,9 @@ def node(
 ) -> None:
     """Run one node of several (Slurm, systemd, Kubernetes): the same command on each machine."""
     with errors_explained():
+        from penstock.protocol.run.logs import forgive_streams
+
+        forgive_streams()
         if config.name == "resolved.yaml":
             _require_run(config)
         loaded = load(config, None)

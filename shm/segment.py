@@ -112,6 +112,8 @@ class Segment:
         except posix_ipc.ExistentialError as error:
             refuse_stranger(name)
             raise SegmentExistsError(f"segment {name} exists already") from error
+        except (OSError, posix_ipc.Error) as error:
+            raise SegmentError(f"segment {name} cannot be made in {SHM_ROOT}: {error}") from error
         try:
             mapping = _reserve_and_map(shared.fd, size, places, _TRAILER_BYTES if token else 0)
             os.pwrite(shared.fd, token, size)

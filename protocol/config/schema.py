@@ -172,12 +172,14 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
             impossible values; lists all of them.
     """
     document = read_mapping(path)
+    data = apply_overrides(document.value, overrides)
+    given: list[Place] = [override_place(override) for override in overrides]
     lines = {
         place: line
         for place, line in document.lines.items()
-        if not any(place[: len(key)] == key for key in map(override_place, overrides))
+        if not any(place[: len(key)] == key for key in given)
     }
-    data = apply_overrides(document.value, overrides)
+    lines |= dict.fromkeys(given, 0)  # what the command line gives stands on no line
     return parse_config(data, source=str(path), lines=lines)
 
 

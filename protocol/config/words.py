@@ -168,13 +168,14 @@ def explain(
 
 
 def _line(location: Place, lines: Mapping[Place, int]) -> str:
-    """Returns ``line 3: `` for the innermost part of a location that has a line; else nothing.
+    """Returns ``line 3: `` for the innermost part of a location that is in ``lines``; nothing where
+    that is 0.
 
     The rest of a location says which member of a union, or which validator, objected.
     """
     parts = (location[:length] for length in range(len(location), 0, -1))
     line = next((lines[part] for part in parts if part in lines), None)
-    return "" if line is None else f"line {line}: "
+    return f"line {line}: " if line else ""
 
 
 def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:

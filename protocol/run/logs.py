@@ -2,8 +2,9 @@
 
 On a full disk a line of a log is dropped, counted (``penstock_log_dropped_total``), and mentioned
 in the log as soon as it can be written again. Standard output and error are often files on the same
-disk: what cannot be written there is dropped, too. Lines about what strangers do are written at
-most once a second (:class:`Complaints`): strangers may go on for long, the log should not.
+disk, or pipes that nobody reads: what cannot be written there is dropped, too. Lines about what
+strangers do are written at most once a second (:class:`Complaints`): strangers may go on for long,
+the log should not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
+import stat
 import sys
 import threading
 import time
@@ -28,6 +31,10 @@ from penstock.protocol.run.files import append_whole, cannot_write, is_no_room, 
 
 _LINE_BYTES = 4096
 """Room that a first line takes: a block of the disk."""
+
+
+READER_S = 1.0
+"""Seconds to wait for the reader of a full pipe."""
 
 
 class LogFile(logging.Handler):
@@ -125,34 +132,71 @@ class DroppedLines(Collector):
 
 
 class _Forgiving(io.FileIO):
-    """A descriptor to which every write succeeds; what the system does not take is dropped."""
+    """A descriptor to which every write succeeds, soon. What the system does not take is dropped.
+
+    A pipe, socket or terminal that is full gets :data:`READER_S` seconds, once: until it takes
+    something again nothing waits for it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._dropped = 0
+        self._target = descriptor
+        self._may_fill = not stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if self._may_fill:
+            # Other processes share the description behind this descriptor: O_NONBLOCK would be
+            # theirs, too, and they may fill it between a poll and a write. Sockets and pipes of
+            # other users cannot be opened once more: these are polled only.
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            with suppress(OSError):
+                self._target = os.open(f"/proc/self/fd/{descriptor}", flags)
 
     def write(self, content: Any) -> int:
-        """Returns how many bytes the caller need not care for any more: all, after an error."""
+        """Returns the number of bytes, of which some may have been dropped."""
+        data = memoryview(content).cast("B")
+        if self._dropped and self._put(b"\n(%d bytes could not be written here)\n" % self._dropped):
+            self._dropped = 0
+        for start in range(0, len(data), select.PIPE_BUF):
+            # Up to PIPE_BUF bytes go into a pipe whole, or not at all.
+            if self._dropped or not self._put(data[start : start + select.PIPE_BUF]):
+                self._dropped += len(data) - start
+                break
+        return len(data)
+
+    def _put(self, data: bytes | memoryview) -> bool:
+        """Writes, and returns whether all of it was taken."""
         try:
-            written = super().write(content)
+            while data:
+                if self._may_fill and not self._takes():
+                    return False
+                data = data[os.write(self._target, data) :]
         except OSError:
-            written = None
-        return memoryview(content).nbytes if written is None else written
+            return False
+        return True
+
+    def _takes(self) -> bool:
+        poll = select.poll()
+        poll.register(self._target, select.POLLOUT)
+        return bool(poll.poll(0 if self._dropped else READER_S * 1000))
 
 
 def forgive_streams() -> None:
     """From now on, what cannot be written to standard output or error is dropped.
 
-    For processes whose end would end a run: their streams may be files on a full disk, or a pipe
-    that nobody reads any more. Terminals stay as they are.
+    For processes whose end would end a run: their streams may be files on a full disk, a pipe that
+    nobody reads, or a terminal that takes nothing (Ctrl-S).
     """
     sys.stdout = _forgiving(sys.stdout)
     sys.stderr = _forgiving(sys.stderr)
 
 
 def _forgiving(stream: TextIO) -> TextIO:
-    if type(stream) is not io.TextIOWrapper or stream.isatty():
-        return stream  # or somebody has put a stream of his own there, or there is none
+    if type(stream) is not io.TextIOWrapper:
+        return stream  # somebody has put a stream of his own there, or there is none
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Forgiving(stream.fileno(), "w", closefd=False)),
+        io.BufferedWriter(_Forgiving(stream.fileno())),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=True,

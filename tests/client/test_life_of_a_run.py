@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,12 @@ class Run:
         self.config.write_text(yaml.safe_dump(fields))
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self) -> subprocess.Popen[str]:
-        """Start ``penstock train``."""
+    def start(self, output: int = subprocess.PIPE) -> subprocess.Popen[str]:
+        """Start ``penstock train``; ``output``: where it writes."""
         command = [sys.executable, "-m", "penstock.client.main", "train", str(self.config)]
         process = subprocess.Popen(
             [*command, "--run-dir", str(self.directory)],
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
         )
@@ -126,6 +127,20 @@ def run(tmp_path: Path) -> Iterator[Run]:
     instance.close()
 
 
+@pytest.fixture
+def full_pipe() -> Iterator[int]:
+    """Yields the writing end of a full pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    yield writing
+    os.close(reading)
+    os.close(writing)
+
+
 def wait_dead(pids: list[int]) -> None:
     """Until none of the processes is alive."""
     deadline = time.monotonic() + 120.0
@@ -185,3 +200,20 @@ def test_life_of_a_run(run: Run) -> None:
     last = f"train.steps={steps[-1]}"
     code, said = run.call("train", str(run.config), "--run-dir", str(run.directory), "--set", last)
     assert code == 0 and "are done and saved" in said
+
+
+def test_output_that_nobody_reads_stops_neither_supervision_nor_ctrl_c(
+    run: Run, full_pipe: int
+) -> None:
+    process = run.start(full_pipe)
+    run.wait_past(0, process)
+    before = run.pids()
+    os.kill(before["node.a"], signal.SIGKILL)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while run.pids()["node.a"] == before["node.a"]:
+        assert time.monotonic() < deadline, "the node is not replaced"
+        time.sleep(0.02)
+    run.wait_past(run.step(), process)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert run.segments() == []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,6 +144,43 @@ def test_a_log_that_cannot_even_be_opened_ends_nothing(
     (tmp_path / "logs" / "y.jsonl").mkdir()
     with pytest.raises(StateError, match=r"y\.jsonl: a directory is where a log is due"):
         configure_logging("y", tmp_path, "info")
+
+
+def test_a_pipe_that_nobody_reads_holds_no_process_up_and_later_says_what_is_missing() -> None:
+    program = (
+        "import os, sys\n"
+        "from penstock.protocol.run.logs import forgive_streams\n"
+        "forgive_streams()\n"
+        "for number in range(200):\n"
+        "    print('x' * 1000)\n"
+        "    sys.stderr.write('y' * 1000 + chr(10))\n"
+        "os.write(int(sys.argv[1]), b'alive')\n"
+        "sys.stdin.read()\n"
+        "print('read again')\n"
+    )
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(writing)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=[writing],
+    )
+    with process, open(reading, "rb") as alive:
+        os.close(writing)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert select.select([alive], [], [], 60)[0], "it waits for a reader"
+            assert os.read(reading, 5) == b"alive"
+            os.set_blocking(process.stdout.fileno(), False)
+            before = process.stdout.read()
+            os.set_blocking(process.stdout.fileno(), True)
+            process.stdin.close()
+            after = process.stdout.read()
+        finally:
+            process.kill()
+    assert b"x" * 1000 in before and b"y" * 1000 in before and len(before) < 100_000
+    assert re.fullmatch(rb"\n\(\d+ bytes could not be written here\)\nread again\n", after)
 
 
 @pytest.mark.parametrize("sink", ["a full disk", "a pipe without reader"])

@@ -27,6 +27,7 @@ from penstock.daemons.node.joining.addresses import (
     is_own,
 )
 from penstock.daemons.node.joining.engines import Environment, Place, find_place, tasks_of_step
+from penstock.daemons.node.preparing.machine import check_machine
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.daemons.preload.starting import Starter
 from penstock.protocol.config.execution import NodeConfig
@@ -225,10 +226,12 @@ def wait_for_start(config: Config, node: str, scheduler: str | None, say: Say) -
 
     Raises:
         LostMemberError: that did not happen within ``cluster.start_timeout_s``.
-        ConfigError: the scheduler answers, but this machine never sees the run; or the keys of this
-            node are of no use.
+        CapacityError: the address space of processes is limited too tightly.
+        ConfigError: this machine lacks what every run needs; or the scheduler answers, but this
+            machine never sees the run; or the keys of this node are of no use.
     """
     check_addresses(config)
+    check_machine(config, [[entry.name for entry in config.cluster.nodes].index(node)])
     if config.cluster.security == "tls":
         keys_of_node(config, node)
     run_dir, first = config.run_dir.absolute(), config.cluster.nodes[0]

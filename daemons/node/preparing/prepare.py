@@ -31,6 +31,7 @@ from penstock.daemons.node.preparing.changes import (
     keep_choice,
 )
 from penstock.daemons.node.preparing.emulated import write_model
+from penstock.daemons.node.preparing.machine import check_machine
 from penstock.daemons.node.preparing.prospect import Progress, look_ahead
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.preparing.tool import run_tool
@@ -71,13 +72,15 @@ def prepare_run(
     torch.
 
     Raises:
-        ConfigError: impossible configuration, or a resume with keys changed that must not.
+        ConfigError: impossible configuration, or a resume with keys changed that must not; or the
+            machine lacks what every run needs.
         CapacityError: something is short; carries the table.
         StateError: the directory's files are damaged.
     """
     check_addresses(config)
     check_trackers(config)
     nodes = range(len(config.cluster.nodes)) if nodes is None else nodes
+    check_machine(config, nodes)
     check_cores(config)
     check_cpus(config, nodes, cpu_limit(), os.environ)
     run_dir = run_dir.absolute()

@@ -167,7 +167,7 @@ PLANS = (
     Target(
         name="plan-file",
         open=from_file("plan.json", lambda folder: read_plan(folder / "plan.json")),
-        covers=("client.planning.outputs.read_plan",),
+        covers=("client.planning.outputs.read_plan", "protocol.inputs.read_bytes"),
         seeds=lambda: _texts(plan().to_json()),
         form=Form.JSON,
         examples=20,
@@ -200,8 +200,11 @@ PLANS = (
         name="configuration",
         open=from_file("run.yaml", _config),
         covers=(
+            "protocol.config.reading.parse_yaml",
+            "protocol.config.reading.read_mapping",
             "protocol.config.schema.load_config",
             "protocol.config.schema.parse_config",
+            "protocol.inputs.read_text",
             "protocol.config.values.parse_size",
             "protocol.config.values.parse_share",
             "protocol.config.values.parse_cores",
