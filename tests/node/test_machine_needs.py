@@ -12,6 +12,7 @@ from penstock.daemons.node.preparing.machine import (
     ADDRESS_SPACE_BYTES,
     check_address_space,
     check_loopback,
+    check_processes,
     check_shared_memory,
 )
 from penstock.protocol.errors import CapacityError, ConfigError
@@ -42,6 +43,15 @@ def test_an_address_of_no_interface() -> None:
     """198.51.100.0/24 is reserved for documentation (RFC 5737)."""
     with pytest.raises(ConfigError, match=r"host of a = '198\.51\.100\.7': .*Cannot assign"):
         check_loopback("a", "198.51.100.7")
+
+
+def test_processes_of_another_namespace(tmp_path: Path) -> None:
+    check_processes(Path("/proc"), os.getpid())
+    with pytest.raises(ConfigError, match=r"cannot read it .* mount -t proc"):
+        check_processes(tmp_path, 7)
+    (tmp_path / "self").symlink_to("4711")
+    with pytest.raises(ConfigError, match="has the number 4711 instead of 7"):
+        check_processes(tmp_path, 7)
 
 
 def test_address_space() -> None:

@@ -1,5 +1,5 @@
 """What every run needs of its machine, whatever its size: shared memory that can be written, a
-loopback interface, address space.
+loopback interface, address space, a /proc of its own PID namespace.
 
 Each of them is asked for before anything is started. Later on, what is missing shows as processes
 that die again and again, or wait for each other until a timeout.
@@ -31,15 +31,36 @@ def check_machine(config: Config, nodes: Sequence[int]) -> None:
     """Checks this machine for ``nodes`` (indices), which will run on it.
 
     Raises:
-        ConfigError: /dev/shm cannot be written, or a node's loopback address cannot be reached.
+        ConfigError: /proc is not this namespace's, /dev/shm cannot be written, or a node's loopback
+            address cannot be reached.
         CapacityError: the address space is limited too tightly.
     """
+    check_processes(Path("/proc"), os.getpid())
     check_shared_memory(SHM_ROOT)
     for node in nodes:
         entry = config.cluster.nodes[node]
         if is_loopback(entry.host):
             check_loopback(entry.name, entry.host)
     check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
+
+
+def check_processes(proc: Path, pid: int) -> None:
+    """Checks that ``proc``, /proc, has this process under its ``pid``.
+
+    Raises:
+        ConfigError: it does not: owners of memory and locks could not be told from others.
+    """
+    try:
+        shown = os.readlink(proc / "self")
+    except OSError as error:
+        raise ConfigError(
+            f"{proc}: cannot read it ({reason(error)}); mount it: mount -t proc proc {proc}"
+        ) from error
+    if shown != str(pid):
+        raise ConfigError(
+            f"{proc}: shows the processes of another PID namespace, in which this process has the"
+            f" number {shown} instead of {pid}; mount that of its own, as unshare --mount-proc does"
+        )
 
 
 def check_shared_memory(root: Path) -> None:
