@@ -28,7 +28,6 @@ _NAMED_SO = "is only named like a decoder"
 EXCUSED: Mapping[str, str] = MappingProxyType(
     {
         "client.cli.Command.parse_args": _NAMED_SO,
-        "client.deploying.kubernetes": _READ,
         "client.planning.tuning._is_accepted": _OWN,
         "client.screen.following._Follower._fresh": _SCHEDULER,
         "client.watching.chrome_trace.chrome_trace": _NAMED_SO,
