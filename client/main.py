@@ -267,9 +267,6 @@ def node(
 ) -> None:
     """Run one node of several (Slurm, systemd, Kubernetes): the same command on each machine."""
     with errors_explained():
-        from penstock.protocol.run.logs import forgive_streams
-
-        forgive_streams()
         if config.name == "resolved.yaml":
             _require_run(config)
         loaded = load(config, None)
@@ -294,7 +291,9 @@ def _take_part(
     """
     from penstock.daemons.node.joining.rendezvous import meet
     from penstock.daemons.node.service_manager import ServiceManager
+    from penstock.protocol.run.logs import forgive_streams
 
+    forgive_streams()
     with ExitStack() as stack:
         starter = stack.enter_context(begin_to_import()) if loaded.cluster.preload else None
         called = (os.environ, socket.getfqdn)
