@@ -161,8 +161,8 @@ def test_names_of_any_kind_are_listed(tmp_path: Path) -> None:
     assert list(documents(source)) == [b"text"] * 2
 
 
-def test_deep_folders(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_deep_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for _ in range(300):
         os.mkdir("d")
         os.chdir("d")
