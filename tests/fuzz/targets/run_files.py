@@ -24,7 +24,7 @@ from penstock.daemons.observer.analysed import Analysed
 from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path, read_batch
 from penstock.daemons.observer.trackers.sampled import JsonLines
 from penstock.daemons.optimizer.ceiling import LEAST_STATE_BYTES, ceiling_of
-from penstock.daemons.scheduler.journal import _step_of
+from penstock.daemons.scheduler.journal_count import step_of
 from penstock.daemons.scheduler.rollback import line_attempt
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations
@@ -34,7 +34,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import read_sealed, seal_text, sealed_values, with_checksum
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceOrigin
 from penstock.protocol.run.trace_reading import TraceFollower, read_traces
-from penstock.protocol.wire.control import ControlClient
+from penstock.protocol.wire.control import ControlClient, is_stale
 from penstock.shm.layout import SegmentKind
 from tests.fuzz.target import Decoder, Form, Open, Target, from_file, plainly
 from tests.fuzz.targets.material import run_directory
@@ -117,7 +117,7 @@ def _lines(folder: Path) -> Iterator[Any]:
 
 def _last_line(data: bytes) -> tuple[int, int]:
     line = data.decode(errors="replace")
-    return _step_of(line), line_attempt(line)
+    return step_of(line), line_attempt(line)
 
 
 def _follow(folder: Path) -> None:
@@ -244,8 +244,9 @@ RUN_FILES = (
     json_file(
         "endpoint",
         "endpoint.json",
-        lambda folder: (read_endpoint(folder), read_endpoint_port(folder)),
+        lambda folder: (read_endpoint(folder), read_endpoint_port(folder), is_stale(folder)),
         (
+            "protocol.wire.control.is_stale",
             "daemons.node.endpoint.read_endpoint",
             "daemons.node.endpoint.read_endpoint_port",
         ),
@@ -351,7 +352,10 @@ RUN_FILES = (
     Target(
         name="metrics-last-line",
         open=plainly(_last_line),
-        covers=("daemons.scheduler.journal._step_of", "daemons.scheduler.rollback.line_attempt"),
+        covers=(
+            "daemons.scheduler.journal_count.step_of",
+            "daemons.scheduler.rollback.line_attempt",
+        ),
         seeds=lambda: dumped(LINE),
         form=Form.JSON,
         allowed=NEVER,

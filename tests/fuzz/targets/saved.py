@@ -22,8 +22,9 @@ from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.models.checkpoints.checkpoint import Checkpoint
+from penstock.models.checkpoints.files import files_before, read_record
 from penstock.models.data.chunks import write_sums
-from penstock.models.data.prepare import _complete, _recorded
+from penstock.models.data.prepare import _has, _recorded, _recorded_sum
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.run.seal import with_checksum
 from penstock.shm.control import CommitRecord, ControlView
@@ -234,7 +235,8 @@ def _recalled(folder: Path) -> Iterator[Decoder]:
 
 def _earlier_data(folder: Path) -> object:
     """The description of tokens that an earlier start has left."""
-    return _recorded(folder / "meta.json"), _complete(folder / "meta.json")
+    meta = folder / "meta.json"
+    return _recorded(meta), _recorded_sum(meta), _has(meta)
 
 
 def _metas(folder: Path) -> list[bytes]:
@@ -259,7 +261,10 @@ def _checkpoint(folder: Path) -> Iterator[Decoder]:
         index.unlink(missing_ok=True)
         other.unlink(missing_ok=True)
         (index if data[:1] == b"{" else other).write_bytes(data)
-        found = Checkpoint(folder)
+        (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "meta.json").write_bytes(data)
+        read_record(folder)
+        found = Checkpoint(folder, files_before(folder))
         for name in list(found.headers)[:4]:
             found.read(name)
 
@@ -361,7 +366,11 @@ SAVED = (
     Target(
         name="earlier-data",
         open=from_file("meta.json", _earlier_data),
-        covers=("models.data.prepare._recorded", "models.data.prepare._complete"),
+        covers=(
+            "models.data.prepare._recorded",
+            "models.data.prepare._recorded_sum",
+            "models.data.prepare._has",
+        ),
         seeds=made(_metas),
         form=Form.JSON,
         allowed=(),
@@ -370,8 +379,9 @@ SAVED = (
         name="checkpoint",
         open=_checkpoint,
         covers=(
+            "models.checkpoints.files._shards",
+            "models.checkpoints.files.read_record",
             "models.checkpoints.checkpoint.Checkpoint._file",
-            "models.checkpoints.checkpoint.Checkpoint._file_names",
             "models.checkpoints.checkpoint.Checkpoint._read_headers",
         ),
         seeds=_checkpoints,
