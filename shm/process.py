@@ -59,6 +59,12 @@ def is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] == "T"
 
 
+def group_of(leader: int) -> list[int]:
+    """Returns the processes of a process group, those that are dead but not reaped among them."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if (fields := _stat(pid)) is not None and int(fields[2]) == leader]
+
+
 def parent_of(pid: int) -> int:
     """Returns the pid of a process's parent; 0 for one that is gone, and for the first of all."""
     fields = _stat(pid)

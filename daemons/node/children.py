@@ -138,9 +138,8 @@ class Children:
         try:
             return preloader.fork(birth, _STREAMS, self._kept)
         except NotForkedError as error:
-            # Stopped, dying, or of no use any more: another one is started when it is dead.
+            # It is killed: another one is started when it is dead.
             _log.warning("%s did not fork %s: %s", spec.preloader, spec.name, error)
-            preloader.process.signal(signal.SIGKILL)
             return None
 
     def _drop(self, name: str) -> None:

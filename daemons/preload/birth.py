@@ -86,11 +86,11 @@ def leave_nest(birth: Birth, descriptors: Sequence[int]) -> list[int]:
     """Makes the calling process, a fresh fork, one like a spawned child of ``birth.parent_pid``.
 
     Only ``descriptors`` stay open: those for the standard streams first, the rest as they are.
-    Returns the rest. Ends the process if the parent is gone.
+    Returns the rest. Ends the process if the parent is gone. It stays in the preloader's process
+    group, with which it is killed, until its owner knows its pid and gives it one of its own.
     """
     die_with_parent(birth.parent_pid)
     rest = _keep_only(descriptors)
-    os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGCHLD, STOP_ORDER):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

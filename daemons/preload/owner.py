@@ -7,9 +7,11 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from _posixsubprocess import fork_exec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from penstock.daemons.preload.birth import NAMED_BYTES, Birth
@@ -17,12 +19,18 @@ from penstock.daemons.preload.heirs import Heir
 from penstock.daemons.preload.kinds import QUIET
 from penstock.daemons.preload.server import GO, REFUSED, command_line
 from penstock.protocol.run.stopping import HEARD_SIGNALS
-from penstock.shm.process import is_stopped
+from penstock.shm.process import group_of, is_stopped
 
-FORK_WITHIN_S = 20.0
+FORK_WITHIN_S = 5.0
 """A preloader takes some 30 ms, and seconds on a machine that does much else. One that is stopped
-or dead is not waited for."""
+or dead is not waited for, nor is one whose newborn is."""
+REPORTS_WITHIN_S = 0.1
+"""A spawned process takes some 0.5 ms to begin its program; nothing is lost when it takes longer.
+"""
+DEAD_WITHIN_S = 5.0
+"""Processes that were killed are dead within this, unless the kernel cannot end them."""
 _LOOK_EACH_S = 0.1
+_REAP_EACH_S = 0.001
 _KIND_BYTES = 64
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -78,22 +86,70 @@ def spawn(
     own. ``streams``: descriptors for stdin, stdout and stderr, by default those of this process;
     ``kept``: descriptors that the child has open, too.
 
+    It is a plain fork. ``vfork``, and ``posix_spawn`` with it, would suspend this thread, and with
+    the interpreter's lock all others, until the child runs its program: for ever if a signal stops
+    it before that. So the child is known from its first instruction on. One that stands still
+    before its program begins is killed and replaced here; one that does so later, or again, is left
+    to whoever watches it (:class:`penstock.protocol.run.stopping.Stillness`).
+
     Raises:
-        OSError: the kernel would not.
+        OSError: the kernel would not, or said within :data:`REPORTS_WITHIN_S` that it cannot run
+            the program.
     """
-    pid = os.posix_spawnp(
-        words[0],
-        list(words),
-        environment,
-        file_actions=[
-            *((os.POSIX_SPAWN_DUP2, fd, stream) for stream, fd in enumerate(streams)),
-            *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in kept),  # that makes them outlive the exec
-        ],
-        setpgroup=0,
-        setsigmask=HEARD_SIGNALS,  # until the child listens; it obeys this process only
-        setsigdef=(signal.SIGINT, signal.SIGTERM, signal.SIGPIPE),
-    )
-    return ChildProcess.of(pid)
+    for last in (False, True):
+        report, theirs = os.pipe()
+        with open(report, "rb", buffering=0) as reporting:
+            try:
+                pid = _fork_exec(words, environment, streams, kept, (report, theirs))
+            finally:
+                os.close(theirs)
+            child = ChildProcess.of(pid)
+            # The pipe's other end closes with the exec: any longer a wait would be to block.
+            if select.select([reporting], [], [], REPORTS_WITHIN_S)[0]:
+                error = reporting.read()
+                break
+        if last or not child.stopped:
+            return child
+        child.signal(signal.SIGKILL)
+        child.reap()
+    if error:
+        child.reap()
+        number = int(error.split(b":")[1], 16)
+        raise OSError(number, os.strerror(number), words[0])
+    return child
+
+
+def _fork_exec(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+    kept: Sequence[int],
+    report: tuple[int, int],
+) -> int:
+    """Returns the pid of a child that has done nothing yet. Between fork and exec no line of Python
+    runs in it: another thread may have held any lock. ``report``: a pipe that the exec closes; what
+    comes through it before is the error, as ``subprocess`` reads it.
+    """
+    stdin, stdout, stderr = streams or (-1, -1, -1)
+    start: Callable[..., int] = fork_exec  # its arguments differ between versions of Python
+    # The child inherits the mask: stop signals wait until it listens; it obeys this process only.
+    before = signal.pthread_sigmask(signal.SIG_SETMASK, HEARD_SIGNALS)
+    try:
+        return start(
+            [os.fsencode(word) for word in words],
+            (os.fsencode(words[0]),),
+            False,
+            tuple(sorted((*kept, report[1]))),
+            None,
+            [os.fsencode(f"{name}={value}") for name, value in environment.items()],
+            *(stdin, -1, -1, stdout, -1, stderr, *report),
+            *(True, False, 0),  # SIGPIPE as a shell has it; no session, but a group of its own
+            *(None, None, os.getuid(), -1),  # a uid, though its own: Python takes vfork without
+            None,
+            *(() if sys.version_info >= (3, 14) else (False,)),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Preloader:
@@ -158,12 +214,16 @@ class Preloader:
         return self._ended or "" in self._became
 
     def warm(self, timeout_s: float = 0.0, kind: str = "") -> bool:
-        """Waits until all is imported, or what ``kind`` stands for; returns whether it is."""
+        """Waits until all is imported, or what ``kind`` stands for; returns whether it is. A
+        preloader that is stopped is not waited for.
+        """
         deadline_s, wanted = time.monotonic() + timeout_s, kind or self._kind
         while not self.is_gone and not {wanted, self._kind} & self._became:
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not select.select([self._requests], [], [], left_s)[0]:
-                return False
+            if not select.select([self._requests], [], [], min(left_s, _LOOK_EACH_S))[0]:
+                if left_s <= _LOOK_EACH_S or self.process.stopped:
+                    return False
+                continue
             try:
                 self._became.add(self._requests.recv(_KIND_BYTES).decode())
             except OSError:
@@ -181,42 +241,79 @@ class Preloader:
         the descriptors ``kept`` open as long as it lives.
 
         Raises:
-            NotForkedError: with the reason; nothing was started then.
+            NotForkedError: with the reason. Nothing was started then, or it is dead and reaped;
+                this preloader is killed, and left for its owner to reap.
         """
         if not self._became:
             raise NotForkedError("it is not ready")
+        with taking_in():
+            try:
+                return self._forked(birth.to_bytes(), streams, kept, within_s)
+            except (OSError, ValueError) as error:
+                self._kill()
+                raise NotForkedError(f"no answer: {error}") from error
+            except NotForkedError:
+                self._kill()
+                raise
+
+    def _forked(
+        self, request: bytes, streams: Sequence[int], kept: Sequence[int], within_s: float
+    ) -> ChildProcess:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with mine:
+            with theirs:
+                descriptors = [*streams, theirs.fileno(), *kept]
+                socket.send_fds(self._requests, [request], descriptors, socket.MSG_DONTWAIT)
+            # Ours is closed now, so that the end of the child is the end of the line.
+            self._wait_for(mine, within_s)
+            said = mine.recv(1024)
+            if not said or said.startswith(REFUSED):
+                reason = said.removeprefix(REFUSED).decode(errors="replace")
+                raise NotForkedError(reason or "it ended, or its child did")
+            child = ChildProcess.of(int(said))
             try:
-                with theirs, taking_in():
-                    descriptors = [*streams, theirs.fileno(), *kept]
-                    socket.send_fds(
-                        self._requests, [birth.to_bytes()], descriptors, socket.MSG_DONTWAIT
-                    )
-                    theirs.close()  # so that the end of the child is the end of the line
-                    self._wait_for(mine, within_s)
-                    said = mine.recv(1024)
-                if not said or said.startswith(REFUSED):
-                    reason = said.removeprefix(REFUSED).decode(errors="replace")
-                    raise NotForkedError(reason or "it ended, or its child did")
-                child = ChildProcess.of(int(said))
+                # Out of the preloader's group: from now on it does not die with it.
+                os.setpgid(child.pid, child.pid)
                 mine.send(GO)
-                return child
-            except (OSError, ValueError) as error:
-                raise NotForkedError(f"no answer: {error}") from error
+            except OSError:
+                child.signal(signal.SIGKILL)
+                child.reap()
+                raise
+            return child
 
     def _wait_for(self, line: socket.socket, within_s: float) -> None:
         """Waits until something comes over a birth's socket.
 
         Raises:
-            NotForkedError: nothing came, or the preloader is stopped.
+            NotForkedError: nothing came, or the preloader is stopped, or what it has forked is.
         """
         deadline_s = time.monotonic() + within_s
         while not select.select([line], [], [], _LOOK_EACH_S)[0]:
             if self.process.stopped:
                 raise NotForkedError("it is stopped")
+            if any(is_stopped(pid) for pid in group_of(self.process.pid)):
+                raise NotForkedError("its newborn is stopped")
             if time.monotonic() >= deadline_s:
                 raise NotForkedError(f"no answer for {within_s:g} s")
+
+    def _kill(self) -> None:
+        """Kills the process together with newborns that were not told to go on: they are in its
+        group, and orphans of it are children of this process now, which reaps them. A stopped one
+        would hold the descriptors of its request, the node's lock among them, for ever.
+        """
+        if self._ended:
+            return
+        self.process.signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + DEAD_WITHIN_S
+        while newborns := [pid for pid in group_of(self.process.pid) if pid != self.process.pid]:
+            for pid in newborns:
+                with suppress(ChildProcessError):  # its parent, which was killed, is not dead yet
+                    os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() >= deadline_s:
+                return
+            time.sleep(_REAP_EACH_S)
 
     def close(self) -> None:
         """Hangs up; the process ends then."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -13,10 +12,11 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path
+from penstock.daemons.preload.owner import ChildProcess, spawn
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import STOP_ORDER, StopSignal, stop_signals_blocked
+from penstock.protocol.run.stopping import STOP_ORDER, StopSignal
 
 LOOK_S = 0.5
 FLUSH_S = 6.0
@@ -39,7 +39,7 @@ class TrackerConsumer:
         """Whether the process lives, and takes lines where there are any."""
         self._run = run
         self._notes = bookmark_path(run.path, tracker)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._place, self._moved_s = Bookmark(), 0.0
         self._starts_s, self._failed = 0.0, 0
 
@@ -68,7 +68,7 @@ class TrackerConsumer:
         if self._process is None:
             if now_s >= self._starts_s:
                 self._start()
-        elif self._process.poll() is not None:
+        elif self._process.ended():
             self._died(now_s)
         else:
             self._watch(now_s)
@@ -77,18 +77,14 @@ class TrackerConsumer:
         run, pid = self._run, str(os.getpid())
         arguments = ("--config", str(run.path / "resolved.yaml"), "--parent-pid", pid)
         launcher = (sys.executable, "-m", "penstock.client.launch", "tracker")
-        with stop_signals_blocked():
-            self._process = subprocess.Popen(
-                (*launcher, *arguments, "--tracker", self.name),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # what the tracker starts itself is killed with it
-            )
+        words = (*launcher, *arguments, "--tracker", self.name)
+        with open(os.devnull, "rb") as nothing:
+            # In a group of its own: what the tracker starts itself is killed with it.
+            self._process = spawn(words, os.environ, (nothing.fileno(), 1, 2))
         self._place, self._moved_s = self.place, time.monotonic()
 
     def _died(self, now_s: float) -> None:
-        assert self._process is not None
-        code = self._process.returncode
-        self._kill()
+        code = self._kill()
         if self.place.offset != self._place.offset:
             self._failed = 0
         pause_s = min(LONGEST_PAUSE_S, 2.0**self._failed)
@@ -117,26 +113,24 @@ class TrackerConsumer:
     def _end(self) -> None:
         process = self._process
         assert process is not None
-        with suppress(ProcessLookupError):
-            process.send_signal(STOP_ORDER)
-        try:
-            process.wait(FLUSH_S)
-        except subprocess.TimeoutExpired:
-            pass
+        process.signal(STOP_ORDER)
+        ended = process.ended(FLUSH_S)
         left = self._size() - self.place.offset
-        if process.returncode is None or left > 0:
-            how = "did not end in time; it was killed" if process.returncode is None else "failed"
+        if not ended or left > 0:
+            how = "failed" if ended else "did not end in time; it was killed"
             text = "%s %s: %d bytes of metrics.jsonl are left for a resume of the run"
             _log.warning(text, self.name, how, max(0, left))
 
-    def _kill(self) -> None:
+    def _kill(self) -> int:
+        """Returns the exit code of the process; 0 if there is none."""
         self.up = False
         process, self._process = self._process, None
         if process is None:
-            return
+            return 0
+        process.signal(signal.SIGKILL)  # also where it is so new that it has no group yet
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        return process.reap()
 
     def _size(self) -> int:
         try:
