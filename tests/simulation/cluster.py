@@ -96,6 +96,10 @@ class Cluster:
         """Whether gradients are summed elsewhere than where they are published."""
         self.has_long_device_work = lengths.random() < 0.5
         self.doomed: dict[str, int] = {}
+        self.newborns: dict[str, float] = {}
+        """How long after its birth the next process of a name is stopped for ever; imports take
+        :data:`START_S`.
+        """
         self.changed_s = kernel.now
         """When a process was started, or died, for the last time."""
         self.beginnings = 0
@@ -135,6 +139,8 @@ class Cluster:
         process = Process(kernel, self.machines[index], name, self._next_pid)
         if name in self.doomed:
             process.doom(self.doomed.pop(name), self._fell)
+        if name in self.newborns:
+            kernel.after(self.newborns.pop(name), process.stop)
         kernel.processes.append(process)
         process.world = SimWorld(process, self.network, self)
         process.enter(process.world)

@@ -404,6 +404,16 @@ class Injector:
             victim.stop()
             self._watch("stop for ever")
 
+    def _stop_a_newborn(self, dice: random.Random) -> None:
+        """A process dies, and the one that its node starts in its place is stopped for ever before
+        its program has begun, or soon after.
+        """
+        victim = self._victim(dice)
+        if victim is not None:
+            self._effective("stop a newborn")
+            self._cluster.newborns[victim.name] = dice.random() * dice.choice((0.0, 0.025, 0.1))
+            victim.kill()
+
     def _hang(self, dice: random.Random) -> None:
         """One thread of a process stands still for ever; the others go on, heartbeats among them,
         unless it was theirs.
@@ -563,6 +573,7 @@ _STRIKES: dict[str, Callable[[Injector, random.Random], None]] = {
     "stop": Injector._stop,
     "stop for long": Injector._stop_for_long,
     "stop for ever": Injector._stop_for_ever,
+    "stop a newborn": Injector._stop_a_newborn,
     "hang": Injector._hang,
     "hang in a restore": Injector._hang_in_a_restore,
     "hang in a save": Injector._hang_in_a_save,

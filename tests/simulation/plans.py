@@ -56,6 +56,8 @@ KINDS = {
     "one after the other": 2,
 }
 """Kind -> weight."""
+ONLY_BY_NAME = {"stop a newborn": 6}
+"""Kind -> weight where kinds are asked for by name: plans of all other seeds stay as they are."""
 ONLY_SEVERAL_NODES = (
     *("cut the network", "cut one way", "lose two machines", "lose a machine at a cut", "spare"),
     *("lose a machine at a commit", "away at the end"),
@@ -135,7 +137,9 @@ def draw(
     dice = random.Random(f"faults {seed}")
     weights = {
         kind: weight
-        for kind, weight in (KINDS | (WITH_PARTNERS if partners else {})).items()
+        for kind, weight in (
+            KINDS | (WITH_PARTNERS if partners else {}) | (ONLY_BY_NAME if kinds else {})
+        ).items()
         if (several_nodes or kind not in ONLY_SEVERAL_NODES) and (not kinds or kind in kinds)
     }
     weather = dice.random()  # first, as is_storm knows

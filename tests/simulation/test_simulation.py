@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,15 @@ def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones(first: int) -
     """About a minute together; ``make soak`` lives through seeds that nobody has seen."""
     said = run("run", "--seeds", f"{first}:{first + 19}")
     assert said.startswith("19 seeds") and " 0 violations" in said
+
+
+@pytest.mark.timeout(300)
+def test_newborns_that_are_stopped_before_they_report_are_replaced() -> None:
+    """By the node's machine and effects: no scheduler has heard of them."""
+    said = run("run", "--seeds", "0:3", "--kind", "stop a newborn", "--kind", "kill")
+    assert said.startswith("3 seeds") and " 0 violations" in said
+    counted = re.search(r"stop a newborn (\d+)", said)
+    assert counted is not None and int(counted[1]) > 10, said
 
 
 @pytest.mark.parametrize(
