@@ -21,7 +21,7 @@ from penstock.daemons.preload.server import GO, REFUSED, command_line
 from penstock.protocol.run.stopping import HEARD_SIGNALS
 from penstock.shm.process import group_of, is_stopped
 
-FORK_WITHIN_S = 5.0
+FORK_WITHIN_S = 20.0
 """A preloader takes some 30 ms, and seconds on a machine that does much else. One that is stopped
 or dead is not waited for, nor is one whose newborn is."""
 REPORTS_WITHIN_S = 0.1
