@@ -14,6 +14,7 @@ import torch
 
 from penstock.protocol import world
 from penstock.protocol.plan.instructions import Opcode
+from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from penstock.workers.handlers import HANDLERS
@@ -170,9 +171,17 @@ class SimPreviewer(NativePreviewer):
         super().fetch(block, scope)
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """See :class:`NativePreviewer`."""
+        """As the real one, whose second half of the weights comes later: an abort may come between,
+        and a kill.
+        """
         _point("previews", _device_s())
+        weights = self._memory.weights(block, scope.step.version % WEIGHT_SLOTS)
+        half, before = len(weights) // 2, weights.copy()
         done = super().preview(block, scope)
+        after = weights.copy()
+        weights[half:] = before[half:]
+        _point("half a preview", _device_s())
         writes(world.here().process, f"weights of block {block}")  # type: ignore[attr-defined]
+        weights[half:] = after[half:]
         _point("previewed", _device_s() / 2)
         return done

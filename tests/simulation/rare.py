@@ -121,7 +121,14 @@ _MIRRORD = {
 POINTS: dict[str, tuple[str, ...]] = {
     "optimizerd": tuple(_OPTIMIZER),
     "schedulerd": (*_SCHEDULER, "noted the end"),
-    "worker": (*_WORKER, "copies gradients", "fetches state", "previews", "previewed"),
+    "worker": (
+        *_WORKER,
+        "copies gradients",
+        "fetches state",
+        "previews",
+        "half a preview",
+        "previewed",
+    ),
     "memoryd": (*_MEMORYD, "set_generation", "set_lost_attempt", "reads a state", "saves"),
     "mirrord": tuple(_MIRRORD),
 }
