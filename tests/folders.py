@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
@@ -65,3 +67,22 @@ def save_model(folder: Path, model_type: str, *, seed: int = 0, **fields: Any) -
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.5, eos_token_id=0)
     model.save_pretrained(folder)
     return model
+
+
+def start_from_folder(config: Path) -> Path:
+    """Let a run start from a random model that transformers has drawn and saved, in place of the
+    ``model.hf`` of its configuration, over bytes; returns the configuration.
+    """
+    disable_progress_bar()
+    fields = yaml.safe_load(config.read_text())
+    hf = dict(fields["model"].pop("hf"))
+    masked = fields["data"].get("objective") == "masked"
+    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
+    kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    sizes = {"vocab_size": 258 if masked else 257, **special, **hf}
+    folder = config.with_name(f"{config.stem}-model")
+    torch.manual_seed(fields["run"]["seed"])
+    kind.from_config(AutoConfig.for_model(**sizes), dtype=torch.float32).save_pretrained(folder)
+    fields["model"]["path"] = str(folder)
+    config.write_text(yaml.safe_dump(fields))
+    return config

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from penstock.daemons.scheduler.machine.position import learning_rate
-from penstock.models.checkpoints.initial import initial_blocks
 from penstock.protocol.config.values import MASKED
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
@@ -33,32 +32,26 @@ class ReferenceResult:
 
 
 class ReferenceLoop:
-    """The run's model, from its initial weights, in one process.
+    """The run's model in one process, from the folder of ``model.path``, which transformers reads.
 
     With 16-bit weights it keeps fp32 masters, computes in fp32 from their rounded copies and rounds
     the summed gradients, as the run does.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        files = RunDirectory(run_dir)
-        self.run_dir, self.config, table = run_dir, files.config, files.table
-        hf_config = AutoConfig.from_pretrained(run_dir / "model")
-        self.model = self.make_model(hf_config).train()
+        self.run_dir, self.config = run_dir, RunDirectory(run_dir).config
+        assert self.config.model.path is not None, "both sides start from a folder"
+        self.model = self.load_model(self.config.model.path).train()
         self.parameters = self.named_parameters()
-        blocks = range(len(table.blocks))
-        with torch.no_grad():
-            for _, tensors in initial_blocks(self.config, hf_config, table, blocks):
-                for name, value in tensors.items():
-                    self.parameters[name].copy_(value)
         self.masters = {n: nn.Parameter(p.detach().clone()) for n, p in self.parameters.items()}
         self.optimizer = self._optimizer()
         self.dataset = TokenDataset.open(run_dir / "data", "train", self.config)
 
-    def make_model(self, hf_config: Any) -> Any:
-        """transformers' own model, in fp32."""
+    def load_model(self, folder: Path) -> Any:
+        """transformers' own model from its own reading of the folder, in fp32."""
         masked = self.config.data.objective == MASKED
         kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-        return kind.from_config(hf_config, dtype=torch.float32)
+        return kind.from_pretrained(folder, dtype=torch.float32)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by the names that the run's blocks have."""

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
+from transformers.utils.logging import disable_progress_bar
 
 from bench.papers.two_bp import pictures, resnet
 from penstock.models.surgery.hf import load_run_config
+from tests.folders import start_from_folder
 from tests.system import conftest as H
 from tests.system.reference import ReferenceLoop
 from tests.system.test_parity import check_parity_of
@@ -51,26 +54,45 @@ DEPTHS = {4: [1, 1, 1, 1], 50: [3, 8, 36, 3]}
 class PicturesLoop(ReferenceLoop):
     """transformers' own ResNet, with its four stages and its running means and variances."""
 
-    def make_model(self, hf_config: Any) -> Any:
+    def load_model(self, folder: Path) -> Any:
+        hf_config = load_run_config(self.run_dir)
         self.shown = partial(
             resnet.shown,
             side=hf_config.side,
             shown_side=hf_config.shown_side,
             levels=hf_config.vocab_size,
         )
-        fields = ("num_channels", "embedding_size", "hidden_sizes", "depths", "num_labels")
-        return ResNetForImageClassification(
-            ResNetConfig(**{name: getattr(hf_config, name) for name in fields})
-        )
+        return ResNetForImageClassification.from_pretrained(folder / "theirs")
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Both models have them in the same order, under other names."""
-        ours = resnet.ResNetBlocksForClassification(load_run_config(self.run_dir))
-        names = [name for name, _ in ours.named_parameters()]
-        return dict(zip(names, self.model.parameters(), strict=True))
+        return by_our_names(load_run_config(self.run_dir), self.model)
 
     def logits(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.model(self.shown(inputs)).logits[:, None]
+
+
+def by_our_names(hf_config: Any, theirs: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of transformers' own ResNet by the names of the one that is cut into blocks,
+    which has them in the same order.
+    """
+    names = [name for name, _ in resnet.ResNetBlocksForClassification(hf_config).named_parameters()]
+    return dict(zip(names, theirs.parameters(), strict=True))
+
+
+def save_pictures(folder: Path, hf: dict[str, Any], seed: int) -> None:
+    """A folder with transformers' own ResNet, and the same weights under our names beside it."""
+    disable_progress_bar()
+    hf_config = resnet.ResNetBlocksConfig(**hf)
+    fields = ("num_channels", "embedding_size", "hidden_sizes", "depths", "num_labels")
+    torch.manual_seed(seed)
+    theirs = ResNetForImageClassification(
+        ResNetConfig(**{name: getattr(hf_config, name) for name in fields})
+    )
+    theirs.save_pretrained(folder / "theirs")
+    hf_config.save_pretrained(folder)
+    named = by_our_names(hf_config, theirs)
+    save_file({name: value.detach() for name, value in named.items()}, folder / "model.safetensors")
 
 
 def configured(runner: H.Runner, kind: str, changes: dict[str, Any], layers: int) -> Path:
@@ -80,10 +102,9 @@ def configured(runner: H.Runner, kind: str, changes: dict[str, Any], layers: int
     if kind == PICTURES:
         pictures.write_digits(runner.root / "digits.bin")
         hf = {"hidden_sizes": [16, 32, 64, 128], "embedding_size": 8, "depths": DEPTHS[layers]}
-        fields["model"] = {
-            "imports": ["bench.papers.two_bp.resnet"],
-            "hf": {"model_type": resnet.MODEL_TYPE, "vocab_size": pictures.LEVELS, **hf},
-        }
+        folder = path.with_name(f"{path.stem}-model")
+        save_pictures(folder, {"vocab_size": pictures.LEVELS, **hf}, fields["run"]["seed"])
+        fields["model"] = {"imports": ["bench.papers.two_bp.resnet"], "path": str(folder)}
         fields["data"] = {
             "tokens": str(runner.root / "digits.bin"),
             "sequence_length": pictures.SEQUENCE_LENGTH,
@@ -94,7 +115,7 @@ def configured(runner: H.Runner, kind: str, changes: dict[str, Any], layers: int
         fields["model"]["hf"] = {**KINDS[kind]["model"]["hf"], "num_hidden_layers": layers}
         fields["data"] |= KINDS[kind].get("data", {})
     path.write_text(yaml.safe_dump(fields))
-    return path
+    return path if kind == PICTURES else start_from_folder(path)
 
 
 def trained(runner: H.Runner, kind: str, passes: list[str], steps: int, layers: int) -> Path:

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.daemons.memory.snapshot import read_block
 from penstock.protocol.run.rundir import RunDirectory
+from tests.folders import start_from_folder
 from tests.system import conftest as H
 from tests.system.reference import ReferenceLoop, reference_loop
 
@@ -32,7 +33,7 @@ def case(scheme: str, nodes: int, workers: int, clip: bool, tied: bool) -> dict[
 
 GATE = [("chimera", 2, 1, True, True)]
 """Few: that schedules compute the same is shown in tests/worker/test_parity_matrix.py. On one node,
-1F1B without clipping: ``plain_run``, SPipe with clipping: ``clipped_run``.
+1F1B without clipping and SPipe with it have tests of their own.
 """
 OTHER_SCHEMES = [
     ("chimera", 2, 2, True, False),
@@ -72,7 +73,8 @@ def final_weights(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 def check_parity(runner: Any, cell: tuple[str, int, int, bool, bool]) -> None:
     """Run one cell and its reference."""
-    check_parity_of(runner.train(runner.configure("parity", case(*cell))), clip=cell[3])
+    config = start_from_folder(runner.configure("parity", case(*cell)))
+    check_parity_of(runner.train(config), clip=cell[3])
 
 
 def check_parity_of(
@@ -109,12 +111,14 @@ def compare_weights(
     assert tied <= {"lm_head.weight"}
 
 
-def test_parity_of_a_plain_run(plain_run: Path) -> None:
-    check_parity_of(plain_run, clip=False)
+def test_parity_of_a_plain_run(runner: Any) -> None:
+    config = start_from_folder(runner.configure("plain", H.PLAIN))
+    check_parity_of(runner.train(config), clip=False)
 
 
-def test_parity_of_a_clipped_run(clipped_run: Path) -> None:
-    check_parity_of(clipped_run, clip=True)
+def test_parity_of_a_clipped_run(runner: Any) -> None:
+    config = start_from_folder(runner.configure("clipped", H.CLIPPED))
+    check_parity_of(runner.train(config), clip=True)
 
 
 @pytest.mark.parametrize("cell", GATE, ids=str)
@@ -133,7 +137,7 @@ def test_bf16_parity(runner: Any) -> None:
     changes = case("spipe", 1, 2, True, True)
     changes["model"]["dtype"] = "bf16"
     changes["optimizer"] = {"grad_dtype": "bf16"}
-    run_dir = runner.train(runner.configure("bf16", changes))
+    run_dir = runner.train(start_from_folder(runner.configure("bf16", changes)))
     lines = H.metrics(run_dir)
     expected = reference_loop(run_dir, STEPS)
     np.testing.assert_allclose([m["loss"] for m in lines], expected.losses, rtol=1e-4)
