@@ -45,7 +45,7 @@ def group(controller: str, **limits: int | str) -> Iterator[Path]:
             (path / name.replace("_", ".", 1)).write_text(str(value))
         yield path
     finally:
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 600.0
         while True:  # the kernel empties a group of ended processes some moments later
             try:
                 path.rmdir()

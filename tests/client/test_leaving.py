@@ -74,7 +74,7 @@ def test_only_a_machine_that_goes_down_with_the_state_saved_leaves(
     assert leaving.main([str(tmp_path)]) == (3 if error else 0)
     assert scheduler.saves == saves
     if dies:
-        assert node.wait(timeout=120) == -9
+        assert node.wait(timeout=600) == -9
     else:
         assert node.poll() is None
 

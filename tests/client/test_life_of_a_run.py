@@ -20,7 +20,7 @@ from penstock.shm.inventory import inventory
 from penstock.shm.process import start_ticks
 from penstock.shm.segment import unlink
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
 
 CONFIG = {
     "model": {
@@ -71,7 +71,7 @@ class Run:
             [sys.executable, "-m", "penstock.client.main", *arguments],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -111,8 +111,8 @@ class Run:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-            process.communicate(timeout=120)
-        deadline = time.monotonic() + 120.0
+            process.communicate(timeout=600)
+        deadline = time.monotonic() + 600.0
         pids = self.pids().values() if (self.directory / "endpoint.json").exists() else ()
         while any(start_ticks(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -143,7 +143,7 @@ def full_pipe() -> Iterator[int]:
 
 def wait_dead(pids: list[int]) -> None:
     """Until none of the processes is alive."""
-    deadline = time.monotonic() + 120.0
+    deadline = time.monotonic() + 600.0
     while alive := [pid for pid in pids if start_ticks(pid) is not None]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.01)
@@ -167,7 +167,7 @@ def test_life_of_a_run(run: Run) -> None:
     assert (code, status["phase"] in ("running", "deciding", "amending")) == (0, True)
     members = {m["member"]: m for m in status["members"]}
     assert members.keys() >= {"schedulerd", "node.a", "memoryd.a", "worker.0"}
-    with urllib.request.urlopen(status["metrics"]["a"], timeout=120) as page:
+    with urllib.request.urlopen(status["metrics"]["a"], timeout=600) as page:
         text = page.read().decode()
     for name in members:
         assert f'process="{name}"' in text
@@ -178,7 +178,7 @@ def test_life_of_a_run(run: Run) -> None:
     training.send_signal(signal.SIGINT)
     time.sleep(0.1)
     training.send_signal(signal.SIGINT)
-    output, _ = training.communicate(timeout=120)
+    output, _ = training.communicate(timeout=600)
     assert training.returncode == 130, output
     assert "the same command goes on from" in output
 
@@ -188,7 +188,7 @@ def test_life_of_a_run(run: Run) -> None:
     run.wait_past(reached, training)
     code, said = run.call("stop", "--run-dir", str(run.directory))
     assert code == 0, said
-    output, _ = training.communicate(timeout=120)
+    output, _ = training.communicate(timeout=600)
     assert training.returncode == 5, "a chain of jobs must not take it for finished: " + output
     assert "stopped at step" in output
     assert run.segments() == []
@@ -215,5 +215,5 @@ def test_output_that_nobody_reads_stops_neither_supervision_nor_ctrl_c(
         time.sleep(0.02)
     run.wait_past(run.step(), process)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=600) == 130
     assert run.segments() == []

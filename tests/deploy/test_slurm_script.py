@@ -115,7 +115,7 @@ def test_what_it_does_when_a_step_ends(
     job = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "8"}
     environment = {**os.environ, **job, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     command = ["bash", str(tmp_path / "tiny.sbatch")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=600, check=False)
     assert done.returncode == expected
     assert (tmp_path / "calls").read_text().splitlines() == calls
 
@@ -141,6 +141,6 @@ def test_what_it_does_when_a_node_ends(
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURMD_NODENAME": "n1"}
     environment = {**os.environ, **job, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     command = ["bash", "-c", node, "penstock", "C", "60"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=600, check=False)
     assert done.returncode == expected
     assert (tmp_path / "calls").read_text().splitlines() == calls

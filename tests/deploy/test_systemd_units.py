@@ -43,7 +43,7 @@ def analyze(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "SYSTEMD_UNIT_PATH": path},
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -23,7 +23,7 @@ def checked(*command: str) -> str:
     """What a tool says that must be content; skips where it is not installed."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed (see tests/integration/packages)")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -20,7 +20,7 @@ MOUNTED = {"/etc/prometheus": "prometheus", "/etc/targets": "targets"}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     command = [sys.executable, "-m", "penstock.client.main", "deploy", "monitoring", "watch"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert f"observability.targets: {tmp_path / 'watch/targets'}" in done.stdout
     return tmp_path / "watch"
@@ -76,7 +76,7 @@ def test_prometheus_takes_what_is_written_as_it_lies_there(tmp_path: Path) -> No
     files.write(tmp_path)
     config = tmp_path / "prometheus" / "prometheus.yml"
     command = ["promtool", "check", "config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "penstock.rules.yml" in done.stdout and "0 rules found" not in done.stdout
     jobs = {job["job_name"]: job for job in yaml.safe_load(config.read_text())["scrape_configs"]}

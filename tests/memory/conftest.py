@@ -31,7 +31,7 @@ from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import unlink
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec, padded
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 NODES = ("a", "b")
 
 RunFactory = Callable[..., RunDirectory]

@@ -116,14 +116,14 @@ def test_a_server_that_stands_still_is_stuck_until_it_turns_again(
 
     def stand() -> None:
         stands.set()
-        go_on.wait(120.0)
+        go_on.wait(600.0)
 
     monkeypatch.setattr(served.server._home, "follow", stand)
-    assert stands.wait(120.0)
+    assert stands.wait(600.0)
     time.sleep(0.6)
     assert served.server.stuck
     go_on.set()
-    deadline_s = time.monotonic() + 120.0
+    deadline_s = time.monotonic() + 600.0
     while served.server.stuck:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -177,7 +177,7 @@ def test_state_that_a_sweep_leads_on_is_refused_at_once(
     master = np.zeros_like(served.memory.state(1, "master"))
     request = served.request(array="state", version=4, name="master", epoch=0, attempt=0)
     with pytest.raises(ProtocolError, match="state of block 1 is at version 5"):
-        client.fetch(served.address, request, master, timeout_s=120.0)
+        client.fetch(served.address, request, master, timeout_s=600.0)
     thread.join()
 
 
@@ -185,7 +185,7 @@ def test_weights_over_both_sockets(served: Served, client: BlockClient) -> None:
     expected = served.memory.weights(1, 0)
     for address in (served.address, served.server.endpoint):
         out = np.zeros_like(expected)
-        client.fetch(address, served.request(), out, timeout_s=120.0)
+        client.fetch(address, served.request(), out, timeout_s=600.0)
         assert np.array_equal(out, expected)
     assert served.server.endpoint.startswith("tcp://127.0.0.1:")
     assert served.value("served_bytes_total") == 2 * expected.nbytes
@@ -194,23 +194,23 @@ def test_weights_over_both_sockets(served: Served, client: BlockClient) -> None:
 
 def test_frozen_and_gradients(served: Served, client: BlockClient) -> None:
     frozen = np.zeros(16, np.uint16)
-    client.fetch(served.address, served.request(array="frozen"), frozen, timeout_s=120.0)
+    client.fetch(served.address, served.request(array="frozen"), frozen, timeout_s=600.0)
     assert np.array_equal(frozen, served.memory.frozen(1))
     served.memory.grads(1, 1, 0)[:] = 1.5
     served.memory.control.set_ready(1, 0, epoch=2, attempt=9)
     grads = np.zeros(112, np.float32)
-    client.fetch(served.address, served.request(array="grads", version=5), grads, timeout_s=120.0)
+    client.fetch(served.address, served.request(array="grads", version=5), grads, timeout_s=600.0)
     assert set(grads.tolist()) == {1.5}
     # Committed gradients, asked for again after the next attempt filled the other copy.
     served.memory.control.set_ready(1, 0, epoch=2, attempt=10)
     again = served.request(array="grads", version=5, epoch=0)
-    client.fetch(served.address, again, grads, timeout_s=120.0)
+    client.fetch(served.address, again, grads, timeout_s=600.0)
     # A partner filled the memory between the two: the other copy has nothing any more.
     served.memory.control.set_lost_attempt(9)
     with pytest.raises(ProtocolError, match="attempt 9 were lost with this node's memory"):
-        client.fetch(served.address, again, grads, timeout_s=120.0)
+        client.fetch(served.address, again, grads, timeout_s=600.0)
     newer = served.request(array="grads", version=6, attempt=10)
-    client.fetch(served.address, newer, grads, timeout_s=120.0)
+    client.fetch(served.address, newer, grads, timeout_s=600.0)
 
 
 def test_gradients_that_were_waited_for_when_memory_was_lost_are_refused(
@@ -232,7 +232,7 @@ def test_gradients_that_were_waited_for_when_memory_was_lost_are_refused(
     thread.start()
     wanted, grads = served.request(array="grads", version=5, epoch=0), np.zeros(112, np.float32)
     with pytest.raises(ProtocolError, match="were lost"):
-        client.fetch(served.address, wanted, grads, timeout_s=120.0)
+        client.fetch(served.address, wanted, grads, timeout_s=600.0)
     thread.join()
 
 
@@ -266,7 +266,7 @@ def test_large_arrays_arrive_range_by_range(
     try:
         out = np.zeros_like(memory.weights(1, 0))
         assert out.nbytes > MAX_RANGE_BYTES
-        client.fetch(served.server.endpoint, served.request(), out, timeout_s=120.0)
+        client.fetch(served.server.endpoint, served.request(), out, timeout_s=600.0)
         assert np.array_equal(out, memory.weights(1, 0))
         ranges = -(-out.nbytes // MAX_RANGE_BYTES)
         assert served.value("requests_total", kind="weights", status="ok") == ranges
@@ -291,7 +291,7 @@ def test_a_request_waits_for_the_commit(served: Served, client: BlockClient) -> 
     out = np.zeros(112, np.uint16)
     thread.start()
     started = time.monotonic()
-    client.fetch(served.address, served.request(version=5), out, timeout_s=120.0)
+    client.fetch(served.address, served.request(version=5), out, timeout_s=600.0)
     elapsed_s = time.monotonic() - started
     thread.join()
     assert set(out.tolist()) == {77}
@@ -359,9 +359,9 @@ def test_a_fetch_can_be_cancelled_and_the_client_used_again(
 
     with pytest.raises(FetchCancelledError):
         client.fetch(
-            served.address, served.request(version=5), out, timeout_s=120.0, cancelled=cancelled
+            served.address, served.request(version=5), out, timeout_s=600.0, cancelled=cancelled
         )
-    client.fetch(served.address, served.request(), out, timeout_s=120.0)
+    client.fetch(served.address, served.request(), out, timeout_s=600.0)
     assert np.array_equal(out, served.memory.weights(1, 0))
 
 
@@ -381,7 +381,7 @@ def test_impossible_requests_are_refused(
     served: Served, client: BlockClient, changes: dict[str, Any], size: int, message: str
 ) -> None:
     with pytest.raises(ProtocolError, match=message):
-        client.fetch(served.address, served.request(**changes), bytearray(size), timeout_s=120.0)
+        client.fetch(served.address, served.request(**changes), bytearray(size), timeout_s=600.0)
 
 
 def test_random_frames_never_stop_the_server(
@@ -411,8 +411,8 @@ def test_random_frames_never_stop_the_server(
             ]
             socket.send_multipart(rng.choice(choices))
     out = np.zeros(112, np.uint16)
-    client.fetch(served.address, served.request(), out, timeout_s=120.0)
-    client.fetch(served.server.endpoint, served.request(), out, timeout_s=120.0)
+    client.fetch(served.address, served.request(), out, timeout_s=600.0)
+    client.fetch(served.server.endpoint, served.request(), out, timeout_s=600.0)
     assert np.array_equal(out, served.memory.weights(1, 0))
     assert served.value("malformed_messages_total") > 50
     assert served.server.failure is None
@@ -429,7 +429,7 @@ def test_oversized_messages_cut_the_connection_only(
         socket.send(bytes(1 << 20))
         time.sleep(0.05)
         client.fetch(
-            served.server.endpoint, served.request(), np.zeros(112, np.uint16), timeout_s=120.0
+            served.server.endpoint, served.request(), np.zeros(112, np.uint16), timeout_s=600.0
         )
 
 
@@ -489,23 +489,23 @@ def test_a_lying_server_is_a_protocol_error(
         run_id="r", epoch=1, attempt=1, array="weights", block=1, version=4, contribution=0
     )
     with pytest.raises(ProtocolError, match=message):
-        client.fetch(liar.address, request, bytearray(8), timeout_s=120.0)
+        client.fetch(liar.address, request, bytearray(8), timeout_s=600.0)
     liar.join()
 
 
 def test_leases(served: Served, context: zmq.Context[Any]) -> None:
     spec = served.memory.spec
     mine = LeaseRequest(run_id=spec.run_id, member="worker.0", pid=os.getpid())
-    answer = request_lease(context, served.address, mine, timeout_s=120.0)
+    answer = request_lease(context, served.address, mine, timeout_s=600.0)
     assert dict(answer.segments) == spec.sizes()
     assert (answer.digest, answer.undo_bytes) == (spec.digest, spec.undo_bytes)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         theirs = LeaseRequest(run_id=spec.run_id, member="worker.1", pid=other.pid)
-        request_lease(context, served.address, theirs, timeout_s=120.0)
+        request_lease(context, served.address, theirs, timeout_s=600.0)
         assert {lease.member for lease in served.server.leases} == {"worker.0", "worker.1"}
         assert served.value("leases") == 2
         other.communicate(b"\n")
-    deadline = time.monotonic() + 120.0
+    deadline = time.monotonic() + 600.0
     while served.value("leases") != 1:
         assert time.monotonic() < deadline, "the lease of a dead process was not dropped in 5 s"
         time.sleep(0.02)
@@ -527,7 +527,7 @@ def test_refused_leases(
         "pid": os.getpid(),
     }
     with pytest.raises(StateError, match=message):
-        request_lease(context, served.address, LeaseRequest(**(fields | changes)), timeout_s=120.0)
+        request_lease(context, served.address, LeaseRequest(**(fields | changes)), timeout_s=600.0)
 
 
 def test_memory_that_was_given_back_is_leased_to_nobody(
@@ -535,7 +535,7 @@ def test_memory_that_was_given_back_is_leased_to_nobody(
 ) -> None:
     """Who asked while the run ended was told that strangers had removed it, with exit code 2."""
     request = LeaseRequest(run_id=served.memory.spec.run_id, member="worker.0", pid=os.getpid())
-    request_lease(context, served.address, request, timeout_s=120.0)
+    request_lease(context, served.address, request, timeout_s=600.0)
     served.memory.unlink()
     with pytest.raises(LostMemberError, match=r"no lease .* within 0.3 s"):
         request_lease(context, served.address, request, timeout_s=0.3)
@@ -570,7 +570,7 @@ def test_a_lease_that_a_dead_memoryd_had_been_asked_for_is_asked_for_again(
     server.start()
     request = LeaseRequest(run_id="0123456789ab", member="worker.0", pid=os.getpid())
     try:
-        assert request_lease(context, address, request, timeout_s=120.0) == reply
+        assert request_lease(context, address, request, timeout_s=600.0) == reply
     finally:
         server.join()
 
@@ -581,14 +581,14 @@ def test_attach_maps_what_the_server_owns(make_run: Any, helpers: Any) -> None:
     helpers.commit(memory, 4)
     served = Served(memory)
     try:
-        mine = attach(run, 0, "worker.0", timeout_s=120.0, kinds=(SegmentKind.WEIGHTS,))
+        mine = attach(run, 0, "worker.0", timeout_s=600.0, kinds=(SegmentKind.WEIGHTS,))
         memory.weights(0, 0)[:] = 5
         assert set(mine.weights(0, 0).tolist()) == {5}
         assert mine.control.committed == 4
         mine.close()
         os.unlink("/dev/shm" + run.memory_spec(0).name(SegmentKind.STATE))
         with pytest.raises(StateError, match=r"memory of node a was removed from /dev/shm"):
-            attach(run, 0, "worker.0", timeout_s=120.0)
+            attach(run, 0, "worker.0", timeout_s=600.0)
     finally:
         served.server.close()
         memory.close()

@@ -42,7 +42,7 @@ def measured(run: RunDirectory) -> Samples:
     """All that node a says of itself."""
     watched = NodeResources(run, "a")
     try:
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 600.0
         while watched._survey is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)

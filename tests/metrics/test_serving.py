@@ -59,7 +59,7 @@ def serve(settings: Config, run_dir: Path = Path(), node: str = "a", former: int
 
 
 def page(port: int, host: str = "127.0.0.1", path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=120) as answer:
+    with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=600) as answer:
         return str(answer.read().decode())
 
 
@@ -189,7 +189,7 @@ def test_with_keys_metrics_take_tls_and_a_password(tmp_path: Path) -> None:
     def get(user: str, word: str) -> tuple[int, str]:
         """Status and page, asked for as Prometheus does with server_name metrics.penstock."""
         login = base64.b64encode(f"{user}:{word}".encode()).decode()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=120) as plain:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=600) as plain:
             with context.wrap_socket(plain, server_hostname="metrics.penstock") as shielded:
                 shielded.sendall(
                     f"GET /metrics HTTP/1.0\r\nAuthorization: Basic {login}\r\n\r\n".encode()
@@ -208,10 +208,10 @@ def test_with_keys_metrics_take_tls_and_a_password(tmp_path: Path) -> None:
         there = compare(f"https://127.0.0.1:{server.port}", context_of(keys / "node.a"))
         assert abs(there.offset_s) <= there.error_s < 2, "another node needs no password for that"
         silent[0].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        silent[0].settimeout(120.0)
+        silent[0].settimeout(600.0)
         assert b"HTTP/1." not in silent[0].recv(100), "nothing is said in plain text"
         renew(keys, days=2)
-        with socket.create_connection(("127.0.0.1", server.port), timeout=120) as plain:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=600) as plain:
             with context.wrap_socket(plain, server_hostname="metrics.penstock") as shielded:
                 found = shielded.getpeercert()
         assert found is not None

@@ -62,7 +62,7 @@ def test_what_never_returns_is_ended_by_its_own_time() -> None:
         "    while True: sum(range(1 << 40))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == -signal.SIGPROF
     assert done.stderr.startswith("penstock: encoding this: the process was ended from outside, or")

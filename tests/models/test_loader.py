@@ -65,7 +65,7 @@ def test_each_node_gets_the_blocks_it_owns(files: RunDirectory, memories: list[N
     done = subprocess.run(
         [*command, "--parent-pid", str(os.getpid())],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=120,
+        timeout=600,
         capture_output=True,
         check=False,
     )

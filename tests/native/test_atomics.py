@@ -53,7 +53,7 @@ def test_concurrent_additions_are_all_counted() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=600)
     assert words[0] == 15000
 
 

@@ -27,7 +27,7 @@ def test_killed_sweeps_are_completed_with_the_same_bytes(mode: str, path: str) -
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, f"seed {seed}: {result.stderr}"

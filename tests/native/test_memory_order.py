@@ -60,7 +60,7 @@ def run_with(atomics: str, objects: list[str], folder: Path) -> subprocess.Compl
         [str(program), *map(str, (cores * 2)[:2])],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 symbolize=0"},
     )

@@ -38,7 +38,7 @@ def run_id() -> Iterator[str]:
 
 @pytest.mark.parametrize(("incarnation", "version"), [(0, None), (3, 5)])
 def test_only_empty_memory_is_removed(run_id: str, incarnation: int, version: int | None) -> None:
-    subprocess.run([sys.executable, "-c", MAKE, run_id, str(incarnation)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", MAKE, run_id, str(incarnation)], check=True, timeout=600)
     [entry] = [e for e in inventory() if e.run_id == run_id]
     assert entry.committed == version
     assert not remove_empty_memory(run_id, "b")

@@ -28,7 +28,7 @@ class Failing:
             self.failures -= 1
             raise OSError("the disk is gone")
         self.works.set()
-        stop.wait(120.0)
+        stop.wait(600.0)
 
 
 @dataclass
@@ -53,7 +53,7 @@ def test_a_consumer_that_fails_begins_anew_and_a_slow_one_is_left(
             target=run_consumers, args=([failing, slow], stop), kwargs=keywords
         )
         observer.start()
-        assert failing.works.wait(120.0), "it worked at the third time"
+        assert failing.works.wait(600.0), "it worked at the third time"
         stop.set()
         observer.join(120.0)
     assert not observer.is_alive(), "nobody waits for the slow one"

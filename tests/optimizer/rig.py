@@ -38,7 +38,7 @@ from penstock.shm.control import Decision
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 LEARNING_RATE = 0.01
 PROGRAM = (
     "import sys, pathlib; from penstock.daemons.optimizer.main import main;"

@@ -61,7 +61,7 @@ def test_cpu_time_is_that_of_the_threads_alone(measured: Measured) -> None:
     try:
         started.wait()
         measured.metrics.runs_on(1, ids)
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 600.0
         while (measured.value("optimizer_cpu_seconds_total") or 0.0) < 0.02:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -23,7 +23,7 @@ from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preload
 from penstock.daemons.preload.server import REFUSED, answer
 from penstock.shm.process import start_ticks
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 STREAMS = (0, 1, 2)
 NEWBORN = "tests.preload.newborn"
 

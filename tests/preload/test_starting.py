@@ -14,9 +14,15 @@ from penstock.daemons.preload.heirs import VARIABLE, take_heirs
 from penstock.daemons.preload.owner import Preloader
 from penstock.daemons.preload.starting import Preloading, Spawning
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 STREAMS = (0, 1, 2)
 NEWBORN = "tests.preload.newborn"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with other work may import for longer than a run would wait."""
+    monkeypatch.setattr("penstock.daemons.preload.starting.WARM_UP_S", DEADLINE_S)
 
 
 @pytest.fixture

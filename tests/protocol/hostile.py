@@ -23,7 +23,7 @@ class HostilePeer:
     """
 
     def __init__(self, host: str, port: int, kind: bytes, password: bytes | None = None) -> None:
-        self.socket = socket.create_connection((host, port), timeout=120.0)
+        self.socket = socket.create_connection((host, port), timeout=600.0)
         try:
             self._shake_hands(kind, password)
         except BaseException:
@@ -34,7 +34,7 @@ class HostilePeer:
     def raw(cls, host: str, port: int) -> HostilePeer:
         """A connection on which nothing was said yet."""
         found = cls.__new__(cls)
-        found.socket = socket.create_connection((host, port), timeout=120.0)
+        found.socket = socket.create_connection((host, port), timeout=600.0)
         return found
 
     def _shake_hands(self, kind: bytes, password: bytes | None) -> None:

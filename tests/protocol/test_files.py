@@ -200,13 +200,13 @@ def test_streams_that_take_nothing_end_no_process(sink: str) -> None:
     if sink == "a full disk":
         with open("/dev/full", "w") as full:
             done = subprocess.run(
-                [sys.executable, "-c", program], stdout=full, stderr=full, timeout=60
+                [sys.executable, "-c", program], stdout=full, stderr=full, timeout=600
             )
     else:
         reading, writing = os.pipe()
         os.close(reading)
         done = subprocess.run(
-            [sys.executable, "-c", program], stdout=writing, stderr=writing, timeout=60
+            [sys.executable, "-c", program], stdout=writing, stderr=writing, timeout=600
         )
         os.close(writing)
     assert done.returncode == 7

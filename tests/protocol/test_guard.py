@@ -47,11 +47,11 @@ class Server:
 
     def _count(self) -> None:
         self.num_cut += 1
-        assert self.may_go_on.wait(120.0)
+        assert self.may_go_on.wait(600.0)
 
     def wait_cut(self, number: int) -> None:
         """Until so many connections were cut, and no more."""
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 600.0
         while self.num_cut < number and time.monotonic() < deadline:
             time.sleep(0.01)
         assert self.num_cut == number
@@ -88,7 +88,7 @@ def test_frames_without_end_are_cut_again_and_again(server: Server, part_bytes: 
         assert sent < 10**9, "cut"
         server.wait_cut(number)
         friend.send(b"x" * MIB)
-        assert server.received.acquire(timeout=120.0), "others go on"
+        assert server.received.acquire(timeout=600.0), "others go on"
     assert resident() - before < 300 * MIB
     assert server.num_cut == 6
     friend.close(linger=0)
@@ -102,7 +102,7 @@ def test_large_messages_one_after_the_other_are_no_offence(server: Server) -> No
         for friend in friends:
             friend.send_multipart([b"head", b"x" * (MIB // 2), b"y" * (MIB // 4)])
     for _ in range(120):
-        assert server.received.acquire(timeout=120.0)
+        assert server.received.acquire(timeout=600.0)
     assert server.num_cut == 0
     for friend in friends:
         friend.close(linger=0)
@@ -112,7 +112,7 @@ def test_all_together_are_bounded_and_the_largest_goes_first(server: Server) -> 
     peers = [HostilePeer("127.0.0.1", server.port, b"PUSH") for _ in range(3)]
     for peer, parts_bytes in zip(peers, (2 * MIB, 3 * MIB, 2 * MIB), strict=True):
         assert peer.send_parts(1000, parts_bytes) >= parts_bytes
-    peers[1].socket.settimeout(120.0)
+    peers[1].socket.settimeout(600.0)
     with pytest.raises(ConnectionResetError):
         peers[1].socket.recv(10)
     server.wait_cut(1)
@@ -127,7 +127,7 @@ def test_those_that_never_sent_a_message_have_less_room() -> None:
     peers = [HostilePeer("127.0.0.1", server.port, b"PUSH") for _ in range(3)]
     try:
         friend.socket.sendall(b"\0\x05hello")
-        assert server.received.acquire(timeout=120.0)
+        assert server.received.acquire(timeout=600.0)
         time.sleep(0.1)  # the guard looks
         friend.send_parts(1000, MIB * 3 // 4)
         for number, peer in enumerate(peers):
@@ -146,7 +146,7 @@ def test_too_many_connections_cost_the_oldest_that_never_said_anything(server: S
     friend = server.context.socket(zmq.PUSH)
     friend.connect(server.address)
     friend.send(b"hello")
-    assert server.received.acquire(timeout=120.0)
+    assert server.received.acquire(timeout=600.0)
     with contextlib.ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20.0))
@@ -157,7 +157,7 @@ def test_too_many_connections_cost_the_oldest_that_never_said_anything(server: S
                 while connection.recv(100):
                     pass  # the greeting, then the end
         friend.send(b"again")
-        assert server.received.acquire(timeout=120.0)
+        assert server.received.acquire(timeout=600.0)
         server.wait_cut(9)
     friend.close(linger=0)
 
@@ -178,7 +178,7 @@ def test_who_spoke_before_the_guard_saw_them_come_is_not_silent() -> None:
             connect()
         friend.connect(server.address)
         friend.send(b"hello")
-        assert server.received.acquire(timeout=120.0)
+        assert server.received.acquire(timeout=600.0)
         server.may_go_on.set()
         server.wait_cut(2)
         for _ in range(2):
@@ -189,7 +189,7 @@ def test_who_spoke_before_the_guard_saw_them_come_is_not_silent() -> None:
                 while connection.recv(100):
                     pass
         friend.send(b"again")
-        assert server.received.acquire(timeout=120.0)
+        assert server.received.acquire(timeout=600.0)
         assert server.num_cut == 4
     finally:
         server.may_go_on.set()

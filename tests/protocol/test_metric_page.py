@@ -95,7 +95,7 @@ def test_descriptions_follow_the_conventions(process: str) -> None:
                 page.add(metric.name, 1, *labels)
     command = ["promtool", "check", "metrics"]
     done = subprocess.run(
-        command, input=generate_latest(registry), capture_output=True, timeout=120
+        command, input=generate_latest(registry), capture_output=True, timeout=600
     )
     assert (done.returncode, done.stderr.decode()) == (0, "")
 

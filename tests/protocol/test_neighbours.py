@@ -70,7 +70,7 @@ def test_children_of_the_same_parent_are_heard(listening: Listening) -> None:
         assert listening.pull.poll(20_000), "of a child"
         assert listening.pull.recv() == b"hello"
     finally:
-        child.wait(timeout=120)
+        child.wait(timeout=600)
         neighbours.close()
 
 
@@ -80,7 +80,7 @@ def test_a_process_of_no_neighbour_is_cut(
     neighbours = Neighbours(listening.pull, elder=NOBODY)
     try:
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.settimeout(120.0)
+            stranger.settimeout(600.0)
             stranger.connect(f"\0{listening.name}")
             with pytest.raises(OSError):
                 while True:

@@ -75,9 +75,9 @@ def test_stop_signal_wakes_every_waiter(own_signals: None) -> None:
         thread.start()
     assert not stop.wait(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.wait(120.0)
+    assert stop.wait(600.0)
     for thread in woken:
-        thread.join(timeout=120.0)
+        thread.join(timeout=600.0)
         assert not thread.is_alive()
     assert stop.is_set
 
@@ -88,7 +88,7 @@ def test_stop_signal_never_deadlocks_with_its_handler(own_signals: None) -> None
     for _ in range(200):
         stop = StopSignal()
         signal.setitimer(signal.ITIMER_REAL, 0.0005)
-        assert stop.wait(120.0)
+        assert stop.wait(600.0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
@@ -111,7 +111,7 @@ def test_children_die_with_their_parent() -> None:
         lines = sorted([process.stdout.readline().strip(), process.stdout.readline().strip()])
         assert lines[1] == "up"
         process.kill()
-    deadline = time.monotonic() + 120.0
+    deadline = time.monotonic() + 600.0
     while start_ticks(int(lines[0])) is not None:
         assert time.monotonic() < deadline, "the child outlived its parent by 5 s"
         time.sleep(0.01)
@@ -119,7 +119,7 @@ def test_children_die_with_their_parent() -> None:
 
 def test_a_child_whose_parent_is_gone_exits() -> None:
     code = "from penstock.protocol.run.process import die_with_parent; die_with_parent(1)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 1
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 1
 
 
 def test_errors_for_the_user_become_exit_codes(

@@ -62,7 +62,7 @@ from penstock.protocol.run.stopping import StopSignal
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 stop = StopSignal().install(os.getppid() if sys.argv[1] == "parent" else None)
 print("up", flush=True)
-print("stopped" if stop.wait(120.0) else "not asked", flush=True)
+print("stopped" if stop.wait(600.0) else "not asked", flush=True)
 """
 
 
@@ -72,7 +72,7 @@ def children() -> Iterator[list[subprocess.Popen[str]]]:
     yield started
     for process in started:
         process.kill()
-        process.communicate(timeout=120)
+        process.communicate(timeout=600)
 
 
 def start(children: list[subprocess.Popen[str]], obeys: str) -> subprocess.Popen[str]:
@@ -86,7 +86,7 @@ def start(children: list[subprocess.Popen[str]], obeys: str) -> subprocess.Popen
 
 def stranger_signals(pid: int, *names: str) -> None:
     for name in names:
-        subprocess.run(["sh", "-c", f"kill -{name} {pid}"], check=True, timeout=120)
+        subprocess.run(["sh", "-c", f"kill -{name} {pid}"], check=True, timeout=600)
 
 
 def test_a_child_obeys_its_parent_and_nobody_else(children: list[subprocess.Popen[str]]) -> None:
@@ -98,7 +98,7 @@ def test_a_child_obeys_its_parent_and_nobody_else(children: list[subprocess.Pope
         assert f"SIG{name} of process" in said and f"left to process {os.getpid()}" in said
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "stopped\n"
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
 
 
 def test_an_order_to_stop_is_not_lost_behind_a_strangers_signal(
@@ -113,7 +113,7 @@ def test_an_order_to_stop_is_not_lost_behind_a_strangers_signal(
     said = [process.stdout.readline() for _ in range(4)]
     assert said.count("stopped\n") == 1, said
     assert sum("is left to process" in line for line in said) == 3, said
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
@@ -124,4 +124,4 @@ def test_a_process_without_a_parent_obeys_anybody(
     assert process.stdout is not None
     stranger_signals(process.pid, name)
     assert process.stdout.readline() == "stopped\n"
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=600) == 0

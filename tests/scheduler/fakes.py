@@ -26,7 +26,7 @@ from penstock.protocol.wire.member import MemberLink
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 from tests.scheduler.conftest import make_config
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 NUM_BLOCKS = 3
 
 

@@ -36,7 +36,7 @@ from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
 
 HOMES = {"node.a": "a", "worker.0": "a", "node.b": "b", "worker.1": "b"}
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 
 def config(security: str, keys: Path | None = None) -> Config:
@@ -234,17 +234,17 @@ def test_without_certificates_the_token_of_the_run_is_asked_for(tmp_path: Path) 
             for shown in ((), ((TOKEN_KEY, token[:-1] + "x"),), ((TOKEN_KEY, ""),)):
                 for method in ("penstock.v1.Control/Stop", "penstock.v1.Control/Status"):
                     with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-                        channel.unary_unary(f"/{method}")(b"", timeout=120.0, metadata=shown)
+                        channel.unary_unary(f"/{method}")(b"", timeout=600.0, metadata=shown)
                 with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                     list(rpc.MembershipStub(channel).Join(iter(()), metadata=shown))  # type: ignore[no-untyped-call]
                 health = health_pb2_grpc.HealthStub(channel)
                 with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-                    health.Check(health_pb2.HealthCheckRequest(), timeout=120.0, metadata=shown)
+                    health.Check(health_pb2.HealthCheckRequest(), timeout=600.0, metadata=shown)
                 reflect = channel.stream_stream(
                     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
                 )
                 with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-                    list(reflect(iter([b""]), timeout=120.0, metadata=shown))
+                    list(reflect(iter([b""]), timeout=600.0, metadata=shown))
         assert scheduler.asked == ["stop"] and scheduler.joined == ["worker.0"]
         token_path(tmp_path).chmod(0o644)
         with pytest.raises(ConfigError, match="mode 0644 lets others read it"):

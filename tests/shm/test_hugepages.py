@@ -78,7 +78,7 @@ def test_segments_get_huge_pages_where_the_mount_gives_them_on_advice() -> None:
             input=SEGMENT_ON_A_MOUNT_OF_ITS_OWN,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from tests.simulation.rare import PULLED
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str, timeout_s: float = 280.0) -> str:
+def run(*arguments: str, timeout_s: float = 1500.0) -> str:
     """Returns what the command says, which must succeed."""
     command = [sys.executable, "-m", "tests.simulation", *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
@@ -44,7 +44,6 @@ def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones(first: int) -
     assert said.startswith("19 seeds") and " 0 violations" in said
 
 
-@pytest.mark.timeout(300)
 def test_newborns_that_are_stopped_before_they_report_are_replaced() -> None:
     """By the node's machine and effects: no scheduler has heard of them."""
     said = run("run", "--seeds", "0:3", "--kind", "stop a newborn", "--kind", "kill")

@@ -78,4 +78,4 @@ def small_disk(mount: Path, mib: int) -> Iterator[SmallDisk]:
             yield SmallDisk(mount, holder)
         finally:
             holder.stdin.close()
-            holder.wait(timeout=120)
+            holder.wait(timeout=600)

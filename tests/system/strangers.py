@@ -59,7 +59,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 def speaks_zmtp(place: tuple[str, int]) -> bool:
     """Whether ZeroMQ listens there: it greets whoever connects."""
-    with suppress(OSError), socket.create_connection(place, timeout=120.0) as connection:
+    with suppress(OSError), socket.create_connection(place, timeout=600.0) as connection:
         connection.settimeout(0.5)
         connection.sendall(GREETING[:10])
         return connection.recv(1) == b"\xff"
@@ -127,7 +127,7 @@ def send_noise(strangers: Strangers, place: tuple[str, int], count: int) -> None
     """Bytes that are no ZMTP, or that stop to be; twenty pieces a connection."""
     sent = 0
     while sent < count:
-        with suppress(OSError), socket.create_connection(place, timeout=120.0) as connection:
+        with suppress(OSError), socket.create_connection(place, timeout=600.0) as connection:
             connection.sendall(CURVE_GREETING[: sent % len(CURVE_GREETING)])
             for number in range(20):
                 connection.sendall(strangers.frame(number))
@@ -171,7 +171,7 @@ def send_with_keys(strangers: Strangers, place: tuple[str, int], count: int) -> 
             socket_.close()
     hello = b"\x04\xc8\x05HELLO\x01\0" + bytes(72) + bytes(32) + bytes(88)
     for _ in range(count // 40):
-        with suppress(OSError), socket.create_connection(place, timeout=120.0) as connection:
+        with suppress(OSError), socket.create_connection(place, timeout=600.0) as connection:
             connection.sendall(CURVE_GREETING + hello * 20)
     strangers.count(count // 2, 0)
 

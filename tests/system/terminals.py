@@ -80,7 +80,7 @@ class TerminalRun:
         """What is on the screen."""
         return "\n".join(line.rstrip() for line in self.screen.display)
 
-    def until(self, what: Callable[[], bool] | str, timeout_s: float = 60.0) -> None:
+    def until(self, what: Callable[[], bool] | str, timeout_s: float = 600.0) -> None:
         """Read until a text is on the screen, or something is true."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

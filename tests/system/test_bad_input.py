@@ -19,7 +19,7 @@ from tests.system.conftest import PLAIN
 SHORT = {"train": {"steps": 3}}
 
 
-def run_cli(*arguments: str, timeout_s: float = 120.0) -> tuple[int, str]:
+def run_cli(*arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
     """Run ``penstock`` to its end; exit code and what it said."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock.client.main", *arguments],
@@ -80,7 +80,7 @@ def can_mount() -> bool:
     """Whether this user may mount a small /dev/shm in a mount namespace of its own."""
     probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     try:
-        return subprocess.run(probe, capture_output=True, timeout=120).returncode == 0
+        return subprocess.run(probe, capture_output=True, timeout=600).returncode == 0
     except FileNotFoundError:
         return False
 
@@ -95,7 +95,7 @@ def test_shared_memory_too_small(runner: Any, plain_run: Path) -> None:
         ["unshare", "--mount", "sh", "-c", script, "sh", *command],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 3, output

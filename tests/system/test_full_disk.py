@@ -18,7 +18,7 @@ from tests.shelf import prepared
 from tests.system.conftest import PLAIN, Runner, merge, segments_of, state_bytes
 from tests.system.small_disk import SmallDisk, small_disk
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 STATE_BYTES = 900_000
 """What a saved state takes; half of it is room for the journal and not for a state."""
 

@@ -19,7 +19,7 @@ TIMEOUT_S = 4.0
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
     """Poll until ``condition``."""
-    deadline = time.monotonic() + 120.0
+    deadline = time.monotonic() + 600.0
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.02)

@@ -32,7 +32,7 @@ def samples_of(run_dir: Path, member: str) -> Samples:
 
 def control(verb: str, run_dir: Path) -> None:
     command = [sys.executable, "-m", "penstock.client.main", verb, "--run-dir", str(run_dir)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
 
 
 def accounted(samples: Samples) -> float:
@@ -60,7 +60,7 @@ def pause(run: H.TrainProcess) -> None:
     idle = "penstock_device_idle_seconds_total"
     cause = (("cause", "scheduler"),)
     before = {m: samples_of(run.run_dir, m)[idle][cause] for m in ("worker.0", "worker.1")}
-    deadline_s = time.monotonic() + 120.0
+    deadline_s = time.monotonic() + 600.0
     while any(samples_of(run.run_dir, m)[idle][cause] < s + 1.0 for m, s in before.items()):
         assert time.monotonic() < deadline_s, "the workers do not wait for the scheduler"
         time.sleep(0.1)

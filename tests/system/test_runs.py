@@ -68,7 +68,7 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
 
 def wait_for_children(run: Any) -> None:
     """A killed ``penstock train`` takes all processes with it."""
-    deadline = time.monotonic() + 120.0
+    deadline = time.monotonic() + 600.0
     while run.members() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not run.members(), "children outlived penstock train"
@@ -149,14 +149,14 @@ def test_evaluation_snapshot_and_scheme_change_on_resume(runner: Any) -> None:
 def test_export_loads_in_transformers(runner: Any, plain_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "hf"
     command = [sys.executable, "-m", "penstock.client.main", "export", str(plain_run)]
-    subprocess.run([*command, "--format", "hf", str(out)], check=True, timeout=120)
+    subprocess.run([*command, "--format", "hf", str(out)], check=True, timeout=600)
     check = (
         "import sys, torch; from transformers import AutoModelForCausalLM as A;"
         "m = A.from_pretrained(sys.argv[1]);"
         "print(m(torch.tensor([[72, 101, 108]])).logits.isfinite().all().item())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", check, str(out)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", check, str(out)], capture_output=True, text=True, timeout=600
     )
     assert done.stdout.strip() == "True", done.stderr
     losses = check_training_from(runner, out)
@@ -184,7 +184,7 @@ def check_training_from(runner: Any, source: Path) -> list[float]:
 def findings(root: Path) -> list[dict[str, Any]]:
     """What ``penstock doctor`` finds of runs below a directory."""
     command = [sys.executable, "-m", "penstock.client.main", "doctor", "--json"]
-    report = subprocess.run(command, check=True, timeout=120, capture_output=True)
+    report = subprocess.run(command, check=True, timeout=600, capture_output=True)
     return [f for f in json.loads(report.stdout)["findings"] if str(root) in json.dumps(f)]
 
 
@@ -209,6 +209,6 @@ def test_twenty_runs_in_a_row_half_of_them_killed_leave_nothing(runner: Any) -> 
             assert not run.members()
             assert not H.dirty(run.run_dir)
     command = [sys.executable, "-m", "penstock.client.main", "doctor", "--clean"]
-    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
     assert not H.segments_of(runner.root)
     assert not findings(runner.root)

@@ -33,7 +33,7 @@ def test_a_training_is_steered_by_keys_and_gives_the_terminal_back(runner: Runne
     # An interactive shell: without one nobody could bring back what Ctrl-Z stopped.
     with on_terminal(["sh", "-i"]) as terminal:
         terminal.type(f"exec 2>&1; {' '.join(PENSTOCK)} train {config}\n")
-        terminal.until("device 1", timeout_s=100.0)
+        terminal.until("device 1", timeout_s=600.0)
         terminal.until("tokens/s")
         assert not terminal.cooked and terminal.screen.alternate
         assert "keys  training" in terminal.text and "loss" in terminal.text

@@ -24,7 +24,7 @@ from tests.system.test_exactness import finish_exact
 CHANGES = H.CLIPPED
 NODES: dict[str, Any] = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}
 TWO_NODES: dict[str, Any] = {**CHANGES, "cluster": {**CHANGES["cluster"], **NODES}}
-WAIT_S = 120.0
+WAIT_S = 600.0
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

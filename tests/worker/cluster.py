@@ -202,7 +202,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=600)
             assert not thread.is_alive(), "an interpreter hangs"
         return results
 

@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 def make_cluster() -> Iterator[MakeCluster]:
     """Clusters that are taken down after the test."""
     with ExitStack() as stack:
-        yield lambda timeout_s=120.0, undo=False, **settings: build_cluster(
+        yield lambda timeout_s=600.0, undo=False, **settings: build_cluster(
             stack, make_config(**settings), timeout_s=timeout_s, undo=undo
         )
 

@@ -143,7 +143,7 @@ class Devices:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=600)
         seconds = time.perf_counter() - start
         assert not errors, errors
         return seconds
@@ -301,7 +301,7 @@ def _context(
         channel=MessageChannel(run_id=spec.run_id, epoch=1, device=device, transport=transport),
         trace=TraceRing(),
         abort=Abort(),
-        timeout_s=120.0,
+        timeout_s=600.0,
         updates=_updates(stack, index, plan, memory, device),
     )
 

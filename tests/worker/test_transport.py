@@ -76,7 +76,7 @@ class Pair:
         return self.registry.get_sample_value(name, {"reason": reason}) or 0.0
 
     def wait_dropped(self, reason: str, count: int) -> None:
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 600.0
         while self.dropped(reason) < count and time.monotonic() < deadline:
             time.sleep(0.005)
         assert self.dropped(reason) == count
