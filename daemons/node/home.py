@@ -21,7 +21,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -223,6 +223,26 @@ def check_home(directory: RunDirectory) -> None:
         f"{directory.path}: is a copy of {original}, and run {directory.run_id} has {memory}, which"
         f" belongs there: {remedy}; then this copy goes on from its own saved state"
     )
+
+
+def check_nodes(directory: RunDirectory, nodes: Collection[str], saved: int) -> bool:
+    """Removes this run's memory of nodes that are none of ``nodes`` any more (one was renamed, or
+    taken out); returns whether there was any. ``saved``: the newest saved step.
+
+    Raises:
+        ConfigError: such memory holds steps that are not saved, and no node would go on from it.
+    """
+    dead = [e for e in inventory() if e.run_id == directory.run_id and not e.in_use]
+    left = [entry for entry in dead if entry.keeper not in nodes]
+    for entry in left:
+        if entry.committed is not None and entry.committed > saved:
+            raise ConfigError(
+                f"cluster.nodes: names no node {entry.keeper}, whose memory on this machine holds"
+                f" step {entry.committed}; saved is step {saved}. Name it again, or remove its"
+                f" memory (penstock doctor --clean --force --run-dir {directory.path}) to go on"
+                " from the saved step"
+            )
+    return any([remove_memory(entry.run_id, entry.keeper) for entry in left])
 
 
 def settle_home(directory: RunDirectory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
@@ -11,8 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.node.home import RunLock, remove_empty_memory, train_lock_path
+from penstock.daemons.node.home import (
+    RunLock,
+    check_nodes,
+    remove_empty_memory,
+    train_lock_path,
+)
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import exists, unlink
 
@@ -44,6 +51,18 @@ def test_only_empty_memory_is_removed(run_id: str, incarnation: int, version: in
     assert not remove_empty_memory(run_id, "b")
     assert remove_empty_memory(run_id, "a") is (version is None)
     assert exists(f"/penstock-{run_id}-a-control") is (version is not None)
+
+
+def test_memory_of_a_renamed_node_is_no_loss_of_steps(run_id: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", MAKE, run_id, "3"], check=True, timeout=600)
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": run_id, "created": "", "format": 1}))
+    directory = RunDirectory(tmp_path)
+    assert not check_nodes(directory, ["a", "b"], saved=0)
+    with pytest.raises(ConfigError, match=r"no node a, .* holds step 5; saved is step 4"):
+        check_nodes(directory, ["z"], saved=4)
+    assert exists(f"/penstock-{run_id}-a-control")
+    assert check_nodes(directory, ["z"], saved=5)
+    assert not exists(f"/penstock-{run_id}-a-control")
 
 
 @pytest.mark.parametrize("strange", ["link", "folder", "FIFO"])

@@ -13,10 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.daemons.memory.states import refuse_damage
+from penstock.daemons.memory.states import refuse_damage, saved_steps
 from penstock.daemons.node.home import (
     RunLock,
     check_home,
+    check_nodes,
     held_version,
     prepare_lock_path,
     settle_home,
@@ -247,6 +248,10 @@ def _changes(
     changes = find_changes(previous, config)
     if RunDirectory(run_dir).has_started:
         check_resume(changes, run_dir, held_version(RunDirectory(run_dir).run_id))
+        names = [node.name for node in config.cluster.nodes]
+        saved = max((step for step, _ in saved_steps(run_dir / "state")), default=0)
+        if check_nodes(RunDirectory(run_dir), names, saved):
+            progress("memory of nodes that cluster.nodes no longer names was saved; it is removed")
     for change in changes:
         progress(f"changed: {change}")
     return changes
