@@ -241,7 +241,7 @@ def fetchd(node: str, run_id: str, offer_to: str, transports: str, pipe: Connect
         memoryd = connect(context, offer_to)
         stack.callback(memoryd.close, linger=0)
         listener = Listener(run_id, f"{node}-{transports}")
-        stack.callback(listener.socket.close)
+        stack.callback(listener.close)
         service = FetchService(
             agent=agent,
             serving=Serving(agent, memory, generation),

@@ -31,6 +31,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.requirements import PYTHON, TORCH, installed_torch, torch_objection
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.local_names import remove_folder
 from penstock.shm.cgroup import cpu_limit, tightest_memory
 from penstock.shm.inventory import NodeSegments, inventory, shm_names
 from penstock.shm.logout import logout_risk
@@ -348,6 +349,7 @@ def _remove_segments(name: str, run_dir: Path | None) -> None:
         if f"{entry.run_id}-{entry.node_name}" == name and not entry.in_use:
             for segment in entry.names:
                 unlink(segment)
+            remove_folder(entry.run_id, entry.node_name)
 
 
 def _remove_process(name: str, run_dir: Path | None) -> None:

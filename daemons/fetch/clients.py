@@ -1,6 +1,6 @@
 """Workers and the optimizerd of the node: a local socket, and staging memory for each of them.
 
-The socket is abstract, so nothing is left of it, and takes processes of the same user only. Staging
+The socket is local, and takes processes of the same user only. Staging
 memory has no name either; it is handed over as a descriptor, and freed when its client has hung up
 and no transfer writes into it any more. Their end is :mod:`penstock.protocol.wire.staged`.
 """
@@ -26,6 +26,7 @@ from penstock.protocol.wire.frames import (
     decode,
     encode,
 )
+from penstock.protocol.wire.local_names import LocalName
 from penstock.protocol.wire.staged import SLOT_BYTES, STAGING_SLOTS, socket_address
 
 MAX_CLIENTS = 128
@@ -126,14 +127,21 @@ class Listener:
         Raises:
             StateError: another fetchd of this run and node is alive.
         """
+        address = socket_address(run_id, node)
+        self._name = LocalName.take(address, "fetchd")
         self.socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
         self.socket.setblocking(False)
         try:
-            self.socket.bind(socket_address(run_id, node))
+            self.socket.bind(address)
         except OSError as error:
-            self.socket.close()
-            raise StateError(f"another fetchd of node {node} is alive: {error}") from error
+            self.close()
+            raise StateError(f"fetchd of node {node} cannot listen: {error}") from error
         self.socket.listen(MAX_CLIENTS)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.socket.close()
+        self._name.release()
 
     def accept(self) -> sockets.socket | None:
         """Returns a connection of this user, or None."""

@@ -47,7 +47,7 @@ def _run(run: RunDirectory, node: str, stop: StopSignal) -> None:
     registry = CollectorRegistry()
     with ExitStack() as stack:
         listener = Listener(run.run_id, node)
-        stack.callback(listener.socket.close)
+        stack.callback(listener.close)
         server = serve_metrics(registry, run, member)
         stack.callback(server.close)
         generation = draw_generation()

@@ -1,6 +1,6 @@
 """The block server: leases for local processes, arrays of blocks for anyone in the run.
 
-Two ROUTER sockets answer the same requests, one on the node's abstract ipc address and one on TCP.
+Two ROUTER sockets answer the same requests, one on the node's local ipc address and one on TCP.
 A thread of its own serves them, so that restoring and saving never delay an answer. Bytes go from
 shared memory to the socket without a copy. A request for an array that is not complete yet is held
 back for up to :data:`HOLD_S`, then answered with ``wait``; the client asks again.
@@ -40,6 +40,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.protocol.wire.local_names import LocalName
 from penstock.protocol.wire.neighbours import Neighbours
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import ArrayKey
@@ -132,6 +133,7 @@ class BlockServer:
         access.protect(self._remote)
         self._remote_chunk_bytes = ENCRYPTED_CHUNK_BYTES if access.encrypts else CHUNK_BYTES
         self._door = Door(self._context, access)
+        self._name: LocalName | None = None
         self._guard: Guard | None = None
         self._neighbours: Neighbours | None = None
         self._held: list[_Held] = []
@@ -144,8 +146,7 @@ class BlockServer:
         try:
             self._home = self._bind(local_address, host, access)
         except BaseException:
-            self._door.close()
-            self._context.destroy(linger=0)
+            self._leave()
             raise
         self._guard = Guard.where_possible(
             self._remote, BOUNDS, said_to_strangers=access.said_to_strangers
@@ -174,6 +175,8 @@ class BlockServer:
         self._guard = self._neighbours = None
         self._door.close()
         self._context.destroy(linger=0)
+        if self._name is not None:
+            self._name.release()
 
     @property
     def endpoint(self) -> str:
@@ -198,6 +201,7 @@ class BlockServer:
 
     def _bind(self, local_address: str, host: str, access: SocketAccess) -> HomeSocket:
         try:
+            self._name = LocalName.take(local_address, self._server)
             self._local.bind(local_address)
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -11,10 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from penstock.daemons.metrics.clocks import ClockWatch
 from penstock.daemons.metrics.collection import Collection, labels_of
-from penstock.daemons.metrics.exporter import keys_of_metrics
+from penstock.daemons.metrics.exporter import Exporter, keys_of_metrics
 from penstock.daemons.metrics.facts import put_facts
 from penstock.daemons.metrics.resources import NodeResources
-from penstock.daemons.metrics.serving import application, listen
+from penstock.daemons.metrics.serving import PortTakenError, application, listen
 from penstock.daemons.metrics.sheet import Sheet
 from penstock.daemons.metrics.targets import (
     former_port,
@@ -25,7 +26,7 @@ from penstock.daemons.metrics.targets import (
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.node import KEYS_EXPIRE, OWN
-from penstock.protocol.run.logs import DroppedLines
+from penstock.protocol.run.logs import Complaints, DroppedLines
 from penstock.protocol.run.names import (
     SCHEDULERD,
     devices_of_node,
@@ -44,6 +45,10 @@ from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.security.folders import KeyFolder
 
 RENEW_S = 60.0
+PORT_RETRY_S = 1.0
+"""Seconds between two tries to listen on a port that another process has."""
+
+_log = logging.getLogger(__name__)
 
 
 def main(run_dir: Path, node: str, processes: str | None, parent_pid: int | None) -> int:
@@ -54,10 +59,12 @@ def main(run_dir: Path, node: str, processes: str | None, parent_pid: int | None
         die_with_parent(parent_pid)
     stop = StopSignal().install(parent_pid)
     run = RunDirectory(run_dir.absolute())
-    return run_main(lambda: _run(run, node, processes, stop), run.path)
+    return run_main(lambda: _run(run, node, processes, stop, alone=parent_pid is None), run.path)
 
 
-def _run(run: RunDirectory, node: str, processes: str | None, stop: StopSignal) -> None:
+def _run(
+    run: RunDirectory, node: str, processes: str | None, stop: StopSignal, *, alone: bool
+) -> None:
     config, member = run.config, metricsd_name(node)
     configure_logging(member, run.path, config.observability.log_level)
     names = _usual(config, node) if processes is None else processes.split(",")
@@ -69,12 +76,28 @@ def _run(run: RunDirectory, node: str, processes: str | None, stop: StopSignal) 
             labels_of(config, node, member),
         )
         pages = application(collection, config, run.path)
-        server = listen(pages, config, node, former_port(run, node))
+        serve = partial(listen, pages, config, node, former_port(run, node))
+        # The node found the port free, and a run goes on without metrics.
+        server = serve() if alone else _await_port(serve, stop)
+        if server is None:
+            return
         stack.callback(server.close)
         write_targets(run, node, server.port)
         stack.callback(remove_targets, run, node)
         while not stop.wait(RENEW_S):
             renew_targets(run, node, server.port)
+
+
+def _await_port(serve: Callable[[], Exporter], stop: StopSignal) -> Exporter | None:
+    """Returns the server, as soon as no other process has its port; None: a stop was asked for."""
+    complaints = Complaints(_log)
+    while True:
+        try:
+            return serve()
+        except PortTakenError as error:
+            complaints.say(f"waiting: {error}")
+        if stop.wait(PORT_RETRY_S):
+            return None
 
 
 def _own_page(run: RunDirectory, node: str, stack: ExitStack) -> Callable[[], bytes]:

@@ -24,9 +24,16 @@ from penstock.daemons.metrics.targets import addresses, read_targets
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.names import metrics_port, node_index
+from penstock.protocol.security.token import describe_listener
 
 PAGE_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus' text format."""
+
+
+class PortTakenError(ConfigError):
+    """Another process has the configured port."""
+
+
 _TIMEOUT_HEADER = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
 
 
@@ -105,8 +112,9 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
         "; another run on this machine may have it: choose another port for this one, or 0, with"
         " which Penstock finds a free one and tells Prometheus (observability.targets)"
     )
-    return ConfigError(
-        f"observability.{key}: cannot listen on {host}:{port}: {reason(error)}"
+    owner = f" ({describe_listener(f'{host}:{port}')})" if port_taken else ""
+    return (PortTakenError if port_taken else ConfigError)(
+        f"observability.{key}: cannot listen on {host}:{port}: {reason(error)}{owner}"
         f"{remedy if port_taken else ''}"
     )
 

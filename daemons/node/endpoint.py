@@ -7,8 +7,11 @@ configuration or the command line.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import secrets
+import signal
 import socket
 import time
 from dataclasses import dataclass
@@ -18,6 +21,9 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.run.ended import EndWatch
 from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
+from penstock.protocol.run.logs import Complaints
+from penstock.protocol.run.stopping import STOP_SIGNALS
+from penstock.protocol.security.token import describe_listener
 from penstock.shm.claims import Claim
 from penstock.shm.process import start_ticks
 
@@ -25,14 +31,42 @@ CHOSEN_PORTS = range(20_000, 32_000)
 """Below the range from which the system serves port 0 (32768 and up by default): nobody can get
 the scheduler's port by chance while a killed schedulerd is being replaced."""
 ENDPOINT_WAIT_S = 120.0
+HOLD_WAIT_S = 2.0
+"""Seconds to wait until connections of a killed scheduler let its port be held."""
+_RETRY_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class PortTakenError(ConfigError):
+    """Another process has the scheduler's port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPort:
+    """The scheduler's port, kept for this run until :meth:`release`, also while a killed schedulerd
+    is replaced. ``claim`` keeps other runs of this machine from choosing the port. ``hold`` is
+    bound to the port and does not listen: the kernel lets only sockets of the same user, with
+    SO_REUSEPORT too, be bound beside the hold (socket(7)).
+    """
+
+    port: int
+    claim: Claim
+    hold: socket.socket | None
+
+    def release(self) -> None:
+        """Let others have the port."""
+        self.claim.release()
+        if self.hold is not None:
+            self.hold.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """One node's part of a run. ``scheduler`` is ``host:port``; ``hosts`` whether it runs here.
 
-    ``grace_seconds`` replaces ``cluster.grace_seconds``. ``claim`` keeps other runs of this machine
-    from choosing the scheduler's port, until it is released.
+    ``grace_seconds`` replaces ``cluster.grace_seconds``. ``own_port`` is kept where the scheduler
+    runs here.
     """
 
     run_dir: Path
@@ -40,7 +74,7 @@ class NodeSettings:
     scheduler: str
     hosts: bool
     grace_seconds: float | None = None
-    claim: Claim | None = None
+    own_port: OwnPort | None = None
 
 
 def locate_scheduler(
@@ -52,25 +86,27 @@ def locate_scheduler(
     if ending.look() is not None:
         return None
     first = config.cluster.nodes[0]
-    hosts, claim = scheduler is None and node == first.name, None
+    hosts, own = scheduler is None and node == first.name, None
     if hosts:
         # Where a killed node of this run had it, other nodes still look for the scheduler.
-        port, claim = _own_port(
-            first.host, config.cluster.scheduler_port, preferred=read_endpoint_port(run_dir)
-        )
-        scheduler = f"{first.host}:{port}"
+        former, configured = read_endpoint_port(run_dir), config.cluster.scheduler_port
+        fixed = configured or (former if former and len(config.cluster.nodes) > 1 else 0)
+        if former is not None and fixed == former:
+            own = _await_port(first.host, fixed)
+        else:
+            own = own_port(first.host, configured, former)
+        scheduler = f"{first.host}:{own.port}"
     elif scheduler is None and config.cluster.scheduler_port:
         scheduler = f"{first.host}:{config.cluster.scheduler_port}"
     elif scheduler is None:
         scheduler = wait_for_endpoint(run_dir, ending, timeout_s=ENDPOINT_WAIT_S)
         if scheduler is None:
             return None
-    return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts, claim=claim)
+    return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts, own_port=own)
 
 
-def _own_port(host: str, configured: int, preferred: int | None) -> tuple[int, Claim]:
-    """Returns a free port that no other run of this machine has chosen, and the claim to it: until
-    its schedulerd listens, and while a killed one is replaced, the port looks free.
+def own_port(host: str, configured: int, preferred: int | None = None) -> OwnPort:
+    """Returns a free port that no other run of this machine has chosen, and keeps it.
 
     Raises:
         ConfigError: the configured port is taken, or none is to be had.
@@ -79,13 +115,57 @@ def _own_port(host: str, configured: int, preferred: int | None) -> tuple[int, C
         port = choose_port(host, configured, preferred)
         claim = Claim.of((f"port-{host}:{port}",))
         if claim is not None:
-            return port, claim
+            return OwnPort(port=port, claim=claim, hold=_hold(host, port))
         if configured:
-            raise ConfigError(
+            raise PortTakenError(
                 f"cluster.scheduler_port = {port}: is another run's on this machine;"
                 " choose another port, or 0 to let Penstock choose"
             )
         preferred = None
+
+
+def _await_port(host: str, port: int) -> OwnPort:
+    """Returns the port at which a killed node had the scheduler, where the rest of the run looks
+    for it; waits while another process has the port.
+
+    Raises:
+        LostMemberError: a stop was asked for meanwhile.
+    """
+    complaints = Complaints(_log)
+    while True:
+        try:
+            return own_port(host, port)
+        except PortTakenError as error:
+            complaints.say(
+                f"waiting for port {port}, where the run looks for its scheduler: {error}"
+            )
+            # They are blocked until the node listens for them.
+            if signal.sigpending() & set(STOP_SIGNALS):
+                raise LostMemberError(
+                    f"stopped while waiting for the scheduler's port {port}: {error}"
+                ) from error
+        time.sleep(_RETRY_S)
+
+
+def _hold(host: str, port: int) -> socket.socket | None:
+    """Returns a socket that keeps other users from a free port; None, with a warning, where the
+    connections of a killed scheduler are in its way for too long.
+    """
+    deadline = time.monotonic() + HOLD_WAIT_S
+    while True:
+        hold = socket.socket(_family(host))
+        # No SO_REUSEADDR: with it other users' sockets that have it could be bound beside the hold.
+        hold.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            hold.bind((host, port))
+        except OSError as error:
+            hold.close()
+            if time.monotonic() >= deadline:
+                _log.warning("port %d cannot be kept from other users: %s", port, error)
+                return None
+            time.sleep(0.05)
+        else:
+            return hold
 
 
 def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> str | None:
@@ -170,13 +250,19 @@ def remove_endpoint(run_dir: Path) -> None:
 
 
 def _probe(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(_family(host)) as probe:
         # As servers do: connections of a killed scheduler in TIME_WAIT do not count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
+            taken = error.errno == errno.EADDRINUSE
+            owner = f" ({describe_listener(f'{host}:{port}')})" if taken else ""
+            raise (PortTakenError if taken else ConfigError)(
                 f"cluster.scheduler_port = {port}: cannot listen on {host}:{port}:"
-                f" {error.strerror}; choose another port, or 0 to let Penstock choose"
+                f" {error.strerror}{owner}; choose another port, or 0 to let Penstock choose"
             ) from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -37,6 +37,7 @@ from penstock.protocol.run.files import (
     writing,
 )
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.local_names import remove_folder
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.process import start_ticks
 from penstock.shm.segment import unlink
@@ -172,7 +173,8 @@ def held_version(run_id: str) -> int | None:
 
 
 def remove_empty_memory(run_id: str, node_name: str) -> bool:
-    """Remove a dead node's segments if no model was ever in them; whether there were such.
+    """Remove a dead node's sockets, and its segments if no model was ever in them; whether there
+    were such.
 
     For the supervisor, when its children are dead: memoryd does this itself when it ends well.
     """
@@ -180,14 +182,15 @@ def remove_empty_memory(run_id: str, node_name: str) -> bool:
 
 
 def remove_memory(run_id: str, node_name: str) -> bool:
-    """Remove a dead node's segments, whatever is in them: the run has ended, and all is saved;
-    whether there were any.
+    """Remove a dead node's sockets and segments, whatever is in them: the run has ended, and all is
+    saved; whether there were any segments.
     """
     return _remove(run_id, node_name, lambda entry: True)
 
 
 def _remove(run_id: str, node_name: str, worthless: Callable[[NodeSegments], bool]) -> bool:
     found = False
+    remove_folder(run_id, node_name)
     for entry in inventory():
         ours = (entry.run_id, entry.keeper) == (run_id, node_name)
         if ours and not entry.in_use and worthless(entry):

@@ -48,6 +48,7 @@ from penstock.protocol.run.process import configure_logging, die_with_parent, ru
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import Grace
 from penstock.protocol.security.access import member_access
+from penstock.protocol.wire.local_names import prepare_folder
 
 _log = logging.getLogger(__name__)
 
@@ -193,6 +194,7 @@ def _run(
     ) as lock:
         check(directory, node)
         check_port(config, node)
+        prepare_folder(run_id, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, old, starts_run=starts_run)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
@@ -234,8 +236,8 @@ def _retract(directory: RunDirectory, settings: NodeSettings) -> None:
     """Take back what was told to others: nobody listens any more."""
     if settings.hosts:
         remove_endpoint(directory.path)
-    if settings.claim is not None:
-        settings.claim.release()
+    if settings.own_port is not None:
+        settings.own_port.release()
     remove_targets(directory, settings.node)
 
 

@@ -23,6 +23,7 @@ from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
 from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.protocol.wire.local_names import LocalName
 from penstock.protocol.wire.member import MemberLink
 from penstock.protocol.wire.neighbours import Neighbours
 
@@ -110,7 +111,7 @@ class GradientSocket:
         metrics: OptimizerMetrics,
         access: SocketAccess = OPEN,
     ) -> None:
-        """Bind the sockets; the abstract address is a lock: one process at a time can have it.
+        """Bind the sockets; the local address is a lock: one process at a time can have it.
         ``access``: who may connect on TCP.
 
         Raises:
@@ -125,6 +126,7 @@ class GradientSocket:
         self._home: HomeSocket | None = None
         self._guard: Guard | None = None
         self._neighbours: Neighbours | None = None
+        self._name: LocalName | None = None
         self._access = access
         self._door = Door(self._context, access)
         try:
@@ -132,8 +134,7 @@ class GradientSocket:
             if host is not None:
                 self._bind_tcp(host)
         except BaseException:
-            self._door.close()
-            self._context.destroy(linger=0)
+            self._leave()
             raise
         self._neighbours = Neighbours.where_possible(self._sockets[0])
         self._thread = world.thread(target=self._run, name="gradients")
@@ -156,13 +157,19 @@ class GradientSocket:
             if watch is not None:
                 watch.close()
         self._guard = self._neighbours = None
+        self._leave()
+
+    def _leave(self) -> None:
         self._door.close()
         self._context.destroy(linger=0)
+        if self._name is not None:
+            self._name.release()
 
     def _bind_local(self, address: str) -> None:
         socket = self._socket()
         own_user_only(socket)
         try:
+            self._name = LocalName.take(address, "optimizerd")
             socket.bind(address)
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:

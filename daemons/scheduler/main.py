@@ -9,8 +9,10 @@ import os
 import queue
 import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from penstock.daemons.kit.events import StopAsked, Tick
@@ -35,6 +37,7 @@ from penstock.protocol import world
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.ended import RunEnd, forget_end
+from penstock.protocol.run.logs import Complaints
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     SCHEDULERD,
@@ -55,6 +58,8 @@ from penstock.shm.layout import Ownership
 
 TICK_S = 0.05
 STATUS_INTERVAL_S = 1.0
+PORT_RETRY_S = 1.0
+"""Seconds between two tries to listen on a port that another process has."""
 SPARE_FILES = 256
 """Files, libraries' descriptors and control clients beside the members' connections."""
 _M_ARENA_MAX = -8
@@ -90,7 +95,10 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
     with ExitStack() as stack:
         admission = scheduler_admission(config, run.path, _log.warning)
         homes = {m: place_of_member(config, m)[0] for m in expected_members(config)}
-        service = SchedulerServer(events, config.cluster.nodes[0].host, port, homes, admission)
+        serve = partial(
+            SchedulerServer, events, config.cluster.nodes[0].host, port, homes, admission
+        )
+        service = serve() if parent_pid is None else _await_port(partial(serve, is_held=True))
         stack.callback(service.close)
         service.start()
         _log.info("listening", extra={"port": service.port})
@@ -108,6 +116,20 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
             _turn_away(run.path, rules, service, events, complaint)
             raise complaint from error
         return loop.run(HomeAddress(config.cluster.nodes[0].host))
+
+
+def _await_port(serve: Callable[[], SchedulerServer]) -> SchedulerServer:
+    """Returns the server, as soon as it can listen. The node found the port free: a process that
+    took the port since keeps the run waiting, and does not end it. Members wait as for a scheduler
+    that is started.
+    """
+    complaints = Complaints(_log)
+    while True:
+        try:
+            return serve()
+        except ConfigError as error:
+            complaints.say(f"waiting: {error}")
+        time.sleep(PORT_RETRY_S)
 
 
 def keep_one_heap() -> None:

@@ -47,6 +47,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.logs import Complaints
 from penstock.protocol.security.admission import Admission, Party
+from penstock.protocol.security.token import describe_listener
 
 MAX_QUEUED = 4096
 """Messages that wait to be written to one member."""
@@ -73,7 +74,6 @@ MAX_WAITING = 1024
 _NAMES = ("penstock.v1.Membership", "penstock.v1.Control")
 _JOIN = "/penstock.v1.Membership/Join"
 _OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a load balancer
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", 32),  # of one connection
     ("grpc.server_handshake_timeout_ms", 5000),
@@ -342,12 +342,18 @@ class SchedulerServer:
         port: int,
         homes: Mapping[str, str],
         admission: Admission,
+        *,
+        is_held: bool = False,
     ) -> None:
         """Listen, for those whom ``admission`` knows. ``homes``: members, and their nodes.
+        ``is_held``: this run's node keeps the port for this process
+        (:class:`penstock.daemons.node.endpoint.OwnPort`).
 
         Raises:
             ConfigError: the port cannot be had.
         """
+        # Without a hold a port in use is an error, not a load balancer.
+        self._options = (("grpc.so_reuseport", int(is_held)), *_OPTIONS)
         self._streams_of: dict[str, int] = {}
         self._orders: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._events = events
@@ -366,8 +372,8 @@ class SchedulerServer:
         except RuntimeError as error:
             self._thread.join()
             raise ConfigError(
-                f"cluster.scheduler_port = {port}: cannot listen on {host}:{port}; is another run"
-                " using it? choose another port, or 0 for any"
+                f"cluster.scheduler_port = {port}: cannot listen on {host}:{port}:"
+                f" {describe_listener(f'{host}:{port}')}; choose another port, or 0 for any"
             ) from error
 
     async def _serve(self, address: str, listening: futures.Future[int]) -> None:
@@ -389,7 +395,7 @@ class SchedulerServer:
 
     def _bound(self, strangers: Strangers, guard: Guard) -> grpc.aio.Server:
         server = grpc.aio.server(
-            options=_OPTIONS,
+            options=self._options,
             interceptors=[Doorkeeper(strangers, guard, frozenset((_JOIN,)))],
             maximum_concurrent_rpcs=MAX_WAITING + 2 * len(self._homes),
         )

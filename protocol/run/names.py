@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
@@ -13,6 +14,8 @@ from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
 
 SCHEDULERD = "schedulerd"
 """Name of the scheduler's process; it is no member of its own run."""
+SOCKET_FOLDERS = Path("/dev/shm")
+"""Where folders of local sockets are."""
 OBSERVERD = "observerd"
 """Name of the process on the first node that analyses the run; it is no member."""
 
@@ -139,8 +142,15 @@ def metrics_port(config: Config, node: int) -> int:
 
 
 def ipc_address(run_id: str, node: str, name: str) -> str:
-    """Address of a daemon's local socket, in the abstract namespace: no file is left behind."""
-    return f"ipc://@penstock-{run_id}-{node}-{name}"
+    """Address of a daemon's local socket, in the node's folder."""
+    return f"ipc://{socket_folder(run_id, node) / name}"
+
+
+def socket_folder(run_id: str, node: str) -> Path:
+    """Returns the folder of a node's local sockets
+    (:mod:`penstock.protocol.wire.local_names`).
+    """
+    return SOCKET_FOLDERS / f".penstock-{run_id}-{node}"
 
 
 def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:

@@ -21,7 +21,7 @@ import threading
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 
 from penstock.protocol.run.logs import Complaints
-from penstock.protocol.security.token import peer_process
+from penstock.protocol.security.token import peer_process, user_name
 
 LENGTH_BYTES = 8
 PATIENCE_S = 1.0
@@ -85,7 +85,8 @@ class PageServer:
         while self._listener is None and not self._closing.wait(RETRY_S):
             self._listener = self._bound()
             if self._listener is None:
-                self._complaints.say(f"@{self._address[1:]}: another process has that name")
+                name = f"@{self._address[1:]}"
+                self._complaints.say(f"{name}: {_owner(self._address)} has that name; waiting")
         if self._listener is None:
             return
         with self._listener:
@@ -112,3 +113,15 @@ class PageServer:
             _log.debug("metrics: a client is gone: %r", error)
         except Exception:  # a collector's mistake must not end the thread
             _log.exception("the page of metrics cannot be made")
+
+
+def _owner(address: str) -> str:
+    """Returns which process listens at the name that is taken."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address)
+            pid, user = peer_process(probe)
+        except OSError:
+            return "another process"
+    return f"process {pid} of {user_name(user)}"

@@ -9,8 +9,8 @@ who can read the run's token (:class:`PlainAccess`). Without a door that answers
 Addresses of sockets travel as text, in ``Hello`` and ``Begin``. With ``tls`` they name the key of
 who listens: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. Whoever connects looks the key
 up in its own list, under the name of the node that the plan has there: an address cannot name a key
-that is not that node's. Sockets in the abstract namespace are none of this: the kernel keeps other
-users away from them (:func:`penstock.protocol.wire.guard.own_user_only`).
+that is not that node's. Local sockets are none of this: the kernel keeps other users away from them
+(:func:`penstock.protocol.wire.guard.own_user_only`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _POLL_MS = 100
 _REREAD_S = 0.5
 _KEY_TEXT_BYTES = 40
 _NAMED_KEY = "?key="
-_ABSTRACT = "ipc://@"
+_LOCAL = "ipc://"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _HEEDED = _REFUSALS | _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -427,8 +427,8 @@ def _connect(socket: zmq.Socket[Any], address: str) -> None:
     Raises:
         LostMemberError: somebody else listens there.
     """
-    if address.startswith(_ABSTRACT):
-        refuse_foreign_owner(address.removeprefix(_ABSTRACT))
+    if address.startswith(_LOCAL):
+        refuse_foreign_owner(address.removeprefix(_LOCAL))
     socket.connect(address)
 
 

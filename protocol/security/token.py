@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import pwd
 import secrets
 import socket as sockets
 import struct
@@ -96,23 +97,46 @@ def refuse_foreign_listener(address: str) -> bool:
     return bool(owners)
 
 
+def describe_listener(address: str) -> str:
+    """Returns which process listens on ``address`` (``host:port``) of this machine, as far as this
+    user may look.
+    """
+    host, _, port = address.rpartition(":")
+    found = sorted(set(_sockets_at(host.strip("[]"), int(port))))
+    if not found:
+        return "no process is seen to listen there"
+    user, inode = found[0]
+    pid = _process_with(inode)
+    process = "a process" if pid is None else f"process {pid}"
+    return f"{process} of {user_name(user)} listens there"
+
+
+def user_name(user: int) -> str:
+    """Returns ``user 1000 (alice)``, or the number alone where it has no name."""
+    try:
+        return f"user {user} ({pwd.getpwuid(user).pw_name})"
+    except KeyError:
+        return f"user {user}"
+
+
 def refuse_foreign_owner(name: str) -> None:
-    """Refuse a socket in the abstract namespace where another user's process listens; nobody there
-    is no reason to refuse.
+    """Refuse a local socket where another user's process listens (``name``: a path, or an abstract
+    name that begins with ``@``); nobody there is no reason to refuse.
 
     Raises:
         LostMemberError: another user does.
     """
+    place = f"\0{name[1:]}" if name.startswith("@") else name
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
-            probe.connect(f"\0{name}")
+            probe.connect(place)
         except OSError:
             return
         pid, user = peer_process(probe)
     if user not in (0, os.geteuid()):
         raise LostMemberError(
-            f"@{name}: process {pid} of user {user} listens there, and this run is of user"
+            f"{name}: process {pid} of user {user} listens there, and this run is of user"
             f" {os.geteuid()}: nothing is said to it"
         )
 
@@ -132,8 +156,25 @@ def _loopback_place(address: str) -> tuple[str, int] | None:
 
 
 def _listeners(host: str, port: int) -> Iterator[int]:
-    """Yields the users whose sockets would take a connection to ``host:port`` (proc(5), net/tcp:
-    addresses are words in the machine's byte order, here little-endian).
+    """Yields the users whose sockets would take a connection to ``host:port``."""
+    return (user for user, _ in _sockets_at(host, port))
+
+
+def _process_with(inode: int) -> int | None:
+    """Returns the process that has a socket open; None: another user's, which cannot be seen."""
+    link = f"socket:[{inode}]"
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(path) == link for path in (entry / "fd").iterdir()):
+                return int(entry.name)
+        except OSError:
+            continue  # ended meanwhile, or another user's
+    return None
+
+
+def _sockets_at(host: str, port: int) -> Iterator[tuple[int, int]]:
+    """Yields user and inode of the sockets that would take a connection to ``host:port`` (proc(5),
+    net/tcp: addresses are words in the machine's byte order, here little-endian).
     """
     own = {"127.0.0.1", "::1"} if host == "localhost" else {host}
     for name in _TABLES:
@@ -152,4 +193,4 @@ def _listeners(host: str, port: int) -> Iterator[int]:
             # gRPC listens on 127.0.0.1 with a socket of both kinds, as ::ffff:127.0.0.1.
             mapped = getattr(found, "ipv4_mapped", None) or found
             if str(mapped) in own or mapped.is_unspecified:
-                yield int(fields[7])
+                yield int(fields[7]), int(fields[9])

@@ -8,8 +8,8 @@ message is cut, the largest of them all when they have brought too much together
 without a message when there are too many connections.
 
 It looks every :data:`LOOK_S`: what comes in between is beyond the bound. libzmq needs up to 40
-bytes of memory for a byte of the wire, when frames are empty. Connections on this machine's
-abstract sockets are none of this: :func:`own_user_only` keeps other users away from those.
+bytes of memory for a byte of the wire, when frames are empty. Connections on local sockets are none
+of this: :func:`own_user_only` keeps other users away from those.
 """
 
 from __future__ import annotations

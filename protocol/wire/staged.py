@@ -1,6 +1,6 @@
 """A worker's or optimizerd's end of fetchd: asks for ranges, and copies them out of staging memory.
 
-The socket is local and abstract, of the same user only. With each connection comes staging memory
+The socket is local, of the same user only. With each connection comes staging memory
 of its own, a descriptor without a name: fetchd reads ranges of other nodes' arrays into it, and
 says so when one is complete and was not written meanwhile. The serving side is
 :mod:`penstock.daemons.fetch.clients`.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from penstock.protocol import world
 from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError
+from penstock.protocol.run.names import socket_folder
 from penstock.protocol.security.token import peer_process
 from penstock.protocol.wire.blocks import FetchCancelledError
 from penstock.protocol.wire.frames import (
@@ -44,8 +45,8 @@ class AwayError(PenstockError):
 
 
 def socket_address(run_id: str, node: str) -> str:
-    """Abstract address of a node's fetchd."""
-    return f"\0penstock-{run_id}-{node}-{FETCH_SOCKET}"
+    """Path of the local socket of a node's fetchd."""
+    return str(socket_folder(run_id, node) / FETCH_SOCKET)
 
 
 class StagedClient:

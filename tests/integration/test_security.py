@@ -138,17 +138,18 @@ with grpc.insecure_channel(address) as channel:
                 print(method, error)
 for line in open("/proc/net/unix"):
     name = line.split()[-1]
-    if name.startswith("@penstock-"):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5.0)
-            try:
-                connection.connect("\\0" + name[1:])
-                connection.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03")
-                if connection.recv(64):
-                    print(name, "answered")
-            except OSError:
-                pass
-            print("knocked at", name.rpartition("-")[2], file=sys.stderr)
+    if "penstock" not in name:
+        continue
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5.0)
+        try:
+            connection.connect("\\0" + name[1:] if name[0] == "@" else name)
+            connection.sendall(b"\\xff" + bytes(8) + b"\\x7f\\x03")
+            if connection.recv(64):
+                print(name, "answered")
+        except OSError:
+            pass
+        print("knocked at", name.rpartition("/")[2], file=sys.stderr)
 """
 
 

@@ -100,7 +100,10 @@ def test_names() -> None:
     assert node_index(config, "b") == 1
     with pytest.raises(ConfigError, match=r"--node c: cluster\.nodes has a, b"):
         node_index(config, "c")
-    assert ipc_address("0123456789ab", "a", "memory") == "ipc://@penstock-0123456789ab-a-memory"
+    assert (
+        ipc_address("0123456789ab", "a", "memory")
+        == "ipc:///dev/shm/.penstock-0123456789ab-a/memory"
+    )
 
 
 def test_nodes_on_one_machine_have_metrics_ports_in_a_row() -> None:

@@ -336,7 +336,9 @@ def _access(*_: Any) -> SimAccess:
     return SimAccess(found.process, found.network)
 
 
-def _server(events: Any, host: str, port: int, homes: Any, admission: Any) -> SimServer:
+def _server(
+    events: Any, host: str, port: int, homes: Any, admission: Any, *, is_held: bool
+) -> SimServer:
     found = here()
     return SimServer(found.process, found.network, f"{host}:{port}", events)
 

@@ -107,7 +107,7 @@ def test_a_cluster_of_several_nodes_listens_on_tcp(make_run_files: Any) -> None:
         transport.close()
         return transport.address
 
-    assert listen(["127.0.0.1"]).startswith("ipc://@penstock-0123456789ab-a-worker.0-")
+    assert listen(["127.0.0.1"]).startswith("ipc:///dev/shm/.penstock-0123456789ab-a/worker.0-")
     assert listen(["localhost"] * 2).startswith(f"tcp://{socket.gethostbyname('localhost')}:")
     with pytest.raises(ConfigError, match=r"node a: a worker cannot listen on host '192\.0\.2\.1'"):
         listen(["192.0.2.1"] * 2)

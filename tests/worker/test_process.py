@@ -142,7 +142,7 @@ def test_from_hello_to_shutdown(
     process = start()
     hello = scheduler.hear("hello")
     assert (hello.member, hello.pid, hello.epoch) == ("worker.0", process.pid, 0)
-    assert hello.data_endpoint.startswith("ipc://@penstock-")
+    assert hello.data_endpoint.startswith("ipc:///dev/shm/.penstock-")
     scheduler.say(drain=pb.Drain(epoch=1))
     assert scheduler.hear("drained").epoch == 1
     scheduler.say(begin=pb.Begin(epoch=1, plan_digest=RunDirectory(tmp_path).plan_digest))

@@ -29,6 +29,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
+from penstock.protocol.wire.local_names import LocalName
 from penstock.protocol.wire.neighbours import Neighbours
 from penstock.workers.channels.connections import Connections, Lost
 from penstock.workers.channels.inbox import Inbox, NamedTensors, Notices
@@ -98,6 +99,7 @@ class Transport:
         self._context = world.sockets()
         self._access = access
         self._door = Door(self._context, access)
+        self._name: LocalName | None = None
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set(zmq.RCVHWM, _UNREAD_MESSAGES)
         self._pull.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES)
@@ -106,6 +108,7 @@ class Transport:
         except BaseException:
             self._door.close()
             self._context.destroy(linger=0)
+            self._release_name()
             raise
         self._local_address = "" if self._home else self._pull.get_string(zmq.LAST_ENDPOINT)
         self._guard: Guard | None = None
@@ -229,6 +232,11 @@ class Transport:
         self._door.close()
         self._context.term()  # the thread sees ContextTerminated and closes its socket
         self._thread.join()
+        self._release_name()
+
+    def _release_name(self) -> None:
+        if self._name is not None:
+            self._name.release()
 
     def _bind(self, address: str) -> HomeSocket | None:
         scheme, _, host = address.partition("://")
@@ -238,6 +246,7 @@ class Transport:
             self._pull.set(zmq.RCVTIMEO, _FOLLOW_MS)
             return HomeSocket(self._pull, host, self._access.announce)
         own_user_only(self._pull)
+        self._name = LocalName.take(address, "worker")
         self._pull.bind(address)
         return None
 

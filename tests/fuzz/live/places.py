@@ -1,4 +1,4 @@
-"""Where the processes of a run listen: TCP, and the abstract sockets of the machine."""
+"""Where the processes of a run listen: TCP, and local sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SEQPACKET = "0005"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One listening socket. ``address``: host and port, or an abstract name."""
+    """One listening socket. ``address``: host and port, or a local name."""
 
     process: str
     pid: int
@@ -77,7 +77,8 @@ def _local(process: str, pid: int) -> list[Place]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8 and fields[3] == _LISTENS and fields[6] in inodes:
             kind = socket.SOCK_SEQPACKET if fields[4] == _SEQPACKET else socket.SOCK_STREAM
-            address = "\0" + fields[7].removeprefix("@")
+            name = fields[7]
+            address = "\0" + name[1:] if name.startswith("@") else name
             found.append(
                 Place(process=process, pid=pid, family=socket.AF_UNIX, kind=kind, address=address)
             )
