@@ -30,9 +30,10 @@ from penstock.protocol.config.values import MASKED, NEXT_TOKEN
 from penstock.protocol.plan.instructions import Program
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
-from penstock.protocol.run.names import node_of_device, ownership, storage
+from penstock.protocol.run.names import ipc_address, node_of_device, ownership, storage
 from penstock.protocol.run.rundir import MAX_OPTIMIZER_THREADS
 from penstock.protocol.wire.frames import GradientReady, decode
+from penstock.protocol.wire.local_names import LocalName
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
@@ -417,7 +418,9 @@ def build_cluster(
         stack.callback(memory.unlink)
         servers[index] = _serve(stack, memory, run_id, node.name)
         optimizers.append(socket := context.socket(zmq.PULL))
-        socket.bind(f"ipc://@penstock-{run_id}-{node.name}-optimizer")
+        address = ipc_address(run_id, node.name, "optimizer")
+        stack.callback(LocalName.take(address, "optimizerd").release)
+        socket.bind(address)
         stack.callback(socket.close, 0)
     _fill(config, hf_config, table, owners, memories)
     site = _Site(
@@ -437,9 +440,8 @@ def build_cluster(
 
 
 def _serve(stack: ExitStack, memory: NodeMemory, run_id: str, node: str) -> str:
-    server = BlockServer(
-        run_id=run_id, local_address=f"ipc://@penstock-{run_id}-{node}-memory", host="127.0.0.1"
-    )
+    address = ipc_address(run_id, node, "memory")
+    server = BlockServer(run_id=run_id, local_address=address, host="127.0.0.1")
     server.start(memory, MemoryMetrics(CollectorRegistry()))
     stack.callback(server.close)
     return server.endpoint
