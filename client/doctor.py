@@ -1,10 +1,10 @@
 """``penstock doctor``: what Penstock left or needs on this machine, and what may go.
 
 Looking changes nothing. Cleaning removes only what belongs to nobody alive: segments whose owner
-is dead and that no process maps, processes whose supervisor is gone, and, in a run directory that
-no process holds, half-written saves and a stale endpoint file. Memory with steps that are not saved
-goes only when that is asked for by name. Given a run directory, only what is of that run is looked
-at.
+is dead and that no process maps, sockets of dead nodes, processes whose supervisor is gone, and, in
+a run directory that no process holds, half-written saves and a stale endpoint file. Memory with
+steps that are not saved goes only when that is asked for by name. Given a run directory, only what
+is of that run is looked at.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.requirements import PYTHON, TORCH, installed_torch, torch_objection
+from penstock.protocol.run.names import FOLDER_PREFIX
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.wire.local_names import remove_folder
+from penstock.protocol.wire.local_names import left_folders
 from penstock.shm.cgroup import cpu_limit, tightest_memory
 from penstock.shm.inventory import NodeSegments, inventory, shm_names
 from penstock.shm.logout import logout_risk
@@ -116,7 +117,7 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
     Cores are placed for ``config``, or for the configuration of the run directory.
     """
     config = config or _config_of(run_dir)
-    findings = [*_segments(run_dir), *_processes(run_dir)]
+    findings = [*_segments(run_dir), *_sockets(run_dir), *_processes(run_dir)]
     if run_dir is not None:
         findings += _run_directory(run_dir)
     return Report(
@@ -221,6 +222,21 @@ def _segments(run_dir: Path | None) -> Iterable[Finding]:
             detail=f"a {junk.kind} of {user_text(junk.uid)} that is no segment",
             removable=False,
         )
+
+
+def _sockets(run_dir: Path | None) -> Iterable[Finding]:
+    """Yields the folders of sockets that killed nodes left, of all runs or of the one in
+    ``run_dir``.
+    """
+    run_id = "" if run_dir is None else f"{_run_id(run_dir)}-"
+    for folder in left_folders():
+        if folder.name.startswith(f"{FOLDER_PREFIX}{run_id}"):
+            yield Finding(
+                kind="sockets",
+                name=str(folder),
+                detail="of a node that was killed; its next start makes them anew",
+                removable=True,
+            )
 
 
 def _run_id(run_dir: Path) -> str | None:
@@ -349,7 +365,11 @@ def _remove_segments(name: str, run_dir: Path | None) -> None:
         if f"{entry.run_id}-{entry.node_name}" == name and not entry.in_use:
             for segment in entry.names:
                 unlink(segment)
-            remove_folder(entry.run_id, entry.node_name)
+
+
+def _remove_sockets(name: str, run_dir: Path | None) -> None:
+    if Path(name) in left_folders():  # looked at again: a node may have started since
+        shutil.rmtree(name)
 
 
 def _remove_process(name: str, run_dir: Path | None) -> None:
@@ -378,6 +398,7 @@ def _remove_file(name: str, run_dir: Path | None) -> None:
 
 _REMOVERS = {
     "segments": _remove_segments,
+    "sockets": _remove_sockets,
     "process": _remove_process,
     "half-written save": _remove_directory,
     "endpoint": _remove_file,

@@ -194,7 +194,6 @@ def _run(
     ) as lock:
         check(directory, node)
         check_port(config, node)
-        prepare_folder(run_id, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, old, starts_run=starts_run)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
@@ -222,6 +221,7 @@ def _run(
             ending,
             NodeReports(manager, run_dir, config.train.steps),
         )
+        sockets = prepare_folder(run_id, node)
         try:
             if settings.hosts:
                 write_endpoint(run_dir, settings.scheduler)
@@ -229,6 +229,7 @@ def _run(
         finally:
             _retract(directory, settings)
             server.close()
+            sockets.release()
             _clean_up(directory, node, ending)
 
 

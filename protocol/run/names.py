@@ -16,6 +16,7 @@ SCHEDULERD = "schedulerd"
 """Name of the scheduler's process; it is no member of its own run."""
 SOCKET_FOLDERS = Path("/dev/shm")
 """Where folders of local sockets are."""
+FOLDER_PREFIX = ".penstock-"
 OBSERVERD = "observerd"
 """Name of the process on the first node that analyses the run; it is no member."""
 
@@ -150,7 +151,7 @@ def socket_folder(run_id: str, node: str) -> Path:
     """Returns the folder of a node's local sockets
     (:mod:`penstock.protocol.wire.local_names`).
     """
-    return SOCKET_FOLDERS / f".penstock-{run_id}-{node}"
+    return SOCKET_FOLDERS / f"{FOLDER_PREFIX}{run_id}-{node}"
 
 
 def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:

@@ -22,7 +22,7 @@ from pathlib import Path
 from penstock.protocol import world
 from penstock.protocol.errors import ConfigError, LostMemberError, StateError
 from penstock.protocol.run.logs import Complaints
-from penstock.protocol.run.names import SOCKET_FOLDERS, socket_folder
+from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS, socket_folder
 from penstock.protocol.security.token import user_name
 
 PATIENCE_S = 2.0
@@ -83,19 +83,22 @@ class LocalName:
             path.parent.rmdir()
 
 
-def prepare_folder(run_id: str, node: str) -> None:
+def prepare_folder(run_id: str, node: str) -> LocalName:
     """Make the folder of a node whose processes are all dead, or empty it. The folder is never
-    away, or another user could take its name; the node's own file keeps it from being removed.
+    away, or another user could take its name; the node's own name there, which is returned, keeps
+    the folder from being removed.
 
     Raises:
         ForeignFolderError: another user has it.
     """
     folder = socket_folder(run_id, node)
     _make_folder(folder)
-    (folder / _NODE).touch(mode=0o600)
+    own = folder / _NODE
+    name = LocalName.take(str(own), "node")
     for path in folder.iterdir():
-        if path.name != _NODE:
+        if path != _lock_path(own):
             path.unlink()
+    return name
 
 
 def remove_folder(run_id: str, node: str) -> None:
@@ -104,6 +107,19 @@ def remove_folder(run_id: str, node: str) -> None:
     with suppress(FileNotFoundError, ForeignFolderError):
         check_folder(folder)
         shutil.rmtree(folder)
+
+
+def left_folders() -> list[Path]:
+    """Returns this user's folders in which no living process has a name: whole nodes were
+    killed.
+    """
+    found = []
+    for folder in sorted(SOCKET_FOLDERS.glob(f"{FOLDER_PREFIX}*")):
+        with suppress(FileNotFoundError, ForeignFolderError):
+            check_folder(folder)
+            if not any(_is_held(lock) for lock in folder.glob(f"*{_LOCK}")):
+                found.append(folder)
+    return found
 
 
 def check_folder(folder: Path) -> None:
@@ -165,6 +181,17 @@ def _try_lock(path: Path) -> int | None:
         pass
     os.close(lock)
     return None
+
+
+def _is_held(lock: Path) -> bool:
+    descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _lock_path(path: Path) -> Path:

@@ -19,6 +19,8 @@ from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, clean, exa
 from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.daemons.node.home import RunLock, train_lock_path
 from penstock.protocol.config.schema import load_config
+from penstock.protocol.run.names import socket_folder
+from penstock.protocol.wire.local_names import prepare_folder
 from penstock.shm.cgroup import CpuLimit
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.pages import HugePages
@@ -110,6 +112,21 @@ def test_a_run_directory_shows_nothing_of_other_runs(run_id: str, tmp_path: Path
     assert findings(run_id)
     (tmp_path / "run.json").write_text("{")
     assert examine(tmp_path).findings == ()
+
+
+def test_sockets_of_a_killed_node_may_go(run_id: str, tmp_path: Path) -> None:
+    folder = socket_folder(run_id, "a")
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": run_id, "format": 1}))
+    name = prepare_folder(run_id, "a")
+    assert findings(run_id) == []
+    name.release()
+    folder.mkdir(mode=0o700)
+    (folder / "memory.lock").touch()
+    [finding] = findings(run_id, tmp_path)
+    assert (finding.kind, finding.name, finding.removable) == ("sockets", str(folder), True)
+    assert [finding] == findings(run_id)
+    clean(examine(tmp_path), tmp_path)
+    assert not folder.exists()
 
 
 def test_memory_is_not_dead_while_its_run_directory_is_held(run_id: str, tmp_path: Path) -> None:

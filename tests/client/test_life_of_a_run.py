@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import yaml
 from penstock.shm.inventory import inventory
 from penstock.shm.process import start_ticks
 from penstock.shm.segment import unlink
+from tests.system.conftest import sockets_of
 
 START_TIMEOUT_S = 600.0
 
@@ -118,6 +120,8 @@ class Run:
             time.sleep(0.02)
         for name in self.segments():
             unlink(name)
+        for folder in sockets_of(self.directory.parent):
+            shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -16,7 +16,12 @@ from penstock.protocol.errors import ConfigError, LostMemberError, StateError
 from penstock.protocol.run.names import ipc_address, socket_folder
 from penstock.protocol.security.sockets import OPEN
 from penstock.protocol.wire import local_names
-from penstock.protocol.wire.local_names import LocalName, prepare_folder, remove_folder
+from penstock.protocol.wire.local_names import (
+    LocalName,
+    left_folders,
+    prepare_folder,
+    remove_folder,
+)
 
 
 @pytest.fixture
@@ -69,9 +74,21 @@ def test_the_name_of_a_killed_process_is_taken_again(run_id: str) -> None:
 
 
 def test_the_folder_is_the_users_alone(run_id: str) -> None:
-    prepare_folder(run_id, "a")
+    name = prepare_folder(run_id, "a")
     status = socket_folder(run_id, "a").stat()
     assert (status.st_mode & 0o777, status.st_uid) == (0o700, os.geteuid())
+    name.release()
+
+
+def test_folders_of_dead_nodes_are_told_from_those_of_living_ones(run_id: str) -> None:
+    folder = socket_folder(run_id, "a")
+    (pid := os.fork()) or (prepare_folder(run_id, "a"), os._exit(9))
+    os.waitpid(pid, 0)
+    assert folder in left_folders()
+    name = prepare_folder(run_id, "a")
+    assert folder not in left_folders()
+    name.release()
+    assert folder not in left_folders() and not folder.exists()
 
 
 def open_to_all(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file
 
 from penstock.client.chaos.processes import command_lines
 from penstock.protocol.config.schema import load_config
+from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS
 from penstock.shm.process import parent_of
 from tests.shelf import Shelf
 
@@ -246,6 +248,12 @@ def segments_of(root: Path) -> list[str]:
     return [n for n in os.listdir("/dev/shm") if any(n.startswith(f"penstock-{i}-") for i in ids)]
 
 
+def sockets_of(root: Path) -> list[Path]:
+    """Folders of local sockets of the runs below a directory."""
+    ids = [json.loads(p.read_text())["run_id"] for p in root.glob("*/run.json")]
+    return [f for i in ids for f in SOCKET_FOLDERS.glob(f"{FOLDER_PREFIX}{i}-*")]
+
+
 @pytest.fixture
 def runner(tmp_path: Path, shelf: Shelf) -> Iterator[Runner]:
     """Start runs; everything started is gone afterwards, and so are its segments."""
@@ -255,6 +263,9 @@ def runner(tmp_path: Path, shelf: Shelf) -> Iterator[Runner]:
     leaked = segments_of(tmp_path)
     for name in leaked:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
+    for folder in sockets_of(tmp_path):
+        leaked.append(folder.name)
+        shutil.rmtree(folder)
     expected_leak = any(p.returncode not in (0, 2, 3, 5, 130) for p in instance.started)
     assert expected_leak or not leaked, f"left behind in /dev/shm: {leaked}"
 
