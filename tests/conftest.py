@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from zmq.utils.garbage import gc as garbage_collector
 
+from penstock.protocol.run.names import FOLDER_PREFIX
+from penstock.protocol.wire.local_names import left_folders
 from penstock.shm.segment import SHM_ROOT, Segment
 from tests.shelf import Shelf
 
@@ -114,10 +117,11 @@ class Made:
         if self._apart or not names:
             return names
         noted = self._register.read_text().split() if self._register.exists() else ()
-        ours = tuple(f"penstock-{run_id}-" for run_id in self._run_ids())
+        ours = tuple(f"penstock-{run_id}-" for run_id in self.run_ids())
         return names.intersection(noted) | {name for name in names if name.startswith(ours)}
 
-    def _run_ids(self) -> Iterator[str]:
+    def run_ids(self) -> Iterator[str]:
+        """Yields the runs whose directories are below the folder."""
         for path in self._folder.rglob("run.json"):
             try:
                 content = json.loads(path.read_bytes())
@@ -167,6 +171,11 @@ def made(
     apart = request.config.stash.get(APART_KEY, False)
     with Made(tmp_path_factory.getbasetemp(), apart=apart).watching() as register:
         yield register
+        # Tests kill whole nodes, whose next start would empty their folders of sockets.
+        ours = tuple(f"{FOLDER_PREFIX}{run_id}-" for run_id in register.run_ids())
+        for folder in left_folders():
+            if ours and folder.name.startswith(ours):
+                shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -163,7 +163,7 @@ def test_a_start_is_refused_with_the_name_of_who_has_the_folder(runs: H.Runner) 
     H.wait_for_step(run, 1, timeout_s=250.0)
     [folder] = Path("/dev/shm").glob(f".penstock-{RunDirectory(run.run_dir).run_id}-*")
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(250)[0] == 5
+    assert run.wait(250)[0] == 130
     folder.mkdir()
     os.chown(folder, 65534, 65534)
     code, output = runs.start(config).wait(250)
