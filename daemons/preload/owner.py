@@ -131,13 +131,15 @@ def _fork_exec(
     comes through it before is the error, as ``subprocess`` reads it.
     """
     stdin, stdout, stderr = streams or (-1, -1, -1)
+    program = os.fsencode(words[0])
+    folders = [] if os.path.dirname(program) else os.get_exec_path(environment)
     start: Callable[..., int] = fork_exec  # its arguments differ between versions of Python
     # The child inherits the mask: stop signals wait until it listens; it obeys this process only.
     before = signal.pthread_sigmask(signal.SIG_SETMASK, HEARD_SIGNALS)
     try:
         return start(
             [os.fsencode(word) for word in words],
-            (os.fsencode(words[0]),),
+            tuple(os.path.join(os.fsencode(folder), program) for folder in folders) or (program,),
             False,
             tuple(sorted((*kept, report[1]))),
             None,
