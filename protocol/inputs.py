@@ -1,6 +1,6 @@
 """Reading files that users name: configurations, plans, profiles, actions.
 
-A name may lead to anything: a folder, a device without end, a pipe that nobody writes to. Reading
+A name may lead to anything: a folder, a device without end, a pipe without a writer. Reading
 one takes bounded time and memory, and ends in an OSError whose ``strerror`` says what is there.
 """
 

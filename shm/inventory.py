@@ -1,4 +1,4 @@
-"""What lies in /dev/shm under names like Penstock's on this machine, by run and node.
+"""Names like Penstock's in /dev/shm on this machine, by run and node.
 
 Used to tell a user what ``penstock doctor --clean`` would free. It only looks: removing is the
 caller's decision, and never that of another run's memoryd. Every user may take any name there, so

@@ -72,7 +72,7 @@ class NoSpaceError(SegmentError):
 SHM_ROOT = Path("/dev/shm")
 TOKEN_BYTES = 16
 _TRAILER_BYTES = mmap.PAGESIZE
-"""Of the file after the bytes that are mapped, where it bears a token."""
+"""Bytes that a file with a token has after the bytes that are mapped."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; mmap has no names for them
 _POPULATE_CHUNK_BYTES = 256 << 20
 _BLOCK_BYTES = 512  # unit of st_blocks
@@ -250,7 +250,7 @@ def refuse_stranger(name: str) -> None:
     """Refuses a name that something else than a private file of this user has; a free one is fine.
 
     Raises:
-        StrangeSegmentError: says whose it is, and what.
+        StrangeSegmentError: names the user and the type of the file.
     """
     status = status_of(name)
     reason = "" if status is None else objection(status)
@@ -263,7 +263,7 @@ def unlink(name: str) -> None:
     something else has taken is left alone.
     """
     if is_own(status_of(name)):
-        with suppress(FileNotFoundError, PermissionError):  # since taken by somebody else
+        with suppress(FileNotFoundError, PermissionError):  # since taken by another user
             os.unlink(path_of(name))
 
 

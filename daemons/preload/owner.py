@@ -23,7 +23,7 @@ from penstock.shm.process import group_of, is_stopped
 
 FORK_WITHIN_S = 20.0
 """A preloader takes some 30 ms, and seconds on a machine that does much else. One that is stopped
-or dead is not waited for, nor is one whose newborn is."""
+or dead is not waited for, nor is a preloader whose newborn is stopped."""
 REPORTS_WITHIN_S = 0.1
 """A spawned process takes some 0.5 ms to begin its program; nothing is lost when it takes longer.
 """
@@ -90,7 +90,7 @@ def spawn(
     the interpreter's lock all others, until the child runs its program: for ever if a signal stops
     it before that. So the child is known from its first instruction on. One that stands still
     before its program begins is killed and replaced here; one that does so later, or again, is left
-    to whoever watches it (:class:`penstock.protocol.run.stopping.Stillness`).
+    to its watcher (:class:`penstock.protocol.run.stopping.Stillness`).
 
     Raises:
         OSError: the kernel would not, or said within :data:`REPORTS_WITHIN_S` that it cannot run

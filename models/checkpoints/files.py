@@ -108,7 +108,7 @@ def files_beside(directory: Path, chosen: Sequence[str]) -> list[str]:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a folder has anything that looks like weights."""
+    """Returns whether a folder has anything that looks like weights."""
     return any(True for pattern in _WEIGHTS for _ in directory.glob(pattern))
 
 

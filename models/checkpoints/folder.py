@@ -1,4 +1,4 @@
-"""What the weights in a model folder mean for a run: the files that it takes, whether ties hold,
+"""The meaning of a model folder's weights for a run: the files that it takes, whether ties hold,
 and what the user is told.
 """
 

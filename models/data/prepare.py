@@ -197,8 +197,8 @@ def _recorded_sum(meta: Path) -> str | None:
 
 
 def _has(meta: Path, *splits: str) -> bool:
-    """Whether the files of these splits in ``meta.json`` are there in full; of all that it lists
-    unless given. False where it is damaged.
+    """Returns whether the files of these splits in ``meta.json`` are there in full; of all splits
+    that it lists unless given. False where it is damaged.
     """
     try:
         entries = parse_json(meta.read_bytes())

@@ -223,7 +223,7 @@ class _Walk:
 
 
 def _is_nothing(error: OSError) -> bool:
-    """Whether a name leads to nothing, as opposed to a thing that cannot be read."""
+    """Returns whether a name leads to nothing, as opposed to a thing that cannot be read."""
     return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 

@@ -29,7 +29,7 @@ _NOT_IN_FILES = {"shuffle", "document_masks", "objective", "mask_fraction", "mas
 
 
 class TokenSources:
-    """Where the tokens of a run come from, and the fingerprint of all that decides them."""
+    """Sources of a run's tokens, and the fingerprint of all that decides them."""
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer | None, run_dir: Path, progress: Progress
@@ -102,7 +102,7 @@ class TokenSources:
         """Returns the token that stands for masked ones; None where none are masked.
 
         Raises:
-            ConfigError: nobody says which, or the model has no such token.
+            ConfigError: neither key nor tokenizer names one, or the model has no such token.
         """
         data = self._config.data
         if data.objective != MASKED:

@@ -93,7 +93,7 @@ def parse_yaml(text: str, source: str) -> Document:
 
 
 class _Refused(Exception):
-    """What is wrong, with line and key."""
+    """The mistake, with line and key."""
 
 
 def _located(error: yaml.MarkedYAMLError) -> str:

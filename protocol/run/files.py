@@ -215,7 +215,7 @@ def make_directory(path: Path) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file, or a link to one.
+    """Returns whether there is a regular file, or a link to one.
 
     Raises:
         StateError: there is something else by that name, or its folder cannot be searched.

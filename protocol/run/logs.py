@@ -2,7 +2,7 @@
 
 On a full disk a line of a log is dropped, counted (``penstock_log_dropped_total``), and mentioned
 in the log as soon as it can be written again. Standard output and error are often files on the same
-disk, or pipes that nobody reads: what cannot be written there is dropped, too. Lines about what
+disk, or pipes without a reader: what cannot be written there is dropped, too. Lines about what
 strangers do are written at most once a second (:class:`Complaints`): strangers may go on for long,
 the log should not.
 """
@@ -192,7 +192,7 @@ def forgive_streams() -> None:
 
 def _forgiving(stream: TextIO) -> TextIO:
     if type(stream) is not io.TextIOWrapper:
-        return stream  # somebody has put a stream of his own there, or there is none
+        return stream  # the program has put another stream there, or there is none
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(

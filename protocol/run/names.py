@@ -15,7 +15,7 @@ from penstock.shm.table import MAX_CONTRIBUTIONS, BlockTable
 SCHEDULERD = "schedulerd"
 """Name of the scheduler's process; it is no member of its own run."""
 SOCKET_FOLDERS = Path("/dev/shm")
-"""Where folders of local sockets are."""
+"""The folder in which folders of local sockets are."""
 FOLDER_PREFIX = ".penstock-"
 OBSERVERD = "observerd"
 """Name of the process on the first node that analyses the run; it is no member."""

@@ -80,17 +80,17 @@ class RunDirectory:
 
     @property
     def has_started(self) -> bool:
-        """Whether the run may have trained: then its inputs are fixed."""
+        """Returns whether the run may have trained: then its inputs are fixed."""
         return (self.path / "journal.sqlite").exists() or (self.path / "state").exists()
 
     @property
     def is_held(self) -> bool:
-        """Whether a training or a node on this machine has the directory locked."""
+        """Returns whether a training or a node on this machine has the directory locked."""
         for path in self.path.glob(".lock*"):
             try:
                 descriptor = open_lock(path, os.O_RDONLY)
             except ConfigError:
-                continue  # nothing of ours, so nobody holds it
+                continue  # nothing of ours, so no process of a run holds it
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

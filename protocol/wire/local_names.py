@@ -2,7 +2,7 @@
 
 Every user of a machine can bind a name in the abstract namespace as soon as the process that had
 the name is dead, and then its replacement cannot listen. So the sockets of a node's processes are
-in ``/dev/shm/.penstock-<run id>-<node>/``, mode 0700. /dev/shm is sticky: nobody but the folder's
+in ``/dev/shm/.penstock-<run id>-<node>/``, mode 0700. /dev/shm is sticky: no user but the folder's
 owner removes or renames the folder, so a name stays the user's until its run ends.
 
 A socket's file stays when its process is killed. A lock beside the file (``flock``) belongs to the

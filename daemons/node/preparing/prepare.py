@@ -272,7 +272,7 @@ def _inputs_exist(run_dir: Path) -> bool:
 
 
 def _knows_its_weights(run_dir: Path) -> bool:
-    """Whether the run has a record of the files that it took its weights from; those that were
+    """Returns whether the run has a record of its files of weights; runs that were
     prepared by older versions have none.
     """
     try:

@@ -66,7 +66,7 @@ class JournalMirror:
         self.generations = dict(facts.generations)
         """How often a memoryd's memory was filled from a partner since the last restore."""
         self.tokens = dict(facts.tokens)
-        """What the segments of each member have to bear; nothing of a member: an older Penstock
+        """Tokens that the segments of each member must bear; none for a member: an older Penstock
         filled them.
         """
         self.saved = saved
@@ -158,7 +158,7 @@ class JournalMirror:
         )
 
     def recognised(self, record: CommitRecord, tokens: Mapping[str, str]) -> list[JournalTokens]:
-        """From now on only segments with these tokens are believed in the record's incarnation."""
+        """Believes, from now on, only segments with these tokens in the record's incarnation."""
         if self.record is None or record.incarnation != self.record.incarnation:
             self.tokens = {}
         changed = {name: text for name, text in tokens.items() if self.tokens.get(name) != text}

@@ -31,7 +31,7 @@ class Refill:
 
 @dataclass(slots=True, kw_only=True)
 class Holdings:
-    """What members said at a Drain. ``forgetful``: optimizerds that took part in no epoch yet.
+    """Reports of members at a Drain. ``forgetful``: optimizerds that took part in no epoch yet.
     ``tokens``: those that the journal has of members' segments.
     """
 
