@@ -181,9 +181,7 @@ def _run(
     directory.check_shape()
     config, run_dir = directory.config, directory.path
     run_id = directory.run_id  # before any wait: refuses a directory that does not hold the run
-    known = [entry.name for entry in config.cluster.nodes]
-    if node not in known:
-        raise ConfigError(f"--node {node}: cluster.nodes has {', '.join(known)}")
+    known = _known_nodes(config, node)
     member = node_member_name(node)
     # Before any wait: while this node waits for the lock the run may end, and that is news.
     old = RunEnd.read(run_dir) if stops.parent_pid is None else None
@@ -231,6 +229,18 @@ def _run(
             server.close()
             sockets.release()
             _clean_up(directory, node, ending)
+
+
+def _known_nodes(config: Config, node: str) -> list[str]:
+    """Returns the names in ``cluster.nodes``.
+
+    Raises:
+        ConfigError: ``node`` is none of them.
+    """
+    known = [entry.name for entry in config.cluster.nodes]
+    if node not in known:
+        raise ConfigError(f"--node {node}: cluster.nodes has {', '.join(known)}")
+    return known
 
 
 def _retract(directory: RunDirectory, settings: NodeSettings) -> None:

@@ -1,5 +1,5 @@
-"""The needs that every run has of its machine, whatever its size: writable shared memory, a loopback
-interface, address space, a /proc of its own PID namespace.
+"""The needs that every run has of its machine, whatever its size: writable shared memory, a
+loopback interface, address space, a /proc of its own PID namespace.
 
 Each of them is asked for before anything is started. Later on, what is missing shows as processes
 that die again and again, or wait for each other until a timeout.
