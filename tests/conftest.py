@@ -124,9 +124,10 @@ class Made:
         """Yields the runs whose directories are below the folder."""
         for path in self._folder.rglob("run.json"):
             try:
-                content = json.loads(path.read_bytes())
-            except (OSError, ValueError):
-                continue  # a test may have damaged its run directory
+                # A test may have damaged its run directory, or have put a FIFO there.
+                content = json.loads(path.read_bytes()) if path.is_file() else None
+            except (OSError, ValueError, RecursionError):
+                continue
             if isinstance(content, dict) and isinstance(content.get("run_id"), str):
                 yield content["run_id"]
 

@@ -336,7 +336,7 @@ PLANS = (
     ),
     Target(
         name="text-lines",
-        open=from_file("a.jsonl", lambda folder: list(_json_lines(folder / "a.jsonl"))),
+        open=from_file("a.jsonl", lambda folder: list(_json_lines(folder / "a.jsonl", "utf-8"))),
         covers=("models.data.corpus._json_lines",),
         seeds=lambda: [b"\n".join(dumped({"text": "a b"}, {"text": ""}, {"text": "c"}))],
         form=Form.LINES,

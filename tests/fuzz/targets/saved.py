@@ -157,7 +157,7 @@ def _control(folder: Path) -> Iterator[Decoder]:
 
     def attach(data: bytes) -> None:
         path.write_bytes(data)
-        memory = NodeMemory.attach(spec)
+        memory = NodeMemory.attach(spec, adopt=True)  # seeds bear no tokens
         try:
             view = memory.control
             assert view.owner is not None
