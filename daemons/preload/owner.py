@@ -134,6 +134,8 @@ def _fork_exec(
     program = os.fsencode(words[0])
     folders = [] if os.path.dirname(program) else os.get_exec_path(environment)
     start: Callable[..., int] = fork_exec  # its arguments differ between versions of Python
+    # Python 3.14 takes a plain fork only where a uid is to be set, though it be the process's own.
+    uid, no_vfork = (_settable_uid(), ()) if sys.version_info >= (3, 14) else (None, (False,))
     # The child inherits the mask: stop signals wait until it listens; it obeys this process only.
     before = signal.pthread_sigmask(signal.SIG_SETMASK, HEARD_SIGNALS)
     try:
@@ -146,12 +148,23 @@ def _fork_exec(
             [os.fsencode(f"{name}={value}") for name, value in environment.items()],
             *(stdin, -1, -1, stdout, -1, stderr, *report),
             *(True, False, 0),  # SIGPIPE as a shell has it; no session, but a group of its own
-            *(None, None, os.getuid(), -1),  # a uid, though its own: Python takes vfork without
+            *(None, None, uid, -1),
             None,
-            *(() if sys.version_info >= (3, 14) else (False,)),
+            *no_vfork,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _settable_uid() -> int | None:
+    """Returns this process's user; None where a filter of system calls (a unit of systemd has one)
+    refuses to set even that.
+    """
+    try:
+        os.setreuid(-1, -1)
+    except PermissionError:
+        return None
+    return os.getuid()
 
 
 class Preloader:

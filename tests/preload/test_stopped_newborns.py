@@ -47,7 +47,7 @@ def test_a_newborn_that_is_stopped_before_its_program_is_replaced(
 ) -> None:
     """At its first instruction, and behind some of the system calls that lead to the exec."""
     assert spawning.stdin is not None
-    counts = itertools.chain.from_iterable((number, None) for number in (0, 1, 6, 11))
+    counts = itertools.chain.from_iterable((number, None) for number in (0, 1, 4, 9))
     with NewbornStopper(spawning.pid, lambda: next(counts)).tracing() as stopper:
         for number in range(4):
             spawning.stdin.write("once more\n")
