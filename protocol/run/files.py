@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -182,6 +183,18 @@ def open_lock(path: Path, flags: int) -> int:
         return open_own(path, flags, owners=owners_in(path.parent), forbidden=stat.S_IWOTH)
     except UntrustedError as error:
         raise ConfigError(f"{error}, and a lock of this run is due there: move it away") from error
+
+
+def is_locked(descriptor: int) -> bool:
+    """Returns whether a process holds a lock (``flock``) on a file. The probe asks for a shared
+    lock: on NFS an exclusive one needs a descriptor that is open for writing (flock(2)).
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
 
 
 def sync_directory(directory: Path) -> None:

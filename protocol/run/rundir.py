@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
 from penstock.protocol.run.files import (
     holds_text,
+    is_locked,
     make_directory,
     open_lock,
     parse_json,
@@ -92,9 +92,8 @@ class RunDirectory:
             except ConfigError:
                 continue  # nothing of ours, so no process of a run holds it
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+                if is_locked(descriptor):
+                    return True
             finally:
                 os.close(descriptor)
         return False

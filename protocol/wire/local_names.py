@@ -21,6 +21,7 @@ from pathlib import Path
 
 from penstock.protocol import world
 from penstock.protocol.errors import ConfigError, LostMemberError, StateError
+from penstock.protocol.run.files import is_locked
 from penstock.protocol.run.logs import Complaints
 from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS, socket_folder
 from penstock.protocol.security.token import user_name
@@ -186,12 +187,9 @@ def _try_lock(path: Path) -> int | None:
 def _is_held(lock: Path) -> bool:
     descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return is_locked(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 def _lock_path(path: Path) -> Path:

@@ -246,11 +246,12 @@ def _changes(
     if config.schedule.scheme == AUTO:  # not known yet, and told when it is
         config = config.model_copy(update={"schedule": previous.schedule})
     changes = find_changes(previous, config)
-    if RunDirectory(run_dir).has_started:
-        check_resume(changes, run_dir, held_version(RunDirectory(run_dir).run_id))
+    directory = RunDirectory(run_dir)
+    if directory.has_started:
+        check_resume(changes, run_dir, held_version(directory.run_id))
         names = [node.name for node in config.cluster.nodes]
         saved = max((step for step, _ in saved_steps(run_dir / "state")), default=0)
-        if check_nodes(RunDirectory(run_dir), names, saved):
+        if check_nodes(directory, names, saved):
             progress("memory of nodes that cluster.nodes no longer names was saved; it is removed")
     for change in changes:
         progress(f"changed: {change}")
