@@ -10,9 +10,11 @@ import codecs
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.sources import Source
@@ -37,9 +39,17 @@ _MARKLESS = {"utf-8-sig": UTF8, "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 """Codecs that write a mark -> codecs that write none and as many bytes a character."""
 
 
-def documents(source: Source) -> Iterator[bytes]:
-    """Yields UTF-8 documents: each file is one, in .jsonl files the ``text`` of each line. Empty
-    ones are left out.
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text in UTF-8, and the file, or the line of a file, that it is from."""
+
+    text: bytes
+    place: str
+
+
+def documents(source: Source) -> Iterator[Document]:
+    """Yields documents: each file is one, in .jsonl files the ``text`` of each line. Empty ones are
+    left out.
 
     A byte order mark at the start of a file is no part of its text; ends of lines stay as they are.
 
@@ -60,22 +70,30 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_tokens(
-    texts: Iterable[bytes], tokenizer: Tokenizer, path: Path, hasher: ChunkHasher
+    texts: Iterable[Document],
+    tokenizer: Tokenizer,
+    path: Path,
+    hasher: ChunkHasher,
+    *,
+    vocab_size: int,
 ) -> int:
     """Write a token file; returns its number of tokens. The file is on disk when this returns.
 
     Each document is its ids in little-endian :func:`token_dtype`, then the end token. ``hasher``
-    takes every byte of the file.
+    takes every byte of the file. ``vocab_size`` is the model's.
 
     Raises:
-        CapacityError, ConfigError: it cannot be written.
+        CapacityError, ConfigError: it cannot be written, or a text has a token that the model has
+            not.
     """
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     count = 0
     try:
         with path.open("wb") as file:
             for text in texts:
-                ids = np.append(tokenizer.encode(text), np.uint32(tokenizer.eos)).astype(dtype)
+                encoded = tokenizer.encode(text.text)
+                _check_ids(encoded, text.place, vocab_size)
+                ids = np.append(encoded, np.uint32(tokenizer.eos)).astype(dtype)
                 count += len(ids)
                 content = ids.tobytes()
                 file.write(content)
@@ -88,13 +106,26 @@ def write_tokens(
     return count
 
 
-def _whole(path: Path, encoding: str) -> Iterator[bytes]:
+def _check_ids(ids: NDArray[np.uint32], place: str, vocab_size: int) -> None:
+    """Refuse a token without a row in the model. Tokenizers of published models may have such
+    tokens, which no text uses.
+    """
+    if len(ids) and int(ids.max()) >= vocab_size:
+        first = int(np.argmax(ids >= vocab_size))
+        raise ConfigError(
+            f"{place}: token {first} of the text has id {ids[first]}, and the model has a"
+            f" vocabulary of {vocab_size}; take that token out of the text, or give a tokenizer"
+            " that goes with the model (data.tokenizer)"
+        )
+
+
+def _whole(path: Path, encoding: str) -> Iterator[Document]:
     text = "".join(_pieces(path, encoding))
     if text:
-        yield _encoded(text, str(path))
+        yield Document(_encoded(text, str(path)), str(path))
 
 
-def _json_lines(path: Path, encoding: str) -> Iterator[bytes]:
+def _json_lines(path: Path, encoding: str) -> Iterator[Document]:
     for number, line in enumerate(_lines(path, encoding), start=1):
         if not line or line.isspace():
             continue
@@ -105,7 +136,7 @@ def _json_lines(path: Path, encoding: str) -> Iterator[bytes]:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f'{place}: expected a JSON object such as {{"text": "…"}}') from error
         if text:
-            yield text
+            yield Document(text, place)
 
 
 def _lines(path: Path, encoding: str) -> Iterator[str]:

@@ -155,7 +155,9 @@ class TokenSources:
         try:
             # The file is on disk before it gets its name; meta.json, last, says that all is there.
             hasher = ChunkHasher()
-            num_tokens = write_tokens(documents(source), tokenizer, temporary, hasher)
+            num_tokens = write_tokens(
+                documents(source), tokenizer, temporary, hasher, vocab_size=self._vocab_size
+            )
             temporary.rename(path)
             sums = hasher.write(path.with_suffix(".sums"))
         finally:

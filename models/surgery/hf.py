@@ -66,27 +66,28 @@ def resolve_hf_config(
 ) -> PretrainedConfig:
     """Returns the model's configuration with vocabulary size and special tokens filled in.
 
-    ``tokenizer_vocab_size`` is None when token ids come from a file; then the model must say.
-    ``eos`` is the token that ends a document, None where nobody knows.
+    ``tokenizer_vocab_size`` is None when token ids come from a file; then the model must say. A
+    tokenizer may have ids that the model has not: what counts is what texts have. ``eos`` is the
+    token that ends a document, None where nobody knows.
 
     Raises:
-        ConfigError: unknown type or key, impossible value, vocabulary or positions too small.
+        ConfigError: unknown type or key, impossible value, or a vocabulary without ``eos``.
     """
     import_modules(config)
     if config.model.path is not None:
         hf_config = read_hf_config(config.model.path)
         vocab_key = f"vocab_size of {config.model.path / 'config.json'}"
         _check_kind(hf_config, f"model_type of {config.model.path / 'config.json'}")
-        remedy = "the tokenizer that the model was trained with (data.tokenizer)"
+        remedy = "give the tokenizer that the model was trained with (data.tokenizer)"
     else:
         assert config.model.hf is not None
         hf_config = _from_mapping(dict(config.model.hf), tokenizer_vocab_size, eos)
-        vocab_key, remedy = "model.hf.vocab_size", f"at least {tokenizer_vocab_size}"
+        vocab_key, remedy = "model.hf.vocab_size", f"give at least {tokenizer_vocab_size}"
     vocab_size = int(hf_config.vocab_size)
-    if tokenizer_vocab_size is not None and vocab_size < tokenizer_vocab_size:
+    if tokenizer_vocab_size is not None and eos is not None and vocab_size <= eos:
         raise ConfigError(
-            f"{vocab_key} = {vocab_size}: tokenizer {config.tokenizer!r} has ids up to"
-            f" {tokenizer_vocab_size - 1}; give {remedy}"
+            f"{vocab_key} = {vocab_size}: tokenizer {config.tokenizer!r} ends documents with id"
+            f" {eos}; {remedy}"
         )
     _check_objective(hf_config, config.data.objective)
     _check_positions(hf_config, config.data.sequence_length)

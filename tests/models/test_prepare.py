@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.models.data.chunks import ChunkHasher
-from penstock.models.data.corpus import write_tokens
+from penstock.models.data.corpus import Document, write_tokens
 from penstock.models.data.prepare import main, prepare
 from penstock.models.data.tokenizer import END_OF_TEXT, ByteTokenizer, open_tokenizer
 from penstock.models.surgery.hf import resolve_hf_config
@@ -178,7 +178,7 @@ def test_a_masked_token_file_needs_the_number_of_its_mask(tmp_path: Path) -> Non
         (
             {"vocab_size": 200},
             {},
-            r"vocab_size = 200: tokenizer 'byte' has ids up to 256; give at least 257",
+            r"vocab_size = 200: tokenizer 'byte' ends documents with id 256; give at least 257",
         ),
         (
             {"max_position_embeddings": 8},
@@ -222,12 +222,13 @@ def test_process_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_tokens_on_a_full_disk_are_named_with_what_they_need(tmp_path: Path) -> None:
-    texts = [b"x" * 3000] * 4
+    texts = [Document(b"x" * 3000, "text.txt")] * 4
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         with pytest.raises(CapacityError, match=r"out\.bin: no space left .* [\d,]+ bytes"):
-            write_tokens(texts, ByteTokenizer(), tmp_path / "out.bin", ChunkHasher())
+            out = tmp_path / "out.bin"
+            write_tokens(texts, ByteTokenizer(), out, ChunkHasher(), vocab_size=257)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

@@ -22,7 +22,9 @@ TEXT = "Ädä lifts water; ночь, 水, 😀.\n"
 
 def texts(path: Path, encoding: str = "utf-8") -> list[str]:
     """The documents of a file."""
-    return [text.decode() for text in documents(find_source(str(path), encoding=encoding))]
+    return [
+        document.text.decode() for document in documents(find_source(str(path), encoding=encoding))
+    ]
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -158,7 +160,7 @@ def test_names_of_any_kind_are_listed(tmp_path: Path) -> None:
     source = find_source(str(tmp_path))
     assert source.left_out == {"of other kinds": 3} and len(source.files) == 2
     assert names(find_source(f"{tmp_path}/[1].txt"), tmp_path) == ["[1].txt"]
-    assert list(documents(source)) == [b"text"] * 2
+    assert [document.text for document in documents(source)] == [b"text"] * 2
 
 
 def test_deep_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_standard_library_is_a_corpus_of_reasonable_size() -> None:
     assert list(files) == sorted(files) and find_source("@stdlib").files == files
     assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
     assert find_source("@stdlib", encoding="latin-1").encoding == "utf-8"
-    content = list(documents(find_source("@stdlib")))
+    content = [document.text for document in documents(find_source("@stdlib"))]
     assert content == [text for path in files if (text := path.read_bytes())]
 
 
@@ -187,11 +189,13 @@ def test_documents_of_all_kinds(tmp_path: Path) -> None:
     written(tmp_path / "a.jsonl", '{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
     written(tmp_path / "c.md", "\ufeff")
     source = find_source(str(tmp_path / "*"))
-    assert list(documents(source)) == [b"one", b"two", "grün".encode()]
-    assert (
-        write_tokens(documents(source), ByteTokenizer(), tmp_path / "out.bin", ChunkHasher())
-        == 3 + 1 + 4 + 5 + 1
-    )
+    found = list(documents(source))
+    assert [document.text for document in found] == [b"one", b"two", "grün".encode()]
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    assert [document.place for document in found] == [f"{a}, line 1", f"{a}, line 4", str(b)]
+    out = tmp_path / "out.bin"
+    count = write_tokens(found, ByteTokenizer(), out, ChunkHasher(), vocab_size=257)
+    assert count == 3 + 1 + 4 + 5 + 1
 
 
 MARKED = ["utf-8-sig", "utf-16", "utf-32"]

@@ -75,23 +75,44 @@ def test_bytes_must_be_asked_for(folder: Path) -> None:
     assert set(carried) == {"tokenizer.json", "tokenizer_config.json"}
 
 
-@pytest.mark.parametrize("rows", [NUM_TOKENS - 1, NUM_TOKENS])
-def test_added_tokens_must_fit_the_embedding(folder: Path, rows: int) -> None:
-    """Fewer rows than ids are refused; as many (and more, as in the tests above) are fine."""
-    save_model(folder, "gpt2", **TINY_GPT2, vocab_size=rows)
-    if rows == NUM_TOKENS:
-        prepare(from_folder(folder), run_dir(folder))
-        return
-    complaint = rf"vocab_size of .* = {rows}: tokenizer .* has ids up to {rows}; give the tokenizer"
-    with pytest.raises(ConfigError, match=complaint):
-        prepare(from_folder(folder), run_dir(folder))
-    with pytest.raises(ConfigError, match=complaint):
-        prepare(from_folder(folder, tokenizer=str(folder / "tokenizer.json")), run_dir(folder))
+def test_a_token_beyond_the_embedding_that_no_text_has(folder: Path) -> None:
+    """As gemma-3-1b is published: its tokenizer has the token of pictures, its embedding no row
+    for it. The run has the ids of the tokenizer, the export loads with it.
+    """
+    save_model(folder, "gpt2", **TINY_GPT2, vocab_size=NUM_TOKENS - 1)
+    for tokenizer in (str(folder), str(folder / "tokenizer.json")):
+        prepare(from_folder(folder, tokenizer=tokenizer), run_dir(folder))
+        tokens = np.fromfile(run_dir(folder) / "data/train.bin", dtype="<u2").tolist()
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert max(theirs.get_vocab().values()) == NUM_TOKENS - 1
+        assert tokens == [*theirs(TEXT)["input_ids"], theirs.eos_token_id]
+    write_files(folder.parent / "out", read_carried(from_folder(folder), run_dir(folder)))
+    assert AutoTokenizer.from_pretrained(folder.parent / "out").get_vocab() == theirs.get_vocab()
+
+
+@pytest.mark.parametrize("name", ["text.txt", "text.jsonl"])
+def test_a_token_beyond_the_embedding_is_named_where_a_text_has_it(folder: Path, name: str) -> None:
+    save_model(folder, "gpt2", **TINY_GPT2, vocab_size=NUM_TOKENS - 1)
+    text = f"up the hill{STOP} and down"
+    path, place = folder.parent / name, str(folder.parent / name)
+    if path.suffix == ".jsonl":
+        text, place = "\n".join(json.dumps({"text": t}) for t in ("one", text)), f"{place}, line 2"
+    path.write_text(text)
+    config = from_folder(folder)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(path)})})
+    theirs = AutoTokenizer.from_pretrained(folder)
+    number = len(theirs("up the hill")["input_ids"])
+    with pytest.raises(ConfigError) as caught:
+        prepare(config, run_dir(folder))
+    assert str(caught.value).startswith(
+        f"{place}: token {number} of the text has id {NUM_TOKENS - 1}, and the model has a"
+        f" vocabulary of {NUM_TOKENS - 1}; "
+    )
 
 
 def test_bytes_are_held_against_the_embedding_too(folder: Path) -> None:
     save_model(folder, "gpt2", **TINY_GPT2, vocab_size=256)
-    with pytest.raises(ConfigError, match=r"tokenizer 'byte' has ids up to 256"):
+    with pytest.raises(ConfigError, match=r"tokenizer 'byte' ends documents with id 256; give"):
         prepare(from_folder(folder, tokenizer="byte"), run_dir(folder))
 
 
