@@ -90,7 +90,6 @@ def resolve_hf_config(
             f" {eos}; {remedy}"
         )
     _check_objective(hf_config, config.data.objective)
-    _check_positions(hf_config, config.data.sequence_length)
     _check_loss(hf_config)
     return hf_config
 
@@ -288,13 +287,4 @@ def _check_objective(hf_config: PretrainedConfig, objective: str) -> None:
         raise ConfigError(
             f"data.objective = {objective!r}: {hf_config.model_type!r} is a decoder, which sees no"
             f" words behind a masked one; set data.objective: {NEXT_TOKEN}"
-        )
-
-
-def _check_positions(hf_config: PretrainedConfig, sequence_length: int) -> None:
-    positions = getattr(hf_config, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < sequence_length:
-        raise ConfigError(
-            f"data.sequence_length = {sequence_length}: the model has {positions} positions"
-            " (max_position_embeddings); give at most that"
         )

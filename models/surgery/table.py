@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from penstock.models.loss import CHUNK_BYTES
+from penstock.models.surgery.positions import check_positions
 from penstock.models.surgery.skeleton import (
     EMBEDDING_KIND,
     HEAD_KIND,
@@ -36,10 +37,11 @@ def build_table(
     first. A tied tensor belongs to the first block that uses it; later ones borrow it.
 
     Raises:
-        ConfigError: an architecture that cannot be cut into blocks, or a ``train.freeze`` that
-            matches nothing or everything.
+        ConfigError: an architecture that cannot be cut into blocks, sequences that are longer than
+            its table of positions, or a ``train.freeze`` that matches nothing or everything.
     """
     skeleton = build_skeleton(hf_config) if skeleton is None else skeleton
+    check_positions(config, hf_config, skeleton)
     tied = skeleton.tied_names()
     frozen = _frozen_names(config.train.freeze, tied)
     ties = _Ties.find(skeleton, tied, frozen)

@@ -180,11 +180,6 @@ def test_a_masked_token_file_needs_the_number_of_its_mask(tmp_path: Path) -> Non
             {},
             r"vocab_size = 200: tokenizer 'byte' ends documents with id 256; give at least 257",
         ),
-        (
-            {"max_position_embeddings": 8},
-            {},
-            r"data.sequence_length = 16: the model has 8 positions",
-        ),
         ({}, {"train": {"global_batch": 500}}, r"train.global_batch = 500: .* has 124 sequences"),
         ({}, {"train": {"freeze": ["nothing"]}}, r"train.freeze: 'nothing' matches no parameter"),
         (

@@ -1,0 +1,154 @@
+"""The length of sequences that a model has positions for.
+
+A table with a row for each position is a wall. Rotary frequencies are none, whatever
+``max_position_embeddings`` says: yarn and its relatives go beyond it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig
+
+from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts
+from penstock.models.surgery.probe import refused
+from penstock.models.surgery.skeleton import Skeleton, build_skeleton
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError, reason
+
+_LENGTH = "max_position_embeddings"
+_TRIAL_TOKENS = 3
+
+
+def check_positions(config: Config, hf_config: PretrainedConfig, skeleton: Skeleton) -> None:
+    """Refuse sequences that are longer than a table of positions.
+
+    Raises:
+        ConfigError: names ``data.sequence_length``, or ``data.document_masks`` where frequencies
+            would depend on the documents that a process has seen before.
+    """
+    length = config.data.sequence_length
+    with refused(
+        lambda error: (
+            f"model: type {hf_config.model_type!r} cannot be asked for its positions"
+            f" ({reason(error)}); this architecture is not supported"
+        )
+    ):
+        rows = _rows(hf_config, skeleton, length)
+    if rows is not None and rows < length:
+        raise ConfigError(
+            f"data.sequence_length = {length}: the model has a table of {rows} positions; give at"
+            " most that"
+        )
+    declared = getattr(hf_config, _LENGTH, None)
+    longer = isinstance(declared, int) and length > declared
+    if config.data.document_masks and longer and "dynamic" in _rope_types(hf_config):
+        raise ConfigError(
+            f"data.document_masks: true: with rope_type 'dynamic' and more than {declared}"
+            f" positions ({_LENGTH}) frequencies depend on the longest document seen so far; set"
+            f" data.document_masks: false, or data.sequence_length to at most {declared}"
+        )
+
+
+def _rows(hf_config: PretrainedConfig, skeleton: Skeleton, length: int) -> int | None:
+    """Returns the positions that the model's smallest table of them has; None without a table."""
+    rows = _decoder_positions(skeleton)
+    declared = getattr(hf_config, _LENGTH, None)
+    if isinstance(declared, int) and 0 < declared < length and _layers_have_tables(hf_config):
+        rows.append(declared)
+    return min(rows, default=None)
+
+
+def _decoder_positions(skeleton: Skeleton) -> list[int]:
+    """Returns the positions that each table of the decoder has, outside of its layers.
+
+    The decoder runs on a few equal tokens: a table that is read at rising rows is one of positions,
+    from the first of these rows on.
+    """
+    cpu = torch.device("cpu")
+    parts = DecoderParts(skeleton, device=cpu, compute_dtype=torch.float32)
+    pad = getattr(skeleton.model.config, "pad_token_id", None)
+    ids = torch.full((1, _TRIAL_TOKENS), int(pad == 0), dtype=torch.long)
+    with _zeros_in(skeleton), _Lookups() as lookups, torch.no_grad():
+        parts.embed(ids, BatchTensors(shape=(1, _TRIAL_TOKENS)), training=False)
+        parts.layer_calls(BatchTensors(shape=(1, _TRIAL_TOKENS)))
+    return [
+        rows - int(indices[0])
+        for indices, rows in lookups.seen
+        if len(indices) == _TRIAL_TOKENS and bool((torch.diff(indices) == 1).all())
+    ]
+
+
+class _Lookups(TorchFunctionMode):
+    """Notes the rows that are read of tables: (indices, rows of the table)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        table = indices = None
+        if func is nn.functional.embedding:
+            indices, table = args[:2]
+        elif func is torch.Tensor.__getitem__:
+            table, indices = args
+        if isinstance(indices, torch.Tensor) and indices.dtype is torch.long:
+            self.seen.append((indices.reshape(-1), table.shape[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _zeros_in(skeleton: Skeleton) -> Iterator[None]:
+    """Give the parameters of the embedding's block zeros that take no memory."""
+    places = [
+        place
+        for name, first in skeleton.parts[0].tensors.items()
+        for place in (first, *skeleton.parts[0].others.get(name, ()))
+    ]
+    before = [(module, key, module._parameters[key]) for module, key in places]
+    try:
+        for module, key, parameter in before:
+            assert parameter is not None
+            zeros = torch.zeros(()).expand(parameter.shape)
+            # Past nn.Module's __setattr__, which takes parameters alone.
+            module._parameters[key] = zeros  # type: ignore[assignment]
+        yield
+    finally:
+        for module, key, parameter in before:
+            module._parameters[key] = parameter
+
+
+def _layers_have_tables(hf_config: PretrainedConfig) -> bool:
+    """Returns whether the layers hold tensors with as many rows as the configuration has positions:
+    sizes that another number of positions changes.
+    """
+    other = copy.deepcopy(hf_config)
+    setattr(other, _LENGTH, getattr(hf_config, _LENGTH) + 1)
+    sizes = [_layer_sizes(build_skeleton(each)) for each in (hf_config, other)]
+    return sizes[0] != sizes[1]
+
+
+def _layer_sizes(skeleton: Skeleton) -> list[tuple[str, torch.Size]]:
+    tensors = (*skeleton.layers.named_buffers(), *skeleton.layers.named_parameters())
+    return [(name, tensor.shape) for name, tensor in tensors]
+
+
+def _rope_types(hf_config: PretrainedConfig) -> set[str]:
+    """Returns the ways in which layers of a model make their rotary frequencies."""
+    declared = getattr(hf_config, "rope_parameters", None)
+    if not isinstance(declared, dict):
+        return set()
+    kinds = [declared, *(kind for kind in declared.values() if isinstance(kind, dict))]
+    return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}
