@@ -272,7 +272,7 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
         known = "unknown (give --run-dir)" if saved is None else f"step {saved}" if saved else None
         detail = (
             f"owner pid {pid} dead, holds step {committed}; saved on disk: {known or 'nothing'}."
-            " Starting the run again continues from the memory"
+            f" A start of the run with a node {entry.keeper} continues from the memory"
         )
         loses = _losses(committed, saved)
     return Finding(

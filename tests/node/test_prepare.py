@@ -21,7 +21,7 @@ from penstock.daemons.node.preparing.capacity import (
     needs,
 )
 from penstock.daemons.node.preparing.changes import check_resume, find_changes
-from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.node.preparing.prepare import prepare_run, warn_if_open
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.config.schema import Config, parse_config
@@ -453,6 +453,17 @@ def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .* -> 'byte'"):
         (tmp_path / "own" / "journal.sqlite").touch()
         prepare_run(bytes_asked, tmp_path / "own")
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o777, 1), (0o1777, 0), (0o775, 0)])
+def test_a_run_directory_that_every_user_may_change_is_named(
+    mode: int, warnings: int, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    tmp_path.chmod(mode)
+    warn_if_open(tmp_path, lines.append)
+    assert len(lines) == warnings
+    assert all("chmod o-w" in line for line in lines)
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:

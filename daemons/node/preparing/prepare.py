@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ def _prepare(
     if (risk := logout_risk()) is not None:
         progress(f"warning: {risk}")
     directory = RunDirectory.create(run_dir)
+    warn_if_open(directory.path, progress)
     settle_home(directory)
     # Without a configuration nobody knows what inputs that are there were made from.
     if previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir):
@@ -140,6 +142,16 @@ def _prepare(
     directory.seal(fixed_values(config))
     Software.here().write(run_dir)
     return directory
+
+
+def warn_if_open(run_dir: Path, progress: Progress) -> None:
+    """Warns where every user of the machine may replace files of the run."""
+    mode = stat.S_IMODE(run_dir.stat().st_mode)
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        progress(
+            f"warning: {run_dir} has mode {mode:04o}: every user of this machine may replace files"
+            " of the run there. Forbid it (chmod o-w)"
+        )
 
 
 def table_of(config: Config) -> BlockTable:
