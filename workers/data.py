@@ -185,7 +185,7 @@ def _objective(config: Config, meta: dict[str, Any]) -> Objective:
             seed=config.run.seed,
             eos=eos,
         )
-    return own_objective(data.objective) or NextToken(eos=eos)
+    return own_objective(config) or NextToken(eos=eos)
 
 
 def _permuted(indices: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:

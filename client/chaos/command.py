@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from penstock.daemons.preload.birth import PYTHON_MODULE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class TrainCommand:
         words = ["train", str(self.config), "--run-dir", str(self.run_dir), *overrides]
         with self.output.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", "penstock.client.main", *words],
+                [*PYTHON_MODULE, "penstock.client.main", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

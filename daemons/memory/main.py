@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
 from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.service import MemoryService
+from penstock.daemons.preload.birth import PYTHON_MODULE
 from penstock.daemons.preload.heirs import take_heirs
 from penstock.daemons.preload.kinds import TORCH
 from penstock.daemons.preload.owner import Preloader
@@ -98,7 +98,7 @@ def _run(
         server.start(memory, metrics)
         metrics.watch(memory)
         preloader = cleanup.enter_context(_own_preloader())
-        command = (sys.executable, "-m", config.cluster.platform.loader)
+        command = (*PYTHON_MODULE, config.cluster.platform.loader)
         loader = partial(
             run_loader, directory.path, node, command, stopping=jobs.stopping, preloader=preloader
         )

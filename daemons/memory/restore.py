@@ -19,7 +19,7 @@ import numpy as np
 from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
-from penstock.daemons.preload.birth import Birth
+from penstock.daemons.preload.birth import PYTHON_MODULE, Birth
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.plan.step import WEIGHTS_DTYPES
@@ -142,7 +142,7 @@ def _start(
     words: Sequence[str], streams: Sequence[int], preloader: Preloader | None
 ) -> ChildProcess:
     if preloader is not None:
-        _, _, module, *arguments = words
+        module, *arguments = words[len(PYTHON_MODULE) :]
         try:
             preloader.warm(_WARM_WITHIN_S)
             return preloader.fork(Birth.here(module, arguments, os.environ), streams)

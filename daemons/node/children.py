@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.daemons.preload.birth import Birth
+from penstock.daemons.preload.birth import PYTHON_MODULE, Birth
 from penstock.daemons.preload.heirs import take_heirs
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
 
@@ -133,7 +133,7 @@ class Children:
         preloader = self._preloaders.get(spec.preloader)
         if preloader is None or not preloader.is_warm:
             return None
-        _, _, module, *arguments = spec.argv
+        module, *arguments = spec.argv[len(PYTHON_MODULE) :]
         birth = Birth.here(module, arguments, self._environment, spec.heirs)
         try:
             return preloader.fork(birth, _STREAMS, self._kept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
 from penstock.daemons.node.service import StopSettings, Supervisor
 from penstock.daemons.node.service_manager import NodeReports, ServiceManager
 from penstock.daemons.observer.need import is_observed
+from penstock.daemons.preload.birth import PYTHON_MODULE
 from penstock.daemons.preload.kinds import PLAIN, TORCH
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ExitCode
@@ -53,7 +53,7 @@ from penstock.protocol.wire.local_names import prepare_folder
 _log = logging.getLogger(__name__)
 
 WORKER = "worker"
-LAUNCHER = (sys.executable, "-m", "penstock.client.launch")
+LAUNCHER = (*PYTHON_MODULE, "penstock.client.launch")
 PREVIOUS_NODE_WAIT_S = 60.0
 SHORTEST_HANG_S = 60.0
 """A scheduler that says nothing for less may be busy with a slow disk."""

@@ -24,6 +24,10 @@ from typing import NoReturn
 from penstock.protocol.run.process import die_with_parent
 from penstock.protocol.run.stopping import HEARD_SIGNALS, STOP_ORDER
 
+PYTHON_MODULE = (sys.executable, "-P", "-m")
+"""The command line of a module begins so. Python does not look for modules in the current folder,
+where a user's random.py would hide Python's own.
+"""
 STREAMS = 3
 """stdin, stdout and stderr are the first descriptors of every request."""
 NAMED_BYTES = 4096
@@ -79,7 +83,7 @@ class Birth:
     @property
     def words(self) -> tuple[str, ...]:
         """The command line."""
-        return (sys.executable, "-m", self.module, *self.arguments)
+        return (*PYTHON_MODULE, self.module, *self.arguments)
 
 
 def leave_nest(birth: Birth, descriptors: Sequence[int]) -> list[int]:

@@ -26,7 +26,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.daemons.preload.birth import STREAMS, Birth, leave_nest, run_module, show_command_line
+from penstock.daemons.preload.birth import (
+    PYTHON_MODULE,
+    STREAMS,
+    Birth,
+    leave_nest,
+    run_module,
+    show_command_line,
+)
 from penstock.daemons.preload.heirs import Heir, announce
 from penstock.daemons.preload.kinds import MODULES, QUIET, STAGES
 from penstock.protocol.run.process import die_with_parent
@@ -46,7 +53,7 @@ LEAVES_TO_HEIRS_S = 10.0
 def command_line(kind: str, parent_pid: int) -> tuple[str, ...]:
     """Returns the command line of a preloader; what starts one adds to it."""
     own = ("--kind", kind, "--parent-pid", str(parent_pid))
-    return (sys.executable, "-m", "penstock.daemons.preload.main", *own)
+    return (*PYTHON_MODULE, "penstock.daemons.preload.main", *own)
 
 
 def serve(requests: socket.socket, kind: str) -> None:

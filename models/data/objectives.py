@@ -9,7 +9,6 @@ numbers in the run, so a repeated attempt, any stage and any micro-batch size se
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
+from penstock.models.own_modules import import_hint, import_own
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, reason
 
 _REPLACED, _ANY = 0.8, 0.9
@@ -121,19 +122,20 @@ class Own:
         return self.function(tokens)
 
 
-def own_objective(name: str) -> Objective | None:
+def own_objective(config: Config) -> Objective | None:
     """Returns the user's function that ``data.objective`` names, ``package.module:function``; None
     for one of Penstock's own.
 
     Raises:
         ConfigError: there is no such function, or its module cannot be imported.
     """
+    name = config.data.objective
     module, colon, function = name.partition(":")
     if not colon:
         return None
     try:
-        return Own(getattr(importlib.import_module(module), function))
+        return Own(getattr(import_own(module, config), function))
     except Exception as error:  # whatever the user's module does
         raise ConfigError(
-            f"data.objective = {name!r}: cannot import it: {reason(error)}"
+            f"data.objective = {name!r}: cannot import it: {reason(error)}; {import_hint(config)}"
         ) from error

@@ -22,6 +22,7 @@ from penstock.models.checkpoints.carried import keep_carried
 from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
 from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
 from penstock.models.data.chunks import Progress
+from penstock.models.data.objectives import own_objective
 from penstock.models.data.token_sources import TokenSources, file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config.schema import Config
@@ -75,7 +76,7 @@ def _prepare_model(
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     eos = None if tokenizer is None else tokenizer.eos
     fingerprint = fingerprint_of(
-        config.model.model_dump(mode="json", exclude={"imports"}),
+        config.model.model_dump(mode="json", exclude={"imports", "import_path"}),
         file_stamps([config.model.path / "config.json"]) if config.model.path else None,
         [config.data.sequence_length, list(config.train.freeze), vocab_size, eos],
         config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),
@@ -124,6 +125,7 @@ def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
 def _prepare_data(
     config: Config, run_dir: Path, tokenizer: Tokenizer | None, progress: Progress
 ) -> None:
+    own_objective(config)  # a worker would find its fault after memory was made
     directory = run_dir / "data"
     directory.mkdir(parents=True, exist_ok=True)
     meta = directory / "meta.json"

@@ -72,7 +72,7 @@ def measure(
             compute_dtype=compute_dtype,
             sequence_length=config.data.sequence_length,
             budget_s=budget_s,
-            objective=own_objective(config.data.objective),
+            objective=own_objective(config),
         )
         blocks = measure_kinds(bench, table, micro_batches, progress)
         machine = _machine(config, device, blocks.instruction_s, progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import json
 import re
@@ -19,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
+from penstock.models.own_modules import import_hint, import_own
 from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import predicts_masked
 from penstock.protocol.config.schema import Config
@@ -102,8 +102,12 @@ def import_modules(config: Config) -> None:
         ConfigError: one cannot be imported.
     """
     for name in config.model.imports:
-        with refused(lambda error, name=name: f"model.imports: {name!r}: {reason(error)}"):  # type: ignore[misc]
-            importlib.import_module(name)
+        with refused(
+            lambda error, name=name: (  # type: ignore[misc]
+                f"model.imports: {name!r}: {reason(error)}; {import_hint(config)}"
+            )
+        ):
+            import_own(name, config)
 
 
 def read_hf_config(directory: Path) -> PretrainedConfig:

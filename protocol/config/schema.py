@@ -137,6 +137,11 @@ class Config(Section):
         return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
 
     @property
+    def has_own_modules(self) -> bool:
+        """Returns whether the run imports modules of the user's."""
+        return bool(self.model.imports) or ":" in self.data.objective
+
+    @property
     def mirrors(self) -> bool:
         """Returns whether each node keeps a replica of another one's state."""
         return self.memory.mirror == "partner"
@@ -180,19 +185,31 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         if not any(place[: len(key)] == key for key in given)
     }
     lines |= dict.fromkeys(given, 0)  # what the command line gives stands on no line
-    return parse_config(data, source=str(path), lines=lines)
+    return _parse(data, path.absolute().parent, source=str(path), lines=lines)
 
 
 def parse_config(
     data: dict[str, Any], *, source: str = "configuration", lines: Mapping[Place, int] | None = None
 ) -> Config:
     """Validates a nested mapping; ``source`` begins the error, and ``lines`` says where values
-    stand there.
+    stand there. ``model.import_path`` is relative to the current folder.
 
     Raises:
         ConfigError: names every offending key with its value and what would be accepted.
     """
+    return _parse(data, Path.cwd(), source=source, lines=lines or {})
+
+
+def _parse(
+    data: dict[str, Any], folder: Path, *, source: str, lines: Mapping[Place, int]
+) -> Config:
+    """Validates a nested mapping; ``model.import_path`` is relative to ``folder``."""
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, Config, lines or {})}") from error
+        raise ConfigError(f"{source}: {explain(error, Config, lines)}") from error
+    if not config.has_own_modules:
+        return config
+    path = folder / (config.model.import_path or "")
+    model = config.model.model_copy(update={"import_path": path})
+    return config.model_copy(update={"model": model})

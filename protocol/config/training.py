@@ -89,6 +89,13 @@ class ModelConfig(Section):
         description="Python modules that everybody who needs the model imports first: those that"
         " register types of model of their own with transformers. Every machine has them.",
     )
+    import_path: Path | None = Field(
+        default=None,
+        description="The folder of your modules, those of `model.imports` and `data.objective`:"
+        " relative to the configuration file, by default the folder of that file. Python looks"
+        " there last, after its own folders. The folder from which you start Penstock is not"
+        " searched.",
+    )
     compile: bool = Field(
         default=False,
         description="Runs the layers through torch.compile, but for forwards whose plan splits the"

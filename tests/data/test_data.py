@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.models.data.batch import MicroBatch
 from penstock.models.data.objectives import Masked, NextToken, Own, own_objective
+from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.workers.data import TokenDataset, micro_batches
 
@@ -154,8 +155,14 @@ def test_an_objective_of_ones_own(token_file) -> None:
     (batch,), counted = micro_batches(dataset(token_file, 4, shuffle=False, objective=own), 0, 1, 1)
     assert batch.input_ids.tolist() == [[0, 1]] and counted == 2
     with pytest.raises(ConfigError, match=r"data.objective = 'no.such:thing': cannot import it"):
-        own_objective("no.such:thing")
-    assert isinstance(own_objective("json:loads"), Own) and own_objective("masked") is None
+        own_objective(with_objective("no.such:thing"))
+    assert isinstance(own_objective(with_objective("json:loads")), Own)
+    assert own_objective(with_objective("masked")) is None
+
+
+def with_objective(name: str) -> Config:
+    """A configuration with an objective."""
+    return parse_config({"model": {"path": "m"}, "data": {"tokens": "t", "objective": name}})
 
 
 def halves(tokens: np.ndarray) -> MicroBatch:

@@ -54,7 +54,7 @@ def test_blocks_are_measured_with_what_comes_before_them(tmp_path: Path) -> None
         compute_dtype=fp32,
         sequence_length=SEQUENCE_LENGTH,
         budget_s=0.0,
-        objective=own_objective(config.data.objective),
+        objective=own_objective(config),
     )
     shapes = [bench.measure(range(b, b + 1), 2).memory.output_bytes for b in range(1, 5)]
     assert shapes == [2 * 4 * c * s * s for c, s in ((16, 8), (32, 4), (64, 2), (128, 1))]

@@ -25,6 +25,8 @@ from tests.system import conftest as H
 from tests.system.reference import ReferenceLoop
 from tests.system.test_parity import check_parity_of
 
+ROOT = Path(__file__).parents[2]
+
 KINDS: dict[str, dict[str, Any]] = {
     "mamba": {
         "model": {"hf": {"model_type": "mamba", "hidden_size": 32, "state_size": 4}},
@@ -104,7 +106,8 @@ def configured(runner: H.Runner, kind: str, changes: dict[str, Any], layers: int
         hf = {"hidden_sizes": [16, 32, 64, 128], "embedding_size": 8, "depths": DEPTHS[layers]}
         folder = path.with_name(f"{path.stem}-model")
         save_pictures(folder, {"vocab_size": pictures.LEVELS, **hf}, fields["run"]["seed"])
-        fields["model"] = {"imports": ["bench.papers.two_bp.resnet"], "path": str(folder)}
+        imports = {"imports": ["bench.papers.two_bp.resnet"], "import_path": str(ROOT)}
+        fields["model"] = {**imports, "path": str(folder)}
         fields["data"] = {
             "tokens": str(runner.root / "digits.bin"),
             "sequence_length": pictures.SEQUENCE_LENGTH,

@@ -102,7 +102,11 @@ def configuration(kind: str, way: str, schedule: str, root: Path) -> dict[str, A
         data["tokens"] = str(root / "digits.bin")
     return {
         "run": {"name": f"{kind}-{way}", "seed": 7, "dir": str(root / f"{kind}-{schedule}-{way}")},
-        "model": {"hf": chosen["hf"], "imports": chosen.get("imports", [])},
+        "model": {
+            "hf": chosen["hf"],
+            "imports": chosen.get("imports", []),
+            "import_path": str(ROOT),
+        },
         "data": data,
         "train": {
             "steps": _STEPS,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path
+from penstock.daemons.preload.birth import PYTHON_MODULE
 from penstock.daemons.preload.owner import ChildProcess, spawn
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.metrics.trackers import TRACKERS
@@ -76,7 +76,7 @@ class TrackerConsumer:
     def _start(self) -> None:
         run, pid = self._run, str(os.getpid())
         arguments = ("--config", str(run.path / "resolved.yaml"), "--parent-pid", pid)
-        launcher = (sys.executable, "-m", "penstock.client.launch", "tracker")
+        launcher = (*PYTHON_MODULE, "penstock.client.launch", "tracker")
         words = (*launcher, *arguments, "--tracker", self.name)
         with open(os.devnull, "rb") as nothing:
             # In a group of its own: what the tracker starts itself is killed with it.

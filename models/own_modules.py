@@ -1,0 +1,29 @@
+"""Modules of the user's: those of ``model.imports``, and the one of ``data.objective``.
+
+They lie in the folder ``model.import_path``. Python looks there last, so a user's file
+named like another module (random.py, profile.py) hides nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+from penstock.protocol.config.schema import Config
+
+
+def import_own(name: str, config: Config) -> ModuleType:
+    """Returns a module of the user's. Whatever the module raises comes through."""
+    folder = str(config.model.import_path)
+    if folder not in sys.path:
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def import_hint(config: Config) -> str:
+    """Returns where modules of the user's are looked for, for errors."""
+    return (
+        f"modules of yours are looked for in model.import_path = {str(config.model.import_path)!r}"
+    )
