@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
-from penstock.models.own_modules import import_hint, import_own
+from penstock.models.data.own_modules import import_hint, import_own
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, reason
 

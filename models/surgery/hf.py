@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from penstock.models.own_modules import import_hint, import_own
+from penstock.models.data.own_modules import import_hint, import_own
 from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import predicts_masked
 from penstock.protocol.config.schema import Config
