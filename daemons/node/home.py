@@ -256,6 +256,15 @@ def settle_home(directory: RunDirectory) -> None:
         write_atomically(path / HOME, text)
 
 
+def former_home(path: Path) -> Path | None:
+    """Returns the directory that this run had at its last start, if this is another one."""
+    try:
+        home = Path(parse_json((path / HOME).read_bytes())["path"])
+    except (OSError, *DAMAGED):
+        return None
+    return None if home == path.absolute() else home
+
+
 def original_of(path: Path) -> Path | None:
     """Returns the directory that this one is a copy of, if that is still there."""
     try:

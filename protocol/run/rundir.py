@@ -44,7 +44,7 @@ MAX_OPTIMIZER_THREADS = 64
 _FILES = (
     *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
     *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
-    *("software.json", "journal.sqlite-count"),
+    *("software.json", "journal.sqlite-count", "places.json"),
 )
 _DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated", "metrics")
 

@@ -34,6 +34,12 @@ from penstock.daemons.node.preparing.changes import (
 )
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.machine import check_machine
+from penstock.daemons.node.preparing.places import (
+    follow_move,
+    move_tokens,
+    record_places,
+    with_places,
+)
 from penstock.daemons.node.preparing.prospect import Progress, look_ahead
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.preparing.tool import run_tool
@@ -105,7 +111,11 @@ def _prepare(
     previous = _previous(run_dir, progress)
     if previous is not None:
         refuse_damage(run_dir, progress)
-    config = _name_tokenizer(_absolute_paths(config), previous, run_dir, progress)
+    config = _absolute_paths(config)
+    if previous is not None:
+        config = follow_move(config, run_dir)
+        previous = with_places(previous, config, run_dir, progress)
+    config = _name_tokenizer(config, previous, run_dir, progress)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
     if config.optimizer.rollback == "arithmetic":
@@ -116,7 +126,8 @@ def _prepare(
     warn_if_open(directory.path, progress)
     settle_home(directory)
     # Without a configuration nobody knows what inputs that are there were made from.
-    if previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir):
+    makes_inputs = previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir)
+    if makes_inputs:
         directory.unseal()
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         progress("preparing the model's block table and the data")
@@ -128,6 +139,9 @@ def _prepare(
         run_models_prepare(
             run_dir, "--review", progress=progress, keeps=(lock.descriptor,), starter=starter
         )
+    if config.data.tokens is not None and not makes_inputs:
+        move_tokens(directory, config.data.tokens)
+    record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
     prospect = look_ahead(config, directory.table, directory.run_id, progress, nodes)
@@ -259,12 +273,13 @@ def _changes(
         config = config.model_copy(update={"schedule": previous.schedule})
     changes = find_changes(previous, config)
     directory = RunDirectory(run_dir)
-    if directory.has_started:
-        check_resume(changes, run_dir, held_version(directory.run_id))
-        names = [node.name for node in config.cluster.nodes]
-        saved = max((step for step, _ in saved_steps(run_dir / "state")), default=0)
-        if check_nodes(directory, names, saved):
-            progress("memory of nodes that cluster.nodes no longer names was saved; it is removed")
+    if not directory.has_started:
+        return changes
+    check_resume(changes, run_dir, held_version(directory.run_id))
+    names = [node.name for node in config.cluster.nodes]
+    saved = max((step for step, _ in saved_steps(run_dir / "state")), default=0)
+    if check_nodes(directory, names, saved):
+        progress("memory of nodes that cluster.nodes no longer names was saved; it is removed")
     for change in changes:
         progress(f"changed: {change}")
     return changes
