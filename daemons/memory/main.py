@@ -98,10 +98,7 @@ def _run(
         server.start(memory, metrics)
         metrics.watch(memory)
         preloader = cleanup.enter_context(_own_preloader())
-        command = (*PYTHON_MODULE, config.cluster.platform.loader)
-        loader = partial(
-            run_loader, directory.path, node, command, stopping=jobs.stopping, preloader=preloader
-        )
+        loader = _loader(directory, node, jobs, preloader)
         effects = MemoryEffects(
             memory=memory,
             link=link,
@@ -169,6 +166,22 @@ def _partner(directory: RunDirectory, node: int) -> Partner | None:
         node=nodes[partner_of(config, node)].name,
         run_id=directory.run_id,
         access=socket_access(config, directory.path, nodes[node].name),
+    )
+
+
+def _loader(
+    directory: RunDirectory, node: str, jobs: JobThread, preloader: Preloader | None
+) -> LoadInitial:
+    """Returns a function that runs the process of initial weights."""
+    cluster = directory.config.cluster
+    return partial(
+        run_loader,
+        directory.path,
+        node,
+        (*PYTHON_MODULE, cluster.platform.loader),
+        stopping=jobs.stopping,
+        silence_s=cluster.heartbeat_timeout_s,
+        preloader=preloader,
     )
 
 

@@ -21,8 +21,10 @@ from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
 from penstock.daemons.preload.birth import PYTHON_MODULE, Birth
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.protocol import world
 from penstock.protocol.errors import ExitCode, PenstockError, failure_code
 from penstock.protocol.plan.step import WEIGHTS_DTYPES
+from penstock.protocol.run.stopping import Stillness
 from penstock.shm.control import INVALID_VERSION, CommitRecord
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
@@ -94,12 +96,14 @@ def run_loader(
     command: Sequence[str],
     cancelled: Callable[[], bool],
     stopping: Callable[[], bool],
+    silence_s: float,
     preloader: Preloader | None = None,
 ) -> None:
     """Run the process that writes initial weights; it dies with this one. A ``preloader`` forks it
     if it can, and is ended: initial weights are written once. ``command`` is ``python -m MODULE``
     then. To ask ``cancelled`` counts as progress, so it is asked when the process has computed,
     read or written since the last time, and ``stopping``, which does not count, when it has not.
+    A process that a signal stops for ``silence_s`` is killed and started again.
 
     Raises:
         LoaderError: it failed; the message ends with what it said last.
@@ -108,16 +112,10 @@ def run_loader(
     arguments = ["--config", str(run_dir / "resolved.yaml"), "--node", node]
     words = [*command, *arguments, "--parent-pid", str(os.getpid())]
     with open(os.memfd_create("stderr"), "w+b") as errors, open(os.devnull, "r+b") as nothing:
-        process = _start(words, (nothing.fileno(), nothing.fileno(), errors.fileno()), preloader)
-        try:
-            done = b""
-            while not process.ended(_POLL_S):
-                before, done = done, _work_of(process.pid)
-                if cancelled() if done != before else stopping():
-                    raise CancelledError
-        finally:
-            process.signal(signal.SIGKILL)
-            code = process.reap()
+        streams = (nothing.fileno(), nothing.fileno(), errors.fileno())
+        process = _start(words, streams, preloader)
+        while (code := _code_of(process, cancelled, stopping, silence_s)) is None:
+            process = spawn(words, os.environ, streams)
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - _STDERR_BYTES))
         said = errors.read().decode(errors="replace").strip()
     if code:
@@ -126,6 +124,31 @@ def run_loader(
             f"initial weights of node {node}: the loader failed ({reason}): {said}",
             failure_code(code),
         )
+
+
+def _code_of(
+    process: ChildProcess,
+    cancelled: Callable[[], bool],
+    stopping: Callable[[], bool],
+    silence_s: float,
+) -> int | None:
+    """Waits for the end of the process that writes initial weights, and returns its exit code;
+    None: a signal had stopped the process for ``silence_s``, and it is dead.
+    """
+    stillness, done = Stillness(silence_s), b""
+    try:
+        while not process.ended(_POLL_S):
+            names = frozenset({"loader"}) if process.stopped else frozenset()
+            if stillness.look(names, world.monotonic()):
+                _log.warning("the loader is stopped for %g s: killing it", silence_s)
+                return None
+            before, done = done, _work_of(process.pid)
+            if cancelled() if done != before else stopping():
+                raise CancelledError
+    finally:
+        process.signal(signal.SIGKILL)
+        code = process.reap()
+    return code
 
 
 def _work_of(pid: int) -> bytes:

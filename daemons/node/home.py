@@ -8,8 +8,9 @@ finds no other, and takes the memory along.
 **Locks.** One training, and one supervisor for each node, at a time. A lock is ``flock`` on a file
 that names its holder. The kernel releases it when the last process that holds the descriptor is
 gone; a node's children inherit its lock, so while one of them is still dying the next node waits,
-however the first one ended. The files stay: removing a file that others may be about to lock would
-let two of them hold "the" lock.
+however the first one ended. A signal may stop a newborn before its program begins; when the parent
+dies then, the newborn keeps the lock for ever, and the next holder kills the newborn. The files
+stay: removing a file that others may be about to lock would let two of them hold "the" lock.
 
 **Remains.** Segments that dead processes left in shared memory are removed where they hold no
 model, or where the run has ended and everything is saved.
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -39,12 +42,16 @@ from penstock.protocol.run.files import (
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.local_names import remove_folder
 from penstock.shm.inventory import NodeSegments, inventory
-from penstock.shm.process import start_ticks
+from penstock.shm.process import is_stopped, start_ticks
 from penstock.shm.segment import unlink
+
+_log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 DEATH_WAIT_S = 20.0
 """Children of a killed node may take so long to die: the kernel gives their memory back first."""
+STOPPED_WAIT_S = 1.0
+"""Seconds between two searches for stopped processes that hold a dead holder's lock."""
 _RECORD_BYTES = 64
 """Of the file: its holder's pid and start time, padded."""
 
@@ -69,7 +76,7 @@ class RunLock:
         make_directory(path.parent)
         with writing(path, _RECORD_BYTES):
             descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
-        deadline = time.monotonic() + wait_s
+        deadline, looks_s = time.monotonic() + wait_s, time.monotonic() + STOPPED_WAIT_S
         try:
             while not _try_lock(descriptor):
                 holder = _holder(descriptor)
@@ -83,6 +90,9 @@ class RunLock:
                         f"{path}: processes of a killed run still end after {wait_s:g} s;"
                         " penstock doctor lists them"
                     )
+                if time.monotonic() >= looks_s:
+                    _kill_stopped_holders(descriptor)
+                    looks_s = time.monotonic() + STOPPED_WAIT_S
                 time.sleep(POLL_S)
             with writing(path, _RECORD_BYTES):
                 _write_holder(descriptor, f"{os.getpid()} {start_ticks(os.getpid())}")
@@ -164,6 +174,39 @@ def _holder(descriptor: int) -> int | None:
         )
     pid, ticks = int(words[0]), int(words[1])
     return pid if start_ticks(pid) == ticks else None
+
+
+def _kill_stopped_holders(descriptor: int) -> None:
+    """Kills processes that hold the lock of a dead process and that a signal has stopped."""
+    status = os.fstat(descriptor)
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        pid = int(name)
+        if not is_stopped(pid) or not _holds(pid, status):
+            continue
+        with suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            try:
+                if _holds(pid, status):  # the pid is the same process's still
+                    _log.warning("process %d of a killed run is stopped: killing it", pid)
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            finally:
+                os.close(process)
+
+
+def _holds(pid: int, status: os.stat_result) -> bool:
+    """Returns whether a process has a file open through the description that is locked. A process
+    that waits for the lock has a description of its own.
+    """
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{name}"), status):
+                    text = Path(f"/proc/{pid}/fdinfo/{name}").read_text()
+                    if any(line.startswith("lock:") for line in text.splitlines()):
+                        return True
+    except OSError:
+        return False  # the process is gone, or another user's
+    return False
 
 
 def held_version(run_id: str) -> int | None:

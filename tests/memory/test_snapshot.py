@@ -31,10 +31,15 @@ from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 
 CORES = [min(os.sched_getaffinity(0))]
+SILENCE_S = 0.3
 
 
 def never() -> bool:
     return False
+
+
+def always() -> bool:
+    return True
 
 
 def no_loader(cancelled: Callable[[], bool]) -> None:
@@ -394,19 +399,26 @@ def test_compare(memory: NodeMemory, saved: Path, tmp_path: Path, helpers: Any) 
 def test_a_failing_loader_is_quoted(tmp_path: Path) -> None:
     script = ["sh", "-c", "echo noise; echo 'no such model' >&2; exit 2"]
     with pytest.raises(LoaderError, match=r"node a: .*exit code 2\): no such model") as error:
-        run_loader(tmp_path, "a", script, never, never)
+        run_loader(tmp_path, "a", script, never, never, SILENCE_S)
     assert error.value.exit_code is ExitCode.BAD_CONFIG
     with pytest.raises(LoaderError, match=r"exit code 130") as error:
-        run_loader(tmp_path, "a", ["sh", "-c", "exit 130"], never, never)
+        run_loader(tmp_path, "a", ["sh", "-c", "exit 130"], never, never, SILENCE_S)
     assert error.value.exit_code is ExitCode.LOST_MEMBERS, "no failure passes for a clean end"
     with pytest.raises(LoaderError, match="SIGKILL") as error:
-        run_loader(tmp_path, "a", ["sh", "-c", "kill -9 $$"], never, never)
+        run_loader(tmp_path, "a", ["sh", "-c", "kill -9 $$"], never, never, SILENCE_S)
     assert error.value.exit_code is ExitCode.LOST_MEMBERS
 
 
 def test_a_loader_is_killed_when_the_restore_is_cancelled(tmp_path: Path) -> None:
     with pytest.raises(CancelledError):
-        run_loader(tmp_path, "a", ["sh", "-c", "exec sleep 60"], lambda: True, lambda: True)
+        run_loader(tmp_path, "a", ["sh", "-c", "exec sleep 60"], always, always, SILENCE_S)
+
+
+def test_a_stopped_loader_is_replaced(tmp_path: Path) -> None:
+    marker = tmp_path / "stopped"
+    script = f"test -e {marker} && exit 0; echo $$ > {marker}; kill -STOP $$; exit 1"
+    run_loader(tmp_path, "a", ["sh", "-c", script], never, never, SILENCE_S)
+    assert not Path(f"/proc/{marker.read_text().strip()}").exists()
 
 
 @pytest.mark.parametrize(
@@ -426,5 +438,5 @@ def test_only_a_loader_that_works_gets_on(tmp_path: Path, script: str, gets_on: 
         return over()
 
     with pytest.raises(CancelledError):
-        run_loader(tmp_path, "a", ["sh", "-c", script], cancelled, over)
+        run_loader(tmp_path, "a", ["sh", "-c", script], cancelled, over, SILENCE_S)
     assert (progress > 5) == gets_on, progress

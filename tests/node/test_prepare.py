@@ -353,6 +353,29 @@ def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path
     assert said == ["half", "whole"]
 
 
+def test_a_stopped_tool_is_replaced(tmp_path: Path) -> None:
+    """A signal stops the first process for ever, before the process has said a word."""
+    marker = tmp_path / "stopped"
+    (tmp_path / "tool.py").write_text(
+        "import os, pathlib, signal, sys\n"
+        "marker = pathlib.Path(sys.argv[1])\n"
+        "if not marker.exists():\n"
+        "    marker.write_text(str(os.getpid()))\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    sys.exit(1)\n"
+        "print('done')\n"
+    )
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        run_tool("tool", str(marker), progress=lines.append, silence_s=0.3)
+    assert lines == [
+        "a process was stopped for 0.3 s: it is killed and started again",
+        "done",
+    ]
+    assert not Path(f"/proc/{marker.read_text()}").exists()
+
+
 def test_a_tool_dies_with_its_parent_and_holds_its_lock_until_then(tmp_path: Path) -> None:
     """So a second preparation cannot overlap with what a killed ``penstock train`` started."""
     (tmp_path / "tool.py").write_text(

@@ -27,7 +27,7 @@ from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import SAME_KEY_S, STOP_ORDER, stop_signals_blocked
-from penstock.shm.process import start_ticks
+from penstock.shm.process import is_stopped, start_ticks
 
 HERE = Path(__file__).parent
 FOREVER = "600"
@@ -299,6 +299,24 @@ def test_lock_waits_for_the_children_of_a_killed_node(tmp_path: Path) -> None:
         with RunLock.acquire(path, wait_s=DEADLINE_S):
             assert child.wait(DEADLINE_S) == 0
         end.join()
+
+
+def test_a_stopped_newborn_of_a_killed_node_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Its parent-death signal is not set yet; a stopped process that only waits is left alone."""
+    path = node_lock_path(tmp_path, "a")
+    held = RunLock.acquire(path, wait_s=0.0, inheritable=True)
+    words = ["sh", "-c", "kill -STOP $$; exit 3"]
+    with (
+        subprocess.Popen(words, close_fds=False) as newborn,
+        path.open() as waiting,
+        subprocess.Popen(words, stdin=waiting) as waiter,
+    ):
+        held.release()
+        wait_until(lambda: is_stopped(newborn.pid) and is_stopped(waiter.pid), "both are stopped")
+        with RunLock.acquire(path, wait_s=DEADLINE_S):
+            assert newborn.wait(DEADLINE_S) == -signal.SIGKILL
+            waiter.send_signal(signal.SIGCONT)
+            assert waiter.wait(DEADLINE_S) == 3
 
 
 def test_a_run_that_ends_while_a_node_waits_for_its_lock_is_no_old_run(node: Node) -> None:

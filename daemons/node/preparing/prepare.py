@@ -133,11 +133,11 @@ def _prepare(
         progress("preparing the model's block table and the data")
         if config.cluster.platform.brings_model:
             write_model(Emulation.of(config), run_dir)
-        run_models_prepare(run_dir, progress=progress, keeps=(lock.descriptor,), starter=starter)
+        run_models_prepare(config, run_dir, progress=progress, lock=lock, starter=starter)
         directory.seal(fixed_values(config))
     elif config.model.path is not None and not _knows_its_weights(run_dir):
         run_models_prepare(
-            run_dir, "--review", progress=progress, keeps=(lock.descriptor,), starter=starter
+            config, run_dir, "--review", progress=progress, lock=lock, starter=starter
         )
     if config.data.tokens is not None and not makes_inputs:
         move_tokens(directory, config.data.tokens)
@@ -181,21 +181,22 @@ def table_of(config: Config) -> BlockTable:
         RunDirectory.create(directory)
         text = _absolute_paths(config).to_yaml()
         write_atomically(directory / "resolved.yaml", text)
-        run_models_prepare(directory, "--table-only")
+        run_models_prepare(config, directory, "--table-only")
         return RunDirectory(directory).table
     finally:
         shutil.rmtree(directory)
 
 
 def run_models_prepare(
+    config: Config,
     run_dir: Path,
     *arguments: str,
     progress: Progress = lambda message: None,
-    keeps: tuple[int, ...] = (),
+    lock: RunLock | None = None,
     starter: Starter | None = None,
 ) -> None:
     """Make block table and data of a run directory in a process of its own, which says from time to
-    time how far it is, and holds the locks ``keeps`` as long as it lives.
+    time how far it is, and holds ``lock`` as long as it lives.
 
     Raises:
         PenstockError: what that process says, see
@@ -208,8 +209,9 @@ def run_models_prepare(
         *arguments,
         log=log,
         progress=progress,
-        keeps=keeps,
+        keeps=() if lock is None else (lock.descriptor,),
         starter=starter,
+        silence_s=config.cluster.heartbeat_timeout_s,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from penstock.daemons.node.machine.machine import describe_exit
@@ -20,9 +21,13 @@ from penstock.protocol.errors import (
 )
 from penstock.protocol.requirements import check_torch
 from penstock.protocol.run.files import make_directory, writing
+from penstock.protocol.run.stopping import Stillness
 
 TIMEOUT_S = 3600.0
 """Tokenizing a large corpus takes long; a process that hangs should still end some day."""
+SILENCE_S = 10.0
+"""Seconds that a process may be stopped where no configuration names ``heartbeat_timeout_s``."""
+LOOK_S = 0.1
 
 
 def run_tool(
@@ -32,10 +37,12 @@ def run_tool(
     progress: Callable[[str], None] = lambda line: None,
     keeps: tuple[int, ...] = (),
     starter: Starter | None = None,
+    silence_s: float = SILENCE_S,
 ) -> None:
     """Runs ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout. It
     dies with this process, and has the descriptors of locks in ``keeps`` open as long as it lives.
-    ``starter`` starts it, if there is one that does so faster.
+    ``starter`` starts it, if there is one that does so faster. A process that a signal stops for
+    ``silence_s`` is killed and started again.
 
     Raises:
         ConfigError: there is no torch that would do.
@@ -45,7 +52,10 @@ def run_tool(
     """
     check_torch()
     words = (*arguments, "--parent-pid", str(os.getpid()))
-    code, said = _run(starter or Spawning(), module, words, progress, keeps)
+    chosen = starter or Spawning()
+    code, said = _run(
+        lambda streams: chosen.start(module, words, streams, keeps), progress, silence_s
+    )
     if code is None:
         raise LostMemberError(f"{module}: no end after {TIMEOUT_S:g} s")
     if code == 0:
@@ -65,47 +75,84 @@ def run_tool(
 
 
 def _run(
-    starter: Starter,
-    module: str,
-    arguments: Sequence[str],
+    start: Callable[[Sequence[int]], ChildProcess],
     progress: Callable[[str], None],
-    keeps: tuple[int, ...],
+    silence_s: float,
 ) -> tuple[int | None, str]:
     """Returns the exit code, None if the process had to be killed after :data:`TIMEOUT_S`, and what
-    it said on stderr.
+    it said on stderr. A process that a signal stops for ``silence_s`` is killed and started again.
 
     stderr goes to a file in memory, which no full disk cuts short: nobody reads it while the lines
     of stdout are waited for.
     """
-    late = threading.Event()
-
-    def end(process: ChildProcess) -> None:
-        late.set()
-        process.signal(signal.SIGKILL)
-
+    deadline_s = time.monotonic() + TIMEOUT_S
     with (
         open(os.memfd_create("stderr"), "w+", encoding="utf-8", errors="replace") as errors,
         open(os.devnull, "rb") as nothing,
     ):
-        reading, writing_end = os.pipe()
-        with open(reading, encoding="utf-8", errors="replace") as lines:
-            try:
-                streams = (nothing.fileno(), writing_end, errors.fileno())
-                process = starter.start(module, arguments, streams, keeps)
-            finally:
-                os.close(writing_end)
-            watchdog = threading.Timer(TIMEOUT_S, end, (process,))
-            watchdog.start()
-            code = None
-            try:
-                for line in lines:
-                    progress(line.rstrip())
-            except BaseException:
-                process.signal(signal.SIGKILL)
-                raise
-            finally:
-                code = process.reap()
-                watchdog.cancel()
-                watchdog.join()
+        while True:
+            reading, writing_end = os.pipe()
+            with open(reading, encoding="utf-8", errors="replace") as lines:
+                try:
+                    process = start((nothing.fileno(), writing_end, errors.fileno()))
+                finally:
+                    os.close(writing_end)
+                watchdog = _Watchdog(process, deadline_s, silence_s)
+                code = _code_of(process, lines, progress, watchdog)
+            if not watchdog.stopped:
+                break
+            progress(f"a process was stopped for {silence_s:g} s: it is killed and started again")
         errors.seek(0)
-        return (None if late.is_set() else code), errors.read().strip()
+        return (None if watchdog.late else code), errors.read().strip()
+
+
+def _code_of(
+    process: ChildProcess,
+    lines: Iterable[str],
+    progress: Callable[[str], None],
+    watchdog: _Watchdog,
+) -> int:
+    """Passes on the lines of a process, and returns its exit code."""
+    watchdog.start()
+    try:
+        for line in lines:
+            progress(line.rstrip())
+        while not process.ended(LOOK_S):
+            continue
+    except BaseException:
+        process.signal(signal.SIGKILL)
+        raise
+    finally:
+        watchdog.end()  # before the process is reaped, which closes its descriptor
+        code = process.reap()
+    return code
+
+
+class _Watchdog(threading.Thread):
+    """Kills a process at ``deadline_s`` (``late``), or when a signal has stopped it for
+    ``silence_s`` (``stopped``).
+    """
+
+    def __init__(self, process: ChildProcess, deadline_s: float, silence_s: float) -> None:
+        super().__init__(name="watchdog")
+        self.late = False
+        self.stopped = False
+        self._process = process
+        self._deadline_s = deadline_s
+        self._stillness = Stillness(silence_s)
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Checks the process until its end, or kills it."""
+        while not (self.late or self.stopped or self._over.wait(LOOK_S)):
+            now_s = time.monotonic()
+            names = frozenset({"process"}) if self._process.stopped else frozenset()
+            self.stopped = bool(self._stillness.look(names, now_s))
+            self.late = now_s >= self._deadline_s
+        if self.late or self.stopped:
+            self._process.signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Returns when the thread has ended."""
+        self._over.set()
+        self.join()
