@@ -28,8 +28,9 @@ def train(
 
     ``config`` is a mapping like the YAML file, the path of a file, or a :class:`Config`;
     ``overrides`` are ``section.key=value``. ``run_dir`` goes before ``run.dir``. Shows nothing
-    unless given a ``display``. In the main thread Ctrl-C stops cleanly (``exit_code`` 130), as does
-    ``penstock stop`` (5); the same call goes on from there.
+    unless given a ``display``. In the main thread Ctrl-C and SIGTERM stop cleanly (``exit_code``
+    130), as does ``penstock stop`` (5); the same call goes on from there. So do SIGHUP, SIGUSR1 and
+    SIGUSR2 where the program neither handles nor ignores them.
 
     Raises:
         PenstockError: nothing was started, because the configuration or an argument is bad, memory

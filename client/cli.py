@@ -50,8 +50,12 @@ def command_group(name: str, explanation: str) -> typer.Typer:
 
 
 @contextmanager
-def errors_explained(log_dir: Path | None = None) -> Iterator[None]:
-    """Turns errors into one line and an exit code; what we did not foresee goes to a file."""
+def errors_explained(
+    log_dir: Path | None = None, interrupted: ExitCode = ExitCode.INTERRUPTED
+) -> Iterator[None]:
+    """Turns errors into one line and an exit code; what we did not foresee goes to a file.
+    ``interrupted`` is the exit code after a stop signal.
+    """
     try:
         yield
     except PenstockError as error:
@@ -59,7 +63,7 @@ def errors_explained(log_dir: Path | None = None) -> Iterator[None]:
         raise typer.Exit(int(error.exit_code)) from error
     except KeyboardInterrupt as error:
         sys.stderr.write("penstock: interrupted\n")
-        raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
+        raise typer.Exit(int(interrupted)) from error
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:

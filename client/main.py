@@ -7,15 +7,17 @@ run start fast; nothing here imports torch.
 
 from __future__ import annotations
 
+from penstock.client.processes.importing import imported  # before imports that take long
+
+# isort: split
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -30,15 +32,16 @@ from penstock.client.cli import (
     begin_to_import,
     errors_explained,
     load,
-    say_preparation,
 )
 from penstock.client.deploying import app as deploy_app
 from penstock.client.planning import commands as plan_commands
+from penstock.client.processes import commands as process_commands
+from penstock.client.processes.commands import GraceOption
 from penstock.client.watching import state_commands
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.run.stopping import interrupted_by_stop_signals
 
-if TYPE_CHECKING:
-    from penstock.protocol.config.schema import Config
+imported()
 
 EXIT_CODES = (
     "Exit codes: 0 done, 2 bad configuration or state, 3 not enough memory, space or CPUs,"
@@ -72,31 +75,6 @@ KeysOption = Annotated[
         metavar="DIR",
         help="Keys to show, such as KEYS/look; or a run directory, for its token. Default: those"
         " of the run in --run-dir.",
-    ),
-]
-ProcessConfig = Annotated[
-    Path, typer.Option("--config", metavar="FILE", help="RUN_DIR/resolved.yaml of a prepared run.")
-]
-NodeOption = Annotated[str, typer.Option("--node", metavar="NAME", help="Name in cluster.nodes.")]
-SchedulerOption = Annotated[
-    str,
-    typer.Option(
-        "--scheduler", metavar="HOST:PORT", help="Where the run's scheduler listens; see status."
-    ),
-]
-ParentOption = Annotated[
-    int | None, typer.Option("--parent-pid", hidden=True, help="Die with this process.")
-]
-
-
-GraceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--grace-seconds",
-        metavar="N",
-        min=1.0,
-        help="Whoever asks the run to stop kills it N seconds later: save within that, or keep the"
-        " memory. Default: cluster.grace_seconds, SLURM_JOB_END_TIME.",
     ),
 ]
 
@@ -140,8 +118,9 @@ def init(
 
 @app.command(
     cls=Command,
-    epilog="The same command resumes a run that was stopped or killed. Ctrl-C finishes the step"
-    " under way and saves; a second Ctrl-C kills, and the state stays in memory."
+    epilog="The same command resumes a run that was stopped or killed. Ctrl-C, SIGTERM, SIGUSR1,"
+    " SIGUSR2, or SIGHUP without nohup, finishes the step under way and saves; a second Ctrl-C"
+    " kills, and the state stays in memory."
     " Example: penstock train tiny.yaml --set train.steps=50 --run-dir runs/short",
 )
 def train(
@@ -151,14 +130,15 @@ def train(
     grace_seconds: GraceOption = None,
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
-    with errors_explained(), ExitStack() as stack:
+    with errors_explained(), interrupted_by_stop_signals(), ExitStack() as stack:
+        from penstock.protocol.run.logs import forgive_streams
+
+        forgive_streams()  # first of all: the terminal may be gone while the run is saved
         preloading = begin_to_import()
         stack.callback(preloading.close)
         from penstock.daemons.memory.states import refuse_damage
-        from penstock.protocol.run.logs import forgive_streams
         from penstock.protocol.run.rundir import run_of
 
-        forgive_streams()
         grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
         resolved = load(config, [*(settings or []), *grace])
         moved = any(setting.startswith("run.dir=") for setting in settings or ())

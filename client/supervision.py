@@ -31,12 +31,12 @@ from penstock.protocol.run.files import make_directory, reserve, writing
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import (
     STOP_ORDER,
-    STOP_SIGNALS,
     Demand,
     Grace,
     Insistence,
     Patience,
     Stillness,
+    stopping_signals,
 )
 
 LOOK_INTERVAL_S = 0.5
@@ -144,7 +144,7 @@ class NodeProcess:
 
 
 class Interruptions:
-    """Hears SIGINT and SIGTERM while it is installed (in the main thread; elsewhere none come).
+    """Receives stop signals while it is installed (in the main thread; elsewhere none come).
 
     ``asked_s``: when a stop was asked for first (monotonic seconds). ``insisted``: somebody does
     not want to wait for it.
@@ -195,7 +195,7 @@ class Interruptions:
             return
         self._hears, self._heard = os.pipe()
         os.set_blocking(self._heard, False)
-        before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._handle) for number in stopping_signals()}
         try:
             yield self
         finally:

@@ -99,7 +99,7 @@ FLOORS = {
         dashboards.generating
         dashboards.__main__""",
     "client": """cli launch
-        planning
+        planning processes
         watching placement capacity
         screen
         doctor export supervision deploying keys reporting

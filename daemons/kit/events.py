@@ -47,7 +47,7 @@ class RefusedByScheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked:
-    """A signal (SIGTERM or SIGINT) asks this process to stop; ``again``: somebody insists.
+    """A stop signal asks this process to stop; ``again``: somebody insists.
 
     ``within_s`` is how long the stop may take, None for as long as it takes.
     """

@@ -24,7 +24,11 @@ from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that announce an end: a closed connection, and what ``--signal`` of Slurm and submitit
+send. They ask for a stop and never insist: SIGTERM follows when the time is over.
+"""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 STOP_ORDER = signal.SIGRTMIN
 """What a process of the run sends to a child that is to stop.
 
@@ -55,23 +59,75 @@ class Insistence:
     """Tells who insists from who only says the same thing to everybody.
 
     The first signal asks for a stop. A second SIGINT insists, and so does any signal that comes
-    :data:`SAME_ROUND_S` after the first or later.
+    :data:`SAME_ROUND_S` after the first or later. :data:`WARNINGS` never insist, and a SIGTERM
+    after a warning is the first SIGTERM.
     """
 
     def __init__(self) -> None:
         self._first_s: float | None = None
+        self._ordered_s: float | None = None  # the first that was no warning
         self._typed_s: float | None = None
 
     def heard(self, number: int, now_s: float) -> Demand | None:
         """Returns what a signal at ``now_s`` (any monotonic clock) asks for; None: nothing new."""
-        typed_s = self._typed_s
-        if number == signal.SIGINT and typed_s is None:
-            self._typed_s = now_s
+        typed_s, asked = self._typed_s, self._first_s is not None
+        since_s = self._first_s if number == signal.SIGINT else self._ordered_s
         if self._first_s is None:
             self._first_s = now_s
+        if number not in WARNINGS and self._ordered_s is None:
+            self._ordered_s = now_s
+        if number == signal.SIGINT and typed_s is None:
+            self._typed_s = now_s
+        if not asked:
             return Demand.STOP
+        if number in WARNINGS:
+            return None
         again = number == signal.SIGINT and typed_s is not None and now_s - typed_s >= SAME_KEY_S
-        return Demand.NOW if again or now_s - self._first_s >= SAME_ROUND_S else None
+        late = since_s is not None and now_s - since_s >= SAME_ROUND_S
+        return Demand.NOW if again or late else None
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt for the first stop signal; the signals that follow are ignored.
+
+    This is the signal handler of a command that has nothing to save yet.
+    """
+    ignore_stop_signals()
+    raise KeyboardInterrupt
+
+
+def ignore_stop_signals() -> None:
+    """Ignores stop signals from now on: nothing is left to stop (main thread only)."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stopping_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that stop this process. A warning that is ignored (``nohup``) or that the
+    program handles itself is none of them.
+    """
+    free = (signal.SIG_DFL, interrupt)
+    warnings = (number for number in WARNINGS if signal.getsignal(number) in free)
+    return (signal.SIGTERM, signal.SIGINT, *warnings)
+
+
+@contextmanager
+def interrupted_by_stop_signals() -> Iterator[None]:
+    """Makes stop signals raise KeyboardInterrupt inside the block, until a run takes the signals
+    over. Other threads than the main thread receive none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in stopping_signals()}
+    for number in before:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, handler)
 
 
 def block_stop_signals() -> None:
@@ -94,7 +150,7 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 class StopRequests:
-    """Hears SIGTERM, SIGINT and :data:`STOP_ORDER` for a process of the run.
+    """Receives stop signals and :data:`STOP_ORDER` for a process of the run.
 
     ``on_demand`` is called with every :class:`Demand`: in a signal handler on the main thread, or,
     with ``parent_pid``, on a thread of its own. It must neither block nor take locks.
@@ -108,7 +164,7 @@ class StopRequests:
     def install(self) -> None:
         """Listen from now on, to the end of the process (main thread only)."""
         if self._parent_pid is None:
-            for number in STOP_SIGNALS:
+            for number in stopping_signals():
                 signal.signal(number, self._handle)
             return
         block_stop_signals()
@@ -199,13 +255,15 @@ class Grace:
         """Returns how many seconds a stop asked for at ``wall_s`` (since the epoch) may take; None:
         as many as it needs.
 
-        After the end of a job's time ``KillWait`` runs.
+        ``KillWait`` follows the end of a job's time. An end that passed before is none: the job
+        was extended, or a shell of another job has left the variable.
         """
         known = [] if self.seconds is None else [self.seconds]
         if self.job_end_s is not None and self.job_end_s > wall_s:
             known.append(self.job_end_s - wall_s)
         elif self.job_end_s is not None and self.seconds is None:
-            known.append(max(0.0, self.job_end_s + KILL_WAIT_S - wall_s))
+            killed_s = self.job_end_s + KILL_WAIT_S
+            known += [killed_s - wall_s] if killed_s > wall_s else []
         return min(known, default=None)
 
 

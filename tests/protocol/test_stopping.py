@@ -13,6 +13,7 @@ import pytest
 from penstock.protocol.run.stopping import STOP_ORDER, Demand, Grace, Insistence, Patience
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
+HUP, USR1, USR2 = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,12 @@ TERM, INT = signal.SIGTERM, signal.SIGINT
         ([(INT, 0.0), (TERM, 0.5)], [Demand.STOP, None]),
         ([(TERM, 0.0), (INT, 0.5), (INT, 1.0)], [Demand.STOP, None, Demand.NOW]),
         ([(TERM, 0.0), (INT, 5.5)], [Demand.STOP, Demand.NOW]),
+        ([(USR1, 0.0), (USR1, 9.0), (HUP, 20.0)], [Demand.STOP, None, None]),
+        ([(USR1, 0.0), (TERM, 120.0), (TERM, 123.0)], [Demand.STOP, None, None]),
+        ([(HUP, 0.0), (TERM, 90.0), (TERM, 95.0)], [Demand.STOP, None, Demand.NOW]),
+        ([(TERM, 0.0), (USR2, 60.0)], [Demand.STOP, None]),
+        ([(HUP, 0.0), (INT, 1.0)], [Demand.STOP, None]),
+        ([(HUP, 0.0), (INT, 5.5)], [Demand.STOP, Demand.NOW]),
     ],
 )
 def test_who_insists(signals: list[tuple[int, float]], demands: list[Demand | None]) -> None:
@@ -42,6 +49,9 @@ def test_who_insists(signals: list[tuple[int, float]], demands: list[Demand | No
         (None, {"SLURM_JOB_END_TIME": "4600"}, 3600.0),
         (None, {"SLURM_JOB_END_TIME": "990"}, 20.0),
         (60.0, {"SLURM_JOB_END_TIME": "990"}, 60.0),
+        (None, {"SLURM_JOB_END_TIME": "970"}, None),
+        (None, {"SLURM_JOB_END_TIME": "1"}, None),
+        (60.0, {"SLURM_JOB_END_TIME": "1"}, 60.0),
         (None, {"SLURM_JOB_END_TIME": "Unknown"}, None),
     ],
 )
@@ -92,7 +102,7 @@ def stranger_signals(pid: int, *names: str) -> None:
 def test_a_child_obeys_its_parent_and_nobody_else(children: list[subprocess.Popen[str]]) -> None:
     process = start(children, "parent")
     assert process.stdout is not None
-    for name in ("TERM", "INT"):
+    for name in ("TERM", "INT", "HUP", "USR1", "USR2"):
         stranger_signals(process.pid, name)
         said = process.stdout.readline()
         assert f"SIG{name} of process" in said and f"left to process {os.getpid()}" in said
@@ -116,7 +126,7 @@ def test_an_order_to_stop_is_not_lost_behind_a_strangers_signal(
     assert process.wait(timeout=600) == 0
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT"])
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1", "USR2"])
 def test_a_process_without_a_parent_obeys_anybody(
     children: list[subprocess.Popen[str]], name: str
 ) -> None:
@@ -125,3 +135,64 @@ def test_a_process_without_a_parent_obeys_anybody(
     stranger_signals(process.pid, name)
     assert process.stdout.readline() == "stopped\n"
     assert process.wait(timeout=600) == 0
+
+
+COMMAND = """
+import signal, sys
+from penstock.protocol.run.stopping import StopSignal, interrupted_by_stop_signals
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGUSR1, lambda number, frame: print("handled", flush=True))
+with interrupted_by_stop_signals():
+    if sys.argv[1] == "takes over":
+        stop = StopSignal().install(None)
+    try:
+        print("up", flush=True)
+        stop.wait(600.0) if sys.argv[1] == "takes over" else [signal.pause() for _ in range(2)]
+    except KeyboardInterrupt:
+        sys.stdout.write("interrupted\\n")
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+print("stopped", flush=True)
+"""
+
+
+def started(children: list[subprocess.Popen[str]], *words: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([*words], stdout=subprocess.PIPE, text=True)
+    children.append(process)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1", "USR2"])
+def test_a_command_is_interrupted_once(children: list[subprocess.Popen[str]], name: str) -> None:
+    process = started(children, sys.executable, "-c", COMMAND, "prepares")
+    stranger_signals(process.pid, name)
+    assert process.communicate(timeout=600)[0] == "interrupted\nstopped\n"
+    assert process.returncode == 0
+
+
+def test_a_run_takes_the_signals_of_its_command_over(
+    children: list[subprocess.Popen[str]],
+) -> None:
+    process = started(children, sys.executable, "-c", COMMAND, "takes over")
+    stranger_signals(process.pid, "USR2")
+    assert process.communicate(timeout=600)[0] == "stopped\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["anybody", "prepares"])
+def test_nohup_keeps_its_meaning(children: list[subprocess.Popen[str]], kind: str) -> None:
+    program = CHILD if kind == "anybody" else COMMAND
+    process = started(children, "env", "--ignore-signal=HUP", sys.executable, "-c", program, kind)
+    stranger_signals(process.pid, "HUP", "HUP")
+    stranger_signals(process.pid, "USR1")
+    assert process.communicate(timeout=600)[0].endswith("stopped\n")
+    assert process.returncode == 0
+
+
+def test_a_program_keeps_its_own_handler(children: list[subprocess.Popen[str]]) -> None:
+    process = started(children, sys.executable, "-c", COMMAND, "own")
+    stranger_signals(process.pid, "USR1")
+    assert process.stdout is not None and process.stdout.readline() == "handled\n"
+    stranger_signals(process.pid, "HUP")
+    assert process.communicate(timeout=600)[0] == "interrupted\nstopped\n"

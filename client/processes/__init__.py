@@ -1,0 +1,1 @@
+"""``penstock node``, and the processes that a node starts."""
