@@ -18,9 +18,9 @@ from pathlib import Path
 from penstock.client.supervision import Interruptions, Supervision, console_path, empty_console
 from penstock.client.watching.display import Display
 from penstock.client.watching.snapshots import Metrics, Observer, all_metrics, numbers, saved_states
-from penstock.daemons.node.home import RunLock, node_lock_path, train_lock_path
+from penstock.daemons.node.home import RunLock, kept_words, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
-from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.node.preparing.prepare import is_complete, prepare_run
 from penstock.daemons.preload.kinds import TORCH
 from penstock.daemons.preload.starting import Preloading, Spawning, Starter
 from penstock.protocol.config.schema import Config
@@ -81,7 +81,7 @@ def run_training(
             RunLock.acquire(
                 node_lock_path(run_dir, node.name), wait_s=PREVIOUS_NODE_WAIT_S
             ).release()
-        directory = prepare_run(config, run_dir, display.say, starter=starter)
+        directory = prepare_run(config, run_dir, display.say, starter=starter, rests=True)
         if is_complete(directory, config.train.steps):
             display.say(
                 f"{run_dir}: all {config.train.steps} steps are done and saved; raise train.steps"
@@ -97,7 +97,9 @@ def run_training(
         error=complaints(run_dir) if code in FAILURES else "",
     )
     held = any(entry.run_id == directory.run_id for entry in inventory())
-    for line in closing_words(result, config, held=held):
+    saved = max((state.version for state in saved_states(run_dir)), default=0)
+    kept = kept_words(directory, saved)
+    for line in closing_words(result, config, held=held, kept=kept):
         display.say(line)
     return result
 
@@ -148,15 +150,6 @@ def _supervise(
         display.close()
 
 
-def is_complete(directory: RunDirectory, steps: int) -> bool:
-    """Returns whether the run has nothing left to do: all steps are saved, and there is no memory
-    to give back.
-    """
-    saved = saved_states(directory.path)
-    held = any(entry.run_id == directory.run_id for entry in inventory())
-    return bool(saved) and saved[-1].version >= steps and not held
-
-
 def complaints(run_dir: Path) -> str:
     """Returns what the processes of a failed run said for the user, each thing once."""
     text = console_path(run_dir).read_text(encoding="utf-8", errors="replace")
@@ -167,15 +160,18 @@ def complaints(run_dir: Path) -> str:
     return "\n".join(unique) or f"see {run_dir / 'logs'}"
 
 
-def closing_words(result: TrainResult, config: Config, *, held: bool = False) -> list[str]:
+def closing_words(
+    result: TrainResult, config: Config, *, held: bool = False, kept: str = ""
+) -> list[str]:
     """Says how the training ended, and where things are. ``held``: shared memory still has the
-    state.
+    state; ``kept``: what a failure leaves in shared memory, in words.
     """
     trained = [entry for entry in result.metrics if entry["phase"] == "train"]
     step, steps = (trained[-1]["step"] if trained else 0), config.train.steps
     if result.exit_code in FAILURES:
         logs = result.run_dir / "logs"
-        return [f"failed at step {step} (exit code {result.exit_code}); logs: {logs}"]
+        failed = f"failed at step {step} (exit code {result.exit_code}); logs: {logs}"
+        return [failed, *([f"  in memory      {kept}"] if kept else [])]
     words = [f"done: {step} steps"]
     if result.exit_code != ExitCode.DONE or step < steps:
         words = [f"stopped at step {step}/{steps}; the same command goes on from there"]

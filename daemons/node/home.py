@@ -59,9 +59,10 @@ _RECORD_BYTES = 64
 class RunLock:
     """A held lock; a context manager, or call :meth:`release`."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, times_ns: tuple[int, int]) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._times_ns = times_ns  # of access and change, before the lock was taken
 
     @classmethod
     def acquire(cls, path: Path, *, wait_s: float, inheritable: bool = False) -> RunLock:
@@ -77,6 +78,7 @@ class RunLock:
         with writing(path, _RECORD_BYTES):
             descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
         deadline, looks_s = time.monotonic() + wait_s, time.monotonic() + STOPPED_WAIT_S
+        status = os.fstat(descriptor)
         try:
             while not _try_lock(descriptor):
                 holder = _holder(descriptor)
@@ -100,7 +102,7 @@ class RunLock:
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(path, descriptor)
+        return cls(path, descriptor, (status.st_atime_ns, status.st_mtime_ns))
 
     @property
     def descriptor(self) -> int:
@@ -112,6 +114,7 @@ class RunLock:
         # Whom the file names is for people: the kernel knows when the lock is free.
         with suppress(OSError):
             _write_holder(self._descriptor, "")
+            os.utime(self._descriptor, ns=self._times_ns)  # a lock that was held is no change
         os.close(self._descriptor)
 
     def __enter__(self) -> RunLock:
@@ -241,6 +244,24 @@ def _remove(run_id: str, node_name: str, worthless: Callable[[NodeSegments], boo
             for name in entry.names:
                 unlink(name)
     return found
+
+
+def kept_words(directory: RunDirectory, saved: int) -> str:
+    """Returns what of a run is left in this machine's shared memory, and what to do about it; empty
+    where nothing is left. ``saved``: the newest saved step.
+    """
+    if not any(entry.run_id == directory.run_id for entry in inventory()):
+        return ""
+    step = held_version(directory.run_id)
+    unsaved = step is not None and step > saved
+    steps = f"step {step}" if step == saved + 1 else f"steps {saved + 1} to {step}"
+    holds = f"{steps}, not saved" if unsaved else "the state, all of which is saved"
+    force = " --force" if unsaved else ""
+    return (
+        f"this machine's shared memory keeps {holds}: when the cause is mended, the same command"
+        f" goes on from there; penstock doctor --clean{force} --run-dir {directory.path} gives the"
+        " memory up"
+    )
 
 
 HOME = ".home"

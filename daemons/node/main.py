@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.daemons.fetch.agent import why_not
+from penstock.daemons.memory.states import saved_steps
 from penstock.daemons.metrics.serving import check_port
 from penstock.daemons.metrics.targets import remove_targets
 from penstock.daemons.node.children import Children, ProcessSpec
@@ -19,7 +20,13 @@ from penstock.daemons.node.endpoint import (
     remove_endpoint,
     write_endpoint,
 )
-from penstock.daemons.node.home import RunLock, node_lock_path, remove_empty_memory, remove_memory
+from penstock.daemons.node.home import (
+    RunLock,
+    kept_words,
+    node_lock_path,
+    remove_empty_memory,
+    remove_memory,
+)
 from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
 from penstock.daemons.node.service import StopSettings, Supervisor
 from penstock.daemons.node.service_manager import NodeReports, ServiceManager
@@ -27,7 +34,7 @@ from penstock.daemons.observer.need import is_observed
 from penstock.daemons.preload.birth import PYTHON_MODULE
 from penstock.daemons.preload.kinds import PLAIN, TORCH
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, ExitCode
+from penstock.protocol.errors import FAILURES, ConfigError, ExitCode
 from penstock.protocol.run.ended import EndWatch, RunEnd, forget_end
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
@@ -167,7 +174,11 @@ def main(
         refuse = check if parent_pid is None else _trust
         codes.append(_run(directory, node, scheduler, specs, stops, refuse))
 
-    return run_main(run, directory.path) or codes[0]
+    code = run_main(run, directory.path) or codes[0]
+    if parent_pid is None and code in FAILURES:
+        saved = max((step for step, _ in saved_steps(directory.state_dir)), default=0)
+        sys.stderr.write(f"penstock: {kept}\n" if (kept := kept_words(directory, saved)) else "")
+    return code
 
 
 def _run(

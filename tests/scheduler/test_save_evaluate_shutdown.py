@@ -419,7 +419,7 @@ def test_a_second_signal_ends_at_once_and_keeps_the_memory(live: Driver) -> None
 
 def test_a_failed_member_stops_the_run_with_its_message_and_code(live: Driver) -> None:
     failed = pb.Failed(error="cannot pin memory", exit_code=3, epoch=1)
-    assert live.say("worker.0", failed=failed) == shutdown(keep=True)
+    assert live.say("worker.0", failed=failed) == shutdown(keep=False)
     assert live.status.message == "worker.0: cannot pin memory"
     assert live.status.phase == "failed"
     assert live.ask(ControlCall.SNAPSHOT, 2)[0].startswith("error 2: the run ends")
@@ -430,7 +430,7 @@ def test_a_failed_member_stops_the_run_with_its_message_and_code(live: Driver) -
 @pytest.mark.parametrize("claimed", [0, 1, 5, 130, 256, 2**32 - 1])
 def test_a_failure_never_passes_for_something_else(live: Driver, claimed: int) -> None:
     failed = pb.Failed(error="cannot pin memory", exit_code=claimed, epoch=1)
-    assert live.say("worker.0", failed=failed) == shutdown(keep=True)
+    assert live.say("worker.0", failed=failed) == shutdown(keep=False)
     assert live.status.message == "worker.0: cannot pin memory"
     assert live.leave_all() == ["exit 4"]
 
@@ -439,7 +439,7 @@ def test_a_failure_before_the_epoch_begins_stops_the_run_too() -> None:
     driver = Driver()
     driver.join("node.a")
     failed = pb.Failed(error="worker.0 died 21 times", exit_code=4)
-    assert driver.say("node.a", failed=failed) == ["node.a <- shutdown keep memory"]
+    assert driver.say("node.a", failed=failed) == ["node.a <- shutdown"]
     assert driver.leave_all() == ["exit 4"]
 
 
@@ -456,7 +456,7 @@ def test_a_worker_that_gives_up_in_a_broken_epoch_does_not_stop_the_run(live: Dr
     live.join("worker.0")
     assert any("<- drain e2" in line for line in live.join("worker.1"))
     failed.epoch, failed.timed_out = 2, False
-    assert "worker.0 <- shutdown keep memory" in live.say("worker.0", failed=failed)
+    assert "worker.0 <- shutdown" in live.say("worker.0", failed=failed)
 
 
 def test_a_worker_that_gives_up_in_a_live_epoch_is_one_of_so_many_hangs(live: Driver) -> None:
@@ -471,7 +471,7 @@ def test_a_worker_that_gives_up_in_a_live_epoch_is_one_of_so_many_hangs(live: Dr
         live.ready()
         assert live.status.phase == "running"
     failed.epoch += 1
-    assert "worker.1 <- shutdown keep memory" in live.say("worker.0", failed=failed)
+    assert "worker.1 <- shutdown" in live.say("worker.0", failed=failed)
     assert "the attempt after step 0 hung 3 times in a row" in live.status.message
     assert live.leave_all() == ["exit 4"]
 
@@ -479,14 +479,33 @@ def test_a_worker_that_gives_up_in_a_live_epoch_is_one_of_so_many_hangs(live: Dr
 def test_a_node_that_gives_up_in_a_broken_epoch_stops_the_run(live: Driver) -> None:
     live.close("worker.1")
     failed = pb.Failed(error="worker.1 died 21 times", exit_code=4, epoch=1)
-    assert "worker.0 <- shutdown keep memory" in live.say("node.a", failed=failed)
+    assert "worker.0 <- shutdown" in live.say("node.a", failed=failed)
 
 
 def test_files_that_cannot_be_written_stop_the_run(live: Driver) -> None:
     assert live.feed(EffectFailed(code=ExitCode.NO_MEMORY, error="disk full")) == shutdown(
-        keep=True
+        keep=False
     )
     assert live.leave_all() == ["exit 3"]
+
+
+def test_memory_with_a_committed_step_outlives_a_failure(live: Driver) -> None:
+    live.run_attempt()
+    failed = pb.Failed(error="cannot pin memory", exit_code=3, epoch=1)
+    assert live.say("worker.0", failed=failed) == shutdown(keep=True)
+
+
+@pytest.mark.parametrize("held", [9, None], ids=["of an earlier start", "of this start"])
+def test_a_failure_removes_memory_that_this_start_filled(held: int | None) -> None:
+    """What an earlier start left stays, even though all of it is saved."""
+    driver = Driver(facts=facts_at(9), saved=saved_at(9))
+    driver.join_all()
+    driver.drained(held)
+    if held is None:
+        driver.restored()
+    driver.ready()
+    failed = pb.Failed(error="cannot pin memory", exit_code=3, epoch=driver.epoch)
+    assert driver.say("worker.0", failed=failed) == shutdown(keep=held is not None)
 
 
 def test_a_finished_run_that_is_started_again_says_so() -> None:

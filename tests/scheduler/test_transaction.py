@@ -161,7 +161,7 @@ def test_the_last_skip_that_may_be_ends_the_run_before_a_step_in_place_is_taken_
     driver = live_with(optimizer={"rollback": "arithmetic"}, train={"max_skips": 1})
     driver.run_attempt(math.inf)
     driver.say("optimizerd.a", settled=pb.Settled(epoch=1, version=0))
-    shutdowns = [f"{m.name} <- shutdown keep memory" for m in driver.rules.members]
+    shutdowns = [f"{m.name} <- shutdown" for m in driver.rules.members]
     assert driver.run_attempt(math.inf)[-5:] == shutdowns
     assert driver.leave_all() == ["exit 4"]
 

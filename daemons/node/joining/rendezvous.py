@@ -28,11 +28,11 @@ from penstock.daemons.node.joining.addresses import (
 )
 from penstock.daemons.node.joining.engines import Environment, Place, find_place, tasks_of_step
 from penstock.daemons.node.preparing.machine import check_machine
-from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.node.preparing.prepare import is_complete, prepare_run
 from penstock.daemons.preload.starting import Starter
 from penstock.protocol.config.execution import NodeConfig
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.requirements import check_torch
 from penstock.protocol.run.ended import EndWatch, RunEnd
 from penstock.protocol.run.names import nodes_beside
@@ -96,10 +96,25 @@ def meet(
         return Meeting(node=node, resolved=path)
     resolved = config.run_dir.absolute() / "resolved.yaml"
     if node == config.cluster.nodes[0].name:
-        prepare_run(config, config.run_dir, say, nodes_beside(config, 0), starter)
+        alone, steps = len(config.cluster.nodes) == 1, config.train.steps
+        here = nodes_beside(config, 0)
+        run = prepare_run(config, config.run_dir, say, here, starter, rests=alone)
+        if alone and is_complete(run, steps):
+            return Meeting(node=node, resolved=resolved, ended=_all_done(steps))
         return Meeting(node=node, resolved=resolved)
     ended = wait_for_start(config, node, scheduler, say)
     return Meeting(node=node, resolved=resolved, ended=ended)
+
+
+def _all_done(steps: int) -> RunEnd:
+    """Returns the end of a run that has nothing left to do."""
+    return RunEnd(
+        reason=f"all {steps} steps are done and saved; raise train.steps to go on",
+        code=ExitCode.DONE,
+        keep_memory=False,
+        failed=False,
+        written_s=time.time(),
+    )
 
 
 def check_alone(environment: Environment) -> str | None:

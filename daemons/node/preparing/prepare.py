@@ -41,6 +41,7 @@ from penstock.daemons.node.preparing.places import (
     with_places,
 )
 from penstock.daemons.node.preparing.prospect import Progress, look_ahead
+from penstock.daemons.node.preparing.refusals import unchanged_if_refused
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.observer.trackers.registry import check_trackers
@@ -56,6 +57,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
 from penstock.protocol.security.addresses import check_addresses
 from penstock.shm.cgroup import cpu_limit
+from penstock.shm.inventory import inventory
 from penstock.shm.logout import logout_risk
 from penstock.shm.table import BlockTable
 
@@ -74,10 +76,13 @@ def prepare_run(
     progress: Progress = lambda message: None,
     nodes: Sequence[int] | None = None,
     starter: Starter | None = None,
+    *,
+    rests: bool = False,
 ) -> RunDirectory:
     """Prepare ``run_dir`` for ``config``: a new run, or one to go on with. ``nodes``: those
     (indices) that will run on this machine; all, unless given. ``starter`` starts what needs
-    torch.
+    torch. ``rests``: nothing is started, and so nothing is written, where :func:`is_complete`.
+    A refusal leaves the files of a run as they were.
 
     Raises:
         ConfigError: impossible configuration, or a resume with keys changed that must not; or the
@@ -95,7 +100,7 @@ def prepare_run(
     RunDirectory(run_dir).check_shape()
     lock = RunLock.acquire(prepare_lock_path(run_dir), wait_s=PREVIOUS_PREPARATION_WAIT_S)
     with lock:
-        return _prepare(config, run_dir, progress, nodes, lock, starter)
+        return _prepare(config, run_dir, progress, nodes, lock, starter, rests=rests)
 
 
 def _prepare(
@@ -105,6 +110,8 @@ def _prepare(
     nodes: Sequence[int],
     lock: RunLock,
     starter: Starter | None,
+    *,
+    rests: bool,
 ) -> RunDirectory:
     if (run_dir / "run.json").exists():
         check_home(RunDirectory(run_dir))
@@ -122,6 +129,32 @@ def _prepare(
         progress(_NOT_EXACT)
     if (risk := logout_risk()) is not None:
         progress(f"warning: {risk}")
+    if rests and previous is not None and is_complete(RunDirectory(run_dir), config.train.steps):
+        return RunDirectory(run_dir)
+    with unchanged_if_refused(run_dir):
+        return _make_ready(config, run_dir, previous, changes, progress, nodes, lock, starter)
+
+
+def is_complete(directory: RunDirectory, steps: int) -> bool:
+    """Returns whether the run has nothing left to do: all steps are saved, and there is no memory
+    to give back.
+    """
+    saved = max((step for step, _ in saved_steps(directory.state_dir)), default=0)
+    held = any(entry.run_id == directory.run_id for entry in inventory())
+    return saved >= steps and not held
+
+
+def _make_ready(
+    config: Config,
+    run_dir: Path,
+    previous: Config | None,
+    changes: Sequence[Change],
+    progress: Progress,
+    nodes: Sequence[int],
+    lock: RunLock,
+    starter: Starter | None,
+) -> RunDirectory:
+    """Writes what the processes of the run read; refuses what only then shows."""
     directory = RunDirectory.create(run_dir)
     warn_if_open(directory.path, progress)
     settle_home(directory)

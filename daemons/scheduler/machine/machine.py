@@ -418,8 +418,9 @@ class SchedulerMachine:
             leave_by_s=None if deadline is None else deadline.leave_by_s,
         )
 
-    def _fail(self, error: str, code: ExitCode) -> list[Effect]:
-        self.activity = self._shut_down(keep_memory=True, reason=error, code=code, error=error)
+    def _fail(self, error: str, code: ExitCode, kept: str = "") -> list[Effect]:
+        error += kept * (keep := not self.mirror.untrained)
+        self.activity = self._shut_down(keep_memory=keep, reason=error, code=code, error=error)
         return []
 
     # ---- what an activity led to ----
@@ -480,7 +481,7 @@ class SchedulerMachine:
             return [said]
         effects = snapshot_answers(save.tickets, self.mirror, error)
         if self._ends_with_save and save.version == self.mirror.version:
-            return effects + self._fail(f"{error}; its memory is kept", ExitCode.NO_MEMORY)
+            return effects + self._fail(error, ExitCode.NO_MEMORY, "; its memory is kept")
         self._requests.save_failed_at = save.version
         return [*effects, said]
 
@@ -539,7 +540,7 @@ class SchedulerMachine:
         return []
 
     def _on_broken(self, event: EffectFailed, now_s: float) -> list[Effect]:
-        return self._fail(f"{event.error}; the memory is kept", event.code)
+        return self._fail(event.error, event.code, "; the memory is kept")
 
     # ---- status ----
 

@@ -70,6 +70,7 @@ class JournalMirror:
         filled them.
         """
         self.saved = saved
+        self._filled: int | None = None  # what this scheduler has had all memory filled with
         self.blocks_missing: dict[str, int] = {}
         """What replicas lacked at the last attempt, by mirrord; not journaled."""
         self.costs = AttemptCosts()
@@ -89,6 +90,13 @@ class JournalMirror:
     def unsaved(self) -> bool:
         """Whether there are commits that only the memory has."""
         return self.record is not None and self.record.version != self.saved_version
+
+    @property
+    def untrained(self) -> bool:
+        """Whether memory holds nothing but what it was filled with: initial weights, or a saved
+        state that this scheduler has had restored.
+        """
+        return self.version in (0, self._filled)
 
     def begin_epoch(
         self, claimed: Iterable[int], pids: tuple[tuple[str, int], ...]
@@ -140,6 +148,7 @@ class JournalMirror:
             self.position = Position(
                 version=0, data_position=0, loss_scale=self._rules.loss_scaling.start
             )
+        self._filled = record.version
         self.record, self.generations = record, {}  # a new incarnation tells them all apart
         self.evaluated = min(self.evaluated, record.version)
         return JournalDecision(

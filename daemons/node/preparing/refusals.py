@@ -1,0 +1,71 @@
+"""Keeps a run directory as it was where a start is refused, or interrupted, while it is prepared.
+
+The small files that a preparation writes are read before it, and are written back with their times.
+Token files are not among them: where a preparation has replaced some, all files stay as it left
+them, and the next start prepares them again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.seal import SEAL, SEALED
+
+_DATA = "data/meta.json"
+_WRITTEN = (*SEALED, "model/meta.json", "software.json", ".home", SEAL)
+"""Files in the order in which they are written back: the seal is of those before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """A file before the preparation: its bytes, and when it was read and changed last (ns)."""
+
+    path: Path
+    content: bytes
+    times_ns: tuple[int, int]
+
+    def put_back(self) -> None:
+        """Writes the file if it has changed since."""
+        if _content(self.path) != self.content:
+            write_atomically(self.path, self.content.decode())
+            os.utime(self.path, ns=self.times_ns)
+
+
+@contextmanager
+def unchanged_if_refused(run_dir: Path) -> Iterator[None]:
+    """Writes the files of a prepared run back when the block raises. A directory without a seal
+    has no such files.
+    """
+    if not (run_dir / SEAL).is_file():
+        yield
+        return
+    before = [entry for name in _WRITTEN if (entry := _read(run_dir / name)) is not None]
+    data = _content(run_dir / _DATA)
+    try:
+        yield
+    except BaseException:
+        if _content(run_dir / _DATA) == data:
+            for entry in before:
+                entry.put_back()
+        raise
+
+
+def _read(path: Path) -> _Before | None:
+    content = _content(path)
+    if content is None:
+        return None
+    status = path.stat()
+    times_ns = (status.st_atime_ns, status.st_mtime_ns)
+    return _Before(path=path, content=content, times_ns=times_ns)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
