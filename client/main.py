@@ -206,177 +206,7 @@ chaos_commands.register(app)
 state_commands.register(app)
 app.add_typer(key_commands.app)
 app.add_typer(deploy_app)
-
-
-@app.command(
-    epilog="The same command on every machine. Which node this is, where the others are and where"
-    " the scheduler listens, say --node and cluster.nodes; or else the engine that started the"
-    " command, once on each machine: Slurm (srun), a Kubernetes JobSet or Indexed Job"
-    " (JOB_COMPLETION_INDEX, JOBSET_NAME, REPLICATED_JOB_NAME, and NNODES), or torchrun"
-    " (--nproc-per-node=1; GROUP_RANK or NODE_RANK, NNODES, MASTER_ADDR, MASTER_PORT: the scheduler"
-    " takes the port after it). What contradicts each other is refused."
-    "\n\nAll nodes use one run directory, on a file system that they share. The first prepares it"
-    " (run.dir), the others wait for that. SIGTERM to any of them stops the run cleanly; a second"
-    " Ctrl-C, or SIGTERM 5 s later, kills this node's processes and keeps the memory."
-    "\n\nExample: srun --ntasks-per-node=1 penstock node --config tiny.yaml"
-)
-def node(
-    config: Annotated[
-        Path, typer.Option("--config", metavar="FILE", help="resolved.yaml, or a configuration.")
-    ],
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--node",
-            metavar="NAME",
-            help="Which of cluster.nodes this machine is; default: what the engine says, else the"
-            " first, which runs the scheduler.",
-        ),
-    ] = None,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(
-            "--scheduler",
-            metavar="HOST:PORT",
-            help="Where the scheduler listens, for nodes on other machines than the first; default:"
-            " the first node's host and cluster.scheduler_port, or endpoint.json on one machine.",
-        ),
-    ] = None,
-    grace_seconds: GraceOption = None,
-    parent_pid: ParentOption = None,
-) -> None:
-    """Run one node of several (Slurm, systemd, Kubernetes): the same command on each machine."""
-    with errors_explained():
-        if config.name == "resolved.yaml":
-            _require_run(config)
-        loaded = load(config, None)
-        chosen = name or loaded.cluster.nodes[0].name
-        if parent_pid is None:
-            chosen, config = _take_part(config, loaded, name, scheduler)
-    _launch(
-        "node",
-        config,
-        parent_pid,
-        node=chosen,
-        scheduler=scheduler,
-        grace_seconds=grace_seconds,
-    )
-
-
-def _take_part(
-    config: Path, loaded: Config, name: str | None, scheduler: str | None
-) -> tuple[str, Path]:
-    """Finds this node's place, and prepares the run or waits until the first node has; returns its
-    name and the configuration to run with. It imports meanwhile what the node will fork.
-    """
-    from penstock.daemons.node.joining.rendezvous import meet
-    from penstock.daemons.node.service_manager import ServiceManager
-    from penstock.protocol.run.logs import forgive_streams
-
-    forgive_streams()
-    with ExitStack() as stack:
-        starter = stack.enter_context(begin_to_import()) if loaded.cluster.preload else None
-        called = (os.environ, socket.getfqdn)
-        meeting = meet(config, loaded, name, scheduler, *called, say_preparation, starter)
-        if meeting.ended is not None:
-            ServiceManager.of(os.environ, os.getpid()).over()
-            sys.stderr.write(f"penstock: the run has ended: {meeting.ended.reason}\n")
-            raise typer.Exit(int(meeting.ended.code))
-        if starter is not None:
-            starter.hand_over()
-    return meeting.node, meeting.resolved
-
-
-def _require_run(resolved: Path) -> None:
-    """Refuses to start on a machine that does not have the run's directory."""
-    from penstock.protocol.run.rundir import SHARED
-
-    if not resolved.exists():
-        raise ConfigError(f"--config {resolved}: does not exist here; {SHARED}")
-
-
-@app.command(hidden=True)
-def memoryd(
-    config: ProcessConfig,
-    node_name: NodeOption,
-    scheduler: SchedulerOption,
-    parent_pid: ParentOption = None,
-) -> None:
-    """Own one node's shared memory, in the foreground."""
-    _launch("memoryd", config, parent_pid, node=node_name, scheduler=scheduler)
-
-
-@app.command(hidden=True)
-def optimizerd(
-    config: ProcessConfig,
-    node_name: NodeOption,
-    scheduler: SchedulerOption,
-    parent_pid: ParentOption = None,
-) -> None:
-    """Run one node's optimizer threads, in the foreground."""
-    _launch("optimizerd", config, parent_pid, node=node_name, scheduler=scheduler)
-
-
-@app.command(hidden=True)
-def fetchd(
-    config: ProcessConfig,
-    node_name: NodeOption,
-    parent_pid: ParentOption = None,
-) -> None:
-    """Read other nodes' memory for the processes of one node, in the foreground."""
-    _launch("fetchd", config, parent_pid, node=node_name)
-
-
-@app.command(hidden=True)
-def observerd(config: ProcessConfig, parent_pid: ParentOption = None) -> None:
-    """Analyse samples of a run from its files, in the foreground."""
-    _launch("observerd", config, parent_pid)
-
-
-@app.command(hidden=True)
-def metricsd(
-    config: ProcessConfig,
-    node_name: NodeOption,
-    processes: Annotated[
-        str | None, typer.Option(help="Names of the node's processes, with commas between them.")
-    ] = None,
-    parent_pid: ParentOption = None,
-) -> None:
-    """Serve the metrics of one node's processes, in the foreground."""
-    _launch("metricsd", config, parent_pid, node=node_name, processes=processes)
-
-
-@app.command(hidden=True)
-def schedulerd(
-    config: ProcessConfig,
-    port: Annotated[int, typer.Option(help="Port to listen on.")],
-    parent_pid: ParentOption = None,
-) -> None:
-    """Decide steps and keep the journal of a run, in the foreground."""
-    _launch("schedulerd", config, parent_pid, port=port, grace_seconds=None)
-
-
-@app.command(hidden=True)
-def worker(
-    config: ProcessConfig,
-    device: Annotated[int, typer.Option(help="Device number, counted over all nodes.")],
-    scheduler: SchedulerOption,
-    parent_pid: ParentOption = None,
-) -> None:
-    """Execute one device's instructions, in the foreground."""
-    _launch("worker", config, parent_pid, device=device, scheduler=scheduler)
-
-
-def _launch(
-    process: str, config: Path, parent_pid: int | None, **arguments: str | int | float | None
-) -> None:
-    code = 0
-    with errors_explained(config.parent / "logs"):
-        from penstock.client.launch import launch
-
-        _require_run(config)
-        code = launch(process, config, parent_pid, arguments)
-    raise typer.Exit(code)
+process_commands.register(app)
 
 
 @app.command(epilog="Example: penstock status --run-dir runs/tiny --json")
@@ -391,8 +221,13 @@ def status(
         from rich.console import Console
 
         from penstock.client.watching.control import connect, show_status
+        from penstock.client.watching.ended import EndedRun
         from penstock.protocol.security.identity import Role
 
+        ended = EndedRun.find(run_dir) if endpoint is None else None
+        if ended is not None:
+            typer.echo(ended.to_text(as_json=as_json))
+            return
         with connect(run_dir, endpoint, keys, Role.LOOK) as client:
             show_status(client, as_json=as_json, console=Console(), run_dir=run_dir)
 
@@ -403,15 +238,15 @@ def list_runs(as_json: JsonOption = False) -> None:
     with errors_explained():
         from rich.console import Console
 
-        from penstock.client.watching.runs import junk_lines, runs_here, table_of, to_dicts
+        from penstock.client.watching.runs import junk_lines, listing, runs_here, to_dicts
 
         found = runs_here()
         if as_json:
             typer.echo(json.dumps(to_dicts(found), indent=1))
             return
-        table, junk = table_of(found), junk_lines(found)
-        Console().print(table if table.row_count else "no run on this machine")
-        typer.echo("".join(f"{line}\n" for line in junk), nl=False)
+        console = Console()
+        console.print(listing(found, console.width), overflow="fold", highlight=False)
+        typer.echo("".join(f"{line}\n" for line in junk_lines(found)), nl=False)
 
 
 @app.command()
@@ -425,8 +260,13 @@ def watch(
         from penstock.client.screen.following import watch as follow
         from penstock.client.screen.screen import choose_display
         from penstock.client.watching.control import connect
+        from penstock.client.watching.ended import EndedRun
         from penstock.protocol.security.identity import Role
 
+        ended = EndedRun.find(run_dir) if endpoint is None else None
+        if ended is not None:
+            typer.echo(ended.to_text(as_json=False))
+            raise typer.Exit(int(ended.exit_code))
         with connect(run_dir, endpoint, keys, Role.LOOK) as client:
             display = choose_display(
                 facts_for(run_dir), lambda: connect(run_dir, endpoint, keys, Role.CONTROL)
@@ -443,8 +283,13 @@ def _add_simple_command(name: str, explanation: str) -> None:
     ) -> None:
         with errors_explained():
             from penstock.client.watching.control import SIMPLE, connect
+            from penstock.client.watching.ended import EndedRun
             from penstock.protocol.security.identity import Role
 
+            ended = EndedRun.find(run_dir) if endpoint is None else None
+            if ended is not None:
+                typer.echo(ended.answer(name))
+                return
             call: Callable[..., str] = SIMPLE[name]
             with connect(run_dir, endpoint, keys, Role.CONTROL) as client:
                 typer.echo(call(client))

@@ -34,6 +34,12 @@ LEFTOVER = "left behind"
 UNKNOWN = "unknown"
 NO_RUN = "no run"
 """State of a name in /dev/shm that starts like Penstock's and is no segment."""
+_HEADINGS = (
+    *("run", "id", "user", "node", "state", "step", "since", "memory", "cpus"),
+    "directory",
+)
+_DIRECTORY_COLUMNS = 24
+"""Columns that a table leaves for directories at least; longer paths are folded."""
 _PID = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
@@ -84,21 +90,45 @@ def runs_here() -> list[ListedRun]:
     return [*living, *map(_left, segments.values()), *map(_junk, names.junk)]
 
 
-def table_of(runs: Iterable[ListedRun]) -> Table:
-    """Returns the runs for a terminal."""
+def listing(runs: Iterable[ListedRun], width: int) -> Table | Text:
+    """Returns the runs for a terminal of ``width`` columns: a table where it fits, else some lines
+    for each run.
+    """
+    shown = [run for run in runs if not run.state.startswith(NO_RUN)]
+    rows = [_words_of(run) for run in shown]
+    columns = zip(_HEADINGS[:-1], *(row[:-1] for row in rows), strict=True)
+    narrow = sum(max(map(len, column)) + 1 for column in columns) + _DIRECTORY_COLUMNS > width
+    if not shown:
+        return Text("no run on this machine")
+    if narrow:
+        return Text("\n").join(Text(line) for row in rows for line in _block(row))
     table = Table(box=None, pad_edge=False)
-    for heading in ("run", "id", "user", "node", "state", "step", "since", "memory", "cpus"):
+    for heading in _HEADINGS[:-1]:
         table.add_column(heading, no_wrap=True)
-    table.add_column("directory", overflow="fold")
-    for run in (run for run in runs if not run.state.startswith(NO_RUN)):
-        since = time.strftime("%F %R", time.localtime(run.since_s)) if run.since_s else ""
-        steps = "" if run.steps is None else f"/{run.steps}"
-        step = "" if run.step is None else f"{run.step}{steps}"
-        memory = human_bytes(run.memory_bytes)
-        words = (run.name, run.run_id, run.user, run.node, run.state, step, since, memory, run.cpus)
-        # As texts, since brackets in words of strangers are no markup.
-        table.add_row(*(Text(printable(word)) for word in (*words, run.directory)))
+    table.add_column(_HEADINGS[-1], overflow="fold")
+    for row in rows:  # as texts, since brackets in words of strangers are no markup
+        table.add_row(*map(Text, row))
     return table
+
+
+def _words_of(run: ListedRun) -> list[str]:
+    """Returns the words of a run below the headings."""
+    since = time.strftime("%F %R", time.localtime(run.since_s)) if run.since_s else ""
+    steps = "" if run.steps is None else f"/{run.steps}"
+    step = "" if run.step is None else f"{run.step}{steps}"
+    memory = human_bytes(run.memory_bytes)
+    words = (run.name, run.run_id, run.user, run.node, run.state, step, since, memory, run.cpus)
+    return [printable(word) for word in (*words, run.directory)]
+
+
+def _block(row: list[str]) -> list[str]:
+    """Returns the lines of a run where the table is too wide."""
+    name, run_id, user, node, state, step, since, memory, cpus, directory = row
+    head = [name or "-", run_id or "-", *([f"node {node}"] if node else []), state]
+    rest = [f"step {step}" if step else "", memory, f"user {user}"]
+    rest += [f"since {since}" if since else "", f"CPUs {cpus}" if cpus else ""]
+    lines = ["  ".join(head), f"  {', '.join(filter(None, rest))}"]
+    return [*lines, f"  {directory}"] if directory else lines
 
 
 def junk_lines(runs: Iterable[ListedRun]) -> list[str]:

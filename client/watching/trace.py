@@ -82,11 +82,11 @@ def make_trace_report(
         trace = trace.slowed(1.0 / run.config.emulation.time_scale)
     names = tuple(node.name for node in run.config.cluster.nodes)
     traced = TracedRun.of(trace, names)
-    _check_wanted(traced, wanted)
+    _check_wanted(traced, wanted, run.config.observability.traced_every)
     if outputs.chrome is not None:
         write_file(outputs.chrome, chrome_trace(traced, names, wanted, run.plan).encode())
     measurement = measure(traced, run.plan, copies=run.config.cluster.platform.own_memory)
-    chosen = _choose(measurement, wanted)
+    chosen = _choose(measurement, wanted, run.config.observability.traced_every)
     fit = Fit.of(chosen, run.config.cluster.workers)
     report = TraceReport(
         run_dir=run_dir,
@@ -103,16 +103,26 @@ def make_trace_report(
     return report
 
 
-def _check_wanted(traced: TracedRun, wanted: Range | None) -> None:
+def _check_wanted(traced: TracedRun, wanted: Range | None, every: int) -> None:
     numbers = sorted(number for phase, number in traced.attempts if phase == "train")
     if wanted is None or any(number in wanted for number in numbers):
         return
     text = f"{wanted.first}" if wanted.first == wanted.last else f"{wanted.first}:{wanted.last}"
-    there = f"traced are attempts {numbers[0]} to {numbers[-1]}" if numbers else "none is traced"
-    raise ConfigError(f"attempt {text} is not in the trace: {there}")
+    traced_ones = f"traced are attempts {numbers[0]} to {numbers[-1]}" if numbers else "none is"
+    raise ConfigError(f"attempt {text} is not in the trace: {traced_ones}{_rarely(every)}")
 
 
-def _choose(measurement: Measurement, wanted: Range | None) -> tuple[MeasuredAttempt, ...]:
+def _rarely(every: int) -> str:
+    """Returns how to have more attempts traced; empty where all are."""
+    if every == 1:
+        return ""
+    rate = f"one of {every} (observability.sample_every)" if every else "sample_every is 0"
+    return f", {rate}; --set observability.trace=true traces all, on a new run or a resume"
+
+
+def _choose(
+    measurement: Measurement, wanted: Range | None, every: int
+) -> tuple[MeasuredAttempt, ...]:
     """Returns the attempts that are wanted. If all are, it leaves out the first ones where enough
     others are there.
     """
@@ -125,7 +135,7 @@ def _choose(measurement: Measurement, wanted: Range | None) -> tuple[MeasuredAtt
         reasons = ", ".join(f"{n} {reason}" for reason, n in measurement.left_out.items())
         raise ConfigError(
             "no complete attempt of the plan in plan.json to compare"
-            f" ({reasons or 'none was decided'}); --out writes what there is"
+            f" ({reasons or f'none is traced{_rarely(every)}'}); --out writes what there is"
         )
     return chosen
 

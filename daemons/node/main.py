@@ -207,6 +207,7 @@ def _run(
         ending = _watch_for_end(run_dir, old, starts_run=starts_run)
         found = locate_scheduler(config, run_dir, node, scheduler, ending)
         manager = ServiceManager.of(os.environ, os.getpid())
+        reports = NodeReports(manager, run_dir, config.train.steps, _voice(config, node, stops))
         if found is None:
             manager.over()
             return _clean_up(directory, node, ending)
@@ -228,7 +229,7 @@ def _run(
             metrics,
             stops,
             ending,
-            NodeReports(manager, run_dir, config.train.steps),
+            reports,
         )
         sockets = prepare_folder(run_id, node)
         try:
@@ -268,6 +269,17 @@ def _machine(children: tuple[ProcessSpec, ...], limits: NodeLimits) -> NodeMachi
     names = tuple(spec.name for spec in children)
     forked = {spec.name: spec.preloader for spec in children if spec.preloader}
     return NodeMachine.create(names, limits, helpers, forked)
+
+
+def _voice(config: Config, node: str, stops: StopSettings) -> Callable[[str], None] | None:
+    """Returns what prints a line for people: the first node does, unless a parent shows the run."""
+    first = node == config.cluster.nodes[0].name
+
+    def say(text: str) -> None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    return say if first and stops.parent_pid is None else None
 
 
 def _trust(directory: RunDirectory, node: str) -> None:

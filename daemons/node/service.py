@@ -111,6 +111,7 @@ class Supervisor:
             self._listening = False
             self._children.kill_all()
             self._effects.close_link()
+            self._reports.over()
             os.close(self._announced)
             os.close(self._stops)
 

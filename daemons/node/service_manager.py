@@ -11,13 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.protocol.run.files import DAMAGED, parse_json
 
 STATUS_INTERVAL_S = 2.0
+SAY_INTERVAL_S = 5.0
+"""Seconds between two lines with a step, on a console."""
 EXTEND_INTERVAL_S = 10.0
 """How often a node that ends asks for more time."""
 EXTEND_BY_S = 60.0
@@ -107,11 +109,19 @@ class NodeView:
 
 class NodeReports:
     """Says what changed, once, and at intervals what must be repeated; on the node's main thread,
-    at each turn of its loop.
+    at each turn of its loop. ``say`` prints lines for people where no manager shows the status.
     """
 
-    def __init__(self, manager: ServiceManager, run_dir: Path, steps: int) -> None:
+    def __init__(
+        self,
+        manager: ServiceManager,
+        run_dir: Path,
+        steps: int,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._manager = manager
+        self._say = None if manager.listens else say
+        self._said, self._say_at_s = "", float("-inf")
         self._run_dir = run_dir
         self._steps = steps
         self._ready = self._stopping = False
@@ -120,6 +130,10 @@ class NodeReports:
 
     def turned(self, view: NodeView, now_s: float) -> None:
         """The loop has turned at ``now_s`` (any monotonic clock)."""
+        if view.up and now_s >= self._say_at_s:
+            first = self._say_at_s == float("-inf")
+            self._say_at_s = now_s + SAY_INTERVAL_S
+            self._say_step(first=first)
         if not self._manager.listens:
             return
         if not self._ready and (view.up or view.well):
@@ -134,6 +148,21 @@ class NodeReports:
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + STATUS_INTERVAL_S
             self._tell_status(view)
+
+    def over(self) -> None:
+        """The node has ended: the last step is said."""
+        self._say_step(first=False)
+
+    def _say_step(self, *, first: bool) -> None:
+        if self._say is None:
+            return
+        if first:
+            self._say(f"all processes run; look at them: penstock watch --run-dir {self._run_dir}")
+            self._said = progress_of(self._run_dir, self._steps)  # of the start before
+        progress = progress_of(self._run_dir, self._steps)
+        if progress != self._said:
+            self._said = progress
+            self._say(progress)
 
     def _end(self, now_s: float) -> None:
         if not self._stopping:
