@@ -17,8 +17,9 @@ from penstock.client.watching.display import (
     incomplete_replicas,
     member_table,
 )
+from penstock.daemons.kit.waits import waits
 from penstock.daemons.metrics.targets import addresses
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.security.access import named_access
 from penstock.protocol.security.identity import Role
@@ -80,10 +81,15 @@ def show_status(
     client: ControlClient, *, as_json: bool, console: Console, run_dir: Path | None
 ) -> None:
     """Prints the status once, and where metrics are served, which files in ``run_dir`` say."""
-    status = client.status()
+    try:
+        status = client.status()
+    except LostMemberError as error:
+        reasons = [] if run_dir is None else [f"{n}: {text}" for n, text in waits(run_dir).items()]
+        raise LostMemberError("\n".join((str(error), *reasons))) from error
     served = {} if run_dir is None else addresses(run_dir)
+    waiting = {} if run_dir is None else waits(run_dir)
     if as_json:
-        fields = {**status_dict(status), "metrics": served}
+        fields = {**status_dict(status), "metrics": served, "waits": waiting}
         console.out(json.dumps(fields, indent=1), highlight=False)
         return
     saved = f"step {status.saved_version}" if status.has_saved else "nothing yet"
@@ -101,6 +107,8 @@ def show_status(
     console.print(member_table(status))
     for line in (*absences(status), *incomplete_replicas(status)):
         console.print(line, markup=False, highlight=False)
+    for name, text in waiting.items():
+        console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
     for node, address in served.items():
         console.print(f"metrics of {node}: {address}", highlight=False, soft_wrap=True)
 

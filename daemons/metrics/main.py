@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from penstock.daemons.kit.waits import WaitNote
 from penstock.daemons.metrics.clocks import ClockWatch
 from penstock.daemons.metrics.collection import Collection, labels_of
 from penstock.daemons.metrics.exporter import Exporter, keys_of_metrics
@@ -78,7 +79,8 @@ def _run(
         pages = application(collection, config, run.path)
         serve = partial(listen, pages, config, node, former_port(run, node))
         # The node found the port free, and a run goes on without metrics.
-        server = serve() if alone else _await_port(serve, stop)
+        note = WaitNote(run.path, member)
+        server = serve() if alone else _await_port(serve, stop, note)
         if server is None:
             return
         stack.callback(server.close)
@@ -88,16 +90,22 @@ def _run(
             renew_targets(run, node, server.port)
 
 
-def _await_port(serve: Callable[[], Exporter], stop: StopSignal) -> Exporter | None:
-    """Returns the server, as soon as no other process has its port; None: a stop was asked for."""
+def _await_port(serve: Callable[[], Exporter], stop: StopSignal, note: WaitNote) -> Exporter | None:
+    """Returns the server, as soon as no other process has its port; None: a stop was asked for.
+    ``note`` says meanwhile what metricsd waits for.
+    """
     complaints = Complaints(_log)
-    while True:
-        try:
-            return serve()
-        except PortTakenError as error:
-            complaints.say(f"waiting: {error}")
-        if stop.wait(PORT_RETRY_S):
-            return None
+    try:
+        while True:
+            try:
+                return serve()
+            except PortTakenError as error:
+                complaints.say(f"waiting: {error}")
+                note.renew(f"waiting: {error}")
+            if stop.wait(PORT_RETRY_S):
+                return None
+    finally:
+        note.clear()
 
 
 def _own_page(run: RunDirectory, node: str, stack: ExitStack) -> Callable[[], bytes]:

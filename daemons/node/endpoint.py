@@ -17,12 +17,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.daemons.kit.waits import WaitNote
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError, PenstockError
 from penstock.protocol.run.ended import EndWatch
 from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
 from penstock.protocol.run.logs import Complaints
-from penstock.protocol.run.stopping import STOP_SIGNALS
+from penstock.protocol.run.names import node_member_name
+from penstock.protocol.run.stopping import STOP_ORDER
 from penstock.protocol.security.token import describe_listener
 from penstock.shm.claims import Claim
 from penstock.shm.process import start_ticks
@@ -40,6 +42,12 @@ _log = logging.getLogger(__name__)
 
 class PortTakenError(ConfigError):
     """Another process has the scheduler's port."""
+
+
+class StoppedError(PenstockError):
+    """The node's parent asked it to stop before the run began here. Exit code 130."""
+
+    exit_code = ExitCode.INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +100,7 @@ def locate_scheduler(
         former, configured = read_endpoint_port(run_dir), config.cluster.scheduler_port
         fixed = configured or (former if former and len(config.cluster.nodes) > 1 else 0)
         if former is not None and fixed == former:
-            own = _await_port(first.host, fixed)
+            own = _await_port(first.host, fixed, WaitNote(run_dir, node_member_name(node)))
         else:
             own = own_port(first.host, configured, former)
         scheduler = f"{first.host}:{own.port}"
@@ -124,27 +132,31 @@ def own_port(host: str, configured: int, preferred: int | None = None) -> OwnPor
         preferred = None
 
 
-def _await_port(host: str, port: int) -> OwnPort:
+def _await_port(host: str, port: int, note: WaitNote) -> OwnPort:
     """Returns the port at which a killed node had the scheduler, where the rest of the run looks
-    for it; waits while another process has the port.
+    for it; waits while another process has the port. ``note`` says so meanwhile.
 
     Raises:
-        LostMemberError: a stop was asked for meanwhile.
+        StoppedError: a stop was asked for meanwhile.
     """
     complaints = Complaints(_log)
-    while True:
-        try:
-            return own_port(host, port)
-        except PortTakenError as error:
-            complaints.say(
-                f"waiting for port {port}, where the run looks for its scheduler: {error}"
-            )
-            # They are blocked until the node listens for them.
-            if signal.sigpending() & set(STOP_SIGNALS):
-                raise LostMemberError(
-                    f"stopped while waiting for the scheduler's port {port}: {error}"
-                ) from error
-        time.sleep(_RETRY_S)
+    try:
+        while True:
+            try:
+                return own_port(host, port)
+            except PortTakenError as error:
+                text = f"waiting for port {port}, where the run looks for its scheduler: {error}"
+                complaints.say(text)
+                note.renew(text)
+                # The parent's order waits until the node listens for it; without a parent a signal
+                # has raised KeyboardInterrupt.
+                if STOP_ORDER in signal.sigpending():
+                    raise StoppedError(
+                        f"stopped while waiting for the scheduler's port {port}: {error}"
+                    ) from error
+            time.sleep(_RETRY_S)
+    finally:
+        note.clear()
 
 
 def _hold(host: str, port: int) -> socket.socket | None:

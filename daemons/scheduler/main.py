@@ -9,7 +9,6 @@ import os
 import queue
 import resource
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 from penstock.daemons.kit.events import StopAsked, Tick
 from penstock.daemons.kit.loop import Loop
 from penstock.daemons.kit.story import Story
+from penstock.daemons.kit.waits import WaitNote
 from penstock.daemons.scheduler.effect_times import EffectTimes
 from penstock.daemons.scheduler.effects import DiskThread, SchedulerEffects, leave_word
 from penstock.daemons.scheduler.intake import EventQueue
@@ -98,7 +98,14 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         serve = partial(
             SchedulerServer, events, config.cluster.nodes[0].host, port, homes, admission
         )
-        service = serve() if parent_pid is None else _await_port(partial(serve, is_held=True))
+        service: SchedulerServer | None
+        if parent_pid is None:
+            service = serve()
+        else:
+            note = WaitNote(run.path, SCHEDULERD)
+            service = _await_port(partial(serve, is_held=True), events, note)
+        if service is None:
+            return _stopped_early(run.path, port)
         stack.callback(service.close)
         service.start()
         _log.info("listening", extra={"port": service.port})
@@ -118,18 +125,40 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         return loop.run(HomeAddress(config.cluster.nodes[0].host))
 
 
-def _await_port(serve: Callable[[], SchedulerServer]) -> SchedulerServer:
-    """Returns the server, as soon as it can listen. The node found the port free: a process that
-    took the port since keeps the run waiting, and does not end it. Members wait as for a scheduler
-    that is started.
+def _await_port(
+    serve: Callable[[], SchedulerServer], events: EventQueue, note: WaitNote
+) -> SchedulerServer | None:
+    """Returns the server, as soon as it can listen; None: a stop was asked for. The node found the
+    port free: a process that took the port since keeps the run waiting, and does not end it.
+    Members wait as for a scheduler that is started, and ``note`` says why.
     """
     complaints = Complaints(_log)
-    while True:
-        try:
-            return serve()
-        except ConfigError as error:
-            complaints.say(f"waiting: {error}")
-        time.sleep(PORT_RETRY_S)
+    try:
+        while True:
+            try:
+                return serve()
+            except ConfigError as error:
+                complaints.say(f"waiting: {error}")
+                note.renew(f"waiting: {error}")
+            try:
+                events.get(timeout=PORT_RETRY_S)  # no member is heard yet: only a stop is there
+            except queue.Empty:
+                continue
+            return None
+    finally:
+        note.clear()
+
+
+def _stopped_early(run_dir: Path, port: int) -> int:
+    """Leaves word that the run ends before its scheduler could listen; returns the exit code."""
+    reason = (
+        f"stopped by a signal while the scheduler waited for port {port}; steps that are not saved"
+        " stay in memory for the next start"
+    )
+    _log.warning("%s", reason)
+    end = NoteEnd(reason=reason, code=ExitCode.INTERRUPTED, keep_memory=True, failed=False)
+    leave_word(run_dir, end)
+    return ExitCode.INTERRUPTED
 
 
 def keep_one_heap() -> None:

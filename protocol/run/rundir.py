@@ -46,7 +46,7 @@ _FILES = (
     *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
     *("software.json", "journal.sqlite-count", "places.json"),
 )
-_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated", "metrics")
+_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated", "metrics", "waits")
 
 
 def run_of(config: Path) -> Path | None:

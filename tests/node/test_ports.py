@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from penstock.daemons.kit.events import StopAsked
+from penstock.daemons.kit.waits import WaitNote, waits
 from penstock.daemons.node import endpoint
 from penstock.daemons.node.endpoint import locate_scheduler, own_port, write_endpoint
 from penstock.daemons.scheduler import main as scheduler_main
+from penstock.daemons.scheduler.intake import EventQueue
+from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, LostMemberError
-from penstock.protocol.run.ended import EndWatch
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.run.ended import EndWatch, RunEnd
 
 HOST = "127.0.0.1"
 
@@ -94,9 +98,9 @@ def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         port = taken.getsockname()[1]
         write_endpoint(tmp_path, f"{HOST}:{port}")
         monkeypatch.setattr(
-            endpoint.signal, "sigpending", lambda: {endpoint.signal.SIGTERM}, raising=True
+            endpoint.signal, "sigpending", lambda: {endpoint.STOP_ORDER}, raising=True
         )
-        with pytest.raises(LostMemberError, match=f"stopped while waiting .* port {port}"):
+        with pytest.raises(endpoint.StoppedError, match=f"stopped while waiting .* port {port}"):
             locate_scheduler(
                 configuration(1, port), tmp_path, "a", None, EndWatch(tmp_path, old=None)
             )
@@ -114,17 +118,48 @@ def test_a_chosen_port_that_is_taken_gives_way_to_another(tmp_path: Path) -> Non
 
 
 def test_a_scheduler_waits_for_its_port(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node that was killed, or moved, did not keep it."""
-    answers: list[object] = ["server", ConfigError("taken by process 5 of user 12345")]
+    noted: list[dict[str, str]] = []
+    answers: list[object] = ["server", ConfigError("taken"), ConfigError("taken by process 5")]
 
     def serve() -> object:
+        noted.append(waits(tmp_path))
         answer = answers.pop()
         if isinstance(answer, ConfigError):
             raise answer
         return answer
 
-    monkeypatch.setattr(scheduler_main.time, "sleep", lambda seconds: None)
-    assert scheduler_main._await_port(serve) == "server"  # type: ignore[arg-type, comparison-overlap]
-    assert "waiting: taken by process 5 of user 12345" in caplog.text
+    monkeypatch.setattr(scheduler_main, "PORT_RETRY_S", 0.01)
+    note = WaitNote(tmp_path, "schedulerd")
+    server = scheduler_main._await_port(serve, EventQueue(), note)  # type: ignore[arg-type]
+    assert server == "server"  # type: ignore[comparison-overlap]
+    assert "waiting: taken by process 5" in caplog.text
+    told = "waiting: taken"
+    assert noted == [{}, {"schedulerd": f"{told} by process 5"}, {"schedulerd": told}]
+    assert waits(tmp_path) == {}
+
+
+def test_a_stop_ends_the_wait_of_a_scheduler(tmp_path: Path) -> None:
+    def serve() -> SchedulerServer:
+        raise ConfigError("taken by process 5")
+
+    events = EventQueue()
+    events.put(StopAsked())
+    assert scheduler_main._await_port(serve, events, WaitNote(tmp_path, "schedulerd")) is None
+    assert scheduler_main._stopped_early(tmp_path, 5) == 130
+    end = RunEnd.read(tmp_path)
+    assert end is not None and end.keep_memory and not end.failed and end.code == 130
+
+
+def test_notes_of_killed_processes_are_not_believed(tmp_path: Path) -> None:
+    note = WaitNote(tmp_path, "metricsd.a")
+    note.renew("waiting:\nport 5")
+    assert waits(tmp_path) == {"metricsd.a": "waiting: port 5"}
+    os.utime(tmp_path / "waits" / "metricsd.a", (1.0, 1.0))
+    assert waits(tmp_path) == {}
+    note.renew("waiting: port 5")
+    assert waits(tmp_path) == {"metricsd.a": "waiting: port 5"}
+    note.clear()
+    assert waits(tmp_path) == {}
