@@ -25,7 +25,7 @@ from penstock.daemons.preload.kinds import NODE, PLAIN, TORCH
 from penstock.daemons.preload.owner import ChildProcess
 from penstock.daemons.preload.starting import Starter
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ExitCode, PenstockError, failure_code
+from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError, failure_code, reason
 from penstock.protocol.run.ended import RunEnd, forget_end
 from penstock.protocol.run.files import make_directory, reserve, writing
 from penstock.protocol.run.rundir import RunDirectory
@@ -82,6 +82,8 @@ class NodeProcess:
         self.restarts = RestartBudget(limit=max_restarts)
         self._run_dir = run_dir
         self._stopping = False
+        self.failure = ""
+        """Why a killed process is not replaced, where the kernel starts no other."""
         self._process = self._spawn()
 
     @property
@@ -96,8 +98,13 @@ class NodeProcess:
         if self._code is None and self._process.ended():
             self._code = self._process.reap()
         killed = self._code is not None and self._code < 0
-        if killed and replace and self.restarts.take(time.monotonic()):
-            self._code, self._process = None, self._spawn()
+        if killed and replace and not self.failure and self.restarts.take(time.monotonic()):
+            try:
+                self._process = self._spawn()
+            except PenstockError as error:
+                self.failure = str(error)
+                return self._code
+            self._code = None
             if self._stopping:
                 self.signal(STOP_ORDER)  # waits until the new process listens
         return self._code
@@ -132,15 +139,26 @@ class NodeProcess:
             self._code = self._process.reap()
 
     def _spawn(self) -> ChildProcess:
+        """Starts the process.
+
+        Raises:
+            LostMemberError: the system starts none; says why.
+        """
         # Born with stop signals blocked, the node cannot be hit before it is ready to listen, and
         # in a group of its own: Ctrl-C reaches only this process, which asks for a clean stop.
         arguments = ("node", "--config", str(self._run_dir / "resolved.yaml"))
         named = ("--node", self.name, "--parent-pid", str(os.getpid()))
-        with console_path(self._run_dir).open("ab") as console, open(os.devnull, "rb") as nothing:
-            streams = (nothing.fileno(), console.fileno(), console.fileno())
-            return self._starter.start(
-                LAUNCHER[-1], (*arguments, *named), streams, heirs=(PLAIN, TORCH), needs=self._needs
-            )
+        words, path = (*arguments, *named), console_path(self._run_dir)
+        try:
+            with path.open("ab") as console, open(os.devnull, "rb") as nothing:
+                streams = (nothing.fileno(), console.fileno(), console.fileno())
+                return self._starter.start(
+                    LAUNCHER[-1], words, streams, heirs=(PLAIN, TORCH), needs=self._needs
+                )
+        except OSError as error:
+            raise LostMemberError(
+                f"node.{self.name}: cannot start its process: {reason(error)}"
+            ) from error
 
 
 class Interruptions:
@@ -253,7 +271,7 @@ class Supervision:
             self._end = RunEnd.read(self._run_dir)
             self._kill_stopped()
             self._starter.look()
-            codes = [node.poll(replace=self._replaces) for node in self._nodes]
+            codes = [self._poll(node) for node in self._nodes]
             ended = [code for code in codes if code is not None]
             if len(ended) == len(self._nodes):
                 return exit_code(self._without_stragglers(ended), interrupted=self._stopping)
@@ -264,6 +282,13 @@ class Supervision:
                 self._show(self._observer.look())
             ends = [node.ends for node in self._nodes if node.ends is not None]
             self._interruptions.wait(LOOK_INTERVAL_S, seen, ends)
+
+    def _poll(self, node: NodeProcess) -> int | None:
+        """Returns a node's exit code, None while the node runs; says why one is not replaced."""
+        failed, code = node.failure, node.poll(replace=self._replaces)
+        if node.failure != failed:
+            self._display.say(f"{node.failure}; the node was killed and is not replaced")
+        return code
 
     def _show(self, view: RunView) -> None:
         if any(entry.get("decision") != "skip" for entry in view.fresh):
