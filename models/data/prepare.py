@@ -52,6 +52,8 @@ def prepare(
         StateError: files of a local model directory are damaged.
     """
     bounds = Bounds() if bounds is None else bounds
+    if not table_only:
+        _check_device(config)
     bounds.limit_memory()
     with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
         tokenizer = open_tokenizer(config)
@@ -63,6 +65,27 @@ def prepare(
     if not table_only:
         _prepare_data(config, run_dir, tokenizer, progress)
         keep_carried(config, run_dir, tokenizer)
+
+
+def _check_device(config: Config) -> None:
+    """Refuses a device that this machine lacks before anything is written or started for it.
+
+    Raises:
+        ConfigError: torch finds none.
+    """
+    platform = config.cluster.platform
+    if platform.brings_model or not platform.own_memory:
+        return
+    import torch
+
+    from penstock.models.torch_device import first_device
+
+    if first_device(platform.name) is None:
+        build = " is a build for CPUs, and" if torch.version.cuda is None else ""
+        raise ConfigError(
+            f"cluster.device = {config.cluster.device!r}: torch {torch.__version__}{build} finds no"
+            " GPU on this machine (driver, CUDA_VISIBLE_DEVICES); use cluster.device: cpu"
+        )
 
 
 def _prepare_model(

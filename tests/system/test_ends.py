@@ -70,7 +70,7 @@ def test_a_finished_run_is_left_alone_and_tells_its_end(runner: Any) -> None:
 
 def test_a_start_that_trained_nothing_leaves_no_memory(runner: Any) -> None:
     changes = {
-        "model": {"hf": {"initializer_range": 1e30}},
+        "model": {"hf": {"rms_norm_eps": -1000.0}},
         "train": {"steps": 5, "max_skips": 1, "clip_grad_norm": None},
     }
     run = runner.start(runner.configure("run", changes))
