@@ -60,6 +60,18 @@ def test_a_living_run_and_what_a_dead_one_left(tmp_path: Path, left_behind: Path
     assert run.run_id in words and "left behind" in words and "4.0 KiB" in words
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_what_is_listed_fits_the_terminal(tmp_path: Path, left_behind: Path, columns: int) -> None:
+    run = make_run(tmp_path / "run")
+    with stand_in(run.path, "memoryd", "--node", "a") as memoryd:
+        words = CliRunner().invoke(app, ["list"], env={"COLUMNS": str(columns)}).output
+        memoryd.communicate()
+    lines = words.splitlines()
+    assert all(len(line.rstrip()) <= columns for line in lines if "is no run" not in line), words
+    assert "…" not in words and run.run_id in words and OLD_RUN in words
+    assert str(run.path) in words.replace("\n", "") and "/100" in words.replace("\n", "")
+
+
 def test_another_user_s_run_is_seen_as_far_as_everybody_may(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can start a process of another user")

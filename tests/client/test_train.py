@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.client.supervision import Interruptions, console_path, exit_code
+from penstock.client.supervision import (
+    Interruptions,
+    NodeProcess,
+    console_path,
+    empty_console,
+    exit_code,
+)
 from penstock.client.train import TrainResult, closing_words, complaints, loss_words
+from penstock.daemons.preload.owner import ChildProcess, spawn
 from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.errors import LostMemberError
 
 
 @pytest.mark.parametrize(
@@ -96,6 +107,8 @@ def test_last_words_of_a_failure(tmp_path: Path) -> None:
     assert closing_words(result(tmp_path, 3, 1), config()) == [
         f"failed at step 1 (exit code 3); logs: {tmp_path}/logs"
     ]
+    words = closing_words(result(tmp_path, 3, 1), config(), kept="memory keeps step 1")
+    assert words[1:] == ["  in memory      memory keeps step 1"]
 
 
 def test_complaints_are_what_processes_told_the_user_once_each(tmp_path: Path) -> None:
@@ -106,6 +119,35 @@ def test_complaints_are_what_processes_told_the_user_once_each(tmp_path: Path) -
     assert complaints(tmp_path) == "/dev/shm is full"
     console.write_text("Traceback (most recent call last):\nmodule.SomeError: why\nnode.a: died\n")
     assert complaints(tmp_path) == "node.a: died\nmodule.SomeError: why"
+
+
+class Forks:
+    """Starts processes that end by a signal at once; after the first the kernel has room for no
+    other.
+    """
+
+    def __init__(self, *killed: bool) -> None:
+        self._killed = list(killed)
+
+    def start(self, module: str, arguments: Sequence[str], *rest: Any, **more: Any) -> ChildProcess:
+        if not self._killed:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        program = "import os; os.kill(os.getpid(), 9)" if self._killed.pop() else "pass"
+        return spawn([sys.executable, "-c", program], os.environ)
+
+    def look(self) -> None:
+        """Nothing is lost."""
+
+
+def test_a_node_that_cannot_be_started_again_is_one_sentence(tmp_path: Path) -> None:
+    empty_console(tmp_path)
+    node = NodeProcess(tmp_path, "a", 5, Forks(True), alone=True)
+    os.waitid(os.P_PID, node.pid, os.WEXITED | os.WNOWAIT)
+    assert node.poll(replace=True) == -9
+    assert node.failure == ("node.a: cannot start its process: Resource temporarily unavailable")
+    assert node.poll(replace=True) == -9, "it is not tried again"
+    with pytest.raises(LostMemberError, match="cannot start its process"):
+        NodeProcess(tmp_path, "b", 5, Forks(), alone=True)
 
 
 def test_a_signal_ends_the_wait_between_two_looks() -> None:

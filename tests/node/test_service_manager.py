@@ -12,6 +12,7 @@ import pytest
 
 from penstock.daemons.node.service_manager import (
     EXTEND_INTERVAL_S,
+    SAY_INTERVAL_S,
     STATUS_INTERVAL_S,
     NodeReports,
     NodeView,
@@ -85,6 +86,26 @@ def test_a_run_that_is_over_at_once_was_ready(
     reports = NodeReports(ServiceManager.of({"NOTIFY_SOCKET": address}, 7), tmp_path, steps=9)
     reports.turned(NodeView(up=False, ending=True, well=True), 1.0)
     assert manager.heard()[0].startswith("READY=1")
+
+
+def test_without_a_manager_a_node_prints_its_steps(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "train", "step": 3, "loss": 2.5}\n')
+    lines: list[str] = []
+    reports = NodeReports(ServiceManager.of({}, 7), tmp_path, steps=9, say=lines.append)
+    reports.turned(STARTING, 1.0)
+    reports.turned(UP, 2.0)
+    assert [line.partition(":")[0] for line in lines] == ["all processes run; look at them"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "train", "step": 4, "loss": 2.25}\n')
+    reports.turned(UP, 2.1)
+    assert len(lines) == 1, "not more often than every few seconds"
+    reports.turned(UP, 2.1 + SAY_INTERVAL_S)
+    reports.turned(UP, 2.2 + 2 * SAY_INTERVAL_S)
+    assert lines[1:] == ["step 4 of 9, loss 2.2500"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "train", "step": 9, "loss": 1.5}\n')
+    reports.over()
+    assert lines[2:] == ["step 9 of 9, loss 1.5000"]
 
 
 def test_no_manager_one_that_is_gone_and_one_of_another_process(tmp_path: Path) -> None:
