@@ -97,9 +97,8 @@ def test_without_time_to_save_the_memory_keeps_the_steps(
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGHUP, id="HUP"),
-        pytest.param(signal.SIGUSR1, id="USR1", marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR2, id="USR2", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, id="TERM"),
+        pytest.param(signal.SIGHUP, id="HUP", marks=pytest.mark.slow),
     ],
 )
 def test_an_end_of_a_job_that_has_passed_is_no_end(runner: Any, number: signal.Signals) -> None:
