@@ -172,8 +172,6 @@ def _make_ready(
         run_models_prepare(
             config, run_dir, "--review", progress=progress, lock=lock, starter=starter
         )
-    if config.data.tokens is not None and not makes_inputs:
-        move_tokens(directory, config.data.tokens)
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
@@ -181,6 +179,8 @@ def _make_ready(
     config = prospect.config
     check_capacity(prospect.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.
+    if config.data.tokens is not None and not makes_inputs:
+        move_tokens(directory, config.data.tokens)
     texts = {"resolved.yaml": config.to_yaml(), "plan.json": prospect.plan.to_json()}
     for name, text in texts.items():
         if not holds_text(run_dir / name, text):

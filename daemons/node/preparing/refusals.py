@@ -17,21 +17,25 @@ from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.seal import SEAL, SEALED
 
 _DATA = "data/meta.json"
-_WRITTEN = (*SEALED, "model/meta.json", "software.json", ".home", SEAL)
+_WRITTEN = (*SEALED, "model/meta.json", "places.json", "software.json", ".home", SEAL)
 """Files in the order in which they are written back: the seal is of those before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Before:
-    """A file before the preparation: its bytes, and when it was read and changed last (ns)."""
+    """A file before the preparation: its bytes, None where it was missing, and when it was read and
+    changed last (ns).
+    """
 
     path: Path
-    content: bytes
-    times_ns: tuple[int, int]
+    content: bytes | None
+    times_ns: tuple[int, int] = (0, 0)
 
     def put_back(self) -> None:
-        """Writes the file if it has changed since."""
-        if _content(self.path) != self.content:
+        """Writes the file if it has changed since, and removes it where it was missing."""
+        if self.content is None:
+            self.path.unlink(missing_ok=True)
+        elif _content(self.path) != self.content:
             write_atomically(self.path, self.content.decode())
             os.utime(self.path, ns=self.times_ns)
 
@@ -44,7 +48,7 @@ def unchanged_if_refused(run_dir: Path) -> Iterator[None]:
     if not (run_dir / SEAL).is_file():
         yield
         return
-    before = [entry for name in _WRITTEN if (entry := _read(run_dir / name)) is not None]
+    before = [_read(run_dir / name) for name in _WRITTEN]
     data = _content(run_dir / _DATA)
     try:
         yield
@@ -55,10 +59,10 @@ def unchanged_if_refused(run_dir: Path) -> Iterator[None]:
         raise
 
 
-def _read(path: Path) -> _Before | None:
+def _read(path: Path) -> _Before:
     content = _content(path)
     if content is None:
-        return None
+        return _Before(path=path, content=None)
     status = path.stat()
     times_ns = (status.st_atime_ns, status.st_mtime_ns)
     return _Before(path=path, content=content, times_ns=times_ns)
