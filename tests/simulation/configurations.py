@@ -173,8 +173,8 @@ SHAPES = (
         scheme="spipe",
         extra=FEW_RESTARTS,
     ),
-    Shape(name="clipped", clip=0.12, scheme="spipe"),
-    Shape(name="held", clip=0.12, speculate="never", extra=FEW_RESTARTS),
+    Shape(name="clipped", clip=0.09, scheme="spipe"),
+    Shape(name="held", clip=0.09, speculate="never", extra=FEW_RESTARTS),
     Shape(name="bf16", dtype="bf16", grad_dtype="bf16", scheme="gpipe"),
     Shape(name="split", dtype="bf16", grad_dtype="bf16", master="split", settle="early"),
     Shape(
@@ -182,7 +182,7 @@ SHAPES = (
     ),  # skipped more often in a row than max_skips while the scale comes down
     Shape(name="saves", save_every=3, scheme="mobius"),
     Shape(name="evaluates", eval_every=2, save_every=4, frozen=True),
-    Shape(name="tied", tied=True, clip=0.12, extra=FEW_RESTARTS),
+    Shape(name="tied", tied=True, clip=0.09, extra=FEW_RESTARTS),
     Shape(
         name="one",
         workers=1,
@@ -196,13 +196,13 @@ SHAPES = (
         grad_dtype="bf16",
         master="split",
         speculate="never",
-        clip=0.12,
+        clip=0.09,
     ),
     Shape(name="few-restarts", extra=FEW_RESTARTS),
     Shape(
         name="in-place",
         rollback="arithmetic",
-        clip=0.2,
+        clip=0.15,
         undefined=7,
         save_every=4,
         extra={"optimizer": {"loss_scale_min": 0.25}},  # which its scale, always 1, never sees
@@ -223,7 +223,7 @@ SHAPES = (
     Shape(name="replicas", extra={"schedule": {"replicas": 2}}),
     Shape(
         name="sums",  # of so many terms that their order decides the last bit
-        clip=0.12,
+        clip=0.09,
         tied=True,
         blocks=6,
         extra={
@@ -239,7 +239,7 @@ SHAPES = (
     ),
     Shape(
         name="flushes",
-        clip=0.12,
+        clip=0.09,
         save_every=3,  # two copies of the state, of which one is read while the next is written
         extra={
             "schedule": {
@@ -263,7 +263,7 @@ SHAPES = (
         name="two-nodes-pulls",
         nodes=2,
         workers=2,
-        clip=0.12,
+        clip=0.09,
         extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
     ),
     Shape(
@@ -283,11 +283,11 @@ SHAPES = (
         workers=1,
         rollback="arithmetic",
         tied=True,
-        clip=0.12,
+        clip=0.09,
     ),
     Shape(name="two-nodes-overflow", nodes=2, workers=1, dtype="fp16", overflows=True, blocks=2),
     Shape(name="two-nodes-spipe", nodes=2, workers=1, scheme="spipe", save_every=4, frozen=True),
-    Shape(name="two-nodes-chimera", nodes=2, workers=2, scheme="chimera", clip=0.12),
+    Shape(name="two-nodes-chimera", nodes=2, workers=2, scheme="chimera", clip=0.09),
     Shape(name="three-nodes", nodes=3, workers=1, blocks=3, eval_every=1),
     Shape(
         name="four-nodes",
@@ -298,9 +298,9 @@ SHAPES = (
         grad_dtype="bf16",
         master="split",
         speculate="never",
-        clip=0.12,
+        clip=0.09,
     ),
-    Shape(name="partners", nodes=2, workers=1, clip=0.12, partners=True, blocks=2),
+    Shape(name="partners", nodes=2, workers=1, clip=0.09, partners=True, blocks=2),
     Shape(
         name="partners-split",
         nodes=2,
@@ -309,7 +309,7 @@ SHAPES = (
         grad_dtype="bf16",
         master="split",
         speculate="never",
-        clip=0.12,
+        clip=0.09,
         partners=True,
     ),
     Shape(
@@ -317,7 +317,7 @@ SHAPES = (
         nodes=2,
         workers=2,
         partners=True,
-        clip=0.5,
+        clip=0.09,
         save_every=5,
         extra={
             "schedule": {
@@ -333,7 +333,7 @@ SHAPES = (
         nodes=3,
         workers=1,
         blocks=6,
-        clip=0.12,
+        clip=0.09,
         save_every=4,
         partners=True,
         frozen=True,

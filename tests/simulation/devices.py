@@ -31,6 +31,8 @@ LONG, LONG_DEVICE_S = 0.04, 0.3
 """How many of them in some runs are how long: longer than a process takes to come back, so that a
 Drain comes in the middle.
 """
+LONGEST_S = 2.0
+"""Longest step of a device, however slow its machine is: a Drain is heeded within 5 s."""
 _COMPUTES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.RECOMPUTE)
 
 
@@ -39,7 +41,8 @@ def _point(name: str, longest_s: float, shortest_s: float = 0.0) -> None:
     found: Any = world.here()
     process = found.process
     process.kernel.point(name)
-    found.sleep((shortest_s + process.kernel.random.random() * longest_s) * process.machine.slow)
+    taken_s = (shortest_s + process.kernel.random.random() * longest_s) * process.machine.slow
+    found.sleep(min(taken_s, LONGEST_S))
 
 
 def _device_s() -> float:

@@ -60,7 +60,12 @@ class Injector:
         self._wires = Wires(cluster, self._watch, self._for_a_while)
         self._mistakes = Mistakes(cluster, self._effective, self._after_decisions)
         self._pairs = Pairs(
-            cluster, self._struck_by, self._after_decisions, self._for_a_while, self._goes_down
+            cluster,
+            self._struck_by,
+            self._after_decisions,
+            self._for_a_while,
+            self._goes_down,
+            self._wires.close_a_connection,
         )
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""

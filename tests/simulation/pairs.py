@@ -1,4 +1,5 @@
-"""Two rare faults, one after the other: each strikes a process at a named point of its work.
+"""Faults that strike a process at a named point of its work: two rare ones, one after the other,
+and a Drain in the middle of what takes long.
 
 All points are equally likely, first and second, however rare the states are that lead there. The
 second one is laid when the first has struck, so it often strikes in the recovery from the first,
@@ -14,12 +15,15 @@ from functools import partial
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.kernel import Process, Trap
-from tests.simulation.rare import POINTS
+from tests.simulation.rare import POINTS, WORK
 
 PAIR = "one after the other"
 EXPIRES = 3
 """Decided attempts after which a trap that caught nobody is taken away."""
+AT_WORK = "drain at work"
 STANDS_STILL_S = (0.01, 0.3, 3.0)
+SLOW, SLOW_S = 50.0, 0.5
+"""How many times as long work takes on a machine that is drained, and for how long at most."""
 
 ForAWhile = Callable[[random.Random, float, Callable[[], None]], None]
 AfterDecisions = Callable[[int, Callable[[], None]], None]
@@ -46,6 +50,7 @@ class Pairs:
         after_decisions: AfterDecisions,
         for_a_while: ForAWhile,
         goes_down: GoesDown,
+        close_a_connection: Callable[[random.Random], None],
     ) -> None:
         self._cluster = cluster
         self._kernel = cluster.kernel
@@ -53,6 +58,7 @@ class Pairs:
         self._after_decisions = after_decisions
         self._for_a_while = for_a_while
         self._goes_down = goes_down
+        self._close_a_connection = close_a_connection
 
     def one_after_the_other(self, dice: random.Random) -> None:
         """In half of all cases memory is filled, or saved, meanwhile."""
@@ -64,6 +70,16 @@ class Pairs:
         elif prelude == "save":
             self._cluster.ask("snapshot")
 
+    def drain_at_work(self, dice: random.Random) -> None:
+        """The epoch breaks while a process is at work, and nobody is dead: so the Drain comes at
+        once, and what goes on is not over by then.
+        """
+        kinds = [kind for kind in WORK if kind != "mirrord" or self._cluster.kept]
+        kind = dice.choice(kinds)
+        passes, point = dice.choice((0, 1, 4)), dice.choice(WORK[kind])
+        blow = _Blow(kind=kind, point=point, passes=passes, how="drain")
+        self._lay(blow, dice, lambda: None, AT_WORK)
+
     def _blow(self, dice: random.Random) -> _Blow:
         kinds = [kind for kind in POINTS if kind != "mirrord" or self._cluster.kept]
         kind = dice.choice(kinds)
@@ -71,15 +87,18 @@ class Pairs:
             kind=kind,
             point=dice.choice(POINTS[kind]),
             passes=dice.choice((0, 0, 1, 3)),
-            how=dice.choices(("die", "lose the machine", "stand still"), (6, 1, 1))[0],
+            how=dice.choices(("die", "lose the machine", "stand still", "drain"), (6, 1, 1, 2))[0],
         )
 
-    def _lay(self, blow: _Blow, dice: random.Random, then: Callable[[], None]) -> None:
+    def _lay(
+        self, blow: _Blow, dice: random.Random, then: Callable[[], None], fault: str = PAIR
+    ) -> None:
         if blow.point == "cut":
             self._cut(blow.kind, dice, then)
             return
 
         def springs(process: Process) -> None:
+            self._effective(fault)
             self._strike(process, blow.how, dice)
             then()
 
@@ -100,10 +119,14 @@ class Pairs:
 
     def _strike(self, process: Process, how: str, dice: random.Random) -> None:
         machines = self._cluster.machines
-        self._effective(PAIR)
         if how == "stand still":
             process.stop()
             self._for_a_while(dice, dice.choice(STANDS_STILL_S), process.go_on)
+        elif how == "drain":
+            machine = process.machine
+            machine.slow = SLOW
+            self._for_a_while(dice, SLOW_S, lambda: setattr(machine, "slow", 1.0))
+            self._close_a_connection(dice)
         elif how == "lose the machine":
             down = partial(self._goes_down, machines.index(process.machine), dice, PAIR)
             process.kill()
@@ -112,4 +135,7 @@ class Pairs:
             process.kill()
 
 
-PAIRS: dict[str, Callable[[Pairs, random.Random], None]] = {PAIR: Pairs.one_after_the_other}
+PAIRS: dict[str, Callable[[Pairs, random.Random], None]] = {
+    PAIR: Pairs.one_after_the_other,
+    AT_WORK: Pairs.drain_at_work,
+}

@@ -54,6 +54,7 @@ KINDS = {
     "strike at the end": 2,
     "away at the end": 1,
     "one after the other": 2,
+    "drain at work": 8,
 }
 """Kind -> weight."""
 ONLY_BY_NAME = {"stop a newborn": 6}

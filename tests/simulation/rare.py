@@ -134,6 +134,14 @@ POINTS: dict[str, tuple[str, ...]] = {
 }
 """Kind of a process -> names of points at which it may be struck."""
 
+WORK: dict[str, tuple[str, ...]] = {
+    "optimizerd": ("sweep", "pulls"),
+    "worker": ("computes", "copies gradients", "fetches state", "previews", "half a preview"),
+    "memoryd": ("loads", "casts", "reads a state", "saves"),
+    "mirrord": ("sweep", "pulls"),
+}
+"""Kind of a process -> names of points at which something begins that takes a while."""
+
 RARE: dict[str, Callable[[Death], bool]] = {
     **{f"optimizerd killed {text}": _dies("optimizerd", p) for p, text in _OPTIMIZER.items()},
     **{f"schedulerd killed {text}": _dies("schedulerd", p) for p, text in _SCHEDULER.items()},
