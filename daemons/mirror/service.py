@@ -153,7 +153,11 @@ class MirrorService:
             addresses = {e.member: e.address for e in message.begin.endpoints}
             self._parts.puller.set_addresses({**addresses, **self._parts.near})
             self._parts.seeder.set_address(addresses.get(memoryd_name(self._parts.owner), ""))
-            event = replace(event, bereft=self._parts.puller.blocks_from(message.begin.bereft))
+            event = replace(
+                event,
+                bereft=self._parts.puller.blocks_from(message.begin.bereft),
+                is_strange=self._parts.member in message.begin.strange,
+            )
         if event is not None:
             self._loop.feed(event)
 

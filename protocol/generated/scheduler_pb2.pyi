@@ -401,7 +401,7 @@ class Endpoint(_message.Message):
     def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "record", "endpoints", "next_attempt", "next_evaluation", "plan_digest", "bereft")
+    __slots__ = ("epoch", "record", "endpoints", "next_attempt", "next_evaluation", "plan_digest", "bereft", "strange")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class Begin(_message.Message):
     NEXT_EVALUATION_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     BEREFT_FIELD_NUMBER: _ClassVar[int]
+    STRANGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     record: Record
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
@@ -416,7 +417,8 @@ class Begin(_message.Message):
     next_evaluation: int
     plan_digest: str
     bereft: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ..., plan_digest: _Optional[str] = ..., bereft: _Optional[_Iterable[str]] = ...) -> None: ...
+    strange: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ..., plan_digest: _Optional[str] = ..., bereft: _Optional[_Iterable[str]] = ..., strange: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunAttempt(_message.Message):
     __slots__ = ("epoch", "attempt", "base_version", "data_position", "loss_scale", "learning_rate", "hold")

@@ -22,7 +22,7 @@ from penstock.daemons.mirror.machine.events import (
     UnlinkReplica,
     VoidReplica,
 )
-from penstock.daemons.mirror.machine.machine import MirrorMachine
+from penstock.daemons.mirror.machine.machine import BEGINS_ANEW, MirrorMachine
 from penstock.daemons.optimizer.machine.events import (
     AttemptAsked,
     BeginSweep,
@@ -90,6 +90,15 @@ def test_a_new_replica_adopts_the_commit_and_reads_what_is_missing() -> None:
         SendReady(epoch=1),
         Seed(epoch=1, block=4),
     ]
+
+
+def test_a_replica_that_the_journal_does_not_know_is_removed_and_begun_anew() -> None:
+    """Its tokens are not the journal's, so it would fill no memory for as long as it is there."""
+    machine = MirrorMachine([MirroredBlock(index=4, contributions=1)], NOTHING)
+    machine.handle(DrainAsked(epoch=1))
+    removed, end = machine.handle(FollowAsked(epoch=1, record=record_of(0, 0), is_strange=True))
+    assert removed == UnlinkReplica()
+    assert isinstance(end, Exit) and end.reason == BEGINS_ANEW
 
 
 def test_an_attempt_is_mirrored_without_the_blocks_that_are_missing() -> None:

@@ -176,7 +176,8 @@ def _fields(kind: str, body: Any) -> str:
             return f" e{body.epoch} v{body.version} from {source}{generation}"
         case "begin":
             bereft = f" without gradients of {', '.join(body.bereft)}" if body.bereft else ""
-            return f" e{body.epoch} v{body.record.version}{bereft}"
+            strange = f" anew {', '.join(body.strange)}" if body.strange else ""
+            return f" e{body.epoch} v{body.record.version}{bereft}{strange}"
         case "run_attempt":
             hold = " hold" if body.hold else ""
             place = f"v{body.base_version} data {body.data_position}"

@@ -197,6 +197,20 @@ def test_memory_of_an_older_generation_is_filled_anew() -> None:
     assert lines[0] == "memoryd.a <- begin e4 v4"
 
 
+@pytest.mark.parametrize(
+    ("borne", "claims", "anew"),
+    [(b"new", True, " anew mirrord.b"), (b"old", True, ""), (b"new", False, "")],
+    ids=["strange", "known", "strange and empty"],
+)
+def test_a_replica_that_the_journal_does_not_know_begins_anew(
+    borne: bytes, claims: bool, anew: str
+) -> None:
+    """As where an old machine is back in the place of a spare one, which had a replica, too."""
+    tokens = (("mirrord.b", b"old".hex()),)
+    _, lines = drain(memory(), memory(), replica(tokens=borne, complete=claims), tokens=tokens)
+    assert f"memoryd.a <- begin e4 v4{anew}" in lines
+
+
 def test_a_partner_that_fails_leaves_the_newest_saved_state() -> None:
     driver, _ = drain(EMPTY, memory(), replica())
     driver.say("mirrord.b", settled=pb.Settled(epoch=4, version=4))

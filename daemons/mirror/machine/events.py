@@ -71,12 +71,14 @@ class ReplicaFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowAsked:
     """The scheduler's Begin: enter ``epoch`` with the commit that ``record`` describes. ``bereft``:
-    blocks some of whose gradients of that commit were lost with a machine.
+    blocks some of whose gradients of that commit were lost with a machine. ``is_strange``: the
+    journal does not know this replica, so it fills no memory.
     """
 
     epoch: int
     record: CommitRecord
     bereft: frozenset[int] = frozenset()
+    is_strange: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,8 @@ from penstock.daemons.optimizer.machine.sweeps import FinishSettle, Settle
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.plan.step import OptimizerStep
 
+BEGINS_ANEW = "the journal does not know this replica: it is removed, and begun anew"
+
 
 class MirrorPhase(Enum):
     """Where a mirrord is in its life, see the module."""
@@ -200,6 +202,10 @@ class MirrorMachine:
 
     def _on_begin(self, event: FollowAsked) -> None:
         if self._too_old(event.epoch):
+            return
+        if event.is_strange:  # as where an old machine is back in the place of a spare one
+            self._out.append(UnlinkReplica())
+            self._leave_at_once(BEGINS_ANEW)
             return
         self._enter(event, MirrorPhase.LIVE)
         self._bereft = event.bereft

@@ -271,6 +271,7 @@ class Barrier(Activity):
             next_attempt=self.mirror.next_attempt,
             next_evaluation=self.mirror.next_evaluation,
             bereft=sorted(self._bereft),
+            strange=self._found.strange(self.mirror.record),
         )
 
     answers = {  # noqa: RUF012  # the base class says ClassVar

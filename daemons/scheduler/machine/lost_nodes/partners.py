@@ -67,10 +67,19 @@ class Holdings:
         """
         states: dict[str, pb.MemoryState | pb.ReplicaState] = dict(self.memory)
         for member, replica in self.replicas.items():
-            claims = replica.complete and replica.incarnation == record.incarnation
-            if not claims or member not in self.tokens:
+            if not _claims(replica, record) or member not in self.tokens:
                 states[member] = replica
         return {member: state.tokens.hex() for member, state in states.items() if state.tokens}
+
+    def strange(self, record: CommitRecord) -> tuple[str, ...]:
+        """Returns the mirrords whose replicas claim to hold something and do not bear the journal's
+        tokens: such a replica fills no memory, so its mirrord has to begin anew.
+        """
+        return tuple(
+            member
+            for member, replica in sorted(self.replicas.items())
+            if _claims(replica, record) and self._why_strange(member, replica)
+        )
 
     def _why_strange(self, member: str, state: pb.MemoryState | pb.ReplicaState) -> str:
         """Returns why a member's segments are not those that the journal knows; empty: they are."""
@@ -144,6 +153,11 @@ def keepers_of(rules: Rules) -> dict[str, str]:
         memoryd_name(node.name): mirrord_name(nodes[partner_of(rules.config, index)].name)
         for index, node in enumerate(nodes)
     }
+
+
+def _claims(replica: pb.ReplicaState, record: CommitRecord) -> bool:
+    """Returns whether a replica says that it can fill memory of the record's filling."""
+    return replica.complete and replica.incarnation == record.incarnation
 
 
 def _optimizerd_of(rules: Rules, memoryd: str) -> str:
