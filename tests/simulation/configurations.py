@@ -327,6 +327,16 @@ SHAPES = (
             }
         },
     ),
+    Shape(
+        name="partners-pulls",  # steps that wait for gradients of a node that may be lost
+        nodes=2,
+        workers=2,
+        partners=True,
+        clip=0.09,
+        tied=True,
+        settle="advance",
+        extra={"schedule": {"replicas": 2, "reduce_gradients": False}},
+    ),
     Shape(name="partners-early", nodes=2, workers=2, settle="early", partners=True),
     Shape(
         name="three-partners",
@@ -334,6 +344,8 @@ SHAPES = (
         workers=1,
         blocks=6,
         clip=0.09,
+        tied=True,
+        settle="advance",
         save_every=4,
         partners=True,
         frozen=True,

@@ -65,7 +65,6 @@ class Injector:
             self._after_decisions,
             self._for_a_while,
             self._goes_down,
-            self._wires.close_a_connection,
         )
         self._due: list[tuple[int, Callable[[], None]]] = []
         """What happens as soon as so many attempts are decided."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from penstock.daemons.mirror.machine.machine import BEGINS_ANEW
 from penstock.daemons.scheduler.machine.requests import BARRIER_S
 from penstock.daemons.scheduler.machine.rules import RunPhase
 from penstock.daemons.scheduler.machine.status import BreakCause
@@ -113,8 +114,8 @@ class History:
             self.violation(f"{cause.value} where nobody hangs: {reason}")
 
     def gave_up(self, name: str, reason: str) -> None:
-        """A process ends by itself, with an error."""
-        if self.deaths_alone:
+        """A process ends by itself, with an error; a replica of an old machine is begun anew."""
+        if self.deaths_alone and reason != BEGINS_ANEW:
             self.violation(f"{name} gives up among deaths alone: {reason}")
 
     def died(self, process: Process) -> None:
@@ -351,8 +352,9 @@ class History:
     def _replaced(self, effect: Any) -> None:
         """Memory is going to be filled from partners."""
         for name, generation in effect.generations:
-            if generation <= self._generations.get(name, 0):
-                self.violation(f"generation {generation} of {name} is used again")
+            before = self._generations.get(name, 0)
+            if generation != before + 1:
+                self.violation(f"generation {generation} of {name}, the one before is {before}")
             self._generations[name] = generation
         self.announced.replaced(dict(effect.generations))
         self._fills = True

@@ -30,6 +30,8 @@ SOON_S, LATE_S, LATE = 2e-4, 8e-3, 0.03
 """For how long at most a thread stands still while others run; and where its core is taken away, as
 often as this: a message then overtakes what comes before the next step.
 """
+HELD_S = 2e-3
+"""A held task looks again after so long whether it may go on."""
 
 
 class Violation(Exception):
@@ -43,6 +45,7 @@ class Task:
         "done",
         "error",
         "glet",
+        "held",
         "hung",
         "ident",
         "joiners",
@@ -58,7 +61,8 @@ class Task:
         self.process = process
         self.name = name
         self.ident: int | None = None
-        self.done = self.hung = self.waiting = self.waking = self.woken = False
+        self.done = self.held = self.hung = False
+        self.waiting = self.waking = self.woken = False
         self.error: BaseException | None = None
         self.token = 0
         self.joiners: list[Task] = []
@@ -202,12 +206,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trap:
-    """Waits at a named point for a process of a kind; ``passes``: those who go by unhurt before."""
+    """Waits at a named point for a process of a kind; ``passes``: those who go by unhurt before.
+    ``springs`` hears who is in it, and how to break the stream that a message leaves on there.
+    """
 
     kind: str
     point: str
     passes: int
-    springs: Callable[[Process], None]
+    springs: Callable[[Process, Callable[[], None]], None]
 
 
 class Kernel:
@@ -324,23 +330,28 @@ class Kernel:
                 self.note("dies at", process.name, name)
                 process.kill()
                 self.park_forever()
-        if self.trap is not None and (self.trap.point, self.trap.kind) == (name, process.kind):
-            self._in_the_trap(self.trap, process)
+        self.pass_by(task, name, lambda: None)
         if self.random.random() < self.yields:
             longest_s = LATE_S if self.random.random() < LATE else SOON_S
             self.park(self.random.random() * longest_s * process.machine.slow)
 
-    def _in_the_trap(self, trap: Trap, process: Process) -> None:
+    def pass_by(self, task: Task, name: str, break_stream: Callable[[], None]) -> None:
+        """A task passes a place at which a trap may wait, and nothing else happens."""
+        trap, process = self.trap, task.process
+        if trap is None or (trap.point, trap.kind) != (name, process.kind):
+            return
         if trap.passes:
             self.trap = replace(trap, passes=trap.passes - 1)
             return
         self.trap = None
         self.note("in the trap", process.name, trap.point)
-        trap.springs(process)
+        trap.springs(process, break_stream)
         if not process.alive:
             self.park_forever()
         if process.stopped:
             self.park(0.0)
+        while task.held:
+            self.park(HELD_S)
 
     def park_forever(self) -> None:
         """The task is dead."""

@@ -55,6 +55,7 @@ KINDS = {
     "away at the end": 1,
     "one after the other": 2,
     "drain at work": 8,
+    "lose a message": 10,
 }
 """Kind -> weight."""
 ONLY_BY_NAME = {"stop a newborn": 6}
@@ -71,12 +72,13 @@ WITH_PARTNERS = {
     "cut a sweep": 12,
     "strike in a re-seed": 10,
     "lose a machine at a commit": 8,
+    "strike behind a refill": 10,
 }
 """Kind -> weight where memory outlives a machine."""
 DEATHS = (
     *("kill", "kill at a step", "cut a sweep", "kill several", "kill a node", "kill in a restore"),
     *("lose a machine", "lose a machine at a cut", "lose a machine at a commit", "save"),
-    "strike in a re-seed",
+    *("strike in a re-seed", "strike behind a refill"),
     *("kill at a commit", "switch off", "switch off in a save", "lose two machines", "spare"),
 )
 """Of these nobody stands still."""
@@ -84,6 +86,7 @@ REPLACED = {
     "spare": 4,
     "lose a machine": 2,
     "strike in a re-seed": 2,
+    "strike behind a refill": 4,
     "kill": 3,
     "kill at a commit": 1,
     "cut a sweep": 1,
@@ -99,7 +102,14 @@ ALONE = 24
 """Faults of a seed in which each comes alone: more do not find room in a run's steps."""
 ALONE_BELOW = 0.3
 PAIRS_BELOW = 0.15
-"""Of the seeds in which faults come alone, those in which each is two rare ones."""
+"""Of the seeds in which faults come alone, those in which each strikes at a named point."""
+AT_POINTS = {
+    "one after the other": 4,
+    "drain at work": 3,
+    "lose a message": 3,
+    "strike behind a refill": 3,
+}
+"""Kind -> weight in these."""
 STORM = 250
 """Faults of a storm: about ten come in each step, most of them while others are still mended."""
 STORMS_BELOW = 0.5
@@ -130,10 +140,11 @@ def draw(
     """Returns the faults of a seed.
 
     In some seeds each comes *alone*, when the run has got over the one before by itself: what the
-    next fault would have mended by chance shows there. In half of those each is two rare ones, the
-    second in the recovery from the first. Among many others a fault is no rescue for who would
-    never go on, either, if it comes late; a few do. In a *storm* ten come in each step: processes
-    die that have just come, or are about to join, again and again.
+    next fault would have mended by chance shows there. In half of those each strikes at a named
+    point: two rare ones, the second in the recovery from the first, and others like them. Among
+    many others a fault is no rescue for who would never go on, either, if it comes late; a few do.
+    In a *storm* ten come in each step: processes die that have just come, or are about to join,
+    again and again.
     """
     dice = random.Random(f"faults {seed}")
     weights = {
@@ -154,7 +165,7 @@ def draw(
         spacing = dice.choice(((0, 1, 1, 2), (0, 0, 1), (0, 0, 0, 1)))
     pace = dice.choice((0.001, 0.003, 0.01, 0.03))
     if not kinds and weather < PAIRS_BELOW:
-        weights = {"one after the other": 1}
+        weights = {kind: weight for kind, weight in AT_POINTS.items() if kind in weights}
     elif not kinds:
         weights = _alike(weights, partners) if alone else _themed(weights, dice)
     chosen = dice.choices(list(weights), list(weights.values()), k=count)

@@ -142,6 +142,20 @@ WORK: dict[str, tuple[str, ...]] = {
 }
 """Kind of a process -> names of points at which something begins that takes a while."""
 
+MESSAGES: dict[str, tuple[str, ...]] = {
+    "schedulerd": (
+        *("drain", "restore", "begin", "run_attempt", "amend", "commit", "skip", "settle"),
+        *("save", "evaluate"),
+    ),
+    "worker": ("drained", "ready", "attempt_done", "evaluation_done"),
+    "optimizerd": ("drained", "ready", "block_status", "amended", "settled", "attempt_heard"),
+    "memoryd": ("drained", "restored", "ready", "saved", "pinned"),
+    "mirrord": ("drained", "ready", "settled", "mirrored"),
+}
+"""Kind of a process -> messages that are lost at times, with the stream that they leave on."""
+OF_SAVES = ("save", "settle", "settled", "saved", "pinned")
+"""Messages that are sent where a state is saved."""
+
 RARE: dict[str, Callable[[Death], bool]] = {
     **{f"optimizerd killed {text}": _dies("optimizerd", p) for p, text in _OPTIMIZER.items()},
     **{f"schedulerd killed {text}": _dies("schedulerd", p) for p, text in _SCHEDULER.items()},

@@ -117,11 +117,19 @@ class Call:
             self._arrived.wake(1)
         self._leave()
 
+    def says(self, message: pb.MemberMessage) -> None:
+        """Send a message behind those that were sent before."""
+        if self.pipe is not None:
+            self.pipe.send(message.SerializeToString())
+
     def _write(self) -> None:
         if not self._connect():
             return
         assert self.pipe is not None
+        kernel, stream = self.process.kernel, self._stream
+        assert stream is not None and kernel.current is not None
         for message in self._requests:
+            kernel.pass_by(kernel.current, says(message), stream.cut)
             self.pipe.send(message.SerializeToString())
             if self._ended:
                 break
@@ -190,6 +198,11 @@ def tell(source: Process, target: Process, network: Network, action: Callable[[]
             action()
 
     kernel.after(3 * network.delay_s(here is there), attempt)
+
+
+def says(message: pb.MemberMessage | pb.SchedulerMessage) -> str:
+    """Returns the name of the place at which a message leaves."""
+    return f"says {message.WhichOneof('body')}"
 
 
 class ServerStream:
@@ -322,9 +335,13 @@ class SimServer:
             self._condemned.add((message.fence.member, message.fence.pid))
             history = self.process.world.cluster.history
             history.fences(message.fence.member, message.fence.pid)
-        stream = self._streams_of.get(member)
+        number = self._streams_of.get(member)
+        stream = None if number is None else self.streams.get(number)
         if stream is not None:
-            self._put(stream, message)
+            kernel = self.process.kernel
+            assert kernel.current is not None
+            kernel.pass_by(kernel.current, says(message), stream.cut)
+            stream.put(message)
 
     def beat(self) -> None:
         for stream in self._streams_of.values():
