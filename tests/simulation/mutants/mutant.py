@@ -1,7 +1,7 @@
 """A fault as a value: which text of which file becomes which.
 
 Named mutants are in ``planted/*.toml``, and those of kinds that the simulation once overlooked in
-``kinds/*.toml``, one table each::
+``kinds/*.toml``, those held out for one trial in ``held_out/*.toml``, one table each::
 
     [announces-before-the-journal]
     file = "daemons/scheduler/machine/transaction.py"
@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 PLANTED = Path(__file__).parent / "planted"
 KINDS = Path(__file__).parent / "kinds"
+HELD_OUT = Path(__file__).parent / "held_out"
 PACKAGE = "penstock"
 OF_THE_PROTOCOL = "protocol"
 

@@ -17,6 +17,7 @@ from tests.simulation.configurations import SHAPES, drawn_shape, seeds_by_shape
 from tests.simulation.many import FOLDER
 from tests.simulation.mutants.automatic import FILES, automatic_mutants, equivalent_mutants
 from tests.simulation.mutants.mutant import (
+    HELD_OUT,
     KINDS,
     OF_THE_PROTOCOL,
     ROOT,
@@ -46,7 +47,9 @@ def test_kinds_that_were_overlooked_have_mutants_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "mutant", [*named_mutants(), *named_mutants(KINDS)], ids=lambda mutant: mutant.name
+    "mutant",
+    [*named_mutants(), *named_mutants(KINDS), *named_mutants(HELD_OUT)],
+    ids=lambda mutant: mutant.name,
 )
 def test_a_planted_fault_fits(mutant: Mutant) -> None:
     changed = mutant.source()
