@@ -19,6 +19,9 @@ PIPE_S = 5.0
 
 _CHUNK_BYTES = 1 << 16
 
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+"""First bytes of a file that Git LFS writes in the place of another file, and its largest size."""
+
 _KINDS = (
     (stat.S_ISDIR, errno.EISDIR, "a folder"),
     (stat.S_ISCHR, errno.EINVAL, "a character device"),
@@ -71,6 +74,16 @@ def read_text(path: Path, limit: int) -> str:
             f"line {line}: byte 0x{content[error.start]:02x} at offset {error.start} is no UTF-8;"
             " save it as UTF-8 text",
         ) from error
+
+
+def is_pointer(path: Path) -> bool:
+    """Returns whether a file is a pointer of Git LFS in the place of the file."""
+    try:
+        if not path.is_file() or path.stat().st_size > _POINTER_BYTES:
+            return False
+        return path.read_bytes().startswith(_POINTER)
+    except OSError:
+        return False  # The read that needs the file reports this error.
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

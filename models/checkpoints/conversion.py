@@ -122,18 +122,22 @@ class Weights:
             )
         return True
 
+    def missing(self, table: BlockTable) -> dict[str, str]:
+        """Returns the tensors that the files do not have: name -> block."""
+        return {
+            spec.name: block.name
+            for block in table.blocks
+            for spec in block.tensors
+            if self._find(spec.name) is None
+        }
+
     def check(self, table: BlockTable) -> None:
         """Hold all that a model needs against what there is.
 
         Raises:
             StateError: tensors are missing, or one is of another shape or type.
         """
-        missing = {
-            spec.name: block.name
-            for block in table.blocks
-            for spec in block.tensors
-            if self._find(spec.name) is None
-        }
+        missing = self.missing(table)
         if missing:
             raise self._missing(missing)
         for spec in (spec for block in table.blocks for spec in block.tensors):

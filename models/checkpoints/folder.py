@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from penstock.models.checkpoints.causes import cause_of_misfit
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights, folded
 from penstock.models.checkpoints.files import (
@@ -22,7 +23,7 @@ from penstock.models.checkpoints.files import (
 )
 from penstock.models.surgery.hf import load_run_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import ConfigError, PenstockError, StateError
 from penstock.shm.table import BlockTable
 
 _NAMES = 8
@@ -34,6 +35,7 @@ class FolderWeights:
     not tie.
     """
 
+    directory: Path
     files: tuple[str, ...]
     skeleton: Skeleton
     weights: Weights
@@ -70,7 +72,7 @@ class FolderWeights:
             skeleton = build_skeleton(hf_config)
             weights = Weights(skeleton, checkpoint)
             weights.untied()
-        return cls(files=files, skeleton=skeleton, weights=weights)
+        return cls(directory=directory, files=files, skeleton=skeleton, weights=weights)
 
     @classmethod
     def keep(
@@ -87,16 +89,25 @@ class FolderWeights:
         hf_config.tie_word_embeddings = getattr(kept, "tie_word_embeddings", False)
         skeleton = build_skeleton(hf_config)
         return cls(
-            files=files, skeleton=skeleton, weights=Weights(skeleton, Checkpoint(directory, files))
+            directory=directory,
+            files=files,
+            skeleton=skeleton,
+            weights=Weights(skeleton, Checkpoint(directory, files)),
         )
 
     def check(self, table: BlockTable, say: Callable[[str], None]) -> None:
         """Hold the headers against the model, and name what the model has no use for.
 
         Raises:
+            ConfigError: the tensors are not those of plain weights; names the cause.
             StateError: tensors are missing, or of another shape or type.
         """
-        self.weights.check(table)
+        try:
+            self.weights.check(table)
+        except StateError as error:
+            missing = self.weights.missing(table)
+            cause = cause_of_misfit(self.directory, missing, self.weights.unused)
+            raise error if cause is None else ConfigError(f"model.path: {cause}") from error
         if unused := self.weights.unused:
             count = f"{len(unused)} tensor{'s' * (len(unused) > 1)}"
             say(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock.models.checkpoints.carried import keep_carried
+from penstock.models.checkpoints.causes import check_model_folder
 from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
 from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
 from penstock.models.data.chunks import Progress
@@ -55,6 +56,8 @@ def prepare(
     if not table_only:
         _check_device(config)
     bounds.limit_memory()
+    if config.model.path is not None and not config.cluster.platform.brings_model:
+        check_model_folder(config.model.path)
     with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
         tokenizer = open_tokenizer(config)
     if tokenizer is not None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from penstock.protocol.config.values import UTF8
 from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.inputs import is_pointer
 
 STDLIB = "@stdlib"
 MAX_STDLIB_BYTES = 30 * 10**6
@@ -69,9 +70,20 @@ def find_source(source: str, *, key: str = "data.path", encoding: str = UTF8) ->
     The standard library is UTF-8, whatever ``encoding`` says.
 
     Raises:
-        ConfigError: there is no file, it is of a kind that is not read, or a folder cannot be
-            listed.
+        ConfigError: there is no file, it is of a kind that is not read, a folder cannot be listed,
+            or a file is a pointer of Git LFS.
     """
+    found = _find(source, key, encoding)
+    for path in found.files:
+        if is_pointer(path):
+            raise ConfigError(
+                f"{key} = {source!r}: {path} is a Git LFS pointer, which stands for a file that is"
+                " not there; get the files (git lfs pull)"
+            )
+    return found
+
+
+def _find(source: str, key: str, encoding: str) -> Source:
     if "\0" in source:
         raise ConfigError(f"{key} = {source!r}: no such file or folder")
     if source == STDLIB:

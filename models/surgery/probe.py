@@ -37,6 +37,8 @@ def refused(explain: Callable[[Exception], str]) -> Iterator[None]:
     except PenstockError:
         raise
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+            raise ConfigError(f"{error.strerror}: set TMPDIR to a folder of yours") from error
         raise ConfigError(explain(error)) from error
 
 

@@ -163,8 +163,17 @@ def _build_on_meta(hf_config: PretrainedConfig) -> Any:
     # Soft-capped attention scores exist in the eager implementation only.
     softcap = getattr(config, "attn_logit_softcapping", None)
     attention = {"attn_implementation": "eager"} if softcap is not None else {}
-    explain = f"model: transformers cannot build a model of type {config.model_type!r} from these"
-    with refused(lambda error: f"{explain} values: {reason(error)}"), torch.device("meta"):
+
+    def explain(error: Exception) -> str:
+        if "Padding_idx" in str(error):
+            return (
+                f"pad_token_id = {config.pad_token_id} (config.json of model.path, or model.hf):"
+                f" the model has no such row; vocab_size is {config.vocab_size}"
+            )
+        kind = f"transformers cannot build a model of type {config.model_type!r}"
+        return f"model: {kind} from these values: {reason(error)}"
+
+    with refused(explain), torch.device("meta"):
         kind: Any = AutoModelForMaskedLM if predicts_masked(config) else AutoModelForCausalLM
         model = kind.from_config(config, dtype=torch.float32, **attention)
     return model.train()

@@ -311,6 +311,41 @@ def prefixed(folder: Folder) -> None:
     folder.save({f"_orig_mod.{k}": v for k, v in folder.build().items()})
 
 
+def a_pointer(name: str) -> Callable[[Folder], None]:
+    def build(folder: Folder) -> None:
+        folder.build()
+        (folder.path / name).write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4120\n"
+        )
+
+    return build
+
+
+def packed(suffix: str) -> Callable[[Folder], None]:
+    """Projections as quantizers store them: several numbers in an integer."""
+
+    def build(folder: Folder) -> None:
+        tensors = {}
+        for name, value in folder.build().items():
+            if name.endswith("_proj.weight"):
+                stem = name.removesuffix("weight")
+                tensors[stem + suffix] = torch.zeros(value.numel() // 8, 1, dtype=torch.int32)
+            else:
+                tensors[name] = value
+        folder.save(tensors)
+        folder.configure(quantization_config={"quant_method": "gptq", "bits": 4})
+
+    return build
+
+
+def padded(token: int) -> Callable[[Folder], None]:
+    def build(folder: Folder) -> None:
+        folder.build()
+        folder.configure(pad_token_id=token)
+
+    return build
+
+
 def renamed(name: str) -> Callable[[Folder], None]:
     def build(folder: Folder) -> None:
         folder.build()
@@ -365,8 +400,15 @@ def a_dangling_link(folder: Folder) -> None:
         ),
         (
             prefixed,
-            r"lack 21 tensors .*; they have 21 others .* \(_orig_mod.lm_head.weight",
+            r"names of tensors begin with '_orig_mod.', which torch.compile adds: save the state",
         ),
+        (a_pointer(SINGLE), r"model.path = .*: model.safetensors: Git LFS pointers"),
+        (a_pointer("config.json"), r"model.path = .*: config.json: Git LFS pointers"),
+        (a_pointer("tokenizer.json"), r"model.path = .*: tokenizer.json: Git LFS pointers"),
+        (packed("qweight"), r"files are quantized \(quantization_config of config.json: gptq\)"),
+        (packed("weight"), r"files are quantized \(quantization_config of config.json: gptq\)"),
+        (padded(4096), r"pad_token_id = 4096 .* the model has no such row; vocab_size is"),
+        (lambda folder: None, r"model.path = .*: no such folder; give a local folder"),
         (renamed("pytorch_model.bin"), r"and pytorch_model.bin is not read; load .* and save it"),
         (renamed("weights.safetensors"), r"and weights.safetensors is not read; rename it to"),
         (renamed("model.fp16.safetensors"), r"and model.fp16.safetensors is not read; rename it"),

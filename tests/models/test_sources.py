@@ -358,3 +358,13 @@ def test_encodings_are_those_of_python() -> None:
         encoding_of(encoding="idna")
     with pytest.raises(ConfigError, match=r"data.encoding goes with data.path"):
         encoding_of(path=None, tokens="t.bin", encoding="latin-1")
+
+
+def test_a_pointer_in_the_place_of_a_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Pumps push water up the hill.")
+    assert len(find_source(str(tmp_path)).files) == 1
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4120\n"
+    (tmp_path / "b.txt").write_text(pointer)
+    for source in (tmp_path, tmp_path / "b.txt", tmp_path / "*.txt"):
+        with pytest.raises(ConfigError, match=r"b\.txt is a Git LFS pointer"):
+            find_source(str(source))

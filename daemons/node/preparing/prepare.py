@@ -49,7 +49,7 @@ from penstock.daemons.preload.starting import Starter
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.config.values import AUTO, BYTE
-from penstock.protocol.errors import StateError
+from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
 from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
@@ -347,24 +347,24 @@ def _knows_its_weights(run_dir: Path) -> bool:
 def _absolute_paths(config: Config) -> Config:
     """Paths that mean the same in every process, wherever it was started."""
     model, data = config.model, config.data
-    model_path = model.path and model.path.absolute()
+    model_path = model.path and _absolute(model.path)
     changes = {
-        name: str(Path(value).absolute())
+        name: str(_absolute(Path(value)))
         for name in ("path", "eval_path")
         if (value := getattr(data, name)) is not None and not value.startswith("@")
     }
     if data.tokenizer not in (None, BYTE):
-        changes["tokenizer"] = str(Path(str(data.tokenizer)).absolute())
-    tokens = data.tokens and data.tokens.absolute()
+        changes["tokenizer"] = str(_absolute(Path(str(data.tokenizer))))
+    tokens = data.tokens and _absolute(data.tokens)
     files = {
-        name: path.absolute()
+        name: _absolute(path)
         for name in ("file", "profile")
         if (path := getattr(config.schedule, name)) is not None
     }
-    keys = config.cluster.keys and config.cluster.keys.absolute()
+    keys = config.cluster.keys and _absolute(config.cluster.keys)
     device, parameter = config.cluster.device, config.cluster.device_parameter
     if parameter is not None and parameter.endswith(".json"):
-        device = f"{config.cluster.platform.name}:{Path(parameter).absolute()}"
+        device = f"{config.cluster.platform.name}:{_absolute(Path(parameter))}"
     return config.model_copy(
         update={
             "model": model.model_copy(update={"path": model_path}),
@@ -373,3 +373,15 @@ def _absolute_paths(config: Config) -> Config:
             "cluster": config.cluster.model_copy(update={"device": device, "keys": keys}),
         }
     )
+
+
+def _absolute(path: Path) -> Path:
+    """Returns an absolute path; ``~`` stands for the home of a user, as in a shell.
+
+    Raises:
+        ConfigError: the machine knows no home of that user.
+    """
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: no home of this user is known; give the whole path") from error
