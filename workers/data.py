@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.models.data.batch import MicroBatch
 from penstock.models.data.chunks import Checksums
+from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import MASKED
@@ -166,26 +167,19 @@ def _objective(config: Config, meta: dict[str, Any]) -> Objective:
     """Returns what the configuration asks for; ``meta`` is the split's entry of ``meta.json``.
 
     Raises:
-        ConfigError: documents are to be kept apart without an end token, or a function of the
-            user's cannot be imported.
+        ConfigError: a function of the user's cannot be imported.
     """
-    data, eos = config.data, None
-    if data.document_masks:
-        eos = meta["eos"]
-        if eos is None:
-            raise ConfigError(
-                "data.document_masks: true: needs the id of the token that ends a document; give"
-                " eos_token_id in model.hf, or data.path instead of data.tokens"
-            )
+    data = config.data
+    ends = end_ids(meta["eos"]) if data.document_masks else ()
     if data.objective == MASKED:
         return Masked(
             mask=meta["mask"],
             vocab_size=meta["vocab_size"],
             fraction=data.mask_fraction,
             seed=config.run.seed,
-            eos=eos,
+            ends=ends,
         )
-    return own_objective(config) or NextToken(eos=eos)
+    return own_objective(config) or NextToken(ends=ends)
 
 
 def _permuted(indices: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from penstock.models.data.pieces.encoding import Encoded, Guard, unbounded
+from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer import Tokenizer
 from penstock.protocol.errors import ConfigError, PenstockError, reason
 from penstock.shm.cgroup import tightest_memory
@@ -26,9 +25,11 @@ OPENING_S = 300.0
 BUILDING_S = 1200.0
 """CPU seconds to build a model without weights, and to take it apart."""
 ENCODING_S = 120.0
-"""CPU seconds for a document, beside those for its length."""
+"""CPU seconds for a call of the library, beside those for the length of its texts."""
 _BYTES_PER_S = 2000
 """No tokenizer is as slow; usual ones encode some 300,000 bytes a second."""
+_MOST_BYTES = 4
+"""Bytes of a character."""
 _LEAST_BYTES = 4 << 30
 
 
@@ -101,7 +102,18 @@ class BoundedTokenizer:
         return self.inner.vocab_size
 
     @property
-    def eos(self) -> int:
+    def bos(self) -> int | None:
+        """The id that its settings name for a beginning."""
+        return self.inner.bos
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The ids that it puts in front of a text when it adds special tokens."""
+        with self.bounds.within(self._what("finding its special tokens"), ENCODING_S):
+            return self.inner.prefix
+
+    @property
+    def eos(self) -> int | None:
         """The id that ends a document."""
         return self.inner.eos
 
@@ -110,16 +122,31 @@ class BoundedTokenizer:
         """The id that stands for a masked token; None where there is none."""
         return self.inner.mask
 
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Returns the uint32 ids of one UTF-8 document, (tokens,), without the end token.
+    def encode_documents(
+        self, documents: Iterable[Document], guard: Guard = unbounded
+    ) -> Iterator[Encoded]:
+        """Yields the ids of documents in parts.
 
         Raises:
-            ConfigError: the tokenizer ran out of memory, or panicked.
+            ConfigError: the tokenizer ran out of memory, or panicked; or a document is too long.
         """
-        what = f"data.tokenizer = {self.name!r}: encoding a document"
-        with self.bounds.within(what, ENCODING_S + len(document) / _BYTES_PER_S):
-            return self.inner.encode(document)
+        what = self._what("encoding documents")
+
+        @contextmanager
+        def bounded(characters: int) -> Iterator[None]:
+            cpu_s = ENCODING_S + _MOST_BYTES * characters / _BYTES_PER_S
+            with guard(characters), self.bounds.within(what, cpu_s):
+                yield
+
+        return self.inner.encode_documents(documents, bounded)
+
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of a token by its text."""
+        return self.inner.token_id(text)
 
     def files(self) -> dict[str, bytes]:
         """Returns its files: path below a directory that ``AutoTokenizer`` can read -> content."""
         return self.inner.files()
+
+    def _what(self, work: str) -> str:
+        return f"data.tokenizer = {self.name!r}: {work}"

@@ -29,10 +29,12 @@ from penstock.shm.cgroup import usable_cpus
 CHUNK_BYTES = 1 << 16
 """Bytes that share a checksum; the last chunk of a file may be shorter."""
 
+SAY_EVERY_S = 5.0
+"""Seconds between two lines about work that takes long."""
+
 _DIGEST_BYTES = 16
 _SLAB_CHUNKS = 256
 _MAX_THREADS = 8
-_SAY_EVERY_S = 5.0
 
 _REMEDY = "Restore it and start again; for other data start a new run in another run.dir"
 _REMEDY_OWN = (
@@ -102,7 +104,7 @@ def write_sums(
         said_s = time.monotonic()
         for start, part in zip(starts, pool.map(digests_of, starts), strict=True):
             digests.append(part)
-            if time.monotonic() - said_s > _SAY_EVERY_S:
+            if time.monotonic() - said_s > SAY_EVERY_S:
                 said_s = time.monotonic()
                 progress(f"checksums of {tokens}: {start / 1e9:.1f} of {len(content) / 1e9:.1f} GB")
     return _write(b"".join(digests), sums, len(content))

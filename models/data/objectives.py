@@ -37,11 +37,11 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextToken:
-    """Labels are the tokens that follow; the end token ``eos`` keeps documents apart, None: they
-    are not.
+    """Labels are the tokens that follow; each token of ``ends`` ends a document. Without any,
+    documents are not kept apart.
     """
 
-    eos: int | None = None
+    ends: tuple[int, ...] = ()
 
     def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
         """Returns inputs and labels, (micro_batch, sequence_length).
@@ -52,9 +52,9 @@ class NextToken:
         follow from it.
         """
         inputs, labels = np.ascontiguousarray(tokens[:, :-1]), tokens[:, 1:].copy()
-        if self.eos is None or not (inputs == self.eos).any():
+        ends = np.isin(inputs, self.ends)
+        if not ends.any():
             return MicroBatch(input_ids=inputs, labels=labels)
-        ends = inputs == self.eos
         labels[ends] = IGNORED_LABEL
         if not ends[:, :-1].any():
             return MicroBatch(input_ids=inputs, labels=labels)
@@ -76,20 +76,20 @@ class Masked:
     what is masked follows from ``seed`` and the sample's number, so it differs from pass to pass.
 
     ``mask`` stands for a masked token; any of ``vocab_size`` tokens may be drawn in its place.
-    ``eos`` keeps documents apart, as in :class:`NextToken`.
+    ``ends`` keep documents apart, as in :class:`NextToken`.
     """
 
     mask: int
     vocab_size: int
     fraction: float
     seed: int
-    eos: int | None = None
+    ends: tuple[int, ...] = ()
 
     def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
         """Returns inputs with masks, and labels (-100 where nothing was masked), (micro_batch,
         sequence_length).
         """
-        batch = NextToken(eos=self.eos)(tokens, first_sample)
+        batch = NextToken(ends=self.ends)(tokens, first_sample)
         inputs = batch.input_ids.copy()
         labels = np.full_like(inputs, IGNORED_LABEL)
         for row in range(len(inputs)):

@@ -23,10 +23,12 @@ from penstock.models.checkpoints.causes import check_model_folder
 from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
 from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
 from penstock.models.data.chunks import Progress
+from penstock.models.data.marks import Marks, end_ids, marks_of_text
 from penstock.models.data.objectives import own_objective
 from penstock.models.data.token_sources import TokenSources, file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
 from penstock.protocol.run.process import tool_main
@@ -62,11 +64,13 @@ def prepare(
         tokenizer = open_tokenizer(config)
     if tokenizer is not None:
         tokenizer = BoundedTokenizer(tokenizer, str(config.tokenizer), bounds)
+    marks = None if tokenizer is None else marks_of_text(config, tokenizer)
     if not config.cluster.platform.brings_model:
         with bounds.within("model: building it without weights", BUILDING_S):
-            _prepare_model(config, run_dir, tokenizer, progress, table_only=table_only)
+            _prepare_model(config, run_dir, tokenizer, marks, progress, table_only=table_only)
     if not table_only:
-        _prepare_data(config, run_dir, tokenizer, progress)
+        sources = TokenSources(config, tokenizer, marks, run_dir, progress)
+        _prepare_data(config, run_dir, sources, progress)
         keep_carried(config, run_dir, tokenizer)
 
 
@@ -95,12 +99,15 @@ def _prepare_model(
     config: Config,
     run_dir: Path,
     tokenizer: Tokenizer | None,
+    marks: Marks | None,
     progress: Progress,
     *,
     table_only: bool,
 ) -> None:
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     eos = None if tokenizer is None else tokenizer.eos
+    if marks is not None and marks.after:
+        eos = marks.after[0]
     fingerprint = fingerprint_of(
         config.model.model_dump(mode="json", exclude={"imports", "import_path"}),
         file_stamps([config.model.path / "config.json"]) if config.model.path else None,
@@ -148,14 +155,11 @@ def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
         review(run_dir, config.model.path, progress)
 
 
-def _prepare_data(
-    config: Config, run_dir: Path, tokenizer: Tokenizer | None, progress: Progress
-) -> None:
+def _prepare_data(config: Config, run_dir: Path, sources: TokenSources, progress: Progress) -> None:
     own_objective(config)  # a worker would find its fault after memory was made
     directory = run_dir / "data"
     directory.mkdir(parents=True, exist_ok=True)
     meta = directory / "meta.json"
-    sources = TokenSources(config, tokenizer, run_dir, progress)
     started = RunDirectory(run_dir).has_started
     if started and _has(meta, "train"):
         _keep_tokens(sources, meta, progress)
@@ -171,7 +175,9 @@ def _prepare_data(
                 " directory, or start a new run in another run.dir"
             )
         write_atomically(meta, json.dumps({"fingerprint": sources.fingerprint, **splits}, indent=1))
-    _check_batches(config, json.loads(meta.read_text(encoding="utf-8")))
+    made = json.loads(meta.read_text(encoding="utf-8"))
+    _check_batches(config, made)
+    _check_ends(config, made)
 
 
 def _keep_tokens(sources: TokenSources, meta: Path, progress: Progress) -> None:
@@ -213,6 +219,20 @@ def _check_batches(config: Config, meta: dict[str, Any]) -> None:
         raise ConfigError(
             f"data.eval_path = {config.data.eval_path!r}: has {meta['eval']['num_tokens']} tokens;"
             f" one sequence of data.sequence_length = {length} takes {length + 1}"
+        )
+
+
+def _check_ends(config: Config, meta: dict[str, Any]) -> None:
+    """Refuse to keep documents apart where no token ends a document."""
+    if config.data.document_masks and not end_ids(meta["train"]["eos"]):
+        source = "model.hf" if config.model.path is None else str(config.model.path / "config.json")
+        raise ConfigError(
+            "data.document_masks: true: needs the token that ends a document, and"
+            + (
+                f" {source} has no eos_token_id; give the token's number as data.eos"
+                if config.data.eos == AUTO
+                else " data.eos is false; name the token as data.eos"
+            )
         )
 
 

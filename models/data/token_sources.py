@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.models.data.chunks import ChunkHasher, Progress, write_sums
-from penstock.models.data.corpus import documents, token_dtype, write_tokens
+from penstock.models.data.chunks import SAY_EVERY_S, ChunkHasher, Progress, write_sums
+from penstock.models.data.corpus import token_dtype, write_tokens
+from penstock.models.data.marks import Marks, marks_of_numbers
+from penstock.models.data.reading.records import documents
 from penstock.models.data.sources import Source, find_source
 from penstock.models.data.token_file import TokenFile
 from penstock.models.data.tokenizer import Tokenizer
@@ -24,22 +27,37 @@ from penstock.protocol.config.values import MASKED, UTF8
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
 
-_NOT_IN_FILES = {"shuffle", "document_masks", "objective", "mask_fraction", "mask_token"}
-"""Keys of ``data`` that say what becomes of tokens, not which they are."""
+_NOT_IN_FILES = {
+    "shuffle",
+    "document_masks",
+    "objective",
+    "mask_fraction",
+    "mask_token",
+    "bos",
+    "eos",
+}
+"""Keys of ``data`` that say what becomes of tokens, and keys that fingerprints have as marks."""
 
 
 class TokenSources:
     """Sources of a run's tokens, and the fingerprint of all that decides them."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer | None, run_dir: Path, progress: Progress
+        self,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        marks: Marks | None,
+        run_dir: Path,
+        progress: Progress,
     ) -> None:
         self._config, self._tokenizer, self._progress = config, tokenizer, progress
         self._vocab_size = RunDirectory(run_dir).table.vocab_size
         model = json.loads((run_dir / "model" / "config.json").read_text(encoding="utf-8"))
         eos = model.get("eos_token_id")
         self._eos = eos if isinstance(eos, int) else None
+        self._marks = marks or marks_of_numbers(config, eos, self._vocab_size)
         self._mask = self._find_mask()
+        self._check_marks()
         self.holds_out = config.train.eval_every > 0
         self.has_eval_text = self.holds_out and config.data.eval_path is not None
         if self.has_eval_text and tokenizer is None:
@@ -83,7 +101,22 @@ class TokenSources:
             file_stamps(self._source.files),
             file_stamps(self._eval_source.files) if self.has_eval_text else [],
             self._tokenizer_sum,
+            *self._unusual_marks,
         )
+
+    @property
+    def _unusual_marks(self) -> list[Any]:
+        """The marks where they differ from those before there were keys for marks: no bos, and one
+        end token of the tokenizer or of the model. Fingerprints of older runs have no marks.
+        """
+        marks, eos = self._marks, self._eos
+        if self._tokenizer is not None:
+            eos = self._tokenizer.eos
+        usual = () if eos is None else (eos,)
+        same_after = self._tokenizer is None or marks.after == usual
+        if not marks.before and same_after and marks.ends == usual:
+            return []
+        return [[marks.before, marks.after, marks.ends]]
 
     def now(self, key: str) -> str | None:
         """The fingerprint of the text of ``data.KEY`` (path or eval_path) and of how it is read;
@@ -96,7 +129,19 @@ class TokenSources:
         except ConfigError:
             return None
         reading = [source.encoding, data.token_dtype, self._vocab_size, self._tokenizer_sum]
-        return fingerprint_of(stamps, reading)
+        return fingerprint_of(stamps, reading + self._unusual_marks)
+
+    def _check_marks(self) -> None:
+        """Refuse marks without a row in the model."""
+        marks = self._marks
+        for key, ids in (("bos", marks.before), ("eos", marks.after)):
+            beyond = [number for number in ids if number >= self._vocab_size]
+            if beyond:
+                raise ConfigError(
+                    f"data.{key} = {getattr(self._config.data, key)}: is token {beyond[0]}, and the"
+                    f" model has a vocabulary of {self._vocab_size}; set data.{key} to another"
+                    " token or to false"
+                )
 
     def _find_mask(self) -> int | None:
         """Returns the token that stands for masked ones; None where none are masked.
@@ -155,15 +200,16 @@ class TokenSources:
         try:
             # The file is on disk before it gets its name; meta.json, last, says that all is there.
             hasher = ChunkHasher()
+            texts = documents(source, _Pace(f"data.{key}", source, self._progress))
             num_tokens = write_tokens(
-                documents(source), tokenizer, temporary, hasher, vocab_size=self._vocab_size
+                texts, tokenizer, temporary, hasher, self._marks, vocab_size=self._vocab_size
             )
             temporary.rename(path)
             sums = hasher.write(path.with_suffix(".sums"))
         finally:
             temporary.unlink(missing_ok=True)
         dtype = token_dtype(tokenizer.vocab_size)
-        entry = self._entry(path.name, num_tokens, dtype, tokenizer.eos)
+        entry = self._entry(path.name, num_tokens, dtype)
         return {**entry, "sums": sums, "source": self.now(key)}
 
     def _given_tokens(self, sums: Path) -> dict[str, Any]:
@@ -172,18 +218,18 @@ class TokenSources:
         """
         path, dtype = self._source.files[0].absolute(), self._config.data.token_dtype
         file = TokenFile(path, dtype, self._vocab_size)
-        entry = self._entry(str(path), file.num_tokens, dtype, self._eos)
+        entry = self._entry(str(path), file.num_tokens, dtype)
         made = write_sums(path, sums, self._progress, file.check)
         return {**entry, "sums": made, "source": self.now("tokens")}
 
-    def _entry(self, path: str, num_tokens: int, dtype: str, eos: int | None) -> dict[str, Any]:
+    def _entry(self, path: str, num_tokens: int, dtype: str) -> dict[str, Any]:
         return {
             "path": path,
             "first_token": 0,
             "num_tokens": num_tokens,
             "token_dtype": dtype,
             "vocab_size": self._vocab_size,
-            "eos": eos,
+            "eos": self._marks.recorded_ends,
             "mask": self._mask,
         }
 
@@ -197,6 +243,32 @@ class TokenSources:
             "train": {**whole, "num_tokens": kept * length + 1},
             "eval": {**whole, "first_token": kept * length, "num_tokens": held * length + 1},
         }
+
+
+class _Pace:
+    """Counts bytes of text, and says every few seconds how many are read and how long the rest
+    takes at the same pace.
+    """
+
+    def __init__(self, name: str, source: Source, progress: Progress) -> None:
+        self._name, self._progress = name, progress
+        self._total = sum(path.stat().st_size for path in source.files)
+        self._read = 0
+        self._began_s = self._said_s = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        """Count bytes that were read."""
+        self._read += count
+        now_s = time.monotonic()
+        if now_s - self._said_s < SAY_EVERY_S:
+            return
+        self._said_s = now_s
+        rate = self._read / (now_s - self._began_s)
+        left_s = round(max(0, self._total - self._read) / rate)
+        self._progress(
+            f"{self._name}: {self._read / 1e6:,.0f} of {self._total / 1e6:,.0f} MB are tokens,"
+            f" {rate / 1e6:.1f} MB/s; about {left_s // 60}:{left_s % 60:02} minutes left"
+        )
 
 
 def file_stamps(files: Sequence[Path]) -> list[list[Any]]:

@@ -8,17 +8,19 @@ All end every document with an end-of-sequence token and can write themselves in
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.models.data.tokenizer_folder import FolderTokenizer
+from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, end_of, unbounded
+from penstock.models.data.reading.records import Document
+from penstock.models.data.tokenizer_folder import FolderTokenizer, added_in_front
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import BYTE, MASKED
+from penstock.protocol.config.values import AUTO, BYTE, MASKED
 from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.files import DAMAGED, is_file, parse_json
 
@@ -38,15 +40,33 @@ class Tokenizer(Protocol):
         """One more than the largest id."""
 
     @property
-    def eos(self) -> int:
-        """The id that ends a document."""
+    def bos(self) -> int | None:
+        """The id that its settings name for a beginning; None without one."""
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The ids that it puts in front of a text when it adds special tokens."""
+
+    @property
+    def eos(self) -> int | None:
+        """The id that ends a document; None without one, where ``data.eos`` decides."""
 
     @property
     def mask(self) -> int | None:
         """The id that stands for a masked token; None where there is none."""
 
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Returns the uint32 ids of one UTF-8 document, (tokens,), without the end token."""
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of the token with this text; None without such a token."""
+
+    def encode_documents(
+        self, documents: Iterable[Document], guard: Guard = unbounded
+    ) -> Iterator[Encoded]:
+        """Yields the ids of documents in parts, those of one call each, without marks. Each call of
+        a library is within ``guard``.
+
+        Raises:
+            ConfigError: a document is too long.
+        """
 
     def files(self) -> dict[str, bytes]:
         """Returns its files: path below a directory that ``AutoTokenizer`` can read -> content."""
@@ -55,15 +75,27 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Ids 0-255 are bytes, 256 ends a document; with ``masks`` 257 stands for a masked token."""
 
-    eos = 256
+    eos: int | None = 256
+    bos: int | None = None
+    prefix: tuple[int, ...] = ()
 
     def __init__(self, *, masks: bool = False) -> None:
         self.mask = 257 if masks else None
         self.vocab_size = 258 if masks else 257
 
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Returns the uint32 ids of a document, (bytes,): one id per byte; any bytes will do."""
-        return np.frombuffer(document, dtype=np.uint8).astype(np.uint32)
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of the end token or of the mask token by its text."""
+        return {END_OF_TEXT: self.eos, MASK: self.mask}.get(text)
+
+    def encode_documents(
+        self, documents: Iterable[Document], guard: Guard = unbounded
+    ) -> Iterator[Encoded]:
+        """Yields the bytes of documents in parts."""
+        for document in documents:
+            for part in document.parts:
+                ids = np.frombuffer(part.encode(), dtype=np.uint8).astype(np.uint32)
+                yield Encoded(document, ids)
+            yield end_of(document)
 
     def files(self) -> dict[str, bytes]:
         """Returns a byte-level vocabulary of single bytes without merges, which gives the same ids
@@ -78,12 +110,12 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A file like ``tokenizer.json`` of any name; ``tokenizer_config.json`` beside it may name the
-    end token.
+    """A file like ``tokenizer.json`` of any name; ``tokenizer_config.json`` beside it may name its
+    bos and end tokens.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Read it.
+    def __init__(self, path: Path, *, needs_end: bool = True) -> None:
+        """Read it. ``needs_end``: refuse a file without an end token.
 
         Raises:
             ConfigError: no such file, no tokenizer, or no end token in it.
@@ -107,10 +139,16 @@ class JsonTokenizer:
         # A file may ask for documents to be cut or padded; training wants them whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._end = self._find_end(path)
-        end = self._tokenizer.token_to_id(self._end)
-        assert end is not None
-        self.eos: int = end
+        settings = path.with_name(_SETTINGS)
+        self._end = self._find_end(settings)
+        if self._end is None and needs_end:
+            raise ConfigError(
+                f"data.tokenizer = {str(path)!r}: has none of the end tokens"
+                f" {', '.join(_KNOWN_ENDS)}; name yours as eos_token in {settings}, or as data.eos"
+            )
+        self.eos: int | None = None if self._end is None else self.token_id(self._end)
+        begin = self._named_token(settings, "bos_token")
+        self.bos: int | None = None if begin is None else self.token_id(begin)
 
     @property
     def vocab_size(self) -> int:
@@ -123,33 +161,41 @@ class JsonTokenizer:
         found = (self._tokenizer.token_to_id(name) for name in _KNOWN_MASKS)
         return next((id_ for id_ in found if id_ is not None), None)
 
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Returns the uint32 ids of a document, (tokens,); bytes that are no UTF-8 are replaced."""
-        text = document.decode("utf-8", errors="replace")
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.asarray(encoding.ids, dtype=np.uint32)
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The ids that the file's template puts in front."""
+        return added_in_front(
+            lambda text, special: self._tokenizer.encode(text, add_special_tokens=special).ids
+        )
+
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of a token by its text."""
+        return self._tokenizer.token_to_id(text)
+
+    def encode_documents(
+        self, documents: Iterable[Document], guard: Guard = unbounded
+    ) -> Iterator[Encoded]:
+        """Yields the ids of documents in parts; long ones are encoded in pieces."""
+        return encode_documents(documents, self._tokenizer, guard)
 
     def files(self) -> dict[str, bytes]:
         """Returns the file itself, and settings that name its end token."""
         return _files(self._text, self._end)
 
-    def _find_end(self, path: Path) -> str:
-        config = path.with_name(_SETTINGS)
-        if config.exists():
-            try:
-                named = parse_json(config.read_bytes()).get("eos_token")
-                named = named.get("content") if isinstance(named, dict) else named
-                if named is not None and self._tokenizer.token_to_id(named) is not None:
-                    return str(named)
-            except (OSError, *DAMAGED) as error:
-                raise ConfigError(f"{config}: cannot read eos_token: {error!r}") from error
-        for token in _KNOWN_ENDS:
-            if self._tokenizer.token_to_id(token) is not None:
-                return token
-        raise ConfigError(
-            f"data.tokenizer = {str(path)!r}: has none of the end tokens {', '.join(_KNOWN_ENDS)};"
-            f" name yours as eos_token in {config}"
-        )
+    def _find_end(self, settings: Path) -> str | None:
+        known = (token for token in _KNOWN_ENDS if self.token_id(token) is not None)
+        return self._named_token(settings, "eos_token") or next(known, None)
+
+    def _named_token(self, settings: Path, key: str) -> str | None:
+        """Returns the token that ``tokenizer_config.json`` names by ``key``; None without one."""
+        if not settings.exists():
+            return None
+        try:
+            named = parse_json(settings.read_bytes()).get(key)
+            named = named.get("content") if isinstance(named, dict) else named
+            return named if named and self.token_id(named) is not None else None
+        except (OSError, *DAMAGED) as error:
+            raise ConfigError(f"{settings}: cannot read {key}: {error!r}") from error
 
 
 def open_tokenizer(config: Config) -> Tokenizer | None:
@@ -166,18 +212,18 @@ def open_tokenizer(config: Config) -> Tokenizer | None:
     path = Path(name)
     if path.name == "tokenizer.json" and path.is_file():
         path = path.parent
+    needs_end = config.data.eos == AUTO
     if not path.is_dir():
-        return JsonTokenizer(path)
+        return JsonTokenizer(path, needs_end=needs_end)
     key = "model.path" if path == config.model.path else "data.tokenizer"
-    return FolderTokenizer(path, key=key, known_ends=_KNOWN_ENDS)
+    return FolderTokenizer(path, key=key, known_ends=_KNOWN_ENDS, needs_end=needs_end)
 
 
-def _files(tokenizer_json: str, end: str, mask: str | None = None) -> dict[str, bytes]:
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
-        "clean_up_tokenization_spaces": False,
-    }
+def _files(tokenizer_json: str, end: str | None, mask: str | None = None) -> dict[str, bytes]:
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if end is not None:
+        settings["eos_token"] = end
+    settings["clean_up_tokenization_spaces"] = False
     if mask is not None:
         settings["mask_token"] = mask
     return {

@@ -6,13 +6,15 @@ those that the model has seen. Code that a folder brings along is never run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from tokenizers import Tokenizer as HubTokenizer
 
+from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, unbounded, whole
+from penstock.models.data.reading.records import Document
 from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.files import DAMAGED, is_file, parse_json
 
@@ -43,15 +45,20 @@ _COMPANIONS = (
 )
 """What may lie beside them and belongs to the tokenizer."""
 
+_PROBES = ("a", "0", "text", "\u4e00")
+"""Short texts; every usual tokenizer has a token for one of them."""
+
 _HOW_TO_SET = "set data.tokenizer to byte, or to a tokenizer.json or the folder of one"
 
 
 class FolderTokenizer:
     """A tokenizer in a folder; ``config.json`` there may tell its class and its end token."""
 
-    def __init__(self, folder: Path, *, key: str, known_ends: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, *, key: str, known_ends: Sequence[str], needs_end: bool = True
+    ) -> None:
         """Open it. ``key`` is what led to the folder; ``known_ends`` are end tokens to look for
-        where neither tokenizer nor model names one.
+        where neither tokenizer nor model names one. ``needs_end``: refuse a tokenizer without any.
 
         Raises:
             ConfigError: there is none, transformers cannot open it, or it has no end token.
@@ -80,7 +87,12 @@ class FolderTokenizer:
         # Where files are missing, transformers makes a tokenizer of special tokens only.
         if len(self._tokenizer.get_vocab()) <= len(self._tokenizer.all_special_ids):
             raise ConfigError(f"{self._name}: its tokenizer has no vocabulary; {_HOW_TO_SET}")
-        self.eos: int = self._find_end(known_ends)
+        self.eos: int | None = self._find_end(known_ends)
+        if self.eos is None and needs_end:
+            raise ConfigError(
+                f"{self._name}: its tokenizer has no end token; name one as eos_token in"
+                f" {folder / 'tokenizer_config.json'}, or as data.eos"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -93,16 +105,38 @@ class FolderTokenizer:
         found = getattr(self._tokenizer, "mask_token_id", None)
         return found if isinstance(found, int) else None
 
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Returns the uint32 ids of a document, (tokens,), without the end token.
+    @property
+    def bos(self) -> int | None:
+        """The tokenizer's own bos token, else its cls token."""
+        names = ("bos_token_id", "cls_token_id")
+        ids = (getattr(self._tokenizer, name, None) for name in names)
+        return next((number for number in ids if isinstance(number, int)), None)
 
-        Bytes that are no UTF-8 are replaced. Nothing is cut off, however long.
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The ids that transformers puts in front with ``add_special_tokens=True``."""
+        return added_in_front(self._ids)
+
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of a token by its text."""
+        number = self._tokenizer.get_vocab().get(text)
+        return number if isinstance(number, int) else None
+
+    def encode_documents(
+        self, documents: Iterable[Document], guard: Guard = unbounded
+    ) -> Iterator[Encoded]:
+        """Yields the ids of documents in parts; long ones are encoded in pieces, where transformers
+        has the tokenizer of the library ``tokenizers``.
         """
-        text = document.decode("utf-8", errors="replace")
-        encoded = self._tokenizer(
-            text, add_special_tokens=False, padding=False, truncation=False, verbose=False
-        )
-        return np.asarray(encoded["input_ids"], dtype=np.uint32)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if isinstance(backend, HubTokenizer):
+            self._ids("", False)  # sets the backend up as each call of transformers does
+            yield from encode_documents(documents, backend, guard)
+            return
+        for piece in whole(documents):
+            with guard(piece.length):
+                ids = np.asarray(self._ids(piece.text, False), dtype=np.uint32)
+            yield Encoded(piece.document, ids, ends=True)
 
     def files(self) -> dict[str, bytes]:
         """Returns the folder's files as they are: vocabulary, settings, special tokens,
@@ -110,7 +144,14 @@ class FolderTokenizer:
         """
         return tokenizer_files(self._folder)
 
-    def _find_end(self, known_ends: Sequence[str]) -> int:
+    def _ids(self, text: str, special: bool) -> list[int]:
+        encoded = self._tokenizer(
+            text, add_special_tokens=special, padding=False, truncation=False, verbose=False
+        )
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def _find_end(self, known_ends: Sequence[str]) -> int | None:
         """Returns the tokenizer's end token, else the model's, else one that is known by its
         name.
         """
@@ -120,10 +161,21 @@ class FolderTokenizer:
         for token in (self._tokenizer.eos_token_id, *_model_ends(self._folder), *named):
             if isinstance(token, int) and token in ids:
                 return token
-        raise ConfigError(
-            f"{self._name}: its tokenizer has no end token; name one as eos_token in"
-            f" {self._folder / 'tokenizer_config.json'}"
-        )
+        return None
+
+
+def added_in_front(encode: Callable[[str, bool], Sequence[int]]) -> tuple[int, ...]:
+    """Returns the ids that a tokenizer puts in front of any text when it adds special tokens.
+
+    ``encode`` returns the ids of a text, with special tokens where its second argument is True.
+    """
+    for text in _PROBES:
+        plain, whole = list(encode(text, False)), list(encode(text, True))
+        if plain:
+            starts = range(len(whole) - len(plain) + 1)
+            start = next((n for n in starts if whole[n : n + len(plain)] == plain), 0)
+            return tuple(whole[:start])
+    return ()
 
 
 def has_tokenizer(folder: Path) -> bool:

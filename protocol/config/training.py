@@ -30,6 +30,7 @@ from penstock.protocol.config.values import (
     Accepts,
     Attempts,
     Cores,
+    EndTokens,
     LeftShare,
     Sequences,
     Steps,
@@ -145,6 +146,19 @@ class DataConfig(Section):
         description="byte, or a tokenizer.json or the folder of one. Unset, that of `model.path`;"
         " byte for a model made from `model.hf`.",
     )
+    bos: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether each document of text begins with the tokenizer's tokens for a"
+        " beginning. auto: with the tokens that the tokenizer puts in front when it adds special"
+        " tokens; true: with those, else with its bos or cls token; false: with none.",
+    )
+    eos: EndTokens = Field(
+        default="auto",
+        description="Tokens that end a document. auto: the tokenizer's end token, and for `tokens`"
+        " every `eos_token_id` of the model. Otherwise tokens by text or number: the first one is"
+        " put after each document of text, and each one ends a document for `document_masks`."
+        " false: none.",
+    )
     sequence_length: Annotated[int, Unit("tokens")] = Field(
         default=256, ge=1, description="Each training sequence is so long."
     )
@@ -218,6 +232,16 @@ class DataConfig(Section):
             raise ValueError("give exactly one of data.path and data.tokens")
         if self.tokens is not None and self.encoding != UTF8:
             raise ValueError("data.encoding goes with data.path: data.tokens holds numbers")
+        if self.tokens is not None and self.bos is True:
+            raise ValueError(
+                "data.bos = true: goes with data.path; nothing is added to data.tokens"
+            )
+        ends = self.eos if isinstance(self.eos, tuple) else ()
+        texts = [token for token in ends if isinstance(token, str)]
+        if self.tokens is not None and texts:
+            raise ValueError(
+                f"data.eos = {texts[0]!r}: data.tokens holds numbers; give the token's number"
+            )
         return self
 
 

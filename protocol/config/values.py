@@ -25,6 +25,8 @@ MASKED = "masked"
 AUTO = "auto"
 """Value of keys that Penstock decides; as ``schedule.scheme``, the tuner does."""
 
+_TOKEN = "a token's text or number"
+_ENDS = f"auto, false, {_TOKEN}, or a list of tokens such as [<|eot_id|>, 128001]"
 _CORES = "auto, a list of CPU numbers, or ranges such as 0-3,8"
 _LEFT = "auto or a share of the physical cores, 0 or more and below 1, such as 1/4"
 _FRACTION = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*/\s*\d+(\.\d+)?\s*$"}
@@ -135,6 +137,47 @@ def parse_leave(value: Any) -> Any:
     return share
 
 
+def parse_end_tokens(value: Any) -> Any:
+    """Returns ``auto``, False, or a tuple of tokens (texts and numbers) from one token or a list.
+
+    Raises:
+        ValueError: a value is no token, the list is empty, or a token is named twice.
+    """
+    if value is False or value == AUTO:
+        return value
+    tokens = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not tokens or not all(_is_token(token) for token in tokens):
+        raise ValueError(f"accepted is {_ENDS}")
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("a token is named twice")
+    return tokens
+
+
+def _is_token(value: Any) -> bool:
+    """Returns whether a value is a text or a number that a token may have."""
+    return (isinstance(value, str) and value != "") or (type(value) is int and 0 <= value < 2**32)
+
+
+EndTokens = Annotated[
+    Literal["auto"] | bool | tuple[int | str, ...],
+    BeforeValidator(parse_end_tokens),
+    Accepts(_ENDS),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": AUTO},
+                {"const": False},
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": ["integer", "string"]},
+                },
+            ]
+        }
+    ),
+]
 Cores = Annotated[
     Literal["auto"] | tuple[int, ...],
     BeforeValidator(parse_cores),

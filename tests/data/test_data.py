@@ -104,7 +104,7 @@ def test_sequences_are_the_design_s(token_file) -> None:
 def test_documents_of_a_packed_sequence(tmp_path) -> None:
     tokens = [1, 2, EOS, 3, EOS, 4, 5, 6, 7, 8, 1, EOS, 2]
     np.array(tokens, dtype="<u2").tofile(tmp_path / "t.bin")
-    options = {"shuffle": False, "objective": NextToken(eos=EOS)}
+    options = {"shuffle": False, "objective": NextToken(ends=(EOS,))}
     data = dataset(tmp_path / "t.bin", 6, **options)
     (batch,), counted = micro_batches(data, 0, 2, 2)
     assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4], [5, 6, 7, 8, 1, 9]]

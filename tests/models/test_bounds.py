@@ -79,7 +79,7 @@ def test_a_pattern_that_backtracks_is_named(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "resolved.yaml").write_text(config.to_yaml())
-    complaint = r"pattern.json': encoding a document: Onig: .*retry-limit"
+    complaint = r"pattern.json': encoding documents: Onig: .*retry-limit"
     with pytest.raises(ConfigError, match=complaint):
         prepare(config, run_dir)
 

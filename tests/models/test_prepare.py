@@ -15,14 +15,17 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock.models.data.chunks import ChunkHasher
-from penstock.models.data.corpus import Document, write_tokens
+from penstock.models.data.corpus import write_tokens
+from penstock.models.data.marks import Marks
 from penstock.models.data.prepare import main, prepare
+from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer import END_OF_TEXT, ByteTokenizer, open_tokenizer
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
+from tests.encoding import encoded
 
 LLAMA = {
     "model_type": "llama",
@@ -130,9 +133,6 @@ def test_token_files_stay_where_they_are(tmp_path: Path) -> None:
     prepare(config, tmp_path)
     dataset = TokenDataset.open(tmp_path / "data", "train", config)
     assert dataset.batch(1, 1).tolist() == [list(range(16, 33))]
-    apart = make(tmp_path, hf={"vocab_size": 1000}, data={**data, "document_masks": True})
-    with pytest.raises(ConfigError, match=r"data.document_masks: true: needs the id"):
-        TokenDataset.open(tmp_path / "data", "train", apart)
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["meta.json", "train.sums"]
     with pytest.raises(
         ConfigError, match=r"holds token 999 at offset 3,996, the model has a vocabulary of 999"
@@ -217,13 +217,13 @@ def test_process_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_tokens_on_a_full_disk_are_named_with_what_they_need(tmp_path: Path) -> None:
-    texts = [Document(b"x" * 3000, "text.txt")] * 4
+    texts = [Document(place="a text", parts=["x" * 3000])] * 4
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         with pytest.raises(CapacityError, match=r"out\.bin: no space left .* [\d,]+ bytes"):
             out = tmp_path / "out.bin"
-            write_tokens(texts, ByteTokenizer(), out, ChunkHasher(), vocab_size=257)
+            write_tokens(texts, ByteTokenizer(), out, ChunkHasher(), Marks(), vocab_size=257)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -267,7 +267,7 @@ def test_byte_tokenizer_equals_its_exported_form() -> None:
     exported = Tokenizer.from_str(ours.files()["tokenizer.json"].decode())
     assert exported.token_to_id(END_OF_TEXT) == ours.eos
     for text in ("a b\n\tc", "äöü 中文 😀", "\x00\x7f\x80", "  two  spaces's"):
-        assert exported.encode(text).ids == ours.encode(text.encode()).tolist()
+        assert exported.encode(text).ids == encoded(ours, text)
         assert exported.decode(exported.encode(text).ids) == text
 
 
@@ -283,7 +283,7 @@ def test_tokenizer_in_a_file_of_its_own(tmp_path: Path) -> None:
     opened = open_tokenizer(config)
     assert opened is not None
     assert (opened.vocab_size, opened.eos) == (4, 3)
-    assert opened.encode(b"to be or to").tolist() == [1, 2, 0, 1]
+    assert encoded(opened, "to be or to") == [1, 2, 0, 1]
     assert json.loads(opened.files()["tokenizer_config.json"])["eos_token"] == "[STOP]"
     (tmp_path / "words.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not a tokenizer.json"):

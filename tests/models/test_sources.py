@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.models.data.chunks import ChunkHasher
-from penstock.models.data.corpus import _PIECE_BYTES, documents, write_tokens
+from penstock.models.data.corpus import write_tokens
+from penstock.models.data.marks import Marks
+from penstock.models.data.reading.decoding import _PIECE_BYTES
+from penstock.models.data.reading.records import documents, records
 from penstock.models.data.sources import MAX_STDLIB_BYTES, Source, find_source
 from penstock.models.data.tokenizer import ByteTokenizer
 from penstock.protocol.config.schema import parse_config
@@ -22,9 +25,12 @@ TEXT = "Ädä lifts water; ночь, 水, 😀.\n"
 
 def texts(path: Path, encoding: str = "utf-8") -> list[str]:
     """The documents of a file."""
-    return [
-        document.text.decode() for document in documents(find_source(str(path), encoding=encoding))
-    ]
+    return contents(find_source(str(path), encoding=encoding))
+
+
+def contents(source: Source) -> list[str]:
+    """The documents of a source."""
+    return ["".join(document.parts) for document in documents(source)]
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -160,7 +166,7 @@ def test_names_of_any_kind_are_listed(tmp_path: Path) -> None:
     source = find_source(str(tmp_path))
     assert source.left_out == {"of other kinds": 3} and len(source.files) == 2
     assert names(find_source(f"{tmp_path}/[1].txt"), tmp_path) == ["[1].txt"]
-    assert [document.text for document in documents(source)] == [b"text"] * 2
+    assert contents(source) == ["text"] * 2
 
 
 def test_deep_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +186,8 @@ def test_standard_library_is_a_corpus_of_reasonable_size() -> None:
     assert list(files) == sorted(files) and find_source("@stdlib").files == files
     assert not any("test" in path.parts or "site-packages" in path.parts for path in files)
     assert find_source("@stdlib", encoding="latin-1").encoding == "utf-8"
-    content = [document.text for document in documents(find_source("@stdlib"))]
-    assert content == [text for path in files if (text := path.read_bytes())]
+    content = contents(find_source("@stdlib"))
+    assert content == [text.decode() for path in files if (text := path.read_bytes())]
 
 
 def test_documents_of_all_kinds(tmp_path: Path) -> None:
@@ -189,13 +195,32 @@ def test_documents_of_all_kinds(tmp_path: Path) -> None:
     written(tmp_path / "a.jsonl", '{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
     written(tmp_path / "c.md", "\ufeff")
     source = find_source(str(tmp_path / "*"))
-    found = list(documents(source))
-    assert [document.text for document in found] == [b"one", b"two", "grün".encode()]
+    assert contents(source) == ["one", "two", "grün"]
     a, b = tmp_path / "a.jsonl", tmp_path / "b.txt"
-    assert [document.place for document in found] == [f"{a}, line 1", f"{a}, line 4", str(b)]
+    places = [document.place for document in documents(source)]
+    assert places == [f"{a}, line 1", f"{a}, line 4", str(b)]
+    marks = Marks(after=(256,))
     out = tmp_path / "out.bin"
-    count = write_tokens(found, ByteTokenizer(), out, ChunkHasher(), vocab_size=257)
-    assert count == 3 + 1 + 4 + 5 + 1
+    count = write_tokens(
+        documents(source), ByteTokenizer(), out, ChunkHasher(), marks, vocab_size=257
+    )
+    assert count == 3 + 1 + 3 + 1 + 5 + 1
+
+
+def test_records_know_their_file_and_line(tmp_path: Path) -> None:
+    lines = ['{"messages": [1]}', "", '{"text": "two", "more": {"a": 1}}']
+    chat = written(tmp_path / "a.jsonl", "\n".join(lines))
+    text = written(tmp_path / "b.txt", "text")
+    read: list[int] = []
+    found = [(r.path, r.line, r.fields, "".join(r.parts)) for r in records(
+        find_source(str(tmp_path)), read.append
+    )]  # fmt: skip
+    assert found == [
+        (chat, 1, {"messages": [1]}, ""),
+        (chat, 3, {"text": "two", "more": {"a": 1}}, ""),
+        (text, None, {}, "text"),
+    ]
+    assert sum(read) == sum(path.stat().st_size for path in (chat, text))
 
 
 MARKED = ["utf-8-sig", "utf-16", "utf-32"]

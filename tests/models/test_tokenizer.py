@@ -18,6 +18,7 @@ from penstock.models.data.tokenizer import ByteTokenizer, JsonTokenizer, open_to
 from penstock.models.data.tokenizer_folder import FolderTokenizer
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import ConfigError
+from tests.encoding import encoded
 from tests.folders import END, NUM_TOKENS, START, STOP, TEXT, save_model
 
 TINY_GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
@@ -163,7 +164,7 @@ def test_vocabulary_and_merges_without_a_tokenizer_json(folder: Path) -> None:
         (folder / name).unlink()
     tokenizer = open_tokenizer(from_folder(folder))
     assert tokenizer is not None and tokenizer.eos == 0
-    assert tokenizer.encode(TEXT.encode()).tolist() == fast(TEXT)["input_ids"]
+    assert encoded(tokenizer, TEXT) == fast(TEXT)["input_ids"]
     assert set(tokenizer.files()) == {"vocab.json", "merges.txt"}
 
 
@@ -195,7 +196,7 @@ def test_documents_are_never_cut(folder: Path) -> None:
     for name, kind in (("tokenizer.json", FolderTokenizer), ("other.json", JsonTokenizer)):
         tokenizer = open_tokenizer(from_folder(folder, tokenizer=str(folder / name)))
         assert isinstance(tokenizer, kind)
-        assert tokenizer.encode(TEXT.encode()).tolist() == ids
+        assert encoded(tokenizer, TEXT) == ids
 
 
 def nothing(folder: Path) -> None:

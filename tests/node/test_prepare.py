@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from penstock.daemons.node.home import RunLock, prepare_lock_path
 from penstock.daemons.node.preparing.capacity import (
@@ -24,7 +27,7 @@ from penstock.daemons.node.preparing.changes import check_resume, find_changes
 from penstock.daemons.node.preparing.prepare import prepare_run, warn_if_open
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.planner.memory.table import MemoryKind, MemoryRow
-from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.errors import CapacityError, ConfigError, StateError
@@ -484,6 +487,39 @@ def test_a_run_directory_that_every_user_may_change_is_named(
     warn_if_open(tmp_path, lines.append)
     assert len(lines) == warnings
     assert all("chmod o-w" in line for line in lines)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_run_from_before_there_was_a_bos_keeps_its_tokens(tmp_path: Path, started: bool) -> None:
+    """Its configuration lacks the keys; a new run of the same text has a bos by default."""
+    save_model(tmp_path / "model", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 300)]
+    )
+    tokenizer.save(str(tmp_path / "model/tokenizer.json"))
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 100)
+    base = {**BASE, "model": {"path": str(tmp_path / "model")}}
+    asked = (f"data.path={tmp_path / 'text.txt'}", "train.global_batch=1")
+    plain = parse_config(apply_overrides(base, asked))
+    run_dir, tokens = tmp_path / "run", tmp_path / "run/data/train.bin"
+    prepare_run(parse_config(apply_overrides(base, (*asked, "data.bos=false"))), run_dir)
+    written = yaml.safe_load((run_dir / "resolved.yaml").read_text())
+    del written["data"]["bos"], written["data"]["eos"]
+    (run_dir / "resolved.yaml").write_text(yaml.safe_dump(written))
+    (run_dir / "inputs.json").unlink()
+    if started:
+        (run_dir / "journal.sqlite").touch()
+    before, made_ns = tokens.read_bytes(), tokens.stat().st_mtime_ns
+    for steps in (2, 9):
+        directory = prepare_run(
+            parse_config(apply_overrides(base, (*asked, f"train.steps={steps}"))), run_dir
+        )
+        assert directory.config.data.bos is False
+        assert (tokens.read_bytes(), tokens.stat().st_mtime_ns) == (before, made_ns)
+    assert load_config(run_dir / "resolved.yaml").data.bos is False
+    prepare_run(plain, tmp_path / "new")
+    assert (tmp_path / "new/data/train.bin").read_bytes()[:2] == (300).to_bytes(2, "little")
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.observer.trackers.registry import check_trackers
 from penstock.daemons.preload.starting import Starter
 from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.config.reading import read_mapping
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.config.values import AUTO, BYTE
 from penstock.protocol.errors import ConfigError, StateError
@@ -123,6 +124,7 @@ def _prepare(
         config = follow_move(config, run_dir)
         previous = with_places(previous, config, run_dir, progress)
     config = _name_tokenizer(config, previous, run_dir, progress)
+    config = _keep_bos(config, previous, run_dir, progress)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
     if config.optimizer.rollback == "arithmetic":
@@ -260,6 +262,10 @@ def _previous(run_dir: Path, progress: Progress) -> Config | None:
             raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
         return None
     previous = load_config(path)
+    if not _knows_marks(path):
+        # An older Penstock made the data: it put no token in front of documents.
+        data = previous.data.model_copy(update={"bos": False})
+        previous = previous.model_copy(update={"data": data})
     fixed = sealed_values(run_dir)
     if fixed is not None:
         for name in MADE:
@@ -296,6 +302,26 @@ def _name_tokenizer(
     elif config.model.path is not None and name is not None:
         progress(f"data.tokenizer is not set: the model's own, {name}")
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
+
+
+def _knows_marks(resolved: Path) -> bool:
+    """Returns whether a written configuration has ``data.bos``; those of older versions lack it."""
+    data = read_mapping(resolved).value.get("data")
+    return isinstance(data, dict) and "bos" in data
+
+
+def _keep_bos(config: Config, previous: Config | None, run_dir: Path, progress: Progress) -> Config:
+    """Returns the configuration with the ``data.bos`` that ``auto`` stands for: data that were
+    prepared keep theirs, whatever the default is by now.
+    """
+    if config.data.bos != AUTO or previous is None or not _inputs_exist(run_dir):
+        return config
+    bos, text = previous.data.bos, config.data.path
+    if bos == AUTO or text != previous.data.path or config.tokenizer != previous.tokenizer:
+        return config
+    if config.tokenizer not in (None, BYTE):
+        progress(f"data.bos is not set: {str(bos).lower()}, as the run's data were prepared with")
+    return config.model_copy(update={"data": config.data.model_copy(update={"bos": bos})})
 
 
 def _changes(

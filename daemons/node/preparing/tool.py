@@ -24,7 +24,7 @@ from penstock.protocol.run.files import make_directory, writing
 from penstock.protocol.run.stopping import Stillness
 
 TIMEOUT_S = 3600.0
-"""Tokenizing a large corpus takes long; a process that hangs should still end some day."""
+"""Seconds without a line from a process after which it hangs. Long work says how far it is."""
 SILENCE_S = 10.0
 """Seconds that a process may be stopped where no configuration names ``heartbeat_timeout_s``."""
 LOOK_S = 0.1
@@ -57,7 +57,7 @@ def run_tool(
         lambda streams: chosen.start(module, words, streams, keeps), progress, silence_s
     )
     if code is None:
-        raise LostMemberError(f"{module}: no end after {TIMEOUT_S:g} s")
+        raise LostMemberError(f"{module}: no line after {TIMEOUT_S:g} s")
     if code == 0:
         return
     complaints = [line for line in said.splitlines() if line.startswith("penstock: ")]
@@ -79,13 +79,12 @@ def _run(
     progress: Callable[[str], None],
     silence_s: float,
 ) -> tuple[int | None, str]:
-    """Returns the exit code, None if the process had to be killed after :data:`TIMEOUT_S`, and what
-    it said on stderr. A process that a signal stops for ``silence_s`` is killed and started again.
+    """Returns the exit code, None if the process was silent for :data:`TIMEOUT_S`, and its stderr.
+    A process that a signal stops for ``silence_s`` is killed and started again.
 
     stderr goes to a file in memory, which no full disk cuts short: nobody reads it while the lines
     of stdout are waited for.
     """
-    deadline_s = time.monotonic() + TIMEOUT_S
     with (
         open(os.memfd_create("stderr"), "w+", encoding="utf-8", errors="replace") as errors,
         open(os.devnull, "rb") as nothing,
@@ -97,7 +96,7 @@ def _run(
                     process = start((nothing.fileno(), writing_end, errors.fileno()))
                 finally:
                     os.close(writing_end)
-                watchdog = _Watchdog(process, deadline_s, silence_s)
+                watchdog = _Watchdog(process, silence_s)
                 code = _code_of(process, lines, progress, watchdog)
             if not watchdog.stopped:
                 break
@@ -116,6 +115,7 @@ def _code_of(
     watchdog.start()
     try:
         for line in lines:
+            watchdog.extend()
             progress(line.rstrip())
         while not process.ended(LOOK_S):
             continue
@@ -129,16 +129,16 @@ def _code_of(
 
 
 class _Watchdog(threading.Thread):
-    """Kills a process at ``deadline_s`` (``late``), or when a signal has stopped it for
-    ``silence_s`` (``stopped``).
+    """Kills a process :data:`TIMEOUT_S` after its last line (``late``), or when a signal has
+    stopped it for ``silence_s`` (``stopped``).
     """
 
-    def __init__(self, process: ChildProcess, deadline_s: float, silence_s: float) -> None:
+    def __init__(self, process: ChildProcess, silence_s: float) -> None:
         super().__init__(name="watchdog")
         self.late = False
         self.stopped = False
         self._process = process
-        self._deadline_s = deadline_s
+        self._deadline_s = time.monotonic() + TIMEOUT_S
         self._stillness = Stillness(silence_s)
         self._over = threading.Event()
 
@@ -151,6 +151,10 @@ class _Watchdog(threading.Thread):
             self.late = now_s >= self._deadline_s
         if self.late or self.stopped:
             self._process.signal(signal.SIGKILL)
+
+    def extend(self) -> None:
+        """Sets the deadline anew, at a line of the process."""
+        self._deadline_s = time.monotonic() + TIMEOUT_S
 
     def end(self) -> None:
         """Returns when the thread has ended."""

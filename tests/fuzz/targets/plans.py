@@ -14,7 +14,8 @@ from penstock.client.planning.laboratory import _read_actions as _lab_actions
 from penstock.client.planning.outputs import read_plan
 from penstock.client.watching.trace import parse_attempts
 from penstock.daemons.node.joining.engines import find_place
-from penstock.models.data.corpus import _json_lines
+from penstock.models.data.reading.records import documents
+from penstock.models.data.sources import Source
 from penstock.models.data.tokenizer import JsonTokenizer
 from penstock.models.data.tokenizer_folder import _model_ends
 from penstock.models.surgery.hf import read_hf_config
@@ -143,6 +144,11 @@ def _tokenizer_config(folder: Path) -> Iterator[Decoder]:
     yield read
 
 
+def _read_lines(folder: Path) -> object:
+    source = Source(files=(folder / "a.jsonl",))
+    return ["".join(document.parts) for document in documents(source)]
+
+
 def _attempts(data: bytes) -> object:
     return parse_attempts(None, _text(data))
 
@@ -208,6 +214,7 @@ PLANS = (
             "protocol.config.values.parse_size",
             "protocol.config.values.parse_share",
             "protocol.config.values.parse_cores",
+            "protocol.config.values.parse_end_tokens",
             "protocol.config.values.parse_leave",
         ),
         seeds=_configs,
@@ -329,15 +336,18 @@ PLANS = (
     Target(
         name="tokenizer-config",
         open=_tokenizer_config,
-        covers=("models.data.tokenizer.JsonTokenizer._find_end",),
+        covers=("models.data.tokenizer.JsonTokenizer._named_token",),
         seeds=lambda: dumped({"eos_token": "a"}, {"eos_token": {"content": "b"}}),
         form=Form.JSON,
         examples=40,
     ),
     Target(
         name="text-lines",
-        open=from_file("a.jsonl", lambda folder: list(_json_lines(folder / "a.jsonl", "utf-8"))),
-        covers=("models.data.corpus._json_lines",),
+        open=from_file("a.jsonl", _read_lines),
+        covers=(
+            "models.data.reading.records._json_records",
+            "models.data.reading.decoding.decoded",
+        ),
         seeds=lambda: [b"\n".join(dumped({"text": "a b"}, {"text": ""}, {"text": "c"}))],
         form=Form.LINES,
     ),

@@ -1,0 +1,1 @@
+"""Long texts in pieces that give the token ids of one call."""

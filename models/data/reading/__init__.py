@@ -1,0 +1,1 @@
+"""Files of text as records: strict decoding, formats, documents."""
