@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.client.train import TrainResult, run_training
-from penstock.client.watching.display import Display, Silent
+from penstock.client.watching.display import Display, Plain, Silent
+from penstock.client.watching.programs import Bar, OnStep, check_function
 from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.errors import ConfigError
@@ -19,30 +22,38 @@ __all__ = ["TrainResult", "train"]
 
 def train(
     config: Mapping[str, Any] | str | PathLike[str] | Config,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     run_dir: str | PathLike[str] | None = None,
-    display: Display | None = None,
+    display: Display | str | None = None,
+    on_step: OnStep | None = None,
 ) -> TrainResult:
     """Trains to the end and returns how it went.
 
     ``config`` is a mapping like the YAML file, the path of a file, or a :class:`Config`;
-    ``overrides`` are ``section.key=value``. ``run_dir`` goes before ``run.dir``. Shows nothing
-    unless given a ``display``. In the main thread Ctrl-C and SIGTERM stop cleanly (``exit_code``
-    130), as does ``penstock stop`` (5); the same call goes on from there. So do SIGHUP, SIGUSR1 and
-    SIGUSR2 where the program neither handles nor ignores them.
+    ``overrides`` are texts ``section.key=value``, or a mapping of such keys or of sections.
+    ``run_dir`` goes before ``run.dir``. ``display``: "plain" writes lines, "bar" a progress bar,
+    None nothing. ``on_step`` gets a line of metrics.jsonl for each step, soon after its commit,
+    while training goes on. Where it returns True, the run saves and stops (``exit_code`` 5).
+
+    In the main thread Ctrl-C and SIGTERM stop cleanly (``exit_code`` 130), as does ``penstock
+    stop`` (5); the same call goes on from there. So do SIGHUP, SIGUSR1 and SIGUSR2 where the
+    program neither handles nor ignores them.
 
     Raises:
         PenstockError: nothing was started, because the configuration or an argument is bad, memory
             is short, or the run is in use.
+        Exception: the error of ``on_step``; the run has saved and stopped.
     """
     texts = _override_texts(overrides)
     resolved = _resolved(config, texts)
+    if on_step is not None:
+        check_function(on_step)
     continued = run_of(_path("config", config)) if isinstance(config, str | PathLike) else None
     if continued is None or any(text.startswith("run.dir=") for text in texts):
         continued = resolved.run_dir
     directory = continued if run_dir is None else _path("run_dir", run_dir)
-    return run_training(resolved, directory, Silent() if display is None else _shown_on(display))
+    return run_training(resolved, directory, _display_of(display), on_step=on_step)
 
 
 def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
@@ -64,10 +75,12 @@ def _as_dicts(value: Any) -> Any:
 
 
 def _override_texts(overrides: object) -> tuple[str, ...]:
+    if isinstance(overrides, Mapping):
+        return tuple(_texts_of(overrides, ""))
     if not isinstance(overrides, Sequence) or isinstance(overrides, str | bytes):
         raise ConfigError(
-            f"overrides = {overrides!r}: expected a tuple or list of texts, such as"
-            " ('train.steps=50',)"
+            f"overrides = {overrides!r}: expected a mapping such as {{'train.steps': 50}}, or a"
+            " list of texts such as 'train.steps=50'"
         )
     for override in overrides:
         if not isinstance(override, str):
@@ -75,6 +88,21 @@ def _override_texts(overrides: object) -> tuple[str, ...]:
                 f"overrides: {override!r} is no text; expected such as 'train.steps=50'"
             )
     return tuple(overrides)
+
+
+def _texts_of(overrides: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    """Yields the values of a mapping as ``section.key=value``. Sections may be mappings; a key's
+    own value may be one, too.
+    """
+    for key, value in overrides.items():
+        if not isinstance(key, str) or not key:
+            raise ConfigError(f"overrides: key {key!r} is no text; expected such as 'train.steps'")
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and not prefix and "." not in key:
+            yield from _texts_of(value, f"{name}.")
+        else:
+            text = json.dumps(_as_dicts(value), default=str, ensure_ascii=False)
+            yield f"{name}={text}"
 
 
 def _path(name: str, value: object) -> Path:
@@ -86,13 +114,22 @@ def _path(name: str, value: object) -> Path:
     raise ConfigError(f"{name} = {value!r}: expected a path, as a text or pathlib.Path")
 
 
-def _shown_on(display: Display) -> Display:
+def _display_of(display: object) -> Display:
+    if display is None:
+        return Silent()
+    if display == "plain":
+        return Plain(sys.stdout)
+    if display == "bar":
+        return Bar(sys.stderr)
     missing = [
         name for name in ("say", "show", "close") if not callable(getattr(display, name, None))
     ]
-    if missing:
-        raise ConfigError(
-            f"display = {display!r}: has no {', '.join(f'{name}()' for name in missing)}; expected"
-            " a Display (penstock.client.watching.display), or nothing to show nothing"
+    if isinstance(display, str) or missing:
+        lacks = (
+            "" if isinstance(display, str) else " has no " + ", ".join(f"{m}()" for m in missing)
         )
-    return display
+        raise ConfigError(
+            f"display = {display!r}:{lacks or ' is unknown'}; expected 'plain', 'bar', None, or a"
+            " Display (penstock.client.watching.display)"
+        )
+    return cast(Display, display)

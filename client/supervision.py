@@ -180,6 +180,11 @@ class Interruptions:
         """Whether a stop was asked for, and insisted on."""
         return self.asked_s is not None, self.insisted
 
+    def ask(self) -> None:
+        """Asks for a stop, as the first signal does."""
+        if self.asked_s is None:
+            self.asked_s = time.monotonic()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # This runs between two bytecodes of the main thread: it takes a note, the loop acts.
         now_s = time.monotonic()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from penstock.client.supervision import Interruptions, Supervision, console_path, empty_console
 from penstock.client.watching.display import Display
+from penstock.client.watching.programs import OnStep, Stepping
 from penstock.client.watching.snapshots import Metrics, Observer, all_metrics, numbers, saved_states
 from penstock.daemons.node.home import RunLock, kept_words, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
@@ -51,6 +52,14 @@ class TrainResult:
     metrics: tuple[Metrics, ...]
     error: str
 
+    def __repr__(self) -> str:
+        """Returns the end in one line; a run has thousands of metrics."""
+        steps = [entry for entry in self.metrics if entry["phase"] == "train"]
+        words = [f"exit_code={int(self.exit_code)}", f"run_dir={str(self.run_dir)!r}"]
+        words += [f"steps={steps[-1]['step']}", f"loss={steps[-1].get('loss')}"] if steps else []
+        words += [f"error={self.error!r}"] if self.error else []
+        return f"TrainResult({', '.join(words)})"
+
 
 def run_training(
     config: Config,
@@ -59,9 +68,12 @@ def run_training(
     *,
     process_ends: bool = False,
     preloading: Preloading | None = None,
+    on_step: OnStep | None = None,
 ) -> TrainResult:
     """Trains to the end, an interruption, or a failure. ``preloading``: what a command has begun to
     import meanwhile; it is closed at the end.
+
+    ``on_step``: gets each committed step, and returns True to stop the run.
 
     ``process_ends``: the process ends with the training, so stop signals that come too late are
     ignored.
@@ -89,7 +101,12 @@ def run_training(
             )
             return TrainResult(exit_code=0, run_dir=run_dir, metrics=all_metrics(run_dir), error="")
         with Interruptions().installed(process_ends=process_ends) as interruptions:
-            code = _supervise(config, run_dir, display, interruptions, starter)
+            if on_step is None:
+                code = _supervise(config, run_dir, display, interruptions, starter)
+            else:
+                stepping = Stepping(display, on_step, interruptions.ask)
+                code = _supervise(config, run_dir, stepping, interruptions, starter)
+                code = stepping.code_of(code)
     result = TrainResult(
         exit_code=code,
         run_dir=run_dir,

@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING, Any
 from penstock.protocol.requirements import python_objection
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "train"]
+__all__ = ["PenstockError", "TrainResult", "__version__", "train"]
 
 # Before anything else: most modules cannot even be read by an older Python.
 if _objection := python_objection(sys.version_info[:3]):
     raise ImportError(_objection)
 
 if TYPE_CHECKING:
-    from penstock.client.api import train
+    from penstock.client.api import TrainResult, train
+    from penstock.protocol.errors import PenstockError
 
 
 def __getattr__(name: str) -> Any:
     """Import the Python entry point lazily: daemons start without the client's dependencies."""
-    if name == "train":
-        from penstock.client.api import train
+    if name in ("train", "TrainResult"):
+        from penstock.client import api
 
-        return train
+        return getattr(api, name)
+    if name == "PenstockError":
+        from penstock.protocol.errors import PenstockError
+
+        return PenstockError
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import penstock
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 
@@ -75,6 +76,28 @@ def wait_for_children(run: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_python_function_gets_each_step_and_stops_the_run(runner: H.Runner) -> None:
+    config = runner.configure("function", H.merge(H.PLAIN, H.ENDLESS))
+    rows: list[dict[str, Any]] = []
+
+    def on_step(row: dict[str, Any]) -> bool:
+        rows.append(row)
+        return int(row["step"]) >= 4
+
+    result = penstock.train(config, on_step=on_step)
+    assert result.exit_code == 5, result
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    last = result.metrics[-1]["step"]
+    assert last >= 4 and H.newest_step(result.run_dir) == last, "what was done is saved"
+
+    def failing(row: dict[str, Any]) -> None:
+        raise ArithmeticError(f"step {row['step']}")
+
+    with pytest.raises(ArithmeticError, match=f"step {last + 1}"):
+        penstock.train(config, on_step=failing)
+    assert H.newest_step(result.run_dir) > last
+
+
 def test_another_weight_decay_acts_from_the_next_step_on(runner: Any, plain_run: Path) -> None:
     """Beside the same step with the old one: moments and what does not decay are the same bytes,
     and the rest differs by that step's decay.

@@ -39,7 +39,9 @@ def follow_move(config: Config, run_dir: Path) -> Config:
     file moved together with the run directory, where a file is there.
     """
     before = former_home(run_dir)
-    for key in (*PLACES, *FILES) if before is not None else ():
+    if before is None:
+        return config
+    for key in (*PLACES, *FILES):
         path = _path_of(config, key)
         if path is None or path.exists():
             continue
