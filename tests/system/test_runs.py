@@ -75,7 +75,6 @@ def wait_for_children(run: Any) -> None:
     assert not run.members(), "children outlived penstock train"
 
 
-@pytest.mark.slow
 def test_a_python_function_gets_each_step_and_stops_the_run(runner: H.Runner) -> None:
     config = runner.configure("function", H.merge(H.PLAIN, H.ENDLESS))
     rows: list[dict[str, Any]] = []
@@ -98,6 +97,7 @@ def test_a_python_function_gets_each_step_and_stops_the_run(runner: H.Runner) ->
     assert H.newest_step(result.run_dir) > last
 
 
+@pytest.mark.slow
 def test_another_weight_decay_acts_from_the_next_step_on(runner: Any, plain_run: Path) -> None:
     """Beside the same step with the old one: moments and what does not decay are the same bytes,
     and the rest differs by that step's decay.
