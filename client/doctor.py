@@ -32,6 +32,7 @@ from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.requirements import PYTHON, TORCH, installed_torch, torch_objection
 from penstock.protocol.run.names import FOLDER_PREFIX
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.token_cache import kept_tokens, token_cache_folder
 from penstock.protocol.wire.local_names import left_folders
 from penstock.shm.cgroup import cpu_limit, tightest_memory
 from penstock.shm.inventory import NodeSegments, inventory, shm_names
@@ -174,8 +175,19 @@ def machine_facts() -> dict[str, str]:
         "/dev/shm": f"{human_bytes(total.f_bavail * total.f_frsize)} free of"
         f" {human_bytes(total.f_blocks * total.f_frsize)}",
         "/dev/shm at logout": "stays" if risk is None else f"is emptied: {risk.setting}",
+        "kept tokens": _kept_tokens(),
         "memlock limit": "unlimited" if unlimited else human_bytes(memlock),
     }
+
+
+def _kept_tokens() -> str:
+    """Returns how many bytes of tokens are kept for other runs, and in which folder."""
+    folder = token_cache_folder()
+    if folder is None:
+        return "none: the user has no home"
+    entries = kept_tokens(folder)
+    size = human_bytes(sum(entry.num_bytes for entry in entries))
+    return f"{size} of {len(entries)} texts in {folder} (data.cache_limit)" if entries else "none"
 
 
 def _vector_path() -> str:

@@ -165,6 +165,15 @@ def zero_copy_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of tokens of this process of tests; the user's own stays untouched."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "penstock"
+
+
+@pytest.fixture(scope="session", autouse=True)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Made]:

@@ -46,7 +46,7 @@ MAY_IMPORT = {
 
 FLOORS = {
     "protocol": """errors
-        inputs requirements sums world
+        inputs requirements sums token_cache world
         platforms.registry
         config
         plan security

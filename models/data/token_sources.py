@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from penstock.models.data.cache import TokenCache, key_of
 from penstock.models.data.chunks import SAY_EVERY_S, ChunkHasher, Progress, write_sums
 from penstock.models.data.corpus import token_dtype, write_tokens
 from penstock.models.data.marks import Marks, marks_of_numbers
@@ -23,8 +24,8 @@ from penstock.models.data.sources import Source, find_source
 from penstock.models.data.token_file import TokenFile
 from penstock.models.data.tokenizer import Tokenizer
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import MASKED, UTF8
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.config.values import BYTE, MASKED, UTF8
+from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.rundir import RunDirectory
 
 _NOT_IN_FILES = {
@@ -35,6 +36,7 @@ _NOT_IN_FILES = {
     "mask_token",
     "bos",
     "eos",
+    "cache_limit",
 }
 """Keys of ``data`` that say what becomes of tokens, and keys that fingerprints have as marks."""
 
@@ -197,20 +199,57 @@ class TokenSources:
                 f" file{'s' * (len(source.files) > 1)}; left out: {source.omissions}"
             )
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        sums = path.with_suffix(".sums")
+        cache = TokenCache(self._config.data.cache_limit, self._progress)
+        # Bytes are tokens as fast as files are read.
+        kept = cache.is_used and self._config.tokenizer != BYTE
+        stamps = file_stamps(source.files)
         try:
+            name = self._key(source, tokenizer) if kept else ""
+            made = cache.fetch(name, temporary, sums) if kept else None
+            if made is None:
+                made = self._write_tokens(key, source, temporary, sums, tokenizer)
+                if kept and file_stamps(source.files) == stamps:
+                    cache.store(name, temporary, sums, made)
+            else:
+                self._progress(f"data.{key}: takes tokens that were made from the same text before")
             # The file is on disk before it gets its name; meta.json, last, says that all is there.
-            hasher = ChunkHasher()
-            texts = documents(source, _Pace(f"data.{key}", source, self._progress))
-            num_tokens = write_tokens(
-                texts, tokenizer, temporary, hasher, self._marks, vocab_size=self._vocab_size
-            )
             temporary.rename(path)
-            sums = hasher.write(path.with_suffix(".sums"))
         finally:
             temporary.unlink(missing_ok=True)
         dtype = token_dtype(tokenizer.vocab_size)
-        entry = self._entry(path.name, num_tokens, dtype)
-        return {**entry, "sums": sums, "source": self.now(key)}
+        entry = self._entry(path.name, int(made["num_tokens"]), dtype)
+        return {**entry, "sums": made["sums"], "source": self.now(key)}
+
+    def _write_tokens(
+        self, key: str, source: Source, path: Path, sums: Path, tokenizer: Tokenizer
+    ) -> dict[str, Any]:
+        """Makes a token file and its checksums; returns how many tokens it has, and the entry of
+        the checksums.
+        """
+        hasher = ChunkHasher()
+        texts = documents(source, _Pace(f"data.{key}", source, self._progress))
+        num_tokens = write_tokens(
+            texts, tokenizer, path, hasher, self._marks, vocab_size=self._vocab_size
+        )
+        return {"num_tokens": num_tokens, "sums": hasher.write(sums)}
+
+    def _key(self, source: Source, tokenizer: Tokenizer) -> str:
+        """Returns the key of a text's tokens in the cache.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        marks = self._marks
+        is_folder = Path(str(self._config.tokenizer)).is_dir()
+        parts = [
+            [self._tokenizer_sum, is_folder, tokenizer.vocab_size],
+            [marks.before, marks.after, self._vocab_size],
+        ]
+        try:
+            return key_of(source, parts)
+        except OSError as error:
+            raise ConfigError(f"data: cannot read {error.filename}: {reason(error)}") from error
 
     def _given_tokens(self, sums: Path) -> dict[str, Any]:
         """Returns the entry of a token file, which stays where it is; checks every id once against

@@ -33,6 +33,7 @@ from penstock.protocol.config.values import (
     EndTokens,
     LeftShare,
     Sequences,
+    Size,
     Steps,
     Unit,
 )
@@ -198,6 +199,12 @@ class DataConfig(Section):
         default=False,
         description="Tokens attend to those of their own document only. A model type that cannot"
         " keep documents apart refuses it.",
+    )
+    cache_limit: Size = Field(
+        default=20 * 2**30,
+        description="Tokens made from text are kept for other runs of the same text, in"
+        " `$XDG_CACHE_HOME/penstock` (`~/.cache/penstock`). Where all take more than this, the"
+        " entries used longest ago are removed; 0: none are kept.",
     )
     eval_path: str | None = Field(
         default=None,

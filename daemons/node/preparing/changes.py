@@ -30,7 +30,7 @@ FIXED = {
 }
 """Keys (and all keys below them) that saved state or data order depend on, and how."""
 
-FREE = ("data.eval_path", "data.passes", "model.import_path")
+FREE = ("data.eval_path", "data.passes", "data.cache_limit", "model.import_path")
 """Exceptions to :data:`FIXED`."""
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import Tokenizer, models
 
@@ -14,6 +17,7 @@ from penstock.client.planning.laboratory import _read_actions as _lab_actions
 from penstock.client.planning.outputs import read_plan
 from penstock.client.watching.trace import parse_attempts
 from penstock.daemons.node.joining.engines import find_place
+from penstock.models.data.cache import TokenCache
 from penstock.models.data.reading.records import documents
 from penstock.models.data.sources import Source
 from penstock.models.data.tokenizer import JsonTokenizer
@@ -142,6 +146,40 @@ def _tokenizer_config(folder: Path) -> Iterator[Decoder]:
         return JsonTokenizer(folder / "tokenizer.json")
 
     yield read
+
+
+_KEPT = {
+    "format": 1,
+    "num_tokens": 2,
+    "sums": {
+        "path": "train.sums",
+        "chunk_bytes": 1 << 16,
+        "file_bytes": 4,
+        "sha256": sha256(sha256(b"abcd").digest()[:16]).hexdigest(),
+    },
+}
+
+
+@contextmanager
+def _kept_tokens(folder: Path) -> Iterator[Decoder]:
+    """An entry of the cache of tokens, whose files but ``entry.json`` are whole."""
+    cache = folder / "penstock"
+    entry = cache / "key"
+    cache.mkdir(mode=0o700)
+
+    def fetch(data: bytes) -> object:
+        entry.mkdir(mode=0o700, exist_ok=True)
+        contents = {"tokens.bin": b"abcd", "tokens.sums": sha256(b"abcd").digest()[:16]}
+        for name, content in {**contents, "entry.json": data}.items():
+            (entry / name).write_bytes(content)
+            (entry / name).chmod(0o600)
+        return TokenCache(1 << 20, lambda line: None).fetch(
+            "key", folder / "train.bin", folder / "train.sums"
+        )
+
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}):
+        assert fetch(dumped(_KEPT)[0]) is not None
+        yield fetch
 
 
 def _read_lines(folder: Path) -> object:
@@ -340,6 +378,14 @@ PLANS = (
         seeds=lambda: dumped({"eos_token": "a"}, {"eos_token": {"content": "b"}}),
         form=Form.JSON,
         examples=40,
+    ),
+    Target(
+        name="kept-tokens",
+        open=_kept_tokens,
+        covers=("models.data.cache.TokenCache.fetch", "models.data.cache._read_own"),
+        seeds=lambda: dumped(_KEPT),
+        form=Form.JSON,
+        allowed=(),
     ),
     Target(
         name="text-lines",

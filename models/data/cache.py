@@ -1,0 +1,188 @@
+"""Tokens that were prepared once, kept by the content that they were made from. No torch.
+
+The key of an entry is a checksum of all that decides the tokens: the texts byte by byte, how they
+are read, the tokenizer's files, the marks around documents, and the versions of the libraries. A
+run gets a hard link to the kept file, or a copy where the run directory is on another file system.
+A kept file is read once and held against its checksums before a run takes it; a damaged one is
+removed and made anew. A cache that cannot be used costs nothing but the time to make tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from penstock.models.data.chunks import Checksums, Progress
+from penstock.models.data.reading.decoding import CountBytes, ignore_bytes
+from penstock.models.data.sources import Source
+from penstock.protocol.errors import StateError
+from penstock.protocol.run.files import DAMAGED, parse_json, sync_directory
+from penstock.protocol.token_cache import (
+    ENTRY,
+    SUMS,
+    TOKENS,
+    check_private,
+    kept_tokens,
+    token_cache_folder,
+)
+from penstock.shm.trust import UntrustedError, open_own
+
+_FORMAT = 1
+"""Version of entries, and of what text becomes: a change gives every text another key."""
+
+_READ_BYTES = 1 << 20
+_MOST_ENTRY_BYTES = 1 << 16
+
+
+def key_of(source: Source, parts: Sequence[Any], read: CountBytes = ignore_bytes) -> str:
+    """Returns the key of the tokens of a text: reads all of its files. ``parts`` are other values
+    that decide the tokens.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    texts = []
+    for path in source.files:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while content := file.read(_READ_BYTES):
+                digest.update(content)
+                read(len(content))
+        texts.append([path.suffix, digest.hexdigest()])
+    libraries = [version(name) for name in ("tokenizers", "transformers")]
+    everything = [_FORMAT, source.encoding, texts, libraries, list(parts)]
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+class TokenCache:
+    """The cache of this user. ``limit``: bytes that all entries may take; 0 keeps nothing."""
+
+    def __init__(self, limit: int, progress: Progress) -> None:
+        self._limit, self._progress = limit, progress
+        self._folder = token_cache_folder() if limit else None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether tokens are kept at all."""
+        return self._folder is not None
+
+    def fetch(self, key: str, tokens: Path, sums: Path) -> dict[str, Any] | None:
+        """Makes ``tokens`` and its checksums ``sums`` from the entry with this key. Returns the
+        fields of ``entry.json``; None without an entry that is whole.
+        """
+        if self._folder is None:
+            return None
+        folder = self._folder / key
+        try:
+            check_private(self._folder)
+            check_private(folder)
+            fields = parse_json(_read_own(folder / ENTRY, _MOST_ENTRY_BYTES))
+            size = int(fields["sums"]["file_bytes"])
+            sums.write_bytes(_read_own(folder / SUMS, size + _MOST_ENTRY_BYTES))
+            _link(folder / TOKENS, tokens)
+            _check_owned(tokens)
+            recorded = {**fields["sums"], "path": sums.name}
+            Checksums.open(tokens, sums.parent, recorded).check(0, size)
+            _ = int(fields["num_tokens"])
+            with suppress(OSError):
+                os.utime(folder / ENTRY)
+            return {**fields, "sums": recorded}
+        except FileNotFoundError:
+            pass
+        except UntrustedError as error:
+            self._progress(f"kept tokens are not used: {error}")
+        except (OSError, StateError, *DAMAGED) as error:
+            self._progress(f"kept tokens are damaged and made anew ({folder}: {error})")
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in (tokens, sums):
+            path.unlink(missing_ok=True)
+        return None
+
+    def store(self, key: str, tokens: Path, sums: Path, fields: dict[str, Any]) -> None:
+        """Keeps a token file and its checksums under a key, and removes the entries that were used
+        longest ago where all are over the limit.
+        """
+        if self._folder is None or tokens.stat().st_size > self._limit:
+            return
+        temporary = self._folder / f".{key}.{os.getpid()}.tmp"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_private(self._folder)
+            temporary.mkdir(mode=0o700)
+            _link(tokens, temporary / TOKENS)
+            _write_own(temporary / SUMS, sums.read_bytes())
+            _write_own(temporary / ENTRY, json.dumps({**fields, "format": _FORMAT}).encode())
+            sync_directory(temporary)
+            # An entry that is there could not be used, or is the same and was just made.
+            shutil.rmtree(self._folder / key, ignore_errors=True)
+            temporary.rename(self._folder / key)
+            self._prune()
+        except (OSError, UntrustedError) as error:
+            self._progress(f"the tokens are not kept for other runs: {error}")
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _prune(self) -> None:
+        assert self._folder is not None
+        entries = kept_tokens(self._folder)
+        total = sum(entry.num_bytes for entry in entries)
+        for entry in entries[:-1]:
+            if total <= self._limit:
+                return
+            shutil.rmtree(entry.folder, ignore_errors=True)
+            total -= entry.num_bytes
+
+
+def _read_own(path: Path, most_bytes: int) -> bytes:
+    """Returns the content of a private file of this user.
+
+    Raises:
+        UntrustedError: the name leads to something else.
+        OSError: it cannot be read, or is longer than it may be.
+    """
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(f"{path} has more than {most_bytes} bytes")
+    return content
+
+
+def _write_own(path: Path, content: bytes) -> None:
+    with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _link(old: Path, new: Path) -> None:
+    """Gives a file a second name, or copies it where the names are on two file systems or there
+    are no hard links.
+    """
+    new.unlink(missing_ok=True)
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(old, new, follow_symlinks=False)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _check_owned(path: Path) -> None:
+    """Refuses what is no file of this user.
+
+    Raises:
+        UntrustedError: it is a link, or belongs to another user.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise UntrustedError(f"{path} is no file of this user")
