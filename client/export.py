@@ -36,8 +36,9 @@ def choose_state(run_dir: Path, step: int | None) -> StateFolder:
     raise ConfigError(f"--step {step}: saved are steps {known}")
 
 
-def export(run_dir: Path, output: Path, step: int | None) -> StateFolder:
-    """Writes ``output``, a directory that must not hold anything yet.
+def export(run_dir: Path, output: Path, step: int | None, *, whole: bool = False) -> StateFolder:
+    """Writes ``output``, a directory that must not hold anything yet; ``whole``: with the other
+    parts of a model whose text model was trained.
 
     Raises:
         ConfigError: nothing is saved, there is no model (an emulated run), or the output is in the
@@ -52,9 +53,8 @@ def export(run_dir: Path, output: Path, step: int | None) -> StateFolder:
         )
     verify(state.path)
     log = run_dir / "logs" / "export.txt"
-    run_tool(
-        "penstock.models.checkpoints.export", str(run_dir), str(state.path), str(output), log=log
-    )
+    arguments = [str(run_dir), str(state.path), str(output), *["--whole"] * whole]
+    run_tool("penstock.models.checkpoints.export", *arguments, log=log)
     return state
 
 

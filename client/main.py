@@ -1,5 +1,4 @@
-"""``penstock``: the command line. Each command says one clear line on failure and exits with the
-contract's code.
+"""``penstock``: the command line. A failing command prints one line and exits with its code.
 
 Commands import what they need when they run, so that ``penstock --help`` and the processes of a
 run start fast; nothing here imports torch.
@@ -309,6 +308,7 @@ def export(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")],
     form: Annotated[str, typer.Option("--format", help="hf is the only one.")] = "hf",
     step: Annotated[int | None, typer.Option(help="A saved step; default: the newest.")] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="With its other parts, too.")] = False,
 ) -> None:
     """Write a saved state as a directory that transformers loads."""
     with errors_explained():
@@ -316,8 +316,8 @@ def export(
 
         if form != "hf":
             raise ConfigError(f"--format {form}: accepted is hf")
-        state = write(run, output, step)
-        typer.echo(f"step {state.version} of {run} is in {output}")
+        version = write(run, output, step, whole=whole).version
+        typer.echo(f"step {version} of {run} is in {output}")
 
 
 @app.command(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from penstock.models.surgery.skeleton import EMBEDDING_KIND, LAYER_NUMBERS, Part, Skeleton
+from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec
 
 TORCH_DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
@@ -129,6 +130,10 @@ class BlockModules:
             slots = self._slots[name.removeprefix(prefix)]
             slots += [(module._parameters, attribute) for module, attribute in others]
         self._meta = {name: places[0][0][places[0][1]] for name, places in self._slots.items()}
+        self._constants = {
+            name.removeprefix(prefix): (module._buffers, attribute)
+            for name, (module, attribute) in part.constants.items()
+        }
         self._numbered = [
             (vars(module), name)
             for top in modules
@@ -139,11 +144,21 @@ class BlockModules:
         self._training: bool | None = None
 
     @contextmanager
-    def installed(self, bound: BoundBlock, prefix: str, layer_index: int | None) -> Iterator[None]:
+    def installed(
+        self,
+        bound: BoundBlock,
+        prefix: str,
+        layer_index: int | None,
+        constants: Mapping[str, torch.Tensor],
+    ) -> Iterator[None]:
         """Put the block's leaves into the modules while the context lasts.
 
         ``prefix`` starts the names of this block's tensors; ``layer_index`` is what its modules
-        know as their number. Blocks of one kind take turns: contexts of one kind must not overlap.
+        know as their number; ``constants`` are the model's. Blocks of one kind take turns: contexts
+        of one kind must not overlap.
+
+        Raises:
+            ConfigError: the forward changed a constant.
         """
         slots = self._slots
         cut = len(prefix)
@@ -153,8 +168,19 @@ class BlockModules:
                 places[key] = leaf  # type: ignore[assignment]
         for attributes, name in self._numbered:
             attributes[name] = layer_index
+        versions = {}
+        for name, (buffers, key) in self._constants.items():
+            buffers[key] = constant = constants[prefix + name]
+            versions[name] = constant._version
         try:
             yield
+            for name, (buffers, key) in self._constants.items():
+                constant = constants[prefix + name]
+                if buffers[key] is not constant or constant._version != versions[name]:
+                    raise ConfigError(
+                        f"model: its forward changes the buffer {prefix}{name}; models whose state"
+                        " is parameters and constants are supported"
+                    )
         finally:
             # A reference left behind would keep shared memory mapped after the worker let go of it.
             for name, found in slots.items():
@@ -175,9 +201,10 @@ class SkeletonModules:
     ``layers`` has the module of each kind of layer, which all layers of the kind run as.
     """
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    def __init__(self, skeleton: Skeleton, constants: Mapping[str, torch.Tensor]) -> None:
+        """``constants`` are the persistent buffers of all blocks, on their device, by name."""
         self.layers: dict[str, nn.Module] = {}
-        self._parts = skeleton.parts
+        self._parts, self._constants = skeleton.parts, constants
         self._prefixes = _prefixes(skeleton)
         self._kinds: dict[str, BlockModules] = {}
         around = skeleton.around()
@@ -201,7 +228,7 @@ class SkeletonModules:
         part, prefix = self._parts[bound.index], self._prefixes[bound.index]
         modules = self._kinds[part.kind]
         modules.set_training(training)
-        with modules.installed(bound, prefix, part.layer_index):
+        with modules.installed(bound, prefix, part.layer_index, self._constants):
             yield
 
 

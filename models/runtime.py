@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.models.binding import (
+    TORCH_DTYPES,
     Borrowed,
     BoundBlock,
     SkeletonModules,
@@ -32,7 +33,8 @@ from penstock.models.storing import Stored, Storing
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall, LayerCalls
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
 from penstock.models.torch_device import torch_device
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.run.seal import CONSTANTS
 from penstock.shm.table import BlockTable
 
 if TYPE_CHECKING:
@@ -97,19 +99,22 @@ class ModelRuntime:
         compute_dtype: torch.dtype,
         seed: int,
         compiler: str | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Build the model's modules on ``device``, without parameters.
 
         ``compute_dtype`` is the type of hidden states, and of the weights that will be bound.
         ``compiler`` is the backend of ``torch.compile`` for the layers, see
-        :mod:`penstock.models.compiled`.
+        :mod:`penstock.models.compiled`. ``constants`` are the model's persistent buffers by name;
+        without, those of a new model.
 
         Raises:
             ConfigError: the model cannot be taken apart, or ``table`` describes another one.
+            StateError: ``constants`` lacks one.
         """
         self._table = table
         self._device = torch.device(device)
-        self._seed = seed
+        self._seed, self._compute_dtype = seed, compute_dtype
         skeleton = build_skeleton(hf_config)
         _check_same_parts(skeleton, table)
         self._buffers: list[torch.Tensor] = []
@@ -120,12 +125,34 @@ class ModelRuntime:
                     self._buffers.append(moved)
         self._parts = DecoderParts(skeleton, device=self._device, compute_dtype=compute_dtype)
         self._calls = LayerCalls(self._parts)
-        self._modules = SkeletonModules(skeleton)
+        self._modules = SkeletonModules(skeleton, self._install_constants(skeleton, constants))
         self._compiled = {
             kind: CompiledLayer(layer, compiler)
             for kind, layer in self._modules.layers.items()
             if compiler is not None
         }
+
+    def _install_constants(
+        self, skeleton: Skeleton, constants: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
+        """Returns the model's constants on the device, by name, each in its module, too: the
+        decoder's own code reads those beside the layers.
+        """
+        stored = TORCH_DTYPES[self._table.weight_dtype]
+        moved: dict[str, torch.Tensor] = {}
+        for part in skeleton.parts:
+            for name, (module, attribute) in part.constants.items():
+                value = module._buffers[attribute] if constants is None else constants.get(name)
+                if value is None:
+                    raise StateError(
+                        f"{CONSTANTS} of the run lacks {name}; restore it as Penstock wrote it"
+                    )
+                # What transformers has in the type of weights has the type of weights here.
+                dtype = self._compute_dtype if value.dtype is stored else value.dtype
+                moved[name] = value.to(self._device, dtype)
+                module._buffers[attribute] = moved[name]
+        self._buffers += moved.values()
+        return moved
 
     @property
     def table(self) -> BlockTable:

@@ -301,6 +301,7 @@ PRIVATE_TORCH = {
 NOT_TORCHS = {
     "_asdict": "of named tuples",
     "_exit": "of os: how a fork ends",
+    "_get_dtype_plan": "what transformers keeps in fp32",
     "_init_weights": "how transformers initializes a module",
 }
 """Names with an underscore that neither we nor torch define."""

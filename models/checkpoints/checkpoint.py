@@ -93,6 +93,14 @@ class Checkpoint:
         # A copy in any case: the tensor's memory may be that of the mapped file.
         return value.to(torch.float32, copy=True)
 
+    def read_as_is(self, name: str) -> torch.Tensor:
+        """Returns a tensor in the type and shape of its file, with memory of its own.
+
+        Raises:
+            StateError: the file is damaged.
+        """
+        return self._raw(name, self.headers[name].file_name).clone()
+
     def check_type(self, name: str) -> None:
         """Refuse what cannot be trained.
 

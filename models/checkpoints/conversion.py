@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 
 from penstock.models.checkpoints.checkpoint import Checkpoint, Header
 from penstock.models.checkpoints.files import few
+from penstock.models.surgery.composite import Composite
 from penstock.models.surgery.skeleton import Skeleton
 from penstock.protocol.errors import StateError, reason
 from penstock.shm.table import BlockSpec, BlockTable, DType
@@ -60,27 +61,39 @@ class _Recipe:
 class Weights:
     """The tensors of a model, found in a directory."""
 
-    def __init__(self, skeleton: Skeleton, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, skeleton: Skeleton, checkpoint: Checkpoint, composite: Composite | None = None
+    ) -> None:
         """Work out which of the model's tensors come from which of the files', from headers alone.
+
+        ``composite`` is the whole model where the files are those of one and ``skeleton`` is its
+        text model.
 
         Raises:
             StateError: some cannot be converted.
         """
-        self._model, self._checkpoint = skeleton.model, checkpoint
-        self._aliases = _aliases(skeleton)
+        self._model = skeleton.model if composite is None else composite.model
+        self._checkpoint, self._composite = checkpoint, composite
+        self._aliases, self._ties = _aliases(skeleton), skeleton.model.all_tied_weights_keys
         self._recipe_of: dict[str, _Recipe] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.left_out: list[str] = []
+        """Tensors of the whole model's other parts, under the files' names."""
+        wanted = skeleton.model.state_dict()
         used: set[str] = set()
         for recipe in _recipes(self._model, checkpoint.headers):
             try:
-                made = recipe.apply(self._model, lambda n: _placeholder(checkpoint.headers[n]))
+                made = self._apply(recipe, lambda n: _placeholder(checkpoint.headers[n]))
             except Exception as error:  # operations of transformers and torch raise any kind
                 names = ", ".join(name for _, name in recipe.sources[:3])
                 raise StateError(
                     f"model.path: {names}, … cannot be converted to {recipe.target}:"
                     f" {reason(error)}"
                 ) from error
-            used |= {name for _, name in recipe.sources}
+            sources = [name for _, name in recipe.sources]
+            used.update(sources)
+            if composite is not None and not made.keys() & wanted.keys():
+                self.left_out += sources
             for name, value in made.items():
                 self._recipe_of[name] = recipe
                 self._shapes[name] = tuple(value.shape)
@@ -90,6 +103,48 @@ class Weights:
         ]
         """Tensors of the files that the model has no use for, but for those that transformers
         leaves out without a word, too."""
+
+    def _apply(
+        self, recipe: _Recipe, read: Callable[[str], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns what a recipe makes, under the names of the model that is trained."""
+        made = recipe.apply(self._model, read)
+        if self._composite is None:
+            return made
+        return {self._composite.text_name(name): value for name, value in made.items()}
+
+    def sources_of(self, name: str) -> list[str]:
+        """Returns the names of the files' tensors that a tensor of the model is made of, under all
+        names of a tied one.
+        """
+        names = [alias for alias in self._aliases.get(name, [name]) if alias in self._recipe_of]
+        return [source for alias in names for _, source in self._recipe_of[alias].sources]
+
+    def published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns tensors of one block under the names and in the shapes that the files have.
+
+        Raises:
+            StateError: the files have them in a form that transformers cannot go back to.
+        """
+        made: dict[str, torch.Tensor] = {}
+        converted: dict[str, torch.Tensor] = {}
+        wanted: set[str] = set()
+        for name, value in tensors.items():
+            for alias in (a for a in self._aliases.get(name, [name]) if a in self._recipe_of):
+                recipe = self._recipe_of[alias]
+                if isinstance(recipe.transform, WeightRenaming):
+                    made[recipe.sources[0][1]] = value
+                else:
+                    whole = alias if self._composite is None else self._composite.whole_name(alias)
+                    converted[whole] = value
+                    wanted.update(source for _, source in recipe.sources)
+        if converted:
+            made |= as_published(self._model, converted)
+        if lacking := wanted - made.keys():
+            raise StateError(
+                f"model.path: {few(sorted(lacking))} cannot be made of the run's tensors"
+            )
+        return made
 
     def differing(self) -> list[tuple[str, str]]:
         """Returns the pairs of names of a tied tensor that both are in the files, with different
@@ -110,7 +165,7 @@ class Weights:
         differing = self.differing()
         if not differing:
             return False
-        ties = {frozenset(pair) for pair in self._model.all_tied_weights_keys.items()}
+        ties = {frozenset(pair) for pair in self._ties.items()}
         kept = ties - {frozenset(pair) for pair in differing}
         if kept or not ties:
             target, source = differing[0]
@@ -166,11 +221,27 @@ class Weights:
             if name is None:
                 raise self._missing({spec.name: block.name})
             if name not in made:
-                made |= self._recipe_of[name].apply(
-                    self._model, lambda source: self._checkpoint.read(source, dtype)
+                made |= self._apply(
+                    self._recipe_of[name], lambda source: self._checkpoint.read(source, dtype)
                 )
             tensors[spec.name] = made.pop(name)
         return tensors
+
+    def read_constant(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Returns a buffer of the model in the type that the files have; None where they have none,
+        as older ones do.
+
+        Raises:
+            StateError: its file is damaged, or it has another shape.
+        """
+        if name not in self._recipe_of:
+            return None
+        if self._shapes[name] != shape:
+            raise StateError(
+                f"model.path: {name} has shape {self._shapes[name]} in the files, the model's"
+                f" configuration asks for {shape}"
+            )
+        return self._apply(self._recipe_of[name], self._checkpoint.read_as_is)[name]
 
     def _find(self, name: str) -> str | None:
         """Returns the name under which the files have a tensor; a tied one may go by any of its
@@ -204,7 +275,7 @@ class Weights:
         if all(isinstance(recipe.transform, WeightRenaming) for recipe in recipes):
             sources = [recipe.sources[0][1] for recipe in recipes]
             return self._checkpoint.equal(*sources)
-        made = [recipe.apply(self._model, self._checkpoint.read) for recipe in recipes]
+        made = [self._apply(recipe, self._checkpoint.read) for recipe in recipes]
         return torch.equal(made[0][one], made[1][other])
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,16 @@ from transformers import PretrainedConfig
 
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.carried import read_carried, write_files
+from penstock.models.checkpoints.constants import Constants, read_constants
 from penstock.models.checkpoints.conversion import as_published
+from penstock.models.checkpoints.whole import write_whole
 from penstock.models.surgery.hf import load_run_config
-from penstock.models.surgery.skeleton import build_skeleton
+from penstock.models.surgery.skeleton import Skeleton, build_skeleton, loaded_dtypes
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.run.files import free_bytes, no_room
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.seal import CONSTANTS
 from penstock.shm.table import BlockTable, DType
 
 SHARD_BYTES = 2 * 2**30
@@ -50,28 +54,55 @@ def export_hf(
     *,
     dtype: DType,
     carried: Mapping[str, bytes],
+    constants: Constants | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write ``config.json``, safetensors shards and the tokenizer; ``out`` appears whole or not at
     all.
 
     Tensors have the names and shapes that published files have; tied ones are written once.
-    ``carried`` maps paths below ``out`` to contents.
+    ``carried`` maps paths below ``out`` to contents; ``constants`` are the persistent buffers of
+    all blocks. Tensors that transformers keeps in fp32 are written as such, whatever ``dtype`` is.
 
     Raises:
         ConfigError: ``out`` exists and is not an empty directory.
         StateError: a block lacks a tensor, or one has another shape than the table says.
     """
+    with _appearing(out) as temporary:
+        skeleton = build_skeleton(hf_config)
+        dtypes = loaded_dtypes(hf_config, TORCH_DTYPES[dtype])
+        source = _ExportedTensors(skeleton, table, read_block, dtypes, constants or {})
+        _write_config(hf_config, skeleton.model, dtype, temporary)
+        _write_shards(source, dtype, temporary, shard_bytes)
+        write_files(temporary, carried)
+
+
+def export_whole(
+    run_dir: Path, table: BlockTable, read_block: ReadBlock, out: Path, constants: Constants
+) -> None:
+    """Write the folder that the run's text model came from, with what the run has trained in place
+    of what the folder has; ``out`` appears whole or not at all.
+
+    Raises:
+        ConfigError: ``out`` exists and is not an empty directory, or the model is no part of one.
+        StateError: the folder, or a block, is damaged.
+    """
+    skeleton = build_skeleton(load_run_config(run_dir))
+    source = _ExportedTensors(skeleton, table, read_block, {}, constants)
+    with _appearing(out) as temporary:
+        write_whole(run_dir, source.named, temporary)
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A directory to write into, which becomes ``out`` when the block ends without an error."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; give another directory")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
-        model = build_skeleton(hf_config).model
-        _write_config(hf_config, model, dtype, temporary)
-        _write_shards(_ExportedTensors(model, table, read_block, dtype), temporary, shard_bytes)
-        write_files(temporary, carried)
+        yield temporary
         _flush(temporary)
         temporary.rename(out)  # beside it, so on the same file system: out appears at once
     except BaseException:  # interrupts, too, must leave nothing behind
@@ -81,18 +112,32 @@ def export_hf(
 
 @dataclass(frozen=True, slots=True)
 class _ExportedTensors:
-    """What is written: the tensors of a table's blocks, in the type that they are to have."""
+    """What is written: the tensors of a table's blocks and their constants, each in the type that
+    ``dtypes`` has for its name in the model.
+    """
 
-    model: Any
+    skeleton: Skeleton
     table: BlockTable
     read_block: ReadBlock
-    dtype: DType
+    dtypes: Mapping[str, torch.dtype]
+    constants: Constants
 
     def tensors(self, block: int) -> dict[str, torch.Tensor]:
-        """Returns the tensors of one block as published files have them, in ``dtype``.
+        """Returns the tensors of one block as published files have them.
 
         Raises:
-            StateError: the block lacks a tensor, or one has another shape than the table says.
+            StateError: see :meth:`named`.
+        """
+        # Rounds to nearest even where the type is narrower than the master weights' fp32.
+        typed = {name: value.to(self.dtypes[name]) for name, value in self.named(block).items()}
+        return as_published(self.skeleton.model, typed)
+
+    def named(self, block: int) -> dict[str, torch.Tensor]:
+        """Returns the tensors of one block by their names in the model.
+
+        Raises:
+            StateError: the block or the constants lack a tensor, or one has another shape than the
+                table says.
         """
         arrays, tensors = self.read_block(block), {}
         for spec in self.table.blocks[block].tensors:
@@ -102,10 +147,12 @@ class _ExportedTensors:
                 raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {found}")
             value = torch.from_numpy(np.array(array))
             # NumPy has no bf16: such arrays are their bits.
-            value = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
-            # Rounds to nearest even where the type is narrower than the master weights' fp32.
-            tensors[spec.name] = value.to(TORCH_DTYPES[self.dtype])
-        return as_published(self.model, tensors)
+            tensors[spec.name] = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
+        for name in self.skeleton.parts[block].constants:
+            if name not in self.constants:
+                raise StateError(f"{CONSTANTS} of the run lacks {name}")
+            tensors[name] = self.constants[name]
+        return tensors
 
 
 def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directory: Path) -> None:
@@ -115,10 +162,12 @@ def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directo
     config.save_pretrained(directory)
 
 
-def _write_shards(source: _ExportedTensors, directory: Path, shard_bytes: int) -> None:
-    table = source.table
-    shards = list(_shards(table, source.dtype, shard_bytes))
+def _write_shards(
+    source: _ExportedTensors, dtype: DType, directory: Path, shard_bytes: int
+) -> None:
+    shards = list(_shards(source.table, dtype, shard_bytes))
     file_of: dict[str, str] = {}
+    total_bytes = 0
     for number, blocks in enumerate(shards, start=1):
         name = "model.safetensors"
         if len(shards) > 1:
@@ -135,11 +184,9 @@ def _write_shards(source: _ExportedTensors, directory: Path, shard_bytes: int) -
                 raise no_room(directory / name, needed) from error
             raise ConfigError(f"{directory / name}: cannot write it: {error}") from error
         file_of |= dict.fromkeys(tensors, name)
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": table.num_parameters * source.dtype.itemsize},
-            "weight_map": file_of,
-        }
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
         path = directory / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
@@ -198,18 +245,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("state_dir", type=Path, help="RUN_DIR/state/step-…, checked by the caller")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--whole", action="store_true", help="with the other parts of the model")
     parser.add_argument("--dtype", type=DType, choices=list(DType), help="default: model.dtype")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
 
     def work() -> None:
         files = RunDirectory(options.run_dir)
+        if options.whole:
+            read_block = saved_blocks(options.state_dir, files.table)
+            constants = read_constants(options.run_dir)
+            export_whole(options.run_dir, files.table, read_block, options.out, constants)
+            return
         export_hf(
             load_run_config(options.run_dir),
             files.table,
             saved_blocks(options.state_dir, files.table),
             options.out,
             dtype=options.dtype or files.config.model.dtype,
+            constants=read_constants(options.run_dir),
             carried=read_carried(files.config, options.run_dir),
         )
 

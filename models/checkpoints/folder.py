@@ -21,7 +21,7 @@ from penstock.models.checkpoints.files import (
     read_record,
     write_record,
 )
-from penstock.models.surgery.hf import load_run_config
+from penstock.models.surgery.hf import folder_composite, load_run_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
 from penstock.protocol.errors import ConfigError, PenstockError, StateError
 from penstock.shm.table import BlockTable
@@ -60,8 +60,14 @@ class FolderWeights:
             )
         checkpoint = Checkpoint(directory, files)
         checkpoint.check_repeated()
-        skeleton = build_skeleton(hf_config)
-        weights = Weights(skeleton, checkpoint)
+        skeleton, composite = build_skeleton(hf_config), folder_composite(directory)
+        weights = Weights(skeleton, checkpoint, composite)
+        if composite is not None:
+            say(
+                f"model.path: its text model ({hf_config.model_type}) is trained;"
+                f" {len(weights.left_out):,} tensors of other parts are left out (penstock export"
+                " --whole puts them back)"
+            )
         if weights.untied():
             target, source = weights.differing()[0]
             say(
@@ -70,7 +76,7 @@ class FolderWeights:
             )
             hf_config.tie_word_embeddings = False
             skeleton = build_skeleton(hf_config)
-            weights = Weights(skeleton, checkpoint)
+            weights = Weights(skeleton, checkpoint, composite)
             weights.untied()
         return cls(directory=directory, files=files, skeleton=skeleton, weights=weights)
 
@@ -88,12 +94,8 @@ class FolderWeights:
         kept = load_run_config(run_dir)
         hf_config.tie_word_embeddings = getattr(kept, "tie_word_embeddings", False)
         skeleton = build_skeleton(hf_config)
-        return cls(
-            directory=directory,
-            files=files,
-            skeleton=skeleton,
-            weights=Weights(skeleton, Checkpoint(directory, files)),
-        )
+        weights = Weights(skeleton, Checkpoint(directory, files), folder_composite(directory))
+        return cls(directory=directory, files=files, skeleton=skeleton, weights=weights)
 
     def check(self, table: BlockTable, say: Callable[[str], None]) -> None:
         """Hold the headers against the model, and name what the model has no use for.

@@ -18,6 +18,7 @@ from penstock.models.binding import pack, unpack
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights
 from penstock.models.checkpoints.files import chosen_files
+from penstock.models.surgery.hf import folder_composite
 from penstock.models.surgery.skeleton import Part, Skeleton, build_skeleton
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
@@ -50,7 +51,8 @@ def initial_blocks(
             yield block, _drawn(skeleton, table.blocks[block], config.run.seed)
         return
     files = chosen_files(config.model.path, hf_config) if files is None else files
-    weights = Weights(skeleton, Checkpoint(config.model.path, files))
+    composite = folder_composite(config.model.path)
+    weights = Weights(skeleton, Checkpoint(config.model.path, files), composite)
     weights.check(table)
     for block in blocks:
         yield block, weights.read(table.blocks[block], table.weight_dtype)

@@ -120,8 +120,10 @@ def _prepare_model(
     if _recorded(directory / "meta.json") == fingerprint and all(p.is_file() for p in made):
         return
     # Imported here: torch takes seconds, and a run that goes on needs none of it.
+    from penstock.models.checkpoints.constants import make_constants
     from penstock.models.checkpoints.folder import FolderWeights
     from penstock.models.surgery.hf import resolve_hf_config
+    from penstock.models.surgery.skeleton import build_skeleton
     from penstock.models.surgery.table import build_table
 
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
@@ -134,12 +136,18 @@ def _prepare_model(
             source = FolderWeights.keep(run_dir, path, hf_config, progress)
         else:
             source = FolderWeights.find(path, hf_config, progress)
-    table = build_table(config, hf_config, None if source is None else source.skeleton)
+    skeleton = build_skeleton(hf_config) if source is None else source.skeleton
+    table = build_table(config, hf_config, skeleton)
     meta: dict[str, Any] = {"fingerprint": fingerprint}
     if source is not None:
         source.check(table, progress)
         meta[WEIGHT_FILES] = list(source.files)
     directory.mkdir(parents=True, exist_ok=True)
+    if path is None or source is not None:
+        weights = None if source is None else source.weights
+        make_constants(run_dir, hf_config, skeleton, table, weights, progress)
+    elif skeleton.constants():
+        del meta["fingerprint"]  # The run that follows a plan reads them.
     write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
     write_atomically(run_dir / "table.json", table.to_json())
     write_atomically(directory / "meta.json", json.dumps(meta))

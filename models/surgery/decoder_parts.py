@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.models.data.batch import MicroBatch
-from penstock.models.surgery.probe import WeightlessStub, layer_stubs, shell
+from penstock.models.surgery.probe import ModuleStub, WeightlessStub, layer_stubs, shell
 from penstock.models.surgery.skeleton import Skeleton
 from penstock.protocol.errors import ConfigError
 
@@ -164,13 +164,14 @@ class DecoderParts:
         def decoder(*_: Any, **__: Any) -> Any:
             return _decoder_output()(last_hidden_state=finished[None])
 
-        model = shell(self._skeleton.model, {self._skeleton.decoder_path: decoder})
+        stub = ModuleStub(self._decoder, decoder)
+        model = shell(self._skeleton.model, {self._skeleton.decoder_path: stub})
         logits: torch.Tensor = model(inputs_embeds=finished[None], use_cache=False).logits
         return logits[0]
 
     def _layers(self, sink: Any) -> dict[str, Any]:
-        as_tuple = self._skeleton.layers_return_tuples
-        return {self._skeleton.layers_name: layer_stubs(self._layer_list, sink, as_tuple=as_tuple)}
+        results = self._skeleton.layer_results
+        return {self._skeleton.layers_name: layer_stubs(self._layer_list, sink, results=results)}
 
     def _filler(self, shape: tuple[int, int]) -> torch.Tensor:
         # One element, seen in the full shape: it takes no memory, and nothing may write into it.

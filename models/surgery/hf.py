@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from penstock.models.data.own_modules import import_hint, import_own
+from penstock.models.surgery.composite import Composite, text_part
 from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import predicts_masked
 from penstock.protocol.config.schema import Config
@@ -77,6 +78,7 @@ def resolve_hf_config(
     if config.model.path is not None:
         hf_config = read_hf_config(config.model.path)
         vocab_key = f"vocab_size of {config.model.path / 'config.json'}"
+        hf_config = text_part(hf_config) or hf_config
         _check_kind(hf_config, f"model_type of {config.model.path / 'config.json'}")
         remedy = "give the tokenizer that the model was trained with (data.tokenizer)"
     else:
@@ -92,6 +94,16 @@ def resolve_hf_config(
     _check_objective(hf_config, config.data.objective)
     _check_loss(hf_config)
     return hf_config
+
+
+def folder_composite(directory: Path) -> Composite | None:
+    """Returns the whole model of a folder whose text model is trained; None for other models.
+
+    Raises:
+        ConfigError: it cannot be built, or ``config.json`` cannot be used.
+        StateError: ``config.json`` is no regular file.
+    """
+    return Composite.of(read_hf_config(directory), directory)
 
 
 def import_modules(config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts
-from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
 from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, reason
+from penstock.protocol.errors import ConfigError
 
 _LENGTH = "max_position_embeddings"
 _TRIAL_TOKENS = 3
@@ -34,13 +33,7 @@ def check_positions(config: Config, hf_config: PretrainedConfig, skeleton: Skele
             would depend on the documents that a process has seen before.
     """
     length = config.data.sequence_length
-    with refused(
-        lambda error: (
-            f"model: type {hf_config.model_type!r} cannot be asked for its positions"
-            f" ({reason(error)}); this architecture is not supported"
-        )
-    ):
-        rows = _rows(hf_config, skeleton, length)
+    rows = _rows(hf_config, skeleton, length)
     if rows is not None and rows < length:
         raise ConfigError(
             f"data.sequence_length = {length}: the model has a table of {rows} positions; give at"
@@ -69,15 +62,20 @@ def _decoder_positions(skeleton: Skeleton) -> list[int]:
     """Returns the positions that each table of the decoder has, outside of its layers.
 
     The decoder runs on a few equal tokens: a table that is read at rising rows is one of positions,
-    from the first of these rows on.
+    from the first of these rows on. A model that such tokens do not suit, such as one for pictures,
+    has no table.
     """
     cpu = torch.device("cpu")
     parts = DecoderParts(skeleton, device=cpu, compute_dtype=torch.float32)
     pad = getattr(skeleton.model.config, "pad_token_id", None)
     ids = torch.full((1, _TRIAL_TOKENS), int(pad == 0), dtype=torch.long)
+    trial = BatchTensors(shape=(1, _TRIAL_TOKENS))
     with _zeros_in(skeleton), _Lookups() as lookups, torch.no_grad():
-        parts.embed(ids, BatchTensors(shape=(1, _TRIAL_TOKENS)), training=False)
-        parts.layer_calls(BatchTensors(shape=(1, _TRIAL_TOKENS)))
+        # Forwards of models raise any kind of error.
+        with suppress(Exception):
+            parts.embed(ids, trial, training=False)
+        with suppress(Exception):
+            parts.layer_calls(trial)
     return [
         rows - int(indices[0])
         for indices, rows in lookups.seen
@@ -99,14 +97,15 @@ class _Lookups(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        table = indices = None
         if func is nn.functional.embedding:
-            indices, table = args[:2]
+            self._note(args[1], args[0])
         elif func is torch.Tensor.__getitem__:
-            table, indices = args
+            self._note(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, table: torch.Tensor, indices: Any) -> None:
         if isinstance(indices, torch.Tensor) and indices.dtype is torch.long:
             self.seen.append((indices.reshape(-1), table.shape[0]))
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -123,7 +122,7 @@ def _zeros_in(skeleton: Skeleton) -> Iterator[None]:
             assert parameter is not None
             zeros = torch.zeros(()).expand(parameter.shape)
             # Past nn.Module's __setattr__, which takes parameters alone.
-            module._parameters[key] = zeros  # type: ignore[assignment]
+            module._parameters[key] = zeros
         yield
     finally:
         for module, key, parameter in before:

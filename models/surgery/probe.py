@@ -22,6 +22,10 @@ LayerSink = Callable[[int, tuple[Any, ...], dict[str, Any]], torch.Tensor]
 (micro_batch, sequence, hidden)."""
 
 
+_MOST_RESULTS = 2
+"""Results of a layer that a decoder may expect: hidden states, and attention weights or a cache."""
+
+
 @contextmanager
 def refused(explain: Callable[[Exception], str]) -> Iterator[None]:
     """Run code of transformers, or of a model, inside: whatever it raises becomes a ConfigError.
@@ -87,22 +91,35 @@ class LayerStub:
     sink.
     """
 
-    def __init__(self, layer: nn.Module, index: int, sink: LayerSink, as_tuple: bool) -> None:
-        self._layer, self._index, self._sink, self._as_tuple = layer, index, sink, as_tuple
+    def __init__(self, layer: nn.Module, index: int, sink: LayerSink, results: int) -> None:
+        self._layer, self._index, self._sink, self._results = layer, index, sink, results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = self._sink(self._index, args, kwargs)
-        return (hidden,) if self._as_tuple else hidden
+        return (hidden, *[None] * (self._results - 1)) if self._results else hidden
 
 
-def layer_stubs(layers: Sequence[nn.Module], sink: LayerSink, *, as_tuple: bool) -> list[LayerStub]:
+def layer_stubs(layers: Sequence[nn.Module], sink: LayerSink, *, results: int) -> list[LayerStub]:
     """Returns one stub per layer, in a plain list, which the decoder may slice, index and loop
-    over.
+    over. ``results``: see :class:`Order`.
     """
-    return [LayerStub(layer, index, sink, as_tuple) for index, layer in enumerate(layers)]
+    return [LayerStub(layer, index, sink, results) for index, layer in enumerate(layers)]
+
+
+class ModuleStub:
+    """Stands for a module: has its attributes, and a function for its forward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
 
 
 class WeightlessStub:
@@ -128,14 +145,15 @@ class Order:
 
     ``embeds_alone`` names the child that makes the first layer's input from the token ids with
     nothing else happening, ``finishes_alone`` the one that makes the result from the last layer's
-    output; None where there is more to it.
+    output; None where there is more to it. ``layer_results`` is the length of the tuple that the
+    decoder expects of a layer, hidden states first; 0 where it takes these alone.
     """
 
     before: tuple[str, ...]
     after: tuple[str, ...]
     embeds_alone: str | None
     finishes_alone: str | None
-    layers_return_tuples: bool
+    layer_results: int
 
 
 def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Order:
@@ -147,13 +165,13 @@ def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Ord
             that depends on parameters or is mutable, or calls a child both before and after them.
     """
     failures = []
-    for as_tuple in (False, True):
+    for results in range(_MOST_RESULTS + 1):
         try:
-            first = _Observation(decoder, layers_name, hidden_size, as_tuple, filler=0.0)
+            first = _Observation(decoder, layers_name, hidden_size, results, filler=0.0)
             order = first.run()
-            second = _Observation(decoder, layers_name, hidden_size, as_tuple, filler=1.0)
+            second = _Observation(decoder, layers_name, hidden_size, results, filler=1.0)
             second.run()
-            _Observation(decoder, layers_name, hidden_size, as_tuple, filler=0.0).run_around()
+            _Observation(decoder, layers_name, hidden_size, results, filler=0.0).run_around()
         except PenstockError:
             raise
         except Exception as error:  # whatever the decoder does to stubs
@@ -196,11 +214,11 @@ class _Observation:
         decoder: nn.Module,
         layers_name: str,
         hidden_size: int,
-        as_tuple: bool,
+        results: int,
         filler: float,
     ) -> None:
         self.extras: list[dict[str, Any]] = []
-        self._decoder, self._as_tuple = decoder, as_tuple
+        self._decoder, self._results = decoder, results
         self._layers_name = layers_name
         self._shape = (self._BATCH, self._SEQUENCE, hidden_size)
         self._stub = WeightlessStub(torch.full(self._shape, filler))
@@ -212,12 +230,12 @@ class _Observation:
         layers = list(decoder.get_submodule(layers_name).children())
         self._num_layers = len(layers)
         self._overrides: dict[str, Any] = {
-            layers_name: layer_stubs(layers, self._on_layer, as_tuple=as_tuple)
+            layers_name: layer_stubs(layers, self._on_layer, results=results)
         }
         self._around = children_around(decoder, layers_name)
         for name, child in self._around.items():
             if any(True for _ in child.parameters()):
-                self._overrides[name] = self._watching(name)
+                self._overrides[name] = ModuleStub(child, self._watching(name))
 
     def run(self) -> Order:
         """Run the decoder from token ids, as the embedding's block does.
@@ -248,7 +266,7 @@ class _Observation:
             after=tuple(n for n in names if n in unseen),
             embeds_alone=_alone(self._calls_before, self._ids, self._first_hidden),
             finishes_alone=_alone(self._calls_after, self._last_hidden, result),
-            layers_return_tuples=self._as_tuple,
+            layer_results=self._results,
         )
 
     def run_around(self) -> None:

@@ -39,6 +39,7 @@ class Part:
 
     ``tensors`` maps state-dict names to ``(module, attribute)``, the place of the parameter.
     ``others`` are further places of the same parameters within the block, by the same names.
+    ``constants`` are the places of its persistent buffers, which training leaves as they are.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Part:
     layer_index: int | None
     tensors: dict[str, tuple[nn.Module, str]]
     others: dict[str, list[tuple[nn.Module, str]]]
+    constants: dict[str, tuple[nn.Module, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,8 @@ class Skeleton:
     ``layers_name`` its list of layers, dotted where that belongs to an encoder inside. ``before``
     and ``after`` are the names of the modules around the layers that own parameters and run before
     the first and after the last layer; one that does all there is to do is named by
-    ``embeds_alone`` or ``finishes_alone``. ``layers_return_tuples``: what the decoder expects of a
-    layer.
+    ``embeds_alone`` or ``finishes_alone``. ``layer_results``: the length of the tuple that the
+    decoder expects of a layer, 0 where it takes hidden states alone.
     """
 
     model: Any
@@ -67,7 +69,7 @@ class Skeleton:
     after: tuple[str, ...]
     embeds_alone: str | None
     finishes_alone: str | None
-    layers_return_tuples: bool
+    layer_results: int
     parts: tuple[Part, ...]
 
     @property
@@ -82,6 +84,18 @@ class Skeleton:
         layers = self.decoder.get_submodule(self.layers_name)
         assert isinstance(layers, nn.ModuleList)
         return layers
+
+    def constants(self) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Returns the value of each persistent buffer in a new model, by name, and whether the
+        model says what it is.
+        """
+        values = {}
+        for part in self.parts:
+            for name, (module, attribute) in part.constants.items():
+                buffer = module._buffers[attribute]
+                assert buffer is not None
+                values[name] = (buffer, not _is_unset(buffer))
+        return values
 
     def around(self) -> dict[str, nn.Module]:
         """Returns the decoder's modules beside its layers, by name in the order of the modules."""
@@ -133,7 +147,7 @@ def _taken_apart(model: Any) -> Skeleton:
         after=order.after,
         embeds_alone=order.embeds_alone,
         finishes_alone=order.finishes_alone,
-        layers_return_tuples=order.layers_return_tuples,
+        layer_results=order.layer_results,
         parts=parts,
     )
 
@@ -154,7 +168,23 @@ def predicts_masked(hf_config: PretrainedConfig) -> bool:
     return not (decodes and kind in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 
-def _build_on_meta(hf_config: PretrainedConfig) -> Any:
+def loaded_dtypes(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Returns the type in which transformers has each tensor of a model that it loads as ``dtype``:
+    some, such as those of routers, are kept in fp32.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    model = _build_on_meta(hf_config, dtype)
+    plan = model._get_dtype_plan(dtype)
+    kept = build_glob_alternation(list(plan))[0] if plan else None
+    return {
+        name: torch.float32 if kept is not None and kept.search(name) else value.dtype
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _build_on_meta(hf_config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
     # Imported here: it takes seconds, and emulated workers import this module and build nothing.
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -175,7 +205,7 @@ def _build_on_meta(hf_config: PretrainedConfig) -> Any:
 
     with refused(explain), torch.device("meta"):
         kind: Any = AutoModelForMaskedLM if predicts_masked(config) else AutoModelForCausalLM
-        model = kind.from_config(config, dtype=torch.float32, **attention)
+        model = kind.from_config(config, dtype=dtype, **attention)
     return model.train()
 
 
@@ -191,11 +221,14 @@ def _check_kind(model: Any) -> None:
                 f"model: type {config.model_type!r} has no {key}; so far, models are supported that"
                 " are layers one after the other"
             )
-    persistent = sorted(set(dict(model.named_buffers())) & set(model.state_dict(keep_vars=True)))
-    if persistent:
+    statistics = [
+        name for name, module in model.named_modules() if getattr(module, "track_running_stats", 0)
+    ]
+    if statistics:
         raise ConfigError(
-            f"model: type {config.model_type!r} has persistent buffers"
-            f" ({', '.join(persistent[:3])}); models whose state is all parameters are supported"
+            f"model: type {config.model_type!r} keeps running statistics"
+            f" ({', '.join(statistics[:3])}), which forwards change; models whose state is"
+            " parameters and constants are supported"
         )
     if getattr(config, "layerdrop", 0.0):
         raise ConfigError(
@@ -208,26 +241,42 @@ def rebuild_buffers(model: Any) -> None:
     """Give every buffer on the meta device its true value, on the CPU, by the model's own
     initialization.
 
+    A persistent one may stay unset, as files may have it.
+
     Raises:
-        ConfigError: the model does not say how to fill a buffer.
+        ConfigError: the model does not say how to fill another buffer.
     """
-    for path, module, owner in _with_owner(model, "", model):
-        empty = [key for key, value in module._buffers.items() if value is not None]
-        empty = [key for key in empty if module._buffers[key].is_meta]  # type: ignore[union-attr]
-        if not empty:
-            continue
-        for key in empty:
-            old = module._buffers[key]
-            assert old is not None
-            module._buffers[key] = _marked_unset(old)
-        with torch.no_grad():
-            owner._init_weights(module)
-        for key in empty:
-            if _is_unset(module._buffers[key]):
-                raise ConfigError(
-                    f"model: type {model.config.model_type!r} does not say how to rebuild its"
-                    f" buffer {path}.{key}; this architecture is not supported"
-                )
+    owned = list(_with_owner(model, "", model))
+    filled: list[nn.Module] = []
+    for _, module, _ in owned:
+        for key, old in module._buffers.items():
+            if old is not None and old.is_meta:
+                module._buffers[key] = _marked_unset(old)
+                if module not in filled:
+                    filled.append(module)
+    with torch.no_grad():
+        for _, module, owner in owned:
+            if module in filled:
+                owner._init_weights(module)
+        # A model may fill buffers of modules inside (falcon_h1); inner models first.
+        if any(_unset_keys(module) for module in filled):
+            for _, module, owner in reversed(owned):
+                if owner is module:
+                    owner._init_weights(module)
+    persistent = set(model.state_dict())
+    for path, module, _ in owned:
+        unset = [
+            key for key in _unset_keys(module) if f"{path}.{key}".lstrip(".") not in persistent
+        ]
+        if module in filled and unset:
+            raise ConfigError(
+                f"model: type {model.config.model_type!r} does not say how to rebuild its"
+                f" buffer {path}.{unset[0]}; this architecture is not supported"
+            )
+
+
+def _unset_keys(module: nn.Module) -> list[str]:
+    return [key for key, buffer in module._buffers.items() if _is_unset(buffer)]
 
 
 def _marked_unset(like: torch.Tensor) -> torch.Tensor:
@@ -241,7 +290,8 @@ def _marked_unset(like: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unset(buffer: torch.Tensor | None) -> bool:
-    assert buffer is not None
+    if buffer is None:
+        return False
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
         return bool(buffer.isnan().any())
     return buffer.numel() > 0 and torch.equal(buffer, _marked_unset(buffer))
@@ -282,46 +332,60 @@ def _takes_token_ids(module: nn.Module) -> bool:
     return "input_ids" in inspect.signature(module.forward).parameters
 
 
+_Places = dict[str, tuple[nn.Module, str]]
+"""Module and attribute of each tensor, by its name."""
+
+
 def _divide(
     model: Any, decoder_path: str, layers_name: str, before: tuple[str, ...]
 ) -> tuple[Part, ...]:
-    embedding: dict[str, tuple[nn.Module, str]] = {}
-    head: dict[str, tuple[nn.Module, str]] = {}
-    layers: list[dict[str, tuple[nn.Module, str]]] = [
-        {} for _ in range(int(model.config.num_hidden_layers))
-    ]
+    last, persistent = int(model.config.num_hidden_layers) + 1, set(model.state_dict())
+    parameters: list[_Places] = [{} for _ in range(last + 1)]
+    constants: list[_Places] = [{} for _ in range(last + 1)]
     for module_path, module in model.named_modules(remove_duplicate=False):
         inside = _relative(module_path, decoder_path)
+        of_decoder = inside is not None and (inside == "" or layers_name.startswith(f"{inside}."))
+        block = _block_of(inside, layers_name, before, last)
+        start = f"{module_path}." if module_path else ""
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            name = f"{module_path}.{attribute}" if module_path else attribute
-            if inside is not None and (inside == "" or layers_name.startswith(f"{inside}.")):
+            if of_decoder:
                 raise ConfigError(
-                    f"model: parameter {name} belongs to the decoder itself, not to a module of it;"
-                    " this architecture is not supported"
+                    f"model: parameter {start}{attribute} belongs to the decoder itself, not to a"
+                    " module of it; this architecture is not supported"
                 )
-            layer = None if inside is None else _relative(inside, layers_name)
-            if layer is not None:
-                layers[int(layer.partition(".")[0])][name] = (module, attribute)
-            elif inside is not None and any(_relative(inside, b) is not None for b in before):
-                embedding[name] = (module, attribute)
-            else:
-                head[name] = (module, attribute)
+            parameters[block][start + attribute] = (module, attribute)
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and start + attribute in persistent:
+                constants[0 if of_decoder else block][start + attribute] = (module, attribute)
     kinds = _layer_kinds(model.get_submodule(f"{decoder_path}.{layers_name}"))
-    return (
-        _part("embedding", EMBEDDING_KIND, None, embedding),
-        *(_part(f"layer.{i}", kinds[i], i, places) for i, places in enumerate(layers)),
-        _part("head", HEAD_KIND, None, head),
+    names = ["embedding", *(f"layer.{i}" for i in range(last - 1)), "head"]
+    return tuple(
+        _part(names[block], kind, None if block in (0, last) else block - 1, *places)
+        for block, (kind, *places) in enumerate(
+            zip([EMBEDDING_KIND, *kinds, HEAD_KIND], parameters, constants, strict=True)
+        )
     )
 
 
+def _block_of(inside: str | None, layers_name: str, before: tuple[str, ...], last: int) -> int:
+    """Returns the block of a module that is called ``inside`` in the decoder, None if it is not in
+    the decoder; ``last`` is the head.
+    """
+    layer = None if inside is None else _relative(inside, layers_name)
+    if layer:
+        return 1 + int(layer.partition(".")[0])
+    embeds = inside is not None and any(_relative(inside, name) is not None for name in before)
+    return 0 if embeds else last
+
+
 def _part(
-    name: str, kind: str, layer_index: int | None, places: dict[str, tuple[nn.Module, str]]
+    name: str, kind: str, layer_index: int | None, places: _Places, constants: _Places
 ) -> Part:
     """Returns a block whose parameters go by the first of their names in ``places``."""
     first: dict[int, str] = {}
-    tensors: dict[str, tuple[nn.Module, str]] = {}
+    tensors: _Places = {}
     others: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, (module, attribute) in places.items():
         found = first.setdefault(id(module._parameters[attribute]), path)
@@ -329,7 +393,14 @@ def _part(
             tensors[path] = (module, attribute)
         else:
             others.setdefault(found, []).append((module, attribute))
-    return Part(name=name, kind=kind, layer_index=layer_index, tensors=tensors, others=others)
+    return Part(
+        name=name,
+        kind=kind,
+        layer_index=layer_index,
+        tensors=tensors,
+        others=others,
+        constants=constants,
+    )
 
 
 def _relative(path: str, ancestor: str) -> str | None:

@@ -157,12 +157,19 @@ class _Costs:
         matrices = 2.0 * sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
         if part.kind == HEAD_KIND:
             return matrices + 5.0 * int(self.hf_config.vocab_size)
-        heads = int(getattr(self.hf_config, "num_attention_heads", 0))
+        heads = self._size("num_attention_heads")
         if not heads:
             return matrices
-        head_size = int(getattr(self.hf_config, "head_dim", None) or self._hidden // heads)
+        head_size = self._size("head_dim") or self._hidden // heads
         seen = 2.0 if predicts_masked(self.hf_config) else 1.0
         return matrices + seen * 2.0 * self.sequence_length * heads * head_size
+
+    def _size(self, key: str) -> int:
+        """Returns a number of the configuration; 0 where it has none, or one for each layer."""
+        try:
+            return int(getattr(self.hf_config, key, None) or 0)
+        except Exception:  # transformers has an error of its own for the latter
+            return 0
 
     def activation_bytes(self, part: Part, shapes: Sequence[tuple[int, ...]]) -> float:
         if part.kind == EMBEDDING_KIND:

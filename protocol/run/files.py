@@ -140,15 +140,15 @@ def hold(descriptor: int, size: int) -> None:
     os.posix_fallocate(descriptor, 0, size)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new, also after a crash.
+def write_atomically(path: Path, text: str | bytes) -> None:
+    """Write a file so that readers see the old content or the new, also after a crash.
 
     Raises:
         CapacityError: there is no room for it.
         ConfigError: it cannot be written for another reason, such as a directory of its name.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    content = text.encode()
+    content = text.encode() if isinstance(text, str) else text
     with writing(path, len(content)):
         try:
             with temporary.open("wb") as file:

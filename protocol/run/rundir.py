@@ -28,7 +28,7 @@ from penstock.protocol.run.files import (
     write_atomically,
 )
 from penstock.protocol.run.names import ownership, partner_of, replica_name, storage
-from penstock.protocol.run.seal import SEAL, read_sealed, seal_text
+from penstock.protocol.run.seal import CONSTANTS, SEAL, read_sealed, seal_text
 from penstock.protocol.security.token import TOKEN_FILE, ensure_token
 from penstock.shm.layout import NodeLayout, replica_layout
 from penstock.shm.memory import MemorySpec
@@ -44,7 +44,7 @@ MAX_OPTIMIZER_THREADS = 64
 _FILES = (
     *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
     *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
-    *("software.json", "journal.sqlite-count", "places.json"),
+    *("software.json", "journal.sqlite-count", "places.json", CONSTANTS),
 )
 _DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated", "metrics", "waits")
 

@@ -25,7 +25,10 @@ FORMAT = 1
 MADE = ("table.json", "model/config.json", "data/meta.json")
 """Files that follow from the run's inputs and are made once."""
 
-SEALED = (*MADE, "resolved.yaml", "plan.json")
+CONSTANTS = "model/constants.safetensors"
+"""Made once, too, for models that have any: :mod:`penstock.models.checkpoints.constants`."""
+
+SEALED = (*MADE, CONSTANTS, "resolved.yaml", "plan.json")
 """All files whose checksums are kept; the last two are written at every start."""
 
 

@@ -26,7 +26,7 @@ REFUSED = {
     "vit": "model_type = 'vit': transformers has no language model of it",
     "gemma3": "its language model is one part of several; give 'gemma3_text' by itself",
     "nougat": "transformers has no configuration of this type without others to go with it",
-    "dots3_note_text": "has persistent buffers",
+    "apertus": "does not say how to fill its buffer model.layers.0.mlp.act_fn.beta",
     "ctrl": "cannot be taken apart into layers",
     "xlm": "cannot be taken apart into layers",
     "cwm": "give model.hf.bos_token_id",
@@ -84,7 +84,7 @@ def test_encoders(model_type: str, tmp_path: Path) -> None:
     ("fields", "complaint"),
     [
         ({"model_type": "vit"}, "= 'vit': transformers has no language model of it"),
-        ({"model_type": "gemma3"}, "= 'gemma3': its language model is one part of several"),
+        ({"model_type": "mllama"}, "= 'mllama': its language model is one part of several"),
         (
             {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
             "= 'own': transformers knows no such type",

@@ -387,14 +387,21 @@ class _Site:
     memories: list[NodeMemory]
     servers: dict[int, str]
     timeout_s: float
+    constants: dict[str, torch.Tensor] | None
 
 
 def build_cluster(
-    stack: ExitStack, config: Config, *, timeout_s: float = 20.0, undo: bool = False
+    stack: ExitStack,
+    config: Config,
+    *,
+    timeout_s: float = 20.0,
+    undo: bool = False,
+    constants: dict[str, torch.Tensor] | None = None,
 ) -> Cluster:
     """Memory with initial weights, and a worker for each device; ``stack`` takes it down.
 
-    ``undo``: with room for what optimizer threads need to be undone.
+    ``undo``: with room for what optimizer threads need to be undone. ``constants``: as workers
+    have them.
     """
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
     table = build_table(config, hf_config)
@@ -431,6 +438,7 @@ def build_cluster(
         memories=memories,
         servers=servers,
         timeout_s=timeout_s,
+        constants=constants,
     )
     workers = [_worker(stack, site, device) for device in range(plan.num_devices)]
     cluster = Cluster(config, hf_config, table, plan, owners, memories, workers, optimizers)
@@ -529,6 +537,7 @@ def _context(
         device=device.torch_device,
         compute_dtype=device.compute_dtype,
         seed=site.config.run.seed,
+        constants=site.constants,
     )
     return EpochContext(
         run_id=memory.spec.run_id,

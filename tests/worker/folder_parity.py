@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from penstock.models.checkpoints.constants import read_constants
 from penstock.models.checkpoints.export import export_hf
 from penstock.models.checkpoints.initial import initial_blocks
 from penstock.models.data.batch import MicroBatch
@@ -41,8 +43,16 @@ class Comparison:
     exported: list[str]
 
 
-def configured(folder: Path, run_dir: Path, *, length: int, dtype: str = "fp32") -> Config:
-    """Returns a prepared run of two workers over random tokens of the folder's model.
+def configured(
+    folder: Path,
+    run_dir: Path,
+    *,
+    length: int = 12,
+    dtype: str = "fp32",
+    workers: int = 2,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Config:
+    """Returns a prepared run over random tokens of the folder's model.
 
     Raises:
         PenstockError: the folder is refused.
@@ -60,35 +70,51 @@ def configured(folder: Path, run_dir: Path, *, length: int, dtype: str = "fp32")
             },
             "train": {"global_batch": ROWS * MICRO_BATCHES, "micro_batch": ROWS},
             "schedule": {"scheme": "1f1b"},
-            "cluster": {"workers": 2, "nodes": [{"name": "a"}]},
+            "cluster": {"workers": workers, "nodes": [{"name": "a"}]},
         }
     )
     (run_dir / "resolved.yaml").write_text(config.to_yaml())
-    prepare(config, run_dir)
+    prepare(config, run_dir, progress=progress)
     return config
 
 
-def compare(folder: Path, run_dir: Path, *, length: int = 12, dtype: str = "fp32") -> Comparison:
+def load_causal(folder: Path, dtype: torch.dtype) -> Any:
+    """Returns the folder's model as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+Load = Callable[[Path, torch.dtype], Any]
+
+
+def compare(
+    folder: Path,
+    run_dir: Path,
+    *,
+    length: int = 12,
+    dtype: str = "fp32",
+    workers: int = 2,
+    load: Load = load_causal,
+) -> Comparison:
     """Prepares a run from a folder, trains one attempt, exports its initial weights, and returns
-    the differences to transformers.
+    the differences to transformers' model, as ``load`` gets it.
 
     Raises:
         PenstockError: the folder is refused.
     """
-    config = configured(folder, run_dir, length=length, dtype=dtype)
+    config = configured(folder, run_dir, length=length, dtype=dtype, workers=workers)
     with ExitStack() as stack:
-        cluster = build_cluster(stack, config, timeout_s=600)
+        cluster = build_cluster(stack, config, timeout_s=600, constants=read_constants(run_dir))
         job = _job(length)
         loss, counted = cluster.train(job)
         assert counted == job.counted_tokens
         gradients = cluster.gradients()
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype])
+        reference = load(folder, TORCH_DTYPES[dtype])
         wanted_loss, wanted = plain_loop(reference, job)
         wanted = _by_our_names(cluster, reference, wanted)
     return Comparison(
         loss=abs(loss - wanted_loss) / wanted_loss,
         gradients=_largest_difference(gradients, wanted),
-        exported=exported_differences(folder, config, run_dir, DType(dtype)),
+        exported=exported_differences(folder, config, run_dir, DType(dtype), load),
     )
 
 
@@ -111,7 +137,9 @@ def plain_loop(model: Any, job: Job) -> tuple[float, dict[str, torch.Tensor]]:
     return total, gradients
 
 
-def exported_differences(folder: Path, config: Config, run_dir: Path, dtype: DType) -> list[str]:
+def exported_differences(
+    folder: Path, config: Config, run_dir: Path, dtype: DType, load: Load = load_causal
+) -> list[str]:
     """Returns the names of tensors that an export of the initial weights has otherwise than the
     model that transformers loads from the folder, by file and as a loaded model.
     """
@@ -122,8 +150,9 @@ def exported_differences(folder: Path, config: Config, run_dir: Path, dtype: DTy
         return {name: value.numpy() for name, value in blocks[block].items()}
 
     out = run_dir.parent / f"{run_dir.name}-export"
-    export_hf(hf_config, table, read_block, out, dtype=dtype, carried={})
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=TORCH_DTYPES[dtype])
+    constants = read_constants(run_dir)
+    export_hf(hf_config, table, read_block, out, dtype=dtype, carried={}, constants=constants)
+    reference = load(folder, TORCH_DTYPES[dtype])
     again = AutoModelForCausalLM.from_pretrained(out, dtype=TORCH_DTYPES[dtype])
     assert type(again) is type(reference)
     theirs, ours = reference.state_dict(), again.state_dict()

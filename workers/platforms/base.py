@@ -221,15 +221,18 @@ class WorkerSite:
             ConfigError: the model is impossible.
         """
         # Imported here: with transformers it takes seconds, and not every platform needs it.
+        from penstock.models.checkpoints.constants import read_constants
         from penstock.models.surgery.hf import load_run_config
 
+        hf_config = load_run_config(self.run_dir)
         return ModelRuntime(
-            load_run_config(self.run_dir),
+            hf_config,
             self.table,
             device=device.torch_device,
             compute_dtype=device.compute_dtype,
             seed=self.config.run.seed,
             compiler="inductor" if self.config.model.compile else None,
+            constants=read_constants(self.run_dir),
         )
 
 

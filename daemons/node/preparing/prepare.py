@@ -55,7 +55,7 @@ from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
 from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import MADE, read_sealed, sealed_values
+from penstock.protocol.run.seal import CONSTANTS, MADE, read_sealed, sealed_values
 from penstock.protocol.security.addresses import check_addresses
 from penstock.shm.cgroup import cpu_limit
 from penstock.shm.inventory import inventory
@@ -268,7 +268,7 @@ def _previous(run_dir: Path, progress: Progress) -> Config | None:
         previous = previous.model_copy(update={"data": data})
     fixed = sealed_values(run_dir)
     if fixed is not None:
-        for name in MADE:
+        for name in (*MADE, CONSTANTS):
             if (run_dir / name).exists():
                 read_sealed(run_dir, name)
         edited = edited_keys(fixed, previous)
