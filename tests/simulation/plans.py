@@ -54,7 +54,7 @@ KINDS = {
     "strike at the end": 2,
     "away at the end": 1,
     "one after the other": 2,
-    "drain at work": 8,
+    "drain at work": 24,
     "lose a message": 10,
 }
 """Kind -> weight."""
@@ -101,11 +101,11 @@ RESTORES = (
 ALONE = 24
 """Faults of a seed in which each comes alone: more do not find room in a run's steps."""
 ALONE_BELOW = 0.3
-PAIRS_BELOW = 0.15
+PAIRS_BELOW = 0.2
 """Of the seeds in which faults come alone, those in which each strikes at a named point."""
 AT_POINTS = {
     "one after the other": 4,
-    "drain at work": 3,
+    "drain at work": 5,
     "lose a message": 3,
     "strike behind a refill": 3,
 }
@@ -140,11 +140,11 @@ def draw(
     """Returns the faults of a seed.
 
     In some seeds each comes *alone*, when the run has got over the one before by itself: what the
-    next fault would have mended by chance shows there. In half of those each strikes at a named
-    point: two rare ones, the second in the recovery from the first, and others like them. Among
-    many others a fault is no rescue for who would never go on, either, if it comes late; a few do.
-    In a *storm* ten come in each step: processes die that have just come, or are about to join,
-    again and again.
+    next fault would have mended by chance shows there. In two thirds of those each strikes at
+    a named point: two rare ones, the second in the recovery from the first, and others like them.
+    Among many others a fault is no rescue for who would never go on, either, if it comes late; a
+    few do. In a *storm* ten come in each step: processes die that have just come, or are about to
+    join, again and again.
     """
     dice = random.Random(f"faults {seed}")
     weights = {
