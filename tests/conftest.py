@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -165,12 +166,21 @@ def zero_copy_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of tokens of this process of tests; the user's own stays untouched."""
-    folder = tmp_path_factory.mktemp("cache")
+def token_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder for caches of tokens; the user's own stays untouched, also by longer fixtures."""
+    folder = tmp_path_factory.mktemp("caches")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder / "penstock"
+        patch.setenv("XDG_CACHE_HOME", str(folder / "session"))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def token_cache(
+    token_caches: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty cache of tokens for each test, made when the test keeps tokens."""
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(token_caches / name))
 
 
 @pytest.fixture(scope="session", autouse=True)
