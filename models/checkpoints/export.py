@@ -29,6 +29,7 @@ from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.carried import read_carried, write_files
 from penstock.models.checkpoints.constants import Constants, read_constants
 from penstock.models.checkpoints.conversion import as_published
+from penstock.models.checkpoints.older_readers import with_older_keys
 from penstock.models.checkpoints.whole import write_whole
 from penstock.models.surgery.hf import load_run_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton, loaded_dtypes
@@ -160,6 +161,9 @@ def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directo
     config.architectures = [type(model).__name__]
     config.dtype = TORCH_DTYPES[dtype]
     config.save_pretrained(directory)
+    path = directory / "config.json"
+    fields = with_older_keys(json.loads(path.read_text(encoding="utf-8")))
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_shards(
