@@ -318,8 +318,15 @@ class Stillness:
         late = {
             name: now_s - since_s
             for name, since_s in self._since_s.items()
-            if now_s - since_s > self._silence_s
+            if now_s >= since_s + self._silence_s
         }
         for name in late:
             del self._since_s[name]
         return late
+
+    @property
+    def next_s(self) -> float | None:
+        """Returns when the next look is due, because a process is stopped for too long then; None:
+        no process was stopped at the last look.
+        """
+        return min((since_s + self._silence_s for since_s in self._since_s.values()), default=None)

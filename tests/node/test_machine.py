@@ -500,7 +500,8 @@ def watch(machine: Machine, seconds: int, **seen: Any) -> list[Effect]:
 
 def test_children_that_are_stopped_are_killed_and_replaced(machine: Machine) -> None:
     stopped = frozenset(("schedulerd", "worker.0"))
-    assert watch(machine, 11, stopped=stopped) == []
+    assert watch(machine, 10, stopped=stopped) == []
+    assert machine.state.next_deadline_s() == machine.now_s + 1.0, "nobody waits any longer"
     assert watch(machine, 1, stopped=stopped) == [Kill(name="schedulerd"), Kill(name="worker.0")]
     machine.exit("schedulerd", -9)
     machine.exit("worker.0", -9)
@@ -518,7 +519,7 @@ def test_a_node_that_was_stopped_itself_gives_its_scheduler_time(machine: Machin
     stopped = frozenset(("schedulerd",))
     assert watch(machine, 9, stopped=stopped) == []
     machine.now_s += 1000.0
-    assert watch(machine, 11, stopped=stopped) == []
+    assert watch(machine, 10, stopped=stopped) == []
     assert watch(machine, 1, stopped=stopped) == [Kill(name="schedulerd")]
 
 

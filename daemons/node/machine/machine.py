@@ -207,8 +207,10 @@ class NodeMachine:
         return effects
 
     def next_deadline_s(self) -> float | None:
-        """Returns when :class:`Tick` is due at the latest; None: only when something happens."""
-        times = [self.deadline_s, self.ask_again_at_s, self.give_up_s]
+        """Returns when :class:`Watched` and :class:`Tick` are due at the latest; None: only when
+        something happens.
+        """
+        times = [self.deadline_s, self.ask_again_at_s, self.give_up_s, self.stillness.next_s]
         times += [self._due_s(child) for child in self.children.values()]
         return min((t for t in times if t is not None), default=None)
 
