@@ -85,7 +85,7 @@ class NewbornStopper:
             return
         finally:
             self._traces.set()
-        with suppress(OSError):  # it was killed
+        try:
             while not self._ending.is_set():
                 self._look_at_stopped()
                 stop = self._stop_of(self._parent, waits=False)
@@ -96,10 +96,19 @@ class NewbornStopper:
             self._ptrace(INTERRUPT, self._parent)
             while (stop := self._stop_of(self._parent)) is not None and stop >> 8 != STOP:
                 self._go_on(self._parent, stop)
-            self._ptrace(DETACH, self._parent)
+        except OSError:
+            pass  # the parent was killed
+        self._let_go(self._parent)
         while not self._ending.is_set():
             self._look_at_stopped()
             time.sleep(LOOK_S)
+
+    def _let_go(self, pid: int) -> None:
+        """Lets go of a traced process that is at a stop, or dying."""
+        try:
+            self._ptrace(DETACH, pid)
+        except OSError:
+            self._release(pid)
 
     def _stop_of(self, pid: int, *, waits: bool = True) -> int | None:
         """Returns at what a traced process has stopped: a signal, and an event eight bits above it.
@@ -120,9 +129,11 @@ class NewbornStopper:
         """The parent of a dead process hears of it when the tracer has; the test's own children are
         left to the test.
         """
-        if parent_of(pid) != os.getpid():
-            with suppress(ChildProcessError):
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | ALL)
+        with suppress(ChildProcessError):
+            while parent_of(pid) != os.getpid():
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | ALL) is not None:
+                    return
+                time.sleep(LOOK_S)  # other threads of the process still die
 
     def _go_on(self, pid: int, stop: int, generation: int = 1) -> None:
         """Lets a traced process go on from a stop, and looks after the newborn that it has."""
@@ -130,8 +141,10 @@ class NewbornStopper:
         if event in (FORK, VFORK):
             newborn = self._newborn_of(pid)
             self._ptrace(CONT if generation == 1 else DETACH, pid)
-            with suppress(OSError):  # it was killed
+            try:
                 self._attend(newborn, generation)
+            except OSError:
+                self._let_go(newborn)  # the newborn was killed
         elif event:
             self._ptrace(CONT, pid)
         else:
