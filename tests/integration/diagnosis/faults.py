@@ -47,6 +47,7 @@ def _lost(kind: str, name: str) -> tuple[Fault, ...]:
             text=f"{kind} gets SIGSTOP",
             alert="PenstockMemberLost",
             strike=strikes.stopped(name),
+            settings=_emulated(cluster={"heartbeat_timeout_s": 8.0}),
         ),
         Fault(
             name=f"{kind}-killed-again",

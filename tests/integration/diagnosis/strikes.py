@@ -30,7 +30,7 @@ def killed(name: str, times: int = 1) -> Strike:
     def strike(run: FaultyRun) -> Iterator[None]:
         last = 0
         for _ in range(times):
-            deadline = time.monotonic() + 60.0
+            deadline = time.monotonic() + 600.0
             while (pid := run.pids().get(name, last)) == last:
                 assert time.monotonic() < deadline, f"{run.name}: {name} does not come back"
                 time.sleep(0.2)
@@ -64,7 +64,7 @@ def killed_node(name: str) -> Strike:
     @contextmanager
     def strike(run: FaultyRun) -> Iterator[None]:
         os.killpg(run.nodes[name].pid, signal.SIGKILL)
-        run.nodes.pop(name).wait(timeout=20)
+        run.nodes.pop(name).wait(timeout=600)
         yield
 
     return strike
@@ -194,7 +194,7 @@ def _answers(run: FaultyRun) -> bool:
 @contextmanager
 def tokens_stuck(run: FaultyRun) -> Iterator[None]:
     """What describes the data is a pipe that nobody writes into, before anybody has read it."""
-    meta, deadline = run.run_dir / "data" / "meta.json", time.monotonic() + 60.0
+    meta, deadline = run.run_dir / "data" / "meta.json", time.monotonic() + 600.0
     while not _answers(run):  # the scheduler has read it, workers still start
         assert time.monotonic() < deadline, f"{run.name}: not started\n{run.said()}"
         time.sleep(0.02)

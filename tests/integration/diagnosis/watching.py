@@ -19,6 +19,14 @@ ALERTS = Path(__file__).parents[3] / "grafana" / "alerts"
 RULES = ALERTS / "penstock.rules.yml"
 INTERVAL_S = 1.0
 WATCHDOG = "PenstockWatchdog"
+OF_THE_MACHINE = frozenset(
+    f"Penstock{name}"
+    for name in (
+        *("StepSlow", "SlowWorker", "OptimizerStarved", "MemoryBandwidthSaturated"),
+        *("NetworkSlow", "MetricsMissing", "MemoryNearlyFull", "DiskNearlyFull"),
+    )
+)
+"""Alerts that others on the machine can cause, rightly: of its cores, memory, disk, loopback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
