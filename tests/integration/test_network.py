@@ -1,8 +1,8 @@
-"""One run over every fault of the network, clocked, with the bytes of a run that nobody disturbed.
+"""One run over every fault of the network, with the bytes of a run that nobody disturbed.
 
-Two hosts in namespaces share nothing but files. After each fault the run must commit again within
-the heartbeat's deadline plus ten seconds, counted from the fault where the network works again at
-once, else from its end.
+Two hosts in namespaces share nothing but files. After each fault the run must commit again. On a
+quiet machine (``make soak``) it does so within the heartbeat's deadline plus ten seconds, counted
+from the fault where the network works again at once, else from its end.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from tests.integration.nodes import BedRun, bed_cluster
 from tests.system.conftest import CLIPPED, Runner, merge, metrics, newest_step, state_bytes
 from tests.system.conftest import runner as runner
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(missing() != "", reason=missing()),
-]
+pytestmark = pytest.mark.skipif(missing() != "", reason=missing())
 
 DEADLINE_S = 4.0
 ALLOWED_S = DEADLINE_S + 10.0
@@ -79,7 +75,7 @@ def vanished(bed: NetBed, run: BedRun) -> None:
     """A machine that loses its power says nothing to anybody; then it is there again."""
     bed.cut("alpha", "beta")
     run.nodes["beta"].signal(signal.SIGKILL)
-    run.nodes["beta"].wait(10)
+    run.nodes["beta"].wait(600)
     bed.heal("alpha", "beta")
     run.start_node("beta")
 
@@ -109,6 +105,7 @@ def bed(tmp_path: Path) -> Iterator[NetBed]:
         yield made
 
 
+@pytest.mark.slow
 def test_reads_take_the_time_that_simulations_say(bed: NetBed, tmp_path: Path) -> None:
     """The simulator's time of a read that nothing else hinders: bytes over the NIC's rate, which is
     what a plain TCP socket gets of it.
@@ -125,7 +122,7 @@ def test_reads_take_the_time_that_simulations_say(bed: NetBed, tmp_path: Path) -
         for mbit in (500, 1000, 2000):
             bed.limit("alpha", mbit)
             log = tmp_path / f"fetched-{mbit}"
-            assert bed["beta"].start([*script, "fetch", address, "4"], log, here).wait(100) == 0
+            assert bed["beta"].start([*script, "fetch", address, "4"], log, here).wait(600) == 0
             lines = [list(map(float, line.split())) for line in log.read_text().splitlines()]
             # The best of both: what else runs on this machine only makes them longer.
             plain_s, measured_s = (min(column) for column in zip(*lines, strict=True))
@@ -139,7 +136,19 @@ def test_reads_take_the_time_that_simulations_say(bed: NetBed, tmp_path: Path) -
         served.end()
 
 
+@pytest.mark.integration
 def test_a_run_over_every_fault(bed: NetBed, runner: Runner, tmp_path: Path) -> None:
+    run_over_every_fault(bed, runner, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_fault_is_over_in_time(bed: NetBed, runner: Runner, tmp_path: Path) -> None:
+    slow = run_over_every_fault(bed, runner, tmp_path)
+    assert not slow, f"over {ALLOWED_S:g} s on this machine: {slow}"
+
+
+def run_over_every_fault(bed: NetBed, runner: Runner, tmp_path: Path) -> list[str]:
+    """Returns the faults after which the run took longer than allowed; its bytes are right."""
     cluster = bed_cluster(bed, heartbeat_interval_s=0.5, heartbeat_timeout_s=DEADLINE_S)
     config = runner.configure("disturbed", merge(CHANGES, {"cluster": cluster}))
     run = BedRun(bed, config, tmp_path / "disturbed")
@@ -166,4 +175,4 @@ def test_a_run_over_every_fault(bed: NetBed, runner: Runner, tmp_path: Path) -> 
     quiet = merge(CHANGES, {"train": {"steps": step}})
     undisturbed = runner.train(runner.configure("undisturbed", quiet))
     assert state_bytes(run.run_dir) == state_bytes(undisturbed)
-    assert not slow, f"over {ALLOWED_S:g} s on this machine: {slow}"
+    return slow
