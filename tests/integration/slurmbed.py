@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-START_SECONDS = 60.0
+HANG_S = 600.0
 
 CONFIGURATION = """\
 ClusterName=penstock
@@ -152,7 +152,7 @@ class SlurmBed:
         words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
-    def wait_for_state(self, job: str, *states: str, timeout_s: float = 300.0) -> str:
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = HANG_S) -> str:
         """Waits until the job is in one of the states; returns which."""
         self.wait_until(
             lambda: self.state(job) in states, f"job {job} is {' or '.join(states)}", timeout_s
@@ -167,12 +167,17 @@ class SlurmBed:
     def ask(self, *command: str) -> str:
         """Runs one of Slurm's commands; returns what it prints."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
-    def wait_until(self, condition: object, what: str, timeout_s: float = START_SECONDS) -> None:
+    def wait_until(self, condition: object, what: str, timeout_s: float = HANG_S) -> None:
         """Waits, and fails with the daemons' logs."""
         assert callable(condition)
         deadline_s = time.monotonic() + timeout_s
