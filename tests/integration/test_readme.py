@@ -8,18 +8,20 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from penstock.protocol.errors import ExitCode
 from tests.integration.netbed import Host, NetBed, Running, missing
-from tests.system.conftest import newest_step
+from tests.system.conftest import newest_state, newest_step
 
 ROOT = Path(__file__).parents[2]
 KEYS = Path("/etc/penstock")
-STEPS = 12
-EDITS = {"steps: 200": f"steps: {STEPS}", "cluster:": "cluster:\n  threads_per_worker: 1"}
+EDITS = {"steps: 200": "steps: 1000000", "cluster:": "cluster:\n  threads_per_worker: 1"}
+"""No end, so that the run is not over before it is watched; and machines that share their cores."""
+STOP = "penstock stop --endpoint machine1:29500 --keys keys/control"
 
 SSH = """#!/bin/sh
 # ssh HOST COMMAND..., to the hosts of the test.
@@ -52,7 +54,6 @@ def own_keys() -> Iterator[None]:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures("own_keys")
 def test_the_readme_is_followed_on_two_machines(tmp_path: Path) -> None:
@@ -64,59 +65,63 @@ def test_the_readme_is_followed_on_two_machines(tmp_path: Path) -> None:
     (bin_dir / "ssh").write_text(SSH.format(root=tmp_path))
     (bin_dir / "ssh").chmod(0o755)
     path = f"{bin_dir}:{os.environ['PATH']}"
-    nodes: dict[str, Running] = {}
+
+    def shell(command: str) -> list[str]:
+        return ["env", f"PATH={path}", "sh", "-c", f"cd {folder} && exec {command}"]
+
+    run_dir, nodes = folder / "runs" / "two-machines", dict[str, Running]()
+    watching: Running | None = None
     with NetBed(tmp_path, ("machine1", "machine2", "laptop")) as bed:
         for host in bed:
             host.run("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", str(KEYS))
             (tmp_path / f"{host.name}.pid").write_text(str(host.pid))
         for place, command in commands():
             print(f"{place}$ {command}", flush=True)
-            if place == "laptop":
-                _wait_for_scheduler(folder / "runs" / "two-machines", nodes)
-                _on_laptop(bed["laptop"], tmp_path, folder, path, command, nodes)
+            if command.startswith("penstock watch"):
+                _wait((run_dir / "endpoint.json").exists, nodes)
+                watching = bed[place].start(shell(command), tmp_path / "watched.txt")
+            elif place == "laptop":
+                _on_laptop(bed[place], tmp_path, folder, path, command)
             else:
-                argv = ["env", f"PATH={path}", "sh", "-c", f"cd {folder} && exec {command}"]
-                nodes[place] = bed[place].start(argv, tmp_path / f"{place}.txt")
+                nodes[place] = bed[place].start(shell(command), tmp_path / f"{place}.txt")
+            if command.startswith("penstock init"):
+                _edit(folder / "two-machines.yaml")
+        assert set(nodes) == {"machine1", "machine2"} and watching is not None
+        seen = watching.text
+        _wait(lambda: "step " in seen(), nodes | {"laptop": watching})
+        bed["laptop"].run(*shell(STOP))
+        assert watching.wait(600.0) == 0, seen()
+        print(seen())
         for place, node in nodes.items():
-            assert node.wait(150.0) == 0, f"{place}: {node.text()}"
-        assert set(nodes) == {"machine1", "machine2"}
-    assert newest_step(folder / "runs" / "two-machines") == STEPS
+            assert node.wait(600.0) == ExitCode.STOPPED, f"{place}: {node.text()}"
+    assert newest_state(run_dir).name == f"step-{newest_step(run_dir):08}"
 
 
-def _wait_for_scheduler(run_dir: Path, nodes: dict[str, Running]) -> None:
-    """Once nodes are started: until they have said where the scheduler is."""
-    deadline = time.monotonic() + 120.0
-    while nodes and not (run_dir / "endpoint.json").exists():
-        said = [node.text() for node in nodes.values()]
-        assert all(node.process.poll() is None for node in nodes.values()), said
-        assert time.monotonic() < deadline, said
+def _wait(condition: Callable[[], bool], nodes: Mapping[str, Running]) -> None:
+    deadline = time.monotonic() + 600.0
+    while not condition():
+        printed = [node.text() for node in nodes.values()]
+        assert all(node.process.poll() is None for node in nodes.values()), printed
+        assert time.monotonic() < deadline, printed
         time.sleep(0.1)
 
 
-def _on_laptop(
-    laptop: Host, root: Path, folder: Path, path: str, command: str, nodes: dict[str, Running]
-) -> None:
-    """Run a command with the laptop's network; on this machine otherwise, so that ssh can leave."""
+def _on_laptop(laptop: Host, root: Path, folder: Path, path: str, command: str) -> None:
+    """Runs a command in the laptop's network; on this machine otherwise, for ssh to leave it."""
     script = LAPTOP.format(
         hosts=root / "hosts", folder=folder, path=path, command=shlex.quote(command)
     )
-    done = subprocess.run(
-        [
-            *("nsenter", f"--net=/proc/{laptop.pid}/ns/net"),
-            *("unshare", "--mount", "--propagation", "private", "sh", "-ec", script),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    said = "\n".join([done.stdout, done.stderr, *(node.text() for node in nodes.values())])
-    assert done.returncode == 0, f"{command}: {said}"
+    network = f"--net=/proc/{laptop.pid}/ns/net"
+    mounts = ("unshare", "--mount", "--propagation", "private")
+    words = ["nsenter", network, *mounts, "sh", "-ec", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     print(done.stdout)
-    example = folder / "two-machines.yaml"
-    if command.startswith("penstock init"):  # fewer steps, and two machines that share their cores
-        text = example.read_text()
-        for old, new in EDITS.items():
-            assert old in text
-            text = text.replace(old, new)
-        example.write_text(text)
+
+
+def _edit(example: Path) -> None:
+    text = example.read_text()
+    for old, new in EDITS.items():
+        assert old in text
+        text = text.replace(old, new)
+    example.write_text(text)

@@ -15,12 +15,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from penstock.protocol.errors import ExitCode
+from tests.system.conftest import newest_step
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.yaml"
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
+ENDLESS = 10**6
+SETTINGS = (
+    *("optimizer.schedule=constant", "optimizer.min_lr=0.0"),  # for any number of steps
+    *("cluster.threads_per_worker=1", "optimizer.threads=2"),
+)
 OTHER = (
     *("setpriv", "--reuid=nobody", "--clear-groups", "--inh-caps=-all,+dac_read_search"),
     *("--ambient-caps=-all,+dac_read_search", "--bounding-set=-all,+dac_read_search"),
@@ -40,11 +49,12 @@ def penstock(*words: str) -> list[str]:
     return [sys.executable, "-m", "penstock.client.main", *words]
 
 
-def train(run_dir: Path, *prefix: str) -> subprocess.Popen[str]:
-    """A short training with as many threads wherever it runs."""
-    settings = ("train.steps=6", "cluster.threads_per_worker=1", "optimizer.threads=2")
+@contextmanager
+def train(run_dir: Path, steps: int, *prefix: str) -> Iterator[subprocess.Popen[str]]:
+    """A training with as many threads wherever it runs; it is over at the end of the block."""
+    settings = (f"train.steps={steps}", *SETTINGS)
     words = [word for setting in settings for word in ("--set", setting)]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*prefix, *penstock("train", str(EXAMPLE), *words, "--run-dir", str(run_dir))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -52,39 +62,60 @@ def train(run_dir: Path, *prefix: str) -> subprocess.Popen[str]:
         cwd="/",
         env=os.environ | {"HOME": str(run_dir.parent)},
     )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
 
 
-def state(run_dir: Path) -> dict[str, str]:
-    """The checksums of the blocks of the last saved state."""
+def state(run_dir: Path, steps: int) -> dict[str, str]:
+    """The checksums of the blocks of the state that was saved after so many steps."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in (run_dir / "state/step-00000006").glob("block-*")
+        for path in (run_dir / f"state/step-{steps:08}").glob("block-*")
     }
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def finish(process: subprocess.Popen[str], code: int = 0) -> None:
     output, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, output
+    assert process.returncode == code, output
+
+
+def stop(process: subprocess.Popen[str], run_dir: Path) -> int:
+    """Stops a run after its first step; returns the step that it has saved."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while newest_step(run_dir) < 1:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s, f"{run_dir.name} has no step"
+        time.sleep(0.1)
+    subprocess.run(penstock("stop", "--run-dir", str(run_dir)), check=True, capture_output=True)
+    finish(process, ExitCode.STOPPED)
+    return newest_step(run_dir)
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(600)
 def test_two_users_runs_at_once_end_with_the_bytes_of_one_alone(folder: Path) -> None:
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv (util-linux) to start a run of another user")
-    with train(folder / "mine") as mine, train(folder / "theirs", *OTHER) as theirs:
+    mine_dir, theirs_dir = folder / "mine", folder / "theirs"
+    # Without an end, so that neither is over before both are seen.
+    with train(mine_dir, ENDLESS) as mine, train(theirs_dir, ENDLESS, *OTHER) as theirs:
         seen = _both_running(folder, (mine, theirs))
         print("two runs at once, of root and of nobody:", *seen.values(), sep="\n")
+        steps = 2 + max(stop(mine, mine_dir), stop(theirs, theirs_dir))
+    with train(mine_dir, steps) as mine, train(theirs_dir, steps, *OTHER) as theirs:
         finish(mine)
         finish(theirs)
-    assert seen[str(folder / "theirs")]["user"] == "nobody"
+    assert seen[str(theirs_dir)]["user"] == "nobody"
     pinned = [run["cpus"] for run in seen.values() if str(folder) in str(run["directory"])]
     assert len([cpus for cpus in pinned if cpus]) <= 1, "not both on the same cores"
-    with train(folder / "alone") as alone:
+    with train(folder / "alone", steps) as alone:
         finish(alone)
-    expected = state(folder / "alone")
+    expected = state(folder / "alone", steps)
     assert len(expected) == 10
-    assert state(folder / "mine") == state(folder / "theirs") == expected
+    assert state(mine_dir, steps) == state(theirs_dir, steps) == expected
 
 
 def _both_running(
