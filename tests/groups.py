@@ -61,7 +61,7 @@ def run_in(
     program: str | Sequence[str],
     *,
     environ: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 600.0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python text, or a command, as a process that is in ``groups`` from its first
     instruction on.

@@ -35,7 +35,7 @@ def send_frames(place: tuple[str, int]) -> tuple[int, int]:
     longest = 0
     for _ in range(NUM_CONNECTIONS):
         heard = 0
-        with suppress(OSError), socket.create_connection(place, timeout=5.0) as connection:
+        with suppress(OSError), socket.create_connection(place, timeout=600.0) as connection:
             with suppress(OSError):
                 connection.sendall(PREFACE + SETTINGS + PING * (FRAMES_A_CONNECTION - 1))
             while data := connection.recv(65536):
@@ -80,7 +80,7 @@ def shake_hands(place: tuple[str, int], other: Path) -> int:
     num_well = 0
     for _ in range(NUM_HANDSHAKES):
         # With TLS 1.3 the client is done before the server has judged its certificate.
-        with suppress(OSError), socket.create_connection(place, timeout=5.0) as plain:
+        with suppress(OSError), socket.create_connection(place, timeout=600.0) as plain:
             with context.wrap_socket(plain) as shielded:
                 shielded.sendall(PREFACE + SETTINGS + PING)
                 num_well += PING[9:] in shielded.recv(65536)
@@ -97,7 +97,7 @@ def hold(place: tuple[str, int]) -> list[socket.socket]:
     held = []
     for number in range(NUM_HELD):
         with suppress(OSError):
-            connection = socket.create_connection(place, timeout=5.0)
+            connection = socket.create_connection(place, timeout=600.0)
             held.append(connection)
             if number % 2:
                 connection.sendall(first if number % 4 == 1 else first[: len(first) // 2])

@@ -39,7 +39,7 @@ def require_hosts() -> None:
         pytest.skip(f"{hidden[0]} is in a folder of which every service has its own")
 
 
-def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 180.0) -> float:
+def wait_until(what: str, condition: Callable[[], bool], timeout_s: float = 600.0) -> float:
     """Waits until a condition holds; returns for how many seconds."""
     start_s = time.monotonic()
     while not condition():
@@ -122,7 +122,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=180,
+            timeout=600,
         )
         if check:
             assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}"
@@ -158,7 +158,7 @@ class Host:
         for pid in (leader, self._process.pid):
             if pid:
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=600)
         wait_until(f"{self.name} is dead", lambda: not Path(f"/proc/{leader}").exists())
         self._forget()
 
@@ -167,7 +167,7 @@ class Host:
         assert self._process is not None
         start_s = time.monotonic()
         self.run("systemctl", "--no-block", "poweroff")
-        self._process.wait(timeout=180)
+        self._process.wait(timeout=600)
         print(f"{self.name} was shut down in {time.monotonic() - start_s:.1f} s")
         self._forget()
         self.boot()
@@ -222,7 +222,7 @@ class Host:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, timeout=600)
 
 
 def _make_tree(tree: Path) -> None:
@@ -279,7 +279,7 @@ def _control_groups(name: str) -> list[Path]:
 
 def _remove_group(group: Path) -> None:
     for folder, _, _ in os.walk(group, topdown=False):
-        wait_until(f"{folder} is empty", lambda folder=folder: _rmdir(Path(folder)), 10.0)
+        wait_until(f"{folder} is empty", lambda folder=folder: _rmdir(Path(folder)))
 
 
 def _rmdir(path: Path) -> bool:

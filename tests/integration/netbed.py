@@ -59,7 +59,7 @@ class Running:
     def pid(self) -> int:
         """Its process id, as this machine sees it; nsenter is its parent."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 600.0
         while not (found := children.read_text().split()) and time.monotonic() < deadline:
             time.sleep(0.01)
         return int(found[0])
@@ -80,7 +80,7 @@ class Running:
         """Close its input, and wait until it has ended."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=600)
 
     def text(self) -> str:
         """Returns what it has printed."""
@@ -126,7 +126,7 @@ class Host:
         self.running.append(started)
         return started
 
-    def run(self, *argv: str, timeout_s: float = 60.0) -> str:
+    def run(self, *argv: str, timeout_s: float = 600.0) -> str:
         """Returns what a command printed.
 
         Raises:
@@ -144,9 +144,9 @@ class Host:
             # The first process of the namespace: the kernel kills all others with it.
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-        self.holder.wait(timeout=10)
+        self.holder.wait(timeout=600)
         for running in self.running:
-            running.process.wait(timeout=10)
+            running.process.wait(timeout=600)
 
 
 class NetBed:

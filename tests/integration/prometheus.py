@@ -73,7 +73,7 @@ class Server:
     ) -> None:
         self.stop()
 
-    def start(self, timeout_s: float = 20.0) -> None:
+    def start(self, timeout_s: float = 600.0) -> None:
         """Start it; returns when it serves.
 
         Raises:
@@ -103,7 +103,7 @@ class Server:
             return False
         self.url = f"http://{found[1]}"
         try:
-            with urllib.request.urlopen(self.url + self._ready, timeout=5.0) as answer:
+            with urllib.request.urlopen(self.url + self._ready, timeout=600.0) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -135,7 +135,7 @@ class Server:
         # In the body: expressions may be longer than an address.
         body = None if parameters is None else urllib.parse.urlencode(parameters).encode()
         try:
-            with urllib.request.urlopen(asked, data=body, timeout=30.0) as answer:
+            with urllib.request.urlopen(asked, data=body, timeout=600.0) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -217,7 +217,7 @@ class Prometheus(Server):
     def wait_for(
         self,
         expression: str,
-        timeout_s: float = 30.0,
+        timeout_s: float = 600.0,
         until: Callable[[list[Series]], bool] = bool,
     ) -> list[Series]:
         """Ask until the answer is as wanted (by default: there is one); returns that answer.

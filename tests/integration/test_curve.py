@@ -48,7 +48,7 @@ def test_strangers_change_nothing_between_hosts(runner: Any, tmp_path: Path) -> 
         run.wait_for_step(H.newest_step(run.run_dir) + 2)
         control = ("--keys", str(tmp_path / "keys" / "control"))
         stop = (sys.executable, "-m", "penstock.client.main", "stop", *control)
-        bed["alpha"].run(*stop, "--run-dir", str(run.run_dir), timeout_s=600)
+        bed["alpha"].run(*stop, "--run-dir", str(run.run_dir))
         assert run.wait(600) == {"alpha": 5, "beta": 5}, run.told()
     assert said["answers"] == 0 and said["sent"] >= FRAMES
     found, steps = H.arrays(run.run_dir), H.newest_step(run.run_dir)

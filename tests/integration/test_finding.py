@@ -23,10 +23,11 @@ from tests.system.conftest import runner as runner
 pytestmark = [
     pytest.mark.skipif(missing() != "", reason=missing()),
     pytest.mark.integration,
-    pytest.mark.timeout(300),
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "grafana" / "prometheus"
+SCRAPE_S = 5.0
+"""A scrape may take so long, too: a target on a busy machine is not taken for one that is down."""
 NODES = {"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]}
 MEMBERS = {
     *(SCHEDULERD, "observerd", "worker.0", "worker.1"),
@@ -63,32 +64,35 @@ def test_a_prometheus_follows_a_run_from_its_start_to_its_end(runner: Any, tmp_p
     folder = tmp_path / "targets"
     folder.mkdir()  # what is not there when Prometheus starts it looks for every five minutes
     changes = {"observability": {"targets": str(folder)}, "train": {"steps": 10**6}}
-    run = runner.start(runner.configure("seen", {**changes, "cluster": NODES}))
-    with Prometheus(tmp_path / "prometheus", [by_files(folder)], interval_s=0.5) as prometheus:
+    # Nobody is taken for lost: what was killed is seen at once, and what stands still goes on.
+    patient = {**NODES, "heartbeat_timeout_s": 600.0}
+    run = runner.start(runner.configure("seen", {**changes, "cluster": patient}))
+    with Prometheus(tmp_path / "prometheus", [by_files(folder)], interval_s=SCRAPE_S) as prometheus:
 
         def up(value: int) -> set[str]:
             return {
                 s.labels["process"] for s in prometheus.query(f"penstock_process_up == {value}")
             }
 
-        def soon(condition: Callable[[], bool], what: str, within_s: float = 60.0) -> None:
+        def soon(condition: Callable[[], bool], what: str, within_s: float = 600.0) -> None:
             deadline = time.monotonic() + within_s
             while not condition():
                 assert time.monotonic() < deadline, f"{what}: {up(1)} {prometheus.targets()}"
                 time.sleep(0.2)
 
-        H.wait_for_step(run, 2, timeout_s=200)
+        H.wait_for_step(run, 2)
         soon(lambda: up(1) == MEMBERS, "all processes are up")
-        assert {(s.labels["run"], s.labels["node"]) for s in prometheus.query("up == 1")} == {
+        targets = prometheus.wait_for("up == 1", until=lambda series: len(series) == 2)
+        assert {(s.labels["run"], s.labels["node"]) for s in targets} == {
             ("seen", "a"),
             ("seen", "b"),
         }
-        [worker] = prometheus.query('penstock_process_up{process="worker.1"}')
+        [worker] = prometheus.wait_for('penstock_process_up{process="worker.1"}')
         assert worker.labels.items() >= {("node", "b"), ("device", "1"), ("run", "seen")}
-        [facts] = prometheus.query('penstock_run_info{node="a"}')
+        [facts] = prometheus.wait_for('penstock_run_info{node="a"}')
         assert facts.labels["run_id"] == RunDirectory(run.run_dir).run_id
         [offset] = prometheus.wait_for("penstock_clock_offset_seconds")
-        bound = prometheus.value("penstock_clock_offset_error_seconds")
+        bound = prometheus.value("penstock_clock_offset_error_seconds", offset.points[0][0])
         assert abs(offset.value) <= bound + 1e-3 and offset.labels["peer"] == "a"
 
         killed = pid_of(run.run_dir, "metricsd.b")
@@ -96,23 +100,24 @@ def test_a_prometheus_follows_a_run_from_its_start_to_its_end(runner: Any, tmp_p
         counted = 'penstock_restarts_total{member="metricsd.b",cause="killed"} == 1'
         prometheus.wait_for(counted)
         soon(lambda: up(1) == MEMBERS, "metricsd came back")
-        assert prometheus.value("sum(penstock_restarts_total)") == 1, "nobody else noticed"
-        assert prometheus.value("penstock_epochs_total") == 1
+        [restarts] = prometheus.wait_for("sum(penstock_restarts_total)")
+        [epochs] = prometheus.wait_for("penstock_epochs_total")
+        assert (restarts.value, epochs.value) == (1, 1), "nobody else noticed"
 
         still = run.members()["memoryd.a"]
         os.kill(still, signal.SIGSTOP)
         try:
             soon(lambda: up(0) == {"memoryd.a"}, "it is down")
             assert prometheus.query('penstock_committed_step{process="memoryd.a"}') == []
-            assert prometheus.query("penstock_step") != []
+            prometheus.wait_for("penstock_step")
         finally:
             os.kill(still, signal.SIGCONT)
         soon(lambda: up(1) == MEMBERS, "it is back")
 
         os.kill(run.process.pid, signal.SIGINT)
-        run.wait(90)
+        run.wait(600)
         assert list(folder.iterdir()) == []
-        soon(lambda: not prometheus.query('{__name__=~"penstock_.+"}'), "all is stale at once", 20)
+        soon(lambda: not prometheus.query('{__name__=~"penstock_.+"}'), "all is stale at once")
         soon(lambda: not prometheus.targets(), "nobody is to be scraped any more")
 
 
@@ -124,21 +129,22 @@ def test_one_address_of_a_run_leads_to_all(runner: Any, tmp_path: Path, example:
         make(tmp_path / "keys", "led", ["a", "b"])
         cluster |= {"security": "tls", "keys": str(tmp_path / "keys")}
     run = runner.start(runner.configure("led", {"cluster": cluster, "train": {"steps": 10**6}}))
-    H.wait_for_step(run, 1, timeout_s=200)
+    H.wait_for_step(run, 1)
     [entry] = json.loads((run.run_dir / "metrics" / "b.json").read_text())
     text = (EXAMPLES / example).read_text().replace("10.0.0.1:29700", entry["targets"][0])
     [job] = yaml.safe_load(text.replace("keys/metrics", f"{tmp_path}/keys/metrics"))[
         "scrape_configs"
     ]
-    job["scrape_interval"] = "1s"
-    with Prometheus(tmp_path / "prometheus", [job]) as prometheus:
+    job["scrape_interval"] = f"{SCRAPE_S:g}s"
+    with Prometheus(tmp_path / "prometheus", [job], interval_s=SCRAPE_S) as prometheus:
         found = prometheus.wait_for('up{run="led"} == 1', until=lambda series: len(series) == 2)
         assert {series.labels["node"] for series in found} == {"a", "b"}
         prometheus.wait_for('penstock_clock_offset_seconds{node="b", peer="a"}')
-        expiry = prometheus.query("penstock_keys_expire_timestamp_seconds > time()")
-        assert len(expiry) == (2 if example == "tls.yml" else 0)
+        expected = 2 if example == "tls.yml" else 0
+        expiry = "penstock_keys_expire_timestamp_seconds > time()"
+        prometheus.wait_for(expiry, until=lambda series: len(series) == expected)
     os.kill(run.process.pid, signal.SIGINT)
-    run.wait(90)
+    run.wait(600)
 
 
 def test_pods_are_found_by_their_annotations(tmp_path: Path) -> None:
@@ -169,7 +175,7 @@ def test_pods_are_found_by_their_annotations(tmp_path: Path) -> None:
     (tmp_path / "pods.json").write_text(json.dumps(pods))
     job["file_sd_configs"] = [{"files": [str(tmp_path / "pods.json")]}]
     with Prometheus(tmp_path / "prometheus", [job]) as prometheus:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 600
         while not (targets := prometheus.targets()):
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -109,7 +109,7 @@ def test_train_is_refused_in_a_small_group_and_trains_in_a_sufficient_one(tmp_pa
     ):
         groups, accepted = (memory, cpu), ("--set", "cluster.cpus_per_node=1")
         refused = run_in(groups, command)
-        done = run_in(groups, (*command, *accepted), timeout_s=100.0)
+        done = run_in(groups, (*command, *accepted))
         peak = int((memory / "memory.max_usage_in_bytes").read_text())
     assert refused.returncode == 3 and "node a needs 2, there are 1 of" in refused.stderr
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ def test_a_prometheus_scrapes_evaluates_rules_and_answers(tmp_path: Path, addres
         "groups: [{name: one, rules: [{alert: High, expr: 'penstock_step > 6'}]}]", encoding="utf-8"
     )
     job = {"job_name": "penstock", "static_configs": [{"targets": [address]}]}
-    with Prometheus(tmp_path / "prometheus", [job], interval_s=0.2, rules=[rules]) as prometheus:
+    with Prometheus(tmp_path / "prometheus", [job], interval_s=5.0, rules=[rules]) as prometheus:
         (found,) = prometheus.wait_for("penstock_step")
         assert found.value == 7.0
         assert found.labels["instance"] == address

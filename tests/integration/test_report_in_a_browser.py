@@ -36,7 +36,7 @@ def browse(page: Path, *options: str, profile: Path) -> subprocess.CompletedProc
         ],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=600,
         check=True,
     )
 

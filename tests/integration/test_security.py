@@ -82,7 +82,8 @@ def test_strangers_change_nothing_between_two_hosts_with_keys(tmp_path: Path, sh
     authority = tmp_path / "authority"
     (keys / "authority").rename(authority)
     with NetBed(tmp_path) as bed:
-        changes = H.ENDLESS | {"cluster": bed_cluster(bed, security="tls", keys=str(keys))}
+        secured = {"security": "tls", "keys": str(keys), "heartbeat_timeout_s": 600.0}
+        changes = H.ENDLESS | {"cluster": bed_cluster(bed, **secured)}
         config = runner.configure("secured", changes)
         run = BedRun(bed, config, tmp_path / "secured")
         run.start()
@@ -103,7 +104,7 @@ def test_strangers_change_nothing_between_two_hosts_with_keys(tmp_path: Path, sh
         renew(keys, authority, days=30)
         os.kill(members()["schedulerd"], signal.SIGKILL)
         run.wait_for_step(H.newest_step(run.run_dir) + 2)
-        bed["beta"].run(*CLI, "stop", *of_run, "--keys", str(keys / "control"), timeout_s=600)
+        bed["beta"].run(*CLI, "stop", *of_run, "--keys", str(keys / "control"))
         assert run.wait(600) == {"alpha": 5, "beta": 5}, run.told()
         steps = H.newest_step(run.run_dir)
         print(f"stopped after step {steps}")
@@ -111,7 +112,7 @@ def test_strangers_change_nothing_between_two_hosts_with_keys(tmp_path: Path, sh
         argv = [*CLI, "train", str(runner.configure("alone", alone))]
         assert bed["alpha"].start(argv, tmp_path / "alone.txt").wait(900) == 0
         out = tmp_path / "exported"
-        bed["alpha"].run(*CLI, "export", str(run.run_dir), str(out), timeout_s=600)
+        bed["alpha"].run(*CLI, "export", str(run.run_dir), str(out))
     assert H.state_bytes(run.run_dir) == H.state_bytes(tmp_path / "alone")
     log = (run.run_dir / "logs" / "schedulerd.jsonl").read_text()
     assert "is lost" not in log and "pausing" not in log
@@ -131,7 +132,7 @@ except PermissionError:
 with grpc.insecure_channel(address) as channel:
     for method in ("Control/Status", "Control/Stop", "Membership/Join"):
         try:
-            list(channel.stream_stream(f"/penstock.v1.{method}")(iter([b""]), timeout=5.0))
+            list(channel.stream_stream(f"/penstock.v1.{method}")(iter([b""]), timeout=600.0))
             print(method, "was answered")
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
@@ -172,14 +173,14 @@ def test_another_user_of_the_machine_learns_and_changes_nothing(
         config = runner.configure("shared", changes)
         run = BedRun(bed, config, open_path / "shared")
         run.start_node("alpha")
-        run.wait_for_step(2, timeout_s=600)
+        run.wait_for_step(2)
         endpoint = json.loads((run.run_dir / "endpoint.json").read_text())["scheduler"]
         nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
         done = subprocess.run(
             bed["alpha"].command([*nobody, "-c", NOBODY, str(run.run_dir), endpoint]),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             cwd="/",
         )
         assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
