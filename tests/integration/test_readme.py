@@ -90,7 +90,7 @@ def test_the_readme_is_followed_on_two_machines(tmp_path: Path) -> None:
         seen = watching.text
         _wait(lambda: "step " in seen(), nodes | {"laptop": watching})
         bed["laptop"].run(*shell(STOP))
-        assert watching.wait(600.0) == 0, seen()
+        assert watching.wait(600.0) == ExitCode.STOPPED, seen()
         print(seen())
         for place, node in nodes.items():
             assert node.wait(600.0) == ExitCode.STOPPED, f"{place}: {node.text()}"
