@@ -185,31 +185,28 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         if not any(place[: len(key)] == key for key in given)
     }
     lines |= dict.fromkeys(given, 0)  # what the command line gives stands on no line
-    return _parse(data, path.absolute().parent, source=str(path), lines=lines)
+    return parse_config(data, source=str(path), lines=lines, folder=path.absolute().parent)
 
 
 def parse_config(
-    data: dict[str, Any], *, source: str = "configuration", lines: Mapping[Place, int] | None = None
+    data: dict[str, Any],
+    *,
+    source: str = "configuration",
+    lines: Mapping[Place, int] | None = None,
+    folder: Path | None = None,
 ) -> Config:
     """Validates a nested mapping; ``source`` begins the error, and ``lines`` says where values
-    stand there. ``model.import_path`` is relative to the current folder.
+    stand there. ``model.import_path`` is relative to ``folder``, by default the current one.
 
     Raises:
         ConfigError: names every offending key with its value and what would be accepted.
     """
-    return _parse(data, Path.cwd(), source=source, lines=lines or {})
-
-
-def _parse(
-    data: dict[str, Any], folder: Path, *, source: str, lines: Mapping[Place, int]
-) -> Config:
-    """Validates a nested mapping; ``model.import_path`` is relative to ``folder``."""
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, Config, lines)}") from error
+        raise ConfigError(f"{source}: {explain(error, Config, lines or {})}") from error
     if not config.has_own_modules:
         return config
-    path = folder / (config.model.import_path or "")
+    path = (folder or Path.cwd()) / (config.model.import_path or "")
     model = config.model.model_copy(update={"import_path": path})
     return config.model_copy(update={"model": model})

@@ -33,6 +33,8 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "client.watching.chrome_trace.chrome_trace": _NAMED_SO,
         "client.watching.control.show_status": _SCHEDULER,
         "client.watching.control.status_dict": _SCHEDULER,
+        "daemons.node.preparing.places.move_tokens": _SEALED,
+        "models.checkpoints.export._write_config": _OWN,
         "daemons.fetch.reads.Read._words": "hands bytes of one size to CopiedWords.unpack",
         "daemons.fetch.serving.address_of": _OWN,
         "client.chaos.checks._decisions": "reads the journal of a run that has just ended well",

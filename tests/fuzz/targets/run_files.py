@@ -17,7 +17,8 @@ from penstock.client.reporting.readings import read_metrics
 from penstock.client.watching.snapshots import _metrics
 from penstock.daemons.metrics.targets import addresses
 from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
-from penstock.daemons.node.home import original_of
+from penstock.daemons.node.home import former_home, original_of
+from penstock.daemons.node.preparing.places import _recorded
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.service_manager import progress_of
 from penstock.daemons.observer.analysed import Analysed
@@ -26,6 +27,7 @@ from penstock.daemons.observer.trackers.sampled import JsonLines
 from penstock.daemons.optimizer.ceiling import LEAST_STATE_BYTES, ceiling_of
 from penstock.daemons.scheduler.journal_count import step_of
 from penstock.daemons.scheduler.rollback import line_attempt
+from penstock.models.checkpoints.causes import quantization_of
 from penstock.protocol.errors import ExitCode, PenstockError
 from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations
 from penstock.protocol.platforms.peer_memory import PeerMemory
@@ -264,9 +266,23 @@ RUN_FILES = (
     json_file(
         "home",
         ".home",
-        original_of,
-        ("daemons.node.home.original_of",),
+        lambda folder: (original_of(folder), former_home(folder)),
+        ("daemons.node.home.original_of", "daemons.node.home.former_home"),
         seeds=made(_home),
+    ),
+    json_file(
+        "places",
+        "places.json",
+        _recorded,
+        ("daemons.node.preparing.places._recorded",),
+        {"format": 1, "digests": {"model.path": "00ff", "data.path": "ff00"}},
+    ),
+    json_file(
+        "quantization",
+        "config.json",
+        quantization_of,
+        ("models.checkpoints.causes.quantization_of",),
+        {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
     ),
     json_file(
         "software",
