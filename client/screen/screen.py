@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from rich.console import Console
@@ -65,6 +65,7 @@ class Screen:
         self._closing = False
         self._left = threading.Event()
         self._drawn: list[str] = []
+        self._size = (0, 0)
         self._page = ""
         self._asking = False
         self._message = ("", 0.0)
@@ -166,19 +167,12 @@ class Screen:
         width, height = self._terminal.size
         lines = compose(self._model, self._glyphs, width, height, self._footer(), self._page)
         rows = rendered(lines, self._console, width)
-        if self._terminal.resumed or len(rows) != len(self._drawn):
-            self._terminal.resumed, self._drawn = False, []
-            output = ["\x1b[0m\x1b[2J"]
-        else:
-            output = []
-        before = self._drawn or [""] * len(rows)
-        output += [
-            f"\x1b[{number};1H{row}\x1b[K"
-            for number, (row, old) in enumerate(zip(rows, before, strict=True), start=1)
-            if row != old
-        ]
+        resized = self._terminal.resumed or (width, height) != self._size
+        if resized:
+            self._terminal.resumed, self._size = False, (width, height)
+        output = changes(rows, None if resized else self._drawn)
         if output:
-            self._terminal.write("".join(output).encode(self._console.encoding, "replace"))
+            self._terminal.write(output.encode(self._console.encoding, "replace"))
         self._drawn = rows
 
     def _footer(self) -> Text:
@@ -278,6 +272,21 @@ def keys_line(model: Model) -> Text:
     for key, words in keys:
         parts += [(f" {key} ", "reverse"), f" {words}  "]
     return joined(*parts)
+
+
+def changes(rows: Sequence[str], drawn: Sequence[str] | None) -> str:
+    """Returns the output that replaces the rows ``drawn`` by ``rows``; None clears the terminal.
+
+    Rows fill the terminal's width. An erase behind a full row would erase its last column, since
+    the cursor of xterm and tmux stays on that column.
+    """
+    before = [""] * len(rows) if drawn is None else drawn
+    changed = [
+        f"\x1b[{number};1H{row}"
+        for number, (row, old) in enumerate(zip(rows, before, strict=True), start=1)
+        if row != old
+    ]
+    return "".join(["\x1b[0m\x1b[2J"] * (drawn is None) + changed)
 
 
 def rendered(lines: list[Text], console: Console, width: int) -> list[str]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
+import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from rich.text import Text
 
 from penstock.client.screen.curve import Series, draw, short
@@ -15,6 +21,7 @@ from penstock.client.screen.events import Events, Happened, Limits, Tone, told
 from penstock.client.screen.layout import compose
 from penstock.client.screen.model import Facts, Model
 from penstock.client.screen.panels import ASCII, UNICODE, Glyphs, joined
+from penstock.client.screen.screen import changes, rendered
 from penstock.client.screen.words import Doing, Lane, lane, optimizer_words, worker_words
 from penstock.client.watching.snapshots import PAST_BYTES, MetricsTail, RunView
 from penstock.daemons.observer.analysed import Analysed
@@ -320,3 +327,44 @@ def test_no_line_is_wider_than_its_cells() -> None:
     wide = Text("数" * 50, end="")
     lines = compose(model(), UNICODE, 40, 12, wide)
     assert [text.cell_len for text in lines] == [40] * 12
+
+
+def rows_of(text: str, width: int, height: int) -> list[str]:
+    """Returns the rows of a screen with ``text`` in the last one, with their colours."""
+    console = Console(force_terminal=True, color_system="256", width=width, file=io.StringIO())
+    return rendered(compose(model(), UNICODE, width, height, joined(text)), console, width)
+
+
+def test_no_erase_follows_a_full_row() -> None:
+    rows = rows_of("keys", 80, 24)
+    full = changes(rows, None)
+    assert full.startswith("\x1b[0m\x1b[2J\x1b[1;1H")
+    assert "K" not in re.findall(r"\x1b\[[\d;]*([A-Z])", full)
+    later = changes(rows_of("other keys", 80, 24), rows)
+    assert re.findall(r"\x1b\[[\d;]*([A-Z])", later) == ["H"], "one row has changed"
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50)])
+def test_tmux_shows_the_last_column(tmp_path: Path, width: int, height: int) -> None:
+    first, second = rows_of("keys", width, height), rows_of("other keys", width, height)
+    drawing = changes(first, None) + changes(second, first)
+    (tmp_path / "drawing").write_text("\x1b[?1049h\x1b[?25l\x1b[?7l" + drawing)
+    server = ["tmux", "-u", "-f", "/dev/null", "-S", str(tmp_path / "s")]
+    command = f"cat {tmp_path}/drawing; tmux -S {tmp_path}/s wait-for -S drawn; exec sleep 600"
+    start = [*server, "new-session", "-d", "-x", str(width), "-y", str(height), command]
+    subprocess.run(start, check=True, timeout=600)
+    try:
+        subprocess.run([*server, "wait-for", "drawn"], check=True, timeout=600)
+        for _ in range(6000):
+            capture = [*server, "capture-pane", "-p", "-N"]
+            shown = subprocess.run(capture, check=True, timeout=600, stdout=subprocess.PIPE)
+            lines = shown.stdout.decode().split("\n")[:height]
+            if lines[-1].startswith("other keys"):
+                break
+            time.sleep(0.1)
+    finally:
+        subprocess.run([*server, "kill-server"], check=True, timeout=600)
+    plain = [Text.from_ansi(row).plain.rstrip() for row in second]
+    assert [line.rstrip() for line in lines] == plain
+    assert any(len(line) == width for line in plain), "a row ends in the last column"
