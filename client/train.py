@@ -209,7 +209,7 @@ def closing_words(
         f"  configuration  {result.run_dir / 'resolved.yaml'}",
         f"  saved state    {saved[-1].path if saved else 'none'}",
     ]
-    if saved:
+    if saved and not config.cluster.platform.brings_model:  # emulated weights export nowhere
         words.append(f"  export         penstock export {result.run_dir} --format hf OUT")
     return words
 

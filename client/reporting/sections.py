@@ -281,6 +281,8 @@ def reproduction(facts: RunFacts) -> Chapter:
         blocks.append(Table(headings=("with what it was prepared", ""), rows=rows))
     values = flat_config(facts.config)
     kept = {key: values[key] for key in changed_keys(facts.config) if key != "run.dir"}
+    # The name decides the run directory: the old one would go on with the old run. At most 64.
+    kept["run.name"] = f"{facts.config.run.name[:58]}-again"
     blocks += [
         Words(
             "The same configuration, data and versions give the same run: on CPUs with fixed thread"

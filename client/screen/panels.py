@@ -166,7 +166,7 @@ def _machinery(model: Model) -> str:
     if not workers:
         return ""
     devices = f"{workers} device{'s' if workers > 1 else ''}"
-    return f"{model.status.plan_scheme} on {devices}, epoch {model.status.epoch}"
+    return f"{model.status.plan_scheme} on {devices}, membership {model.status.epoch}"
 
 
 def _progress(model: Model, glyphs: Glyphs, width: int) -> Text:

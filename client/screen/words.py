@@ -56,8 +56,9 @@ GLOSSARY = MappingProxyType(
         "advance": "to settle the last step and preview the next one in one sweep over memory.",
         "stage": "a range of the model's layers that one device computes.",
         "micro-batch": "a part of the global batch that goes through the pipeline as one.",
-        "epoch": "a time with the same processes; a new one begins when one was lost. Not a pass"
-        " over the data.",
+        "membership": "a time with the same processes. A new membership begins when a process was"
+        " lost.",
+        "epoch": "a pass over the training data.",
         "recompute": "activations were dropped to save memory, and are computed again.",
         "loss scale": "gradients are multiplied by it so that 16 bits hold them; halved when they"
         " overflow.",

@@ -195,7 +195,7 @@ def test_everything_is_there_at_80_columns() -> None:
     text = drawn(model(Path("/")), 80, 24)
     for words in (
         "tiny  training",
-        "1f1b on 2 devices, epoch 2",
+        "1f1b on 2 devices, membership 2",
         "step 60/100",
         "60%  done in 1:15",
         "loss 2.5413  smoothed",
