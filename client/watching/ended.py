@@ -44,6 +44,7 @@ class EndedRun:
         active = (run_dir / "endpoint.json").exists() and not is_stale(run_dir)
         if active or directory.is_held or not directory.has_started:
             return None
+        directory.check_shape()
         trained = [entry for entry in all_metrics(run_dir) if entry["phase"] == "train"]
         saved = saved_states(directory.path)
         newest = saved[-1] if saved else None

@@ -272,4 +272,4 @@ def test_profile_that_never_ends(
     monkeypatch.setattr(tool, "TIMEOUT_S", 0.2)
     _pretend(monkeypatch, "import time; time.sleep(60)")
     code, _, err = penstock("profile", str(config), "--out", str(tmp_path / "p.json"))
-    assert code == 4 and "no end after 0.2 s" in err
+    assert code == 4 and "no line after 0.2 s" in err

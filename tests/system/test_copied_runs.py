@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.client.main import app
+from penstock.daemons.node.home import settle_home
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import exists, unlink
 from tests.client.test_doctor import make_dead
 
@@ -25,9 +27,12 @@ def train(run: Path, *more: str) -> tuple[int, str]:
 
 @pytest.fixture
 def first(plain_run: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run that was started in its own place."""
+    """A copy of a finished run that has had a start in its own place. A start that finds nothing to
+    do writes nothing, so the test settles the place.
+    """
     run = shutil.copytree(plain_run, tmp_path / "first")
     assert train(run)[0] == 0
+    settle_home(RunDirectory(run))
     return run
 
 
