@@ -258,5 +258,5 @@ def test_folders_without_a_usable_tokenizer_are_refused(
             data = {"tokenizer": str(where)}
         with pytest.raises(ConfigError, match=rf"^{key} = '{where}': .*{complaint}") as caught:
             prepare(from_folder(folder, **data), run_dir(folder))
-        assert "data.tokenizer to byte" in str(caught.value)
+        assert "set data.tokenizer to a tokenizer.json" in str(caught.value)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
