@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="package", autouse=True)
 def modules_of_tests() -> Iterator[None]:
-    """The repository is on the path of processes that tests start."""
+    """The repository is on the path of processes that tests start. SIGINT acts as usual: a shell
+    ignores SIGINT for what it starts in the background, and spawned processes would inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         yield
+    signal.signal(signal.SIGINT, before)
