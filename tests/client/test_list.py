@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import secrets
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.client.main import app
+from penstock.client.watching.runs import listing, runs_here
 from penstock.shm.segment import SHM_ROOT
 from tests.scheduler.fakes import make_run
 
@@ -64,12 +68,16 @@ def test_a_living_run_and_what_a_dead_one_left(tmp_path: Path, left_behind: Path
 def test_what_is_listed_fits_the_terminal(tmp_path: Path, left_behind: Path, columns: int) -> None:
     run = make_run(tmp_path / "run")
     with stand_in(run.path, "memoryd", "--node", "a") as memoryd:
-        words = CliRunner().invoke(app, ["list"], env={"COLUMNS": str(columns)}).output
+        found = [entry for entry in runs_here() if entry.run_id in {run.run_id, OLD_RUN}]
         memoryd.communicate()
-    lines = words.splitlines()
-    assert all(len(line.rstrip()) <= columns for line in lines if "is no run" not in line), words
+    console = Console(width=columns, file=io.StringIO(), color_system=None)
+    rows = [replace(entry, step=40) for entry in found]
+    console.print(listing(rows, columns), overflow="fold", highlight=False)
+    words = console.file.getvalue()
+    assert all(len(line.rstrip()) <= columns for line in words.splitlines()), words
     assert "…" not in words and run.run_id in words and OLD_RUN in words
-    assert str(run.path) in words.replace("\n", "") and "/100" in words.replace("\n", "")
+    folded = "".join(line.strip() for line in words.splitlines())
+    assert str(run.path) in folded.replace(" ", "") and "40/100" in words
 
 
 def test_another_user_s_run_is_seen_as_far_as_everybody_may(tmp_path: Path) -> None:
