@@ -168,12 +168,13 @@ def _supervise(
 
 
 def complaints(run_dir: Path) -> str:
-    """Returns what the processes of a failed run said for the user, each thing once."""
+    """Returns the messages of a failed run's processes for the user, each message once."""
     text = console_path(run_dir).read_text(encoding="utf-8", errors="replace")
-    said = [line.removeprefix("penstock: ") for line in text.splitlines() if "penstock: " in line]
+    mark = "penstock: "
+    messages = [line.removeprefix(mark) for line in text.splitlines() if line.startswith(mark)]
     supervisors = [line for line in text.splitlines() if line.startswith("node.")]
     crashes = [line for line in text.splitlines() if _EXCEPTION.match(line)]
-    unique = list(dict.fromkeys(said)) or [*supervisors[-3:], *crashes[-1:]]
+    unique = list(dict.fromkeys(messages)) or [*supervisors[-3:], *crashes[-1:]]
     return "\n".join(unique) or f"see {run_dir / 'logs'}"
 
 

@@ -120,10 +120,9 @@ def run_loader(
         said = errors.read().decode(errors="replace").strip()
     if code:
         reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        raise LoaderError(
-            f"initial weights of node {node}: the loader failed ({reason}): {said}",
-            failure_code(code),
-        )
+        refusal = said.removeprefix("penstock: ")
+        cause = f"the loader failed ({reason}): {said}" if refusal == said else refusal
+        raise LoaderError(f"initial weights of node {node}: {cause}", failure_code(code))
 
 
 def _code_of(

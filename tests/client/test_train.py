@@ -117,6 +117,15 @@ def test_complaints_are_what_processes_told_the_user_once_each(tmp_path: Path) -
     told = "penstock: /dev/shm is full\nnode.a: memoryd.a ended with exit code 3\n"
     console.write_text("Traceback\nValueError: x\n" + told + told)
     assert complaints(tmp_path) == "/dev/shm is full"
+    console.write_text(
+        "schedulerd: shutting down: memoryd.a: the loader failed: penstock: no room\n"
+        "node.a: the run ends: memoryd.a: the loader failed: penstock: no room\n"
+        "penstock: memoryd.a: the loader failed: penstock: no room\n"
+        "penstock: optimizerd.a: no threads\n"
+    )
+    assert complaints(tmp_path) == (
+        "memoryd.a: the loader failed: penstock: no room\noptimizerd.a: no threads"
+    )
     console.write_text("Traceback (most recent call last):\nmodule.SomeError: why\nnode.a: died\n")
     assert complaints(tmp_path) == "node.a: died\nmodule.SomeError: why"
 
