@@ -39,6 +39,8 @@ package: its wheel is built without operators, which it compiles where it runs.
 """
 SOURCES = "penstock.sources"
 """In the wheels' folder: fingerprint of the sources that the project's wheel was built of."""
+COMMIT = "penstock.commit"
+"""In the wheels' folder: the commit of the tree, for a machine that gets it without its history."""
 _HEAVY = ("torch", "transformers", "sympy", "accelerate", "penstock")
 """Packages that are compiled ahead, where they are there; others, when they are imported first."""
 TRAVEL_BYTES = 48 << 20
@@ -55,6 +57,21 @@ def requirements() -> list[str]:
     """Returns those of the project, as pyproject.toml has them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return list(project["project"]["dependencies"])
+
+
+def commit() -> str:
+    """Returns the commit of the tree as ``git describe`` prints it, with ``-dirty`` behind a tree
+    that was changed since; empty where neither git nor the wheels' folder knows.
+    """
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        answer = None
+    if answer is not None and answer.returncode == 0:
+        return answer.stdout.strip()
+    kept = WHEELS / COMMIT
+    return kept.read_text(encoding="utf-8").strip() if kept.exists() else ""
 
 
 # Here, with network --------------------------------------------------------------------------
@@ -95,6 +112,7 @@ def fetch_wheels(there: Path = THERE, folder: Path = WHEELS) -> list[str]:
             raise InstallError(f"{size >> 20} MiB of wheels; at most {TRAVEL_BYTES >> 20} travel")
         for old in [*folder.glob("*.whl"), *folder.glob(SOURCES)]:
             old.unlink()
+        (folder / COMMIT).write_text(commit(), encoding="utf-8")
         for file in [*Path(fresh).glob("*.whl"), *Path(fresh).glob(SOURCES)]:
             shutil.move(file, folder / file.name)
     return complaints

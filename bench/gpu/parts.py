@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
+from bench.gpu import install
 from bench.gpu.results import Outcome, PartResults, Status
 from bench.gpu.running import Measurement, measure
 
@@ -66,7 +67,7 @@ def run_part(
     What the file has of others stays: a part may be repeated in pieces. ``gpu``: its name;
     ``patience``: all times are so many times as long; ``pins``: runs pin shared memory.
     """
-    part, path = PARTS[name], folder / f"{name}.json"
+    part, path, commit = PARTS[name], folder / f"{name}.json", install.commit()
     results = PartResults(part=name, device=device, tiny=tiny, gpu=gpu)
     if path.exists():
         old = PartResults.read(path)
@@ -82,7 +83,7 @@ def run_part(
             outcome = measure(one, device=device, tiny=tiny, within_s=within_s, pins=pins)
         else:
             outcome = Outcome(status=Status.SKIPPED, error="the part's time was over")
-        results.measurements[one.name] = outcome
+        results.measurements[one.name] = replace(outcome, gpu=gpu, commit=commit)
         results.write(folder)
         _say(f"{name}: {one.name}: {outcome.status} in {outcome.seconds:.1f} s {outcome.error}")
     return results

@@ -1,10 +1,12 @@
 """What was found: a JSON file for each part, whole after every measurement.
 
-    {"part": "copies", "device": "cuda", "tiny": false, "gpu": "NVIDIA H100 80GB HBM3",
-     "measurements": {"alone": {"status": "done", "seconds": 4.1, "at": "2026-…", "figures": {…}}}}
+    {"part": "copies", "device": "cuda", "tiny": false, "gpu": "NVIDIA H200",
+     "measurements": {"alone": {"status": "done", "seconds": 4.1, "at": "2026-…", "figures": {…},
+                                "gpu": "NVIDIA H200", "commit": "e6b6888", "others": [{…}]}}}
 
 ``status``: ``done``; ``late``, the deadline came (``figures`` are those found before it);
 ``failed``, with ``error`` and the end of its ``log``; ``skipped``, with the reason as ``error``.
+``others``: the same measurement earlier, or on another card.
 """
 
 from __future__ import annotations
@@ -28,9 +30,16 @@ class Status(StrEnum):
     SKIPPED = "skipped"
 
 
+CARD = "H200"
+"""Card whose measurements come first; those of other cards stand beside them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one measurement. ``at``: when it ended, as ISO 8601; ``log``: the end of its output."""
+    """The end of one measurement. ``at``: its time, as ISO 8601; ``log``: the end of its output;
+    ``gpu``: the card's name; ``commit``: the measured sources, empty where unknown; ``others``:
+    outcomes of the same measurement with figures, in the order of :func:`merged`.
+    """
 
     status: Status
     seconds: float = 0.0
@@ -38,6 +47,26 @@ class Outcome:
     figures: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     log: str = ""
+    gpu: str | None = None
+    commit: str = ""
+    others: tuple[Outcome, ...] = ()
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], gpu: str | None) -> Outcome:
+        """Returns the outcome that a file has; ``gpu``: the card of an outcome that names none.
+
+        Raises:
+            KeyError, TypeError, ValueError: ``fields`` are of another form.
+        """
+        others = tuple(cls.from_json(other, gpu) for other in fields.get("others", ()))
+        card = fields.get("gpu") or gpu
+        status = Status(fields["status"])
+        return cls(**{**fields, "status": status, "gpu": card, "others": others})
+
+    def without_logs(self) -> Outcome:
+        """Returns the outcome without its output, which is of one machine."""
+        others = tuple(other.without_logs() for other in self.others)
+        return replace(self, log="", others=others)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +81,7 @@ class PartResults:
 
     def without_logs(self) -> PartResults:
         """Returns the same without what measurements printed: that is of one machine."""
-        outcomes = {name: replace(one, log="") for name, one in self.measurements.items()}
+        outcomes = {name: one.without_logs() for name, one in self.measurements.items()}
         return replace(self, measurements=outcomes)
 
     def write(self, folder: Path) -> None:
@@ -71,9 +100,9 @@ class PartResults:
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
+            gpu = found.get("gpu")
             outcomes = {
-                name: Outcome(**{**one, "status": Status(one["status"])})
-                for name, one in found.pop("measurements").items()
+                name: Outcome.from_json(one, gpu) for name, one in found.pop("measurements").items()
             }
             return cls(**found, measurements=outcomes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -84,25 +113,34 @@ _WORTH = {Status.SKIPPED: 0, Status.FAILED: 1, Status.LATE: 2, Status.DONE: 3}
 
 
 def merged(results: Iterable[PartResults]) -> dict[str, PartResults]:
-    """Returns one for each part. Of a measurement that was made several times the one that got
-    furthest counts, of those the last. Parts measured on several GPUs name all of them.
+    """Returns the results of each part, of several tries. The outcome of a measurement is the try
+    that got furthest, then the one on a :data:`CARD`, then the newest; the other tries that have
+    figures are its ``others``. Parts measured on several GPUs name all of them.
     """
-    found: dict[str, PartResults] = {}
+    parts: dict[str, PartResults] = {}
     for one in results:
-        into = found.setdefault(
+        into = parts.setdefault(
             one.part, PartResults(part=one.part, device=one.device, tiny=one.tiny, gpu=one.gpu)
         )
         gpus = dict.fromkeys([*(into.gpu or "").split(", "), *(one.gpu or "").split(", ")])
         into.gpu = ", ".join(filter(None, gpus)) or None
         for name, outcome in one.measurements.items():
-            old = into.measurements.get(name)
-            if old is None or _rank(outcome) >= _rank(old):
-                into.measurements[name] = outcome
-    return found
+            into.measurements[name] = _with_others([into.measurements.get(name), outcome])
+    return parts
 
 
-def _rank(outcome: Outcome) -> tuple[int, str]:
-    return _WORTH[outcome.status], outcome.at
+def _with_others(tries: Iterable[Outcome | None]) -> Outcome:
+    """Returns the first of all tries by rank, with the rest as its ``others``."""
+    flat: dict[Any, Outcome] = {}
+    for one in filter(None, tries):
+        for outcome in (one, *one.others):
+            flat[outcome.gpu, outcome.at, outcome.status] = replace(outcome, others=())
+    first, *rest = sorted(flat.values(), key=_rank, reverse=True)
+    return replace(first, others=tuple(other for other in rest if other.figures))
+
+
+def _rank(outcome: Outcome) -> tuple[int, bool, str]:
+    return _WORTH[outcome.status], CARD in (outcome.gpu or ""), outcome.at
 
 
 def read_folders(folders: Iterable[Path]) -> dict[str, PartResults]:

@@ -165,7 +165,7 @@ def _rate(tokens_per_s: float, **more: float) -> Outcome:
 
 def test_results_are_what_was_written(tmp_path: Path) -> None:
     done = Outcome(status=Status.DONE, seconds=1.5, at="2026-01-01", figures={"a": [1.0]})
-    one = _results("copies", alone=done)
+    one = _results("copies", alone=replace(done, gpu="GPU"))
     one.write(tmp_path)
     assert PartResults.read(tmp_path / "copies.json") == one
     (tmp_path / "kernels.json").write_text("[]")
@@ -179,6 +179,26 @@ def test_of_several_tries_what_got_furthest_counts_then_the_last() -> None:
         for status, at in ((Status.DONE, "1"), (Status.DONE, "3"), (Status.FAILED, "4"))
     ]
     assert merged(tries)["copies"].measurements["alone"].at == "3"
+
+
+def test_earlier_tries_and_other_cards_stand_beside_the_newest_of_an_h200(tmp_path: Path) -> None:
+    tries = [("H200", "1"), ("H100", "4"), ("NVIDIA H200", "3")]
+    for number, (gpu, at) in enumerate(tries):
+        rate = replace(_rate(number), gpu=gpu, at=at, commit=f"c{number}")
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _results("models", alone=rate).write(folder)
+    found = read_folders([tmp_path / str(number) for number in range(3)])["models"]
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    found.without_logs().write(kept)
+    for results in (found, read_folders([kept, tmp_path / "0"])["models"]):
+        alone = results.measurements["alone"]
+        assert (alone.gpu, alone.at, alone.commit) == ("NVIDIA H200", "3", "c2")
+        assert [(o.gpu, o.at, o.commit) for o in alone.others] == [
+            ("H200", "1", "c0"),
+            ("H100", "4", "c1"),
+        ]
 
 
 def test_a_part_that_was_measured_on_several_gpus_names_them() -> None:
@@ -331,7 +351,7 @@ def test_nothing_of_wheels_lies_where_git_sees_it(
     (folder / "old-1.0-py3-none-any.whl").write_bytes(b"old")
     assert install.fetch_wheels(install.THERE, folder) == []
     assert set(seen) == {folder} and list(tmp_path.iterdir()) == [folder]
-    assert sorted(file.name[:5] for file in folder.iterdir()) == ["one-1", "one-2", "one-3"]
+    assert sorted(file.name[:5] for file in folder.iterdir()) == ["one-1", "one-2", "one-3", "penst"]
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert install.WHEELS == ROOT / ".whl" and ".whl/" in ignored
 

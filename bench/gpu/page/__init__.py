@@ -53,7 +53,9 @@ def _lines(results: Results) -> Iterator[str]:
         lines = list(section.show(results.get(name)))
         while lines and not lines[-1]:
             lines.pop()
-        yield from lines
+        yield from (
+            line for line, before in zip(lines, ["", *lines], strict=False) if line or before
+        )
 
 
 def is_trial(results: PartResults) -> bool:

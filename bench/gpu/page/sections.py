@@ -20,7 +20,7 @@ from bench.gpu.page.tables import (
     wrapped,
 )
 from bench.gpu.parts import PARTS
-from bench.gpu.results import PartResults
+from bench.gpu.results import Outcome, PartResults, Status
 from bench.gpu.shapes import SHAPES
 
 Lines = Iterator[str]
@@ -182,6 +182,35 @@ def _models(results: PartResults | None) -> Lines:
     named = [name for name in names_of("models") if name in results.measurements]
     with_figures = [name for name in named if results.measurements[name].figures]
     yield from table("run", with_figures, where, results)
+    yield from _others("run", "models", results)
+
+
+def _others(first: str, part: str, results: PartResults | None) -> Lines:
+    """Yields a table of earlier measurements and of other cards, if any are kept."""
+    rows = [
+        (name, other)
+        for name in names_of(part)
+        for other in _known(results, name).others
+        if "tokens_per_s" in other.figures
+    ]
+    if not rows:
+        return
+    yield ""
+    yield "Earlier measurements, and other cards:"
+    yield ""
+    titles = ("card", "date", "commit", *(column.title for column in SPEED))
+    yield f"| {first} | " + " | ".join(titles) + " |"
+    yield "| --- " * (len(titles) + 1) + "|"
+    for name, other in rows:
+        cells = [other.gpu or "", other.at[:10], other.commit]
+        cells += [column.cell(other.figures) for column in SPEED]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+def _known(results: PartResults | None, name: str) -> Outcome:
+    """Returns a measurement's outcome; one without figures where there is none."""
+    nothing = Outcome(status=Status.SKIPPED)
+    return nothing if results is None else results.measurements.get(name, nothing)
 
 
 def _critical(figures: Figures) -> str:
@@ -197,6 +226,7 @@ def _decisions(figures: Figures) -> str:
 
 def _baselines(results: PartResults | None) -> Lines:
     yield from table("loop", names_of("baselines"), SPEED, results)
+    yield from _others("loop", "baselines", results)
 
 
 def _faults(results: PartResults | None) -> Lines:
