@@ -99,8 +99,8 @@ def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> In
     before = ", ".join(repr(str(executed)) for executed in context.trace.last(_EVENTS_IN_ERRORS))
     error = _shortage(attempt, error) or error
     failure = InstructionError(
-        f"worker.{context.device_index}: run {context.run_id}, epoch {context.epoch}, {job.phase}"
-        f" {job.number}: {str(instruction)!r} failed: {type(error).__name__}: {error}"
+        f"worker.{context.device_index}: run {context.run_id}, membership {context.epoch},"
+        f" {job.phase} {job.number}: {str(instruction)!r} failed: {type(error).__name__}: {error}"
         f" (before it: {before or 'nothing'})"
     )
     failure.exit_code = (

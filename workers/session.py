@@ -61,7 +61,7 @@ def fence_listener(fence: EpochFence) -> Callable[[pb.SchedulerMessage], None]:
     def listen(message: pb.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")
         if kind == "drain":
-            fence.fence(message.drain.epoch, f"drained for epoch {message.drain.epoch}")
+            fence.fence(message.drain.epoch, f"drained for membership {message.drain.epoch}")
         elif kind == "refused":
             fence.fence(FOREVER, f"refused: {message.refused.reason}")
         elif kind == "shutdown":
@@ -126,7 +126,7 @@ class Session:
             handler(getattr(message, kind))
 
     def _drain(self, message: pb.Drain) -> None:
-        self._fence.fence(message.epoch, f"drained for epoch {message.epoch}")
+        self._fence.fence(message.epoch, f"drained for membership {message.epoch}")
         self._metrics.account.turn(IdleCause.RECOVERY)
         self._builder.close()
         # From here on this process writes nothing to shared memory until the next Begin.
@@ -138,7 +138,7 @@ class Session:
             abort.check()
             self._context = self._builder.open(message, abort)
         except Interrupted as interruption:
-            _log.info("epoch %d: not begun: %s", message.epoch, interruption)
+            _log.info("membership %d: not begun: %s", message.epoch, interruption)
             return
         self._link.send(pb.MemberMessage(ready=pb.Ready(epoch=message.epoch)))
         self._metrics.account.turn(IdleCause.SCHEDULER)
@@ -227,7 +227,9 @@ class Session:
         except Interrupted as interruption:
             self._metrics.add_outcome("aborted")
             self._metrics.account.turn(IdleCause.RECOVERY)
-            _log.info("epoch %d, %s %d: %s", context.epoch, job.phase, job.number, interruption)
+            _log.info(
+                "membership %d, %s %d: %s", context.epoch, job.phase, job.number, interruption
+            )
             return None
         except BaseException:
             self._metrics.add_outcome("failed")
@@ -258,7 +260,7 @@ class Session:
         """The epoch's context, unless the message belongs to another epoch than it."""
         if self._context is not None and self._context.epoch == epoch:
             return self._context
-        _log.info("in epoch %d: message of epoch %d dropped", self._fence.epoch, epoch)
+        _log.info("in membership %d: message of membership %d dropped", self._fence.epoch, epoch)
         return None
 
 

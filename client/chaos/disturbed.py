@@ -44,9 +44,9 @@ class RunEndedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suffered:
-    """A fault that happened. ``seconds``: from its last blow to the first step of a later epoch; or
-    where nobody was replaced, from when it was over (a process woke, a disk had room) to the next
-    step.
+    """A fault that happened. ``seconds``: from its last blow to the first step of a later
+    membership; or where nobody was replaced, from when it was over (a process woke, a disk had
+    room) to the next step.
 
     ``timeout``: whether it was limited by a deadline of silence.
     """
@@ -164,7 +164,7 @@ class DisturbedRun:
             timeout=fault.waits_for_timeout(self.cast.heartbeat_timeout_s),
         )
         self.suffered.append(entry)
-        self.note(f"{outcome} after {seconds:.3f} s, at step {self.step}, epoch {self.epoch}")
+        self.note(f"{outcome} after {seconds:.3f} s, at step {self.step}, membership {self.epoch}")
         return True
 
     def finish(self) -> None:
@@ -296,8 +296,8 @@ class DisturbedRun:
                 not harmless and time.time() - watch.woke_s > self.patience_s
             ):
                 raise LostMemberError(
-                    f"not recovered {self.patience_s:g} s after: {fault}; step {self.step}, epoch"
-                    f" {self.epoch}"
+                    f"not recovered {self.patience_s:g} s after: {fault}; step {self.step},"
+                    f" membership {self.epoch}"
                 )
             time.sleep(POLL_S)
 

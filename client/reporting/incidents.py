@@ -1,7 +1,7 @@
 """What happened to a run, told from the logs of its scheduler and its nodes.
 
 Logs are of people's language already; here their lines are sorted by what they mean, and put into
-recoveries: what broke an epoch, and how long it took until training went on. Lines of no known
+recoveries: what broke a membership, and how long it took until training went on. Lines of no known
 meaning stay as they are where they are warnings or errors. Only the last
 :data:`MAX_LOG_BYTES` of a log are read.
 """
@@ -45,7 +45,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """The way from a fault to the next epoch. ``step``: where training went on."""
+    """The way from a fault to the next membership, ``epoch``. ``step``: where training went on."""
 
     time_s: float
     cause: str
@@ -102,14 +102,14 @@ _MEANINGS = tuple(
             r"\1 ended with exit code \2, and was started again",
         ),
         (
-            r"epoch 1 begins at version 0",
+            r"(?:membership|epoch) 1 begins at version 0",
             IncidentKind.START,
             "all processes are ready: step 1 begins",
         ),
         (
-            r"epoch (\d+) begins at version (\d+)",
+            r"(?:membership|epoch) (\d+) begins at version (\d+)",
             IncidentKind.RECOVERY,
-            r"all processes are ready (epoch \1): training goes on behind step \2",
+            r"all processes are ready (membership \1): training goes on behind step \2",
         ),
         (r"saved step (\d+) in .*", IncidentKind.SAVE, r"step \1 is saved"),
         (r"shutting down: (.*)", IncidentKind.END, r"\1"),
@@ -177,11 +177,13 @@ def _incident(entry: dict[str, Any]) -> Incident | None:
     return Incident(time_s=float(entry["time"]), process=process, kind=kind, text=words)
 
 
-_STEP = re.compile(r".*epoch (\d+)\): .*step (\d+)")
+_STEP = re.compile(r".*membership (\d+)\): .*step (\d+)")
 
 
 def _recoveries(incidents: Iterable[Incident]) -> Iterator[Recovery]:
-    """Yields one for each epoch but the first; what came since the epoch before is its cause."""
+    """Yields a recovery for each membership but the first; incidents since the membership before
+    are the cause.
+    """
     broken: list[Incident] = []
     warned: list[Incident] = []
     for incident in incidents:

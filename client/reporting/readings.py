@@ -36,7 +36,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """The steps of one epoch of the scheduler: between two starts, or recoveries."""
+    """Steps of one membership: between two starts, or recoveries."""
 
     epoch: int
     first_step: int
@@ -102,7 +102,7 @@ class Readings:
 
     @cached_property
     def intervals(self) -> tuple[Interval, ...]:
-        """The epochs of the scheduler, as far as lines of them were read."""
+        """Memberships that lines were read of."""
         found: dict[int, Interval] = {}
         for line in self.steps:
             epoch, step = line.get("epoch"), line.get("step")

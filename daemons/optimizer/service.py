@@ -185,7 +185,7 @@ class OptimizerService:
         self._loop.feed(event)
         if (epoch, phase) != (self._machine.joined_epoch, self._machine.phase):
             _log.info(
-                "%s in epoch %d at version %d",
+                "%s in membership %d at version %d",
                 self._machine.phase.name.lower(),
                 self._machine.joined_epoch,
                 self._machine.committed,

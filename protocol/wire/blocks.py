@@ -266,7 +266,7 @@ class _Fetch:
             "weights": f"weights of block {r.block} at version {r.version}",
             "frozen": f"frozen weights of block {r.block}",
             "grads": f"gradients of block {r.block}, contribution {r.contribution},"
-            f" epoch {r.epoch}, attempt {r.attempt}",
+            f" membership {r.epoch}, attempt {r.attempt}",
             "state": f"{r.name} of block {r.block} at version {r.version}",
             "words": f"state version of block {r.block}",
         }

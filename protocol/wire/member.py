@@ -272,7 +272,7 @@ def _follow_story(message: pb.SchedulerMessage) -> None:
     kind = message.WhichOneof("body")
     if kind == "drain" and message.drain.cause:
         recover_from(message.drain.cause)
-        _log.info("drained for epoch %d", message.drain.epoch)
+        _log.info("drained for membership %d", message.drain.epoch)
     elif kind == "fence":
         fence = message.fence
         extra = {"cause": fence.cause, "child_pid": fence.pid}

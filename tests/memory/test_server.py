@@ -309,7 +309,7 @@ def test_a_request_waits_for_the_commit(served: Served, client: BlockClient) -> 
         ({"version": 2**64 - 1}, "weights of block 1 at version 18446744073709551615"),
         (
             {"array": "grads", "attempt": 10},
-            "gradients of block 1, contribution 0, epoch 2, attempt 10",
+            "gradients of block 1, contribution 0, membership 2, attempt 10",
         ),
     ],
 )

@@ -149,7 +149,9 @@ def assert_one_story_each(run_dir: Path) -> None:
     assert len(told) >= len(CASES), causes
     for name in ("memoryd.a", "optimizerd.a", "worker.0"):
         assert causes[name] - {""} <= told and len(causes[name] & told) >= 3, causes
-        ended = [line for line in logs[name] if line["message"].startswith("drained for epoch")]
+        ended = [
+            line for line in logs[name] if line["message"].startswith("drained for membership")
+        ]
         assert all(line["cause"] in told for line in ended)
     assert causes["node.a"] & told, "it was ordered to fence somebody"
 

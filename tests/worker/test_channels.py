@@ -275,8 +275,9 @@ def test_a_member_that_does_not_come_is_named(make_cluster: Any) -> None:
         abort = Abort()
         error = alone(device, abort, 0.3)
         assert isinstance(error, LostMemberError)
-        assert f"s for worker.{missing} to join the process group of epoch {2 + device}" in str(
-            error
+        assert (
+            f"s for worker.{missing} to join the process group of membership {2 + device}"
+            in str(error)
         )
         abort.set("drained")
     abort = Abort()

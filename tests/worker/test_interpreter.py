@@ -255,7 +255,7 @@ def test_a_silent_peer_is_named(make_cluster: Any) -> None:
     assert "'F 1 0 keep=all' failed" in text
     awaited = "activation of stage 0, micro-batch 0 (train 4) from worker.0"
     assert f"LostMemberError: waited 0.3 s for {awaited}" in text
-    assert "epoch 1, train 4" in text
+    assert "membership 1, train 4" in text
     assert "'FW 1 phase=forward'" in text  # what ran before
 
 

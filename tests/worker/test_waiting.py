@@ -87,7 +87,7 @@ def test_a_drain_aborts_the_epochs_before_it() -> None:
     fence = EpochFence()
     first = fence.enter(1)
     assert not first.is_set
-    fence.fence(2, "drained for epoch 2")
+    fence.fence(2, "drained for membership 2")
     assert first.is_set
     second = fence.enter(2)
     assert not second.is_set
@@ -99,9 +99,9 @@ def test_an_epoch_that_was_drained_before_it_was_entered_is_aborted() -> None:
     """Begin(2), RunAttempt and Drain(3) are all in the queue when Begin(2) is handled."""
     fence = EpochFence()
     fence.enter(1)
-    fence.fence(2, "drained for epoch 2")
-    fence.fence(3, "drained for epoch 3")
-    with pytest.raises(Interrupted, match="drained for epoch 3"):
+    fence.fence(2, "drained for membership 2")
+    fence.fence(3, "drained for membership 3")
+    with pytest.raises(Interrupted, match="drained for membership 3"):
         fence.enter(2).check()
     assert not fence.enter(3).is_set
 

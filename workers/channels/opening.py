@@ -151,7 +151,7 @@ def open_channel(
     )
     order = TransferOrder.of(plan)
     wire = module.join(meeting, order, device, abort, timeout_s)
-    _log.info("epoch %d: %s process group of %d workers", epoch, name, len(members))
+    _log.info("membership %d: %s process group of %d workers", epoch, name, len(members))
     return GroupChannel(
         run_id=run_id,
         epoch=epoch,

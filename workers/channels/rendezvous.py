@@ -60,7 +60,7 @@ class Assembly:
 
     def __str__(self) -> str:
         named = ", ".join(map(worker_name, self._missing))
-        return f"{named} to join the process group of epoch {self._meeting.epoch}"
+        return f"{named} to join the process group of membership {self._meeting.epoch}"
 
     def store(self, abort: Abort, timeout_s: float) -> Store:
         """Wait until all members have come; returns a store that they share.

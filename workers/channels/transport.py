@@ -307,12 +307,12 @@ class Transport:
         if isinstance(header, (GroupAddress, TransferShape)):
             refusal = self.notices.put(header)
             if refusal is not None:
-                self._drop(refusal, f"{type(header).__name__} of epoch {header.epoch}")
+                self._drop(refusal, f"{type(header).__name__} of membership {header.epoch}")
             return
         assert isinstance(header, Transfer), "nothing else is decoded"
         refusal = self.inbox.refusal(header)
         if refusal is not None:
-            self._drop(refusal, f"epoch {header.epoch}, {header.phase} {header.attempt}")
+            self._drop(refusal, f"membership {header.epoch}, {header.phase} {header.attempt}")
             return
         tensors = from_frames(header.tensors, [frame.buffer for frame in frames[1:]])
         self.inbox.put(header, tensors)

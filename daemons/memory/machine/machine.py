@@ -246,11 +246,11 @@ class MemoryMachine:
 
 
 def _stale(event: Event, epoch: int) -> Say:
-    return Say(text=f"ignored: {event} in epoch {epoch}")
+    return Say(text=f"ignored: {event} in membership {epoch}")
 
 
 def _out_of_order(event: Event, state: MemoryMachine) -> Say:
-    return Say(text=f"ignored: {event} in epoch {state.epoch}, phase {state.phase}")
+    return Say(text=f"ignored: {event} in membership {state.epoch}, phase {state.phase}")
 
 
 _HANDLERS: dict[type, Callable[[MemoryMachine, Any], list[Effect]]] = {

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for each attempt and evaluation, and points for epochs, saves, warnings.
+"""OpenTelemetry: spans of attempts and evaluations, points for memberships, saves, warnings.
 
 An attempt is a trace of its own, whose id follows from run and attempt, so that a collector knows
 one that is sent again. It ends with its decision, at the ``time`` of its line in ``metrics.jsonl``.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -25,7 +26,10 @@ from penstock.protocol.run.names import SCHEDULERD
 
 TIMEOUT_S = 5.0
 _PATH = "/v1/traces"
-_POINTS = re.compile(r"(epoch) \d+ begins|(save)d step|(restor)ing from")
+_KEYS = tuple("step attempt epoch data_epoch decision loss grad_norm tokens".split())
+"""Keys of a line of metrics that become attributes."""
+_RENAMED = MappingProxyType({"epoch": "membership"})
+_POINTS = re.compile(r"(membership|epoch) \d+ begins|(save)d step|(restor)ing from")
 
 
 class SpanSink:
@@ -82,8 +86,8 @@ class SpanSink:
         number = line.get("attempt")
         self._ids.about(name, number, reading.step)
         words = {
-            f"penstock.{key}": line[key]
-            for key in ("step", "attempt", "epoch", "decision", "loss", "grad_norm", "tokens")
+            f"penstock.{_RENAMED.get(key, key)}": line[key]
+            for key in _KEYS
             if isinstance(line.get(key), (str, int, float))
         }
         parent = self._tracer.start_span(name, attributes=words, start_time=_ns(stretch.start_s))
@@ -112,7 +116,7 @@ class SpanSink:
                 continue
             kind = "warning" if match is None else next(filter(None, match.groups()))
             self._ids.about(kind, entry["time"], text)
-            name = {"restor": "restore"}.get(kind, kind)
+            name = {"restor": "restore", "epoch": "membership"}.get(kind, kind)
             span = self._tracer.start_span(
                 name, start_time=_ns(entry["time"]), attributes={"penstock.message": text[:1000]}
             )

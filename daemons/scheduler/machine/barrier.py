@@ -73,7 +73,7 @@ class Barrier(Activity):
             drain=pb.Drain(epoch=epoch, cause=self._cause, saving=self._saving)
         )
         drains = send_all((*self._daemons, *self.rules.workers), drain)
-        return [Say(text=f"epoch {self.mirror.epoch}: draining"), journaled, *drains]
+        return [Say(text=f"membership {self.mirror.epoch}: draining"), journaled, *drains]
 
     def _on_drained(self, member: str, body: pb.Drained, now_s: float) -> list[Effect]:
         if self.phase is not RunPhase.DRAINING:
@@ -244,7 +244,7 @@ class Barrier(Activity):
             news = pb.SchedulerMessage(begin=self._begin_message())
             return [  # nodes owe no answer: they hear that the run has got on
                 *send_all(self.rules.nodes, news),
-                Say(text=f"epoch {self.mirror.epoch} begins at version {self.mirror.version}"),
+                Say(text=f"membership {self.mirror.epoch} begins at version {self.mirror.version}"),
             ]
         # The commit is applied everywhere: only now may workers read weights.
         self.waiting = set(self.rules.workers)
