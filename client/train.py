@@ -26,6 +26,7 @@ from penstock.daemons.preload.kinds import TORCH
 from penstock.daemons.preload.starting import Preloading, Spawning, Starter
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import FAILURES, ExitCode
+from penstock.protocol.passes import TrainingData, epochs
 from penstock.protocol.requirements import check_torch
 from penstock.protocol.run.ended import forget_end
 from penstock.protocol.run.rundir import RunDirectory
@@ -146,6 +147,9 @@ def _supervise(
     empty_console(run_dir)
     (run_dir / "endpoint.json").unlink(missing_ok=True)
     forget_end(run_dir)
+    data = TrainingData.of(RunDirectory(run_dir))
+    if data is not None:
+        display.say(data.in_steps(config.train.steps, config.train.global_batch))
     display.say(f"training {config.run.name}: {config.train.steps} steps in {run_dir}")
     observer = Observer(run_dir, config.train.steps, past=display.wants_past)
     supervision = Supervision(
@@ -190,9 +194,11 @@ def closing_words(
         logs = result.run_dir / "logs"
         failed = f"failed at step {step} (exit code {result.exit_code}); logs: {logs}"
         return [failed, *([f"  in memory      {kept}"] if kept else [])]
-    words = [f"done: {step} steps"]
+    passes = [epochs(done) for done in numbers(entry.get("data_epoch") for entry in trained[-1:])]
+    words = [", ".join([f"done: {step} steps", *(f"{done} epochs" for done in passes)])]
     if result.exit_code != ExitCode.DONE or step < steps:
-        words = [f"stopped at step {step}/{steps}; the same command goes on from there"]
+        place = ", ".join([f"step {step}/{steps}", *(f"epoch {done}" for done in passes)])
+        words = [f"stopped at {place}; the same command goes on from there"]
     if trained:
         rates = numbers(entry.get("tokens_per_second") for entry in trained)
         words[0] += f"; {statistics.median(rates):,.0f} tokens/s (median)" if rates else ""

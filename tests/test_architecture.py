@@ -53,7 +53,7 @@ FLOORS = {
         metrics
         run
         security.sockets
-        plan.cpus plan.executable plan.placement platforms wire""",
+        passes plan.cpus plan.executable plan.placement platforms wire""",
     "planner": """layout
         tensors cost schemes partition
         orders.timing

@@ -18,7 +18,7 @@ from penstock.shm.control import Decision
 from penstock.shm.segment import list_segments
 
 Row = tuple[Any, ...]
-_STEP_KEYS = ("phase", "step", "decision", "loss", "lr", "loss_scale", "tokens")
+_STEP_KEYS = ("phase", "step", "data_epoch", "decision", "loss", "lr", "loss_scale", "tokens")
 """What of a line of metrics follows from the data alone."""
 
 _OF_THE_MACHINE = ("checksum", "hold")

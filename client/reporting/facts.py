@@ -25,8 +25,9 @@ from penstock.planner.configured import config_prices
 from penstock.planner.memory.table import MemoryRow, memory_table
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.passes import epochs
 from penstock.protocol.run.ended import RunEnd
-from penstock.protocol.run.files import parse_json
+from penstock.protocol.run.files import is_number, parse_json
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.process import start_ticks
 
@@ -145,6 +146,19 @@ class RunFacts:
     def data(self) -> Mapping[str, Any]:
         """What ``data/meta.json`` says; empty where it cannot be read."""
         return self._json("data/meta.json")
+
+    @cached_property
+    def epochs(self) -> str:
+        """Passes over the training data at the newest step, and those of all steps, as ``0.37 of
+        8.50``; empty where they are not known, or data are made up.
+        """
+        train, done = self.data.get("train"), self.readings.last("data_epoch")
+        tokens = train.get("num_tokens") if isinstance(train, dict) else None
+        if done is None or not is_number(tokens):
+            return ""
+        samples = (tokens - 1) // self.config.data.sequence_length
+        left = max(0, self.config.train.steps - self.readings.step) * self.config.train.global_batch
+        return f"{epochs(done)} of {epochs(done + left / samples)}" if samples > 0 else epochs(done)
 
     @cached_property
     def created(self) -> str:

@@ -43,6 +43,9 @@ def page_of(facts: RunFacts) -> Page:
 def _tiles(facts: RunFacts) -> list[Tile]:
     readings, steps = facts.readings, facts.config.train.steps
     tiles = [Tile(name="steps", value=f"{readings.step:,}", note=f"of {steps:,}")]
+    if facts.epochs:
+        passes, _, of = facts.epochs.partition(" ")
+        tiles.append(Tile(name="epochs", value=passes, note=of))
     loss, held_out = readings.last("loss"), readings.last("loss", evaluations=True)
     if loss is not None:
         note = "made up: emulated devices" if readings.emulated else ""

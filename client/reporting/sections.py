@@ -69,6 +69,8 @@ def trained(facts: RunFacts) -> Chapter:
 
 
 def _data_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
+    if passes := facts.epochs:
+        yield "epochs (passes over the data)", passes
     for split, name in (("train", "tokens to train on"), ("eval", "tokens held out")):
         found = facts.data.get(split)
         if isinstance(found, dict) and "num_tokens" in found:
@@ -306,7 +308,7 @@ def _as_yaml(values: Mapping[str, Any]) -> str:
 
 
 def restarts(facts: RunFacts) -> Iterator[Mark]:
-    """Yields a mark at the first step of every epoch of the scheduler but the first."""
+    """Yields a mark at the first step of every membership but the first."""
     told = {recovery.epoch: recovery.cause for recovery in facts.history.recoveries}
     for interval in islice(facts.readings.intervals, 1, 101):
         cause = told.get(interval.epoch, "training went on")

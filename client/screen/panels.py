@@ -20,7 +20,7 @@ from penstock.client.screen.events import Tone, told
 from penstock.client.screen.model import Model
 from penstock.client.screen.resources import Amount, fullest, short_bytes
 from penstock.client.screen.words import GLOSSARY, PHASES, Doing
-from penstock.client.watching.display import duration
+from penstock.client.watching.display import duration, epochs_of_run
 from penstock.client.watching.snapshots import ABSENCE_S, numbers
 
 
@@ -172,7 +172,8 @@ def _machinery(model: Model) -> str:
 def _progress(model: Model, glyphs: Glyphs, width: int) -> Text:
     status, steps = model.status, max(1, model.view.steps if model.view else 1)
     step = min(status.version, steps)
-    left = f"step {status.version}/{steps} "
+    passes = epochs_of_run(status)
+    left = f"step {status.version}/{steps} " + (f" epoch {passes} " if passes else "")
     eta = f"done in {duration(status.eta_seconds)}" if status.eta_seconds >= 0 else "done in ?"
     if step >= steps:
         eta = "all steps done"

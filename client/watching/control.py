@@ -14,6 +14,7 @@ from penstock.client.watching.display import (
     absences,
     describe,
     duration,
+    epochs_of_run,
     incomplete_replicas,
     member_table,
 )
@@ -51,11 +52,18 @@ def connect(
 
 
 def status_dict(status: pb.StatusReply) -> dict[str, Any]:
-    """Returns the status with plain numbers, and the last line of metrics as an object."""
+    """Returns the status with plain numbers, and the last line of metrics as an object.
+
+    ``data_epoch`` and ``data_epochs`` are passes over the training data, None where they are not
+    known; ``membership`` is the scheduler's ``epoch``.
+    """
     fields: dict[str, Any] = MessageToDict(
         status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     _with_numbers(fields)
+    if not status.data_epochs:
+        fields |= {"data_epoch": None, "data_epochs": None}
+    fields["membership"] = fields["epoch"]
     last = fields.pop("last_metrics_json")
     fields["last_metrics"] = json.loads(last) if last else None
     return fields
@@ -94,10 +102,12 @@ def show_status(
         return
     saved = f"step {status.saved_version}" if status.has_saved else "nothing yet"
     eta = f", ETA {duration(status.eta_seconds)}" if status.eta_seconds >= 0 else ""
+    passes = epochs_of_run(status)
+    passes = f", epoch {passes}" if passes else ""
     console.print(
         f"{status.run_name} ({status.run_id}): {status.phase}, step"
-        f" {status.version}/{status.steps}, epoch {status.epoch}, {status.plan_scheme}{eta};"
-        f" saved: {saved}",
+        f" {status.version}/{status.steps}{passes}, membership {status.epoch},"
+        f" {status.plan_scheme}{eta}; saved: {saved}",
         highlight=False,
     )
     if status.message:

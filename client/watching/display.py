@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.client.watching.snapshots import Metrics, RunView, numbers
+from penstock.protocol.passes import epochs
 from penstock.protocol.run.names import SCHEDULERD
 
 PLAIN_INTERVAL_S = 5.0
@@ -22,7 +23,7 @@ QUIET_PHASES = frozenset(
     "running deciding amending mirroring settling draining beginning saving done starting ending"
     " no_answer".split()
 )
-"""Phases that come and go with every step, save or epoch; plain output does not mention them."""
+"""Phases that come and go with each step, save or membership; plain output leaves them out."""
 _STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
 _DECISIONS = {
     "amend": "clipped (amend)",
@@ -159,6 +160,7 @@ def describe(entry: Metrics, view: RunView | None) -> str:
     steps = f"/{view.steps}" if view is not None else ""
     parts = [
         f"step {entry['step']}{steps}",
+        *(f"epoch {epochs(passes)}" for passes in numbers([entry.get("data_epoch")])),
         f"loss {_number(entry.get('loss'), '.4f')}",
         f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
         f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
@@ -204,6 +206,15 @@ def incomplete_replicas(status: Any) -> list[str]:
         for member in status.members
         if member.blocks_missing
     ]
+
+
+def epochs_of_run(status: Any) -> str:
+    """Returns the passes made and those of all steps as ``0.37 of 8.50``; empty where they are not
+    known, or data are made up.
+    """
+    if not status.data_epochs:
+        return ""
+    return f"{epochs(status.data_epoch)} of {epochs(status.data_epochs)}"
 
 
 def duration(seconds: float) -> str:

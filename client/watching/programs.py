@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.client.watching.display import Display
-from penstock.client.watching.snapshots import RunView
+from penstock.client.watching.snapshots import RunView, numbers
 from penstock.protocol.errors import ConfigError, ExitCode
+from penstock.protocol.passes import epochs
 
 OnStep = Callable[[dict[str, Any]], object]
 """A function of the user's: it gets one line of metrics.jsonl, and returns True to stop."""
@@ -45,6 +46,7 @@ class Bar:
         if not steps:
             return
         words = [f"loss {steps[-1]['loss']:.4f}"] if steps[-1].get("loss") is not None else []
+        words += [f"epoch {epochs(passes)}" for passes in numbers([steps[-1].get("data_epoch")])]
         rate = steps[-1].get("tokens_per_second")
         words += [f"{rate:,.0f} tokens/s"] if rate else []
         self._progress.update(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import queue
@@ -11,6 +10,7 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from penstock.daemons.scheduler.trace import DecisionTrace
 from penstock.protocol import world
 from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.passes import TrainingData
 from penstock.protocol.run.ended import RunEnd, forget_end
 from penstock.protocol.run.logs import Complaints
 from penstock.protocol.run.metrics import serve_metrics
@@ -49,7 +50,7 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, monotonic_s, run_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import read_sealed, seal_digest
+from penstock.protocol.run.seal import seal_digest
 from penstock.protocol.run.stopping import Demand, Grace, StopRequests
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.security.admission import scheduler_admission
@@ -110,6 +111,7 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         service.start()
         _log.info("listening", extra={"port": service.port})
         try:
+            rules = replace(rules, data_samples=TrainingData.samples_of(run))
             loop = _open(run, rules, service, events, stack, alone=parent_pid is None)
         except JournalInUseError:
             raise  # members of the run are the other scheduler's
@@ -268,7 +270,7 @@ def _open(
     if alone:  # otherwise whoever starts the run does it
         forget_end(run.path)
     facts = journal.load()
-    metrics = SchedulerMetrics(rules.config, data_samples(run))
+    metrics = SchedulerMetrics(rules.config, rules.data_samples)
     trained, evaluated = journal.newest_line("train"), journal.newest_line("eval")
     metrics.recall(trained, evaluated, saved_at_s(newest), facts.position)
     stack.callback(serve_metrics(metrics.registry, run, SCHEDULERD).close)
@@ -298,18 +300,6 @@ def _open(
         rules, mirror, Membership(rules, facts.pids), monotonic_s(), RunEnd.read(run.path)
     )
     return SchedulerLoop(machine, effects, events, metrics)
-
-
-def data_samples(run: RunDirectory) -> int | None:
-    """Returns the samples of one pass over the training data; None where data are made up.
-
-    Raises:
-        StateError: the data's description is damaged.
-    """
-    if not (run.path / "data" / "meta.json").is_file():
-        return None
-    split = json.loads(read_sealed(run.path, "data/meta.json"))["train"]
-    return max(0, (int(split["num_tokens"]) - 1) // run.config.data.sequence_length)
 
 
 def _turn_away(

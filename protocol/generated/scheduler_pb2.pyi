@@ -585,7 +585,7 @@ class Happening(_message.Message):
     def __init__(self, number: _Optional[int] = ..., age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., step: _Optional[int] = ..., seconds: _Optional[float] = ..., text: _Optional[str] = ..., steps_lost: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "run_name", "phase", "epoch", "version", "attempt", "steps", "last_metrics_json", "members", "message", "eta_seconds", "plan_scheme", "saved_version", "has_saved", "inputs", "happenings", "pausing", "phase_seconds", "saving_version")
+    __slots__ = ("run_id", "run_name", "phase", "epoch", "version", "attempt", "steps", "last_metrics_json", "members", "message", "eta_seconds", "plan_scheme", "saved_version", "has_saved", "inputs", "happenings", "pausing", "phase_seconds", "saving_version", "data_epoch", "data_epochs")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_NAME_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -605,6 +605,8 @@ class StatusReply(_message.Message):
     PAUSING_FIELD_NUMBER: _ClassVar[int]
     PHASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SAVING_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DATA_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DATA_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     run_name: str
     phase: str
@@ -624,7 +626,9 @@ class StatusReply(_message.Message):
     pausing: bool
     phase_seconds: float
     saving_version: int
-    def __init__(self, run_id: _Optional[str] = ..., run_name: _Optional[str] = ..., phase: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., steps: _Optional[int] = ..., last_metrics_json: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., message: _Optional[str] = ..., eta_seconds: _Optional[float] = ..., plan_scheme: _Optional[str] = ..., saved_version: _Optional[int] = ..., has_saved: _Optional[bool] = ..., inputs: _Optional[str] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., pausing: _Optional[bool] = ..., phase_seconds: _Optional[float] = ..., saving_version: _Optional[int] = ...) -> None: ...
+    data_epoch: float
+    data_epochs: float
+    def __init__(self, run_id: _Optional[str] = ..., run_name: _Optional[str] = ..., phase: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., steps: _Optional[int] = ..., last_metrics_json: _Optional[str] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., message: _Optional[str] = ..., eta_seconds: _Optional[float] = ..., plan_scheme: _Optional[str] = ..., saved_version: _Optional[int] = ..., has_saved: _Optional[bool] = ..., inputs: _Optional[str] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., pausing: _Optional[bool] = ..., phase_seconds: _Optional[float] = ..., saving_version: _Optional[int] = ..., data_epoch: _Optional[float] = ..., data_epochs: _Optional[float] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ("message",)

@@ -156,3 +156,12 @@ def test_a_bar_shows_steps_and_loss() -> None:
     bar.close()
     assert "training small" in stream.getvalue()
     assert "loss 2.5000" in stream.getvalue() and "7/10" in stream.getvalue()
+
+
+def test_a_bar_shows_passes_over_the_data() -> None:
+    stream = StringIO()
+    bar = Bar(stream)
+    step = {"phase": "train", "step": 8, "data_epoch": 2.375}
+    bar.show(RunView(steps=10, status=None, fresh=(step,)))
+    bar.close()
+    assert "epoch 2.38" in stream.getvalue() and "8/10" in stream.getvalue()

@@ -5,21 +5,23 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from penstock.client.watching.control import status_dict
+from penstock.client.watching.control import show_status, status_dict
 from penstock.client.watching.display import (
     Plain,
     Smoothed,
+    describe,
     duration,
     member_table,
 )
 from penstock.client.watching.snapshots import ABSENCE_S, MetricsTail, Observer, RunView, numbers
 from penstock.protocol.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.wire.control import ControlClient
 
 
 def entry(step: int, **changes: Any) -> dict[str, Any]:
@@ -65,6 +67,14 @@ def test_plain_lines() -> None:
         "step 14  evaluation loss 4.5000",
         f"step 16/25  loss 4.8400  {figures}",
     ]
+
+
+def test_plain_lines_have_the_passes_over_the_data() -> None:
+    """Lines of an older Penstock have none, and lines of made-up data."""
+    lines = [describe(entry(10, data_epoch=passes), view()) for passes in (2.375, 0.0, 0.00321)]
+    assert [line.split("  ")[1] for line in lines] == ["epoch 2.38", "epoch 0.00", "epoch 0.0032"]
+    for line in (entry(10), entry(10, data_epoch=None), entry(10, data_epoch="many")):
+        assert "epoch" not in describe(line, view())
 
 
 def test_plain_lines_say_once_what_failed_while_training_goes_on() -> None:
@@ -187,6 +197,48 @@ def test_status_as_json_has_numbers() -> None:
     assert (fields["version"], fields["steps"], fields["epoch"]) == (3, 10, 0)
     assert fields["last_metrics"]["step"] == 3
     assert fields["members"] == []
+    assert (fields["data_epoch"], fields["data_epochs"]) == (None, None)
+    reply = pb.StatusReply(epoch=2, data_epoch=0.5, data_epochs=8.5)
+    fields = status_dict(reply)
+    assert (fields["data_epoch"], fields["data_epochs"]) == (0.5, 8.5)
+    assert fields["membership"] == fields["epoch"] == 2
+
+
+class Client:
+    """Answers with one status."""
+
+    def __init__(self, reply: pb.StatusReply) -> None:
+        self.reply = reply
+
+    def status(self) -> pb.StatusReply:
+        return self.reply
+
+
+@pytest.mark.parametrize(
+    ("known", "place"),
+    [
+        ({}, "step 3/10, membership 2, gpipe"),
+        ({"data_epoch": 0.5, "data_epochs": 8.5}, "step 3/10, epoch 0.50 of 8.50, membership 2,"),
+    ],
+)
+def test_status_says_epochs_and_memberships(known: dict[str, float], place: str) -> None:
+    last = json.dumps(entry(3, data_epoch=0.5) if known else entry(3))
+    reply = pb.StatusReply(
+        phase="running",
+        version=3,
+        steps=10,
+        epoch=2,
+        plan_scheme="gpipe",
+        eta_seconds=-1.0,
+        last_metrics_json=last,
+        **known,
+    )
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    client = cast(ControlClient, Client(reply))
+    show_status(client, as_json=False, console=console, run_dir=None)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert place in text
+    assert ("step 3  epoch 0.50  loss" in text) == bool(known)
 
 
 def test_durations() -> None:

@@ -191,6 +191,12 @@ def test_a_loss_is_told_when_it_begins_and_again_when_it_is_over() -> None:
     assert [tone for *_, tone in texts(events)] == [Tone.BAD, Tone.NOTE, Tone.GOOD]
 
 
+def test_the_head_has_the_passes_over_the_data() -> None:
+    text = drawn(model(data_epoch=2.375, data_epochs=8.5), 120, 40)
+    assert "step 60/100  epoch 2.38 of 8.50 " in text and "60%  done in 1:15" in text
+    assert "epoch" not in drawn(model(), 120, 40).partition("where a step goes")[0]
+
+
 def test_everything_is_there_at_80_columns() -> None:
     text = drawn(model(Path("/")), 80, 24)
     for words in (

@@ -78,6 +78,14 @@ def test_last_words_of_a_finished_run(tmp_path: Path) -> None:
     assert words[4] == f"  saved state    {tmp_path}/state/step-00000003"
 
 
+def test_last_words_have_the_passes_over_the_data(tmp_path: Path) -> None:
+    done, stopped = result(tmp_path, 0, 3), result(tmp_path, 5, 2)
+    for entry in (*done.metrics, *stopped.metrics):
+        entry["data_epoch"] = 2.8333 * entry["step"]
+    assert closing_words(done, config())[0].startswith("done: 3 steps, 8.50 epochs; ")
+    assert closing_words(stopped, config())[0].startswith("stopped at step 2/3, epoch 5.67; ")
+
+
 def test_the_summary_compares_means_not_two_batches() -> None:
     noisy = [5.0 - 0.02 * step + (0.5 if step % 2 else -0.5) for step in range(100)]
     assert loss_words(noisy) == "4.8100 -> 3.2100 (means of the first and last 20 steps)"

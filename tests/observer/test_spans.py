@@ -115,6 +115,8 @@ def test_attempts_are_spans_with_devices_as_children(
         span, words = attempts[number], attributes(attempts[number])
         assert words["penstock.decision"] == line["decision"]
         assert words["penstock.loss"] == line["loss"]
+        assert words["penstock.membership"] == line["epoch"]
+        assert words["penstock.data_epoch"] == line["data_epoch"]
         own = [child for child in children if child.parent_span_id == span.span_id]
         assert {child.name for child in own} == {"worker.0", "worker.1"}
         for child in own:
@@ -125,12 +127,26 @@ def test_attempts_are_spans_with_devices_as_children(
     assert starts == sorted(starts)
     log = [json.loads(s) for s in (run.path / "logs/schedulerd.jsonl").read_text().splitlines()]
     points = {attributes(s).get("penstock.message") for s in collector.spans}
-    assert {e["message"] for e in log if e["message"].startswith("epoch 1 begins")} <= points
+    assert {e["message"] for e in log if e["message"].startswith("membership 1 begins")} <= points
     (resource,) = {
         tuple((e.key, e.value.string_value) for e in request.resource_spans[0].resource.attributes)
         for request in collector.requests
     }
     assert dict(resource)["service.instance.id"] == run.run_id
+
+
+@pytest.mark.parametrize("word", ["membership", "epoch"])
+def test_logs_of_an_older_penstock_have_memberships(
+    word: str, run: RunDirectory, collector: Collector
+) -> None:
+    text = f"{word} 1 begins at version 0"
+    entry = {"time": 1.7e9, "level": "info", "process": "schedulerd", "message": text}
+    (run.path / "logs" / "schedulerd.jsonl").write_text(json.dumps(entry) + "\n")
+    (run.path / "metrics.jsonl").unlink()
+    follow(sink_for(run, collector.url), run.path, "opentelemetry", stopped())
+    assert [(s.name, attributes(s)["penstock.message"]) for s in collector.spans] == [
+        ("membership", text)
+    ]
 
 
 def test_spans_that_are_sent_again_have_the_same_ids(

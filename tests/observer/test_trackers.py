@@ -109,10 +109,13 @@ def test_a_place_is_any_bytes_and_a_file_may_be_moved_away(run_dir: Path) -> Non
 
 
 def test_names_are_those_that_people_expect() -> None:
-    fields = json.loads(line(7, lr=1e-3, grad_norm=None, tokens_per_second=900.0, decision="amend"))
+    fields = json.loads(
+        line(7, lr=1e-3, grad_norm=None, tokens_per_second=900.0, decision="amend", data_epoch=0.5)
+    )
     reading = Reading.of(fields, 0.0)
     assert reading is not None and reading.step == 7
     assert reading.values == {
+        "train/epoch": 0.5,
         "train/loss": -2.0,
         "train/learning_rate": 1e-3,
         "perf/tokens_per_second": 900.0,

@@ -331,6 +331,28 @@ def test_metrics_line(live: Driver) -> None:
     assert line["grad_norm"] is None
 
 
+def test_lines_and_status_count_passes_over_the_data() -> None:
+    live = Driver(replace(make_rules(), data_samples=64))
+    assert (live.status.data_epoch, live.status.data_epochs) == (0.0, 100 * 8 / 64)
+    live.begin()
+    passes = []
+    for norm in (0.25, math.nan, 0.25):
+        live.run_attempt(norm)
+        [appended] = [e for e in live.effects if isinstance(e, AppendMetrics)]
+        passes.append(json.loads(appended.metrics_json)["data_epoch"])
+    assert passes == [8 / 64, 16 / 64, 24 / 64], "a skipped attempt has taken its samples"
+    assert (live.status.data_epoch, live.status.data_epochs) == (24 / 64, 101 * 8 / 64)
+
+
+def test_a_resumed_run_counts_passes_on_from_its_place_in_the_data() -> None:
+    resumed = Driver(replace(make_rules(), data_samples=64), facts_at(5))
+    assert (resumed.status.data_epoch, resumed.status.data_epochs) == (40 / 64, 100 * 8 / 64)
+
+
+def test_passes_are_not_known_where_data_are_made_up(live: Driver) -> None:
+    assert (live.status.data_epoch, live.status.data_epochs) == (0.0, 0.0)
+
+
 def test_learning_rate_schedules() -> None:
     cosine = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, schedule="cosine")
     rates = [learning_rate(cosine, 12, version) for version in (1, 4, 8, 12, 20)]

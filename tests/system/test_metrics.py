@@ -92,6 +92,9 @@ def test_a_real_run_counts_what_its_lines_say(runner: Any) -> None:
     assert scheduler["penstock_last_commit_timestamp_seconds"][()] == last["time"]
     assert begun_s < last["time"] < time.time() + 1.0
     assert scheduler["penstock_data_position_samples"][()] == 8 * len(lines)
+    samples = scheduler["penstock_data_samples"][()]
+    passes = [8 * (number + 1) / samples for number in range(len(lines))]
+    assert [line["data_epoch"] for line in lines] == passes
     assert scheduler["penstock_saves_total"][("outcome", "done"),] == last["step"] // 5
     assert scheduler["penstock_commit_latency_seconds_count"][()] == len(lines)
     check_workers(run.run_dir, len(lines), lines)

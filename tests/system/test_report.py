@@ -119,6 +119,23 @@ def copied(run_dir: Path, target: Path) -> Path:
     return target
 
 
+def test_passes_over_the_data_are_named(plain_run: Path, tmp_path: Path) -> None:
+    passes = metrics(plain_run, "train")[-1]["data_epoch"]
+    text = f"{passes:.2f}" if passes >= 0.1 else f"{passes:#.2g}"
+    page = page_of(RunFacts.of(plain_run))
+    assert ("epochs", text) in [(tile.name, tile.value) for tile in page.tiles]
+    assert rows(page, "trained")["epochs (passes over the data)"] == (f"{text} of {text}",)
+    older = copied(plain_run, tmp_path / "older")
+    lines = [json.loads(line) for line in (older / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k != "data_epoch"} for line in lines]
+    (older / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    page = page_of(RunFacts.of(older))
+    assert "epochs" not in [tile.name for tile in page.tiles]
+    assert rows(page, "trained").get("epochs (passes over the data)") is None
+    both = comparison_of(RunFacts.of(plain_run), RunFacts.of(older))
+    assert rows(both, "figures")["epochs"][1:] == ("-", "-")
+
+
 def test_names_keys_and_logs_are_escaped(plain_run: Path, tmp_path: Path) -> None:
     run_dir = copied(plain_run, tmp_path / "copy")
     model = run_dir / "model" / "config.json"
@@ -161,13 +178,14 @@ def test_two_runs_side_by_side(plain_run: Path, clipped_run: Path) -> None:
     )
 
 
-def test_faults_are_told_with_their_recoveries(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["membership", "epoch"])  # older logs say epoch
+def test_faults_are_told_with_their_recoveries(word: str, tmp_path: Path) -> None:
     said = (
-        (0.0, "schedulerd", "info", "epoch 1 begins at version 0"),
+        (0.0, "schedulerd", "info", f"{word} 1 begins at version 0"),
         (1.0, "schedulerd", "info", "saved step 50 in /runs/x/state/step-00000050"),
         (2.0, "schedulerd", "warning", "worker.1 (pid 7): stream ended"),
         (2.1, "node.a", "warning", "worker.1 was killed by signal 9; restarting (number 1)"),
-        (5.6, "schedulerd", "info", "epoch 2 begins at version 61"),
+        (5.6, "schedulerd", "info", f"{word} 2 begins at version 61"),
         (6.0, "worker.0", "warning", "something odd"),
         (9.0, "schedulerd", "info", "shutting down: step 90 of 90 is done"),
     )
@@ -186,6 +204,7 @@ def test_faults_are_told_with_their_recoveries(tmp_path: Path) -> None:
     assert (recovery.epoch, recovery.step, round(recovery.seconds, 1)) == (2, 61, 3.5)
     assert recovery.cause == "worker.1 was killed by signal 9, and started again"
     assert history.end == "step 90 of 90 is done"
+    assert any("(membership 2)" in incident.text for incident in history.incidents)
 
 
 def test_a_long_run_is_counted_whole_and_drawn_in_part(tmp_path: Path) -> None:

@@ -56,13 +56,13 @@ def test_the_steps_after_a_rollback_end_with_the_same_bytes(runner: Any) -> None
     config = runner.configure("run", changed("advance"))
     run_dir = runner.train(config)
     before = files_of(run_dir, 8)
-    losses = [line["loss"] for line in H.metrics(run_dir)]
+    lines = [(line["loss"], line["data_epoch"]) for line in H.metrics(run_dir)]
     result = CliRunner().invoke(app, ["rollback", str(run_dir), "--to", str(SAVED)])
     assert result.exit_code == 0, result.output
     assert len(H.metrics(run_dir)) == SAVED
     runner.train(config)
     assert files_of(run_dir, 8) == before
-    assert [line["loss"] for line in H.metrics(run_dir)] == losses
+    assert [(line["loss"], line["data_epoch"]) for line in H.metrics(run_dir)] == lines
 
 
 def test_a_rollback_behind_memory_that_was_kept(runner: Any) -> None:

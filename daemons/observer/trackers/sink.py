@@ -11,6 +11,7 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.run.files import is_number
 
 _TRAIN = {
+    "data_epoch": "train/epoch",
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/learning_rate",

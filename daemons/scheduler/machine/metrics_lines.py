@@ -37,11 +37,15 @@ def attempt_line(
     loss_scale: float,
     epoch: int,
     times: AttemptTimes,
+    data_epoch: float | None = None,
     held: bool = False,
     emulated: bool = False,
 ) -> str:
     """Returns the line of a decided attempt. ``grad_norm`` is the unclipped norm of unscaled
     gradients.
+
+    ``data_epoch``: passes over the training data with this attempt's samples, those of skipped
+    attempts included; left out where data are made up. ``epoch`` is the scheduler's membership.
 
     ``held``: the optimizer waited for the norm; the line says so only then.
 
@@ -73,6 +77,7 @@ def attempt_line(
         decision=record.decision.name.lower(),
         loss_scale=loss_scale,
         epoch=epoch,
+        **({} if data_epoch is None else {"data_epoch": data_epoch}),
         bubble_ratio=max(0.0, 1.0 - busy / (len(done) * wall)) if wall > 0 else 0.0,
         optimizer_tail_seconds=max(0.0, times.decided_s - times.computed_s),
         time=round(times.decided_s + times.since_1970_s, 3),

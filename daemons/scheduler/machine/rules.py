@@ -80,7 +80,8 @@ class Rules:
     """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
     optimizerd of every block; ``state_bytes``: of a saved state, over all nodes; ``since_1970_s``:
     what to add to the machine's clock for seconds since 1970; ``contributors``: memoryd -> the
-    others in whose memory are gradients of its blocks.
+    others in whose memory are gradients of its blocks; ``data_samples``: samples of one pass over
+    the training data, None where data are made up.
     """
 
     run_id: str
@@ -95,6 +96,7 @@ class Rules:
     since_1970_s: float = 0.0
     contributors: Mapping[str, frozenset[str]] = field(default_factory=dict)
     deadlines: Deadlines = Deadlines()
+    data_samples: int | None = None
 
     @cached_property
     def loss_scaling(self) -> LossScaling:
@@ -110,6 +112,12 @@ class Rules:
         """Returns whether the attempt that starts at ``position`` waits for the norm."""
         speculate = self.config.optimizer.speculate
         return position.hold if speculate == "auto" else speculate == "never"
+
+    def data_epochs(self, samples: int) -> float | None:
+        """Returns the passes over the training data that ``samples`` make; None where data are made
+        up.
+        """
+        return samples / self.data_samples if self.data_samples else None
 
     @property
     def emulated(self) -> bool:

@@ -207,6 +207,8 @@ class Observable(Protocol):
 def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
     """Returns the answer to a Status call."""
     rules, mirror, activity = machine.rules, machine.mirror, machine.activity
+    consumed = 0 if mirror.position is None else mirror.position.data_position
+    left = max(0, rules.config.train.steps - mirror.version) * rules.config.train.global_batch
     return pb.StatusReply(
         run_id=rules.run_id,
         run_name=rules.config.run.name,
@@ -226,6 +228,8 @@ def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
         pausing=machine.pausing,
         saving_version=machine.saving_version,
         phase_seconds=now_s - activity.started_s if activity and activity.started else 0.0,
+        data_epoch=rules.data_epochs(consumed) or 0.0,
+        data_epochs=rules.data_epochs(consumed + left) or 0.0,
     )
 
 

@@ -267,6 +267,7 @@ class Transaction(Activity):
         self.done = True
         self.seconds = now_s - self.started_s
         self.mirror.costs.add(verdict.decision, self.seconds, held=self._hold)
+        consumed = self._position.data_position + self.rules.config.train.global_batch
         return attempt_line(
             record=record,
             reports=[self.reports[worker] for worker in self.rules.workers],
@@ -280,6 +281,7 @@ class Transaction(Activity):
                 decided_s=now_s,
                 since_1970_s=self.rules.since_1970_s,
             ),
+            data_epoch=self.rules.data_epochs(consumed),
             held=self._hold,
             emulated=self.rules.emulated,
         )

@@ -85,6 +85,7 @@ LINE = {
     "bubble_ratio": 0.1,
     "optimizer_tail_seconds": 0.1,
     "peak_device_bytes": [1, 2],
+    "data_epoch": 0.5,
     "time": 1.7e9,
 }
 EVALUATION = {"phase": "eval", "step": 3, "loss": 2.25, "perplexity": 9.5, "seconds": 0.5}
