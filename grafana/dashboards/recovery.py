@@ -157,10 +157,9 @@ def _broken() -> Panels:
             empty="nothing broke",
         ),
         lines(
-            "Epochs",
-            "Each is a time with the same members; a new one begins when somebody was replaced. Not"
-            " a pass over the data.",
-            each(increase("penstock_epochs_total", RUN, window="$window"), "epochs begun"),
+            "Memberships",
+            "Times with the same members; a new membership begins after each recovery.",
+            each(increase("penstock_epochs_total", RUN, window="$window"), "memberships begun"),
             unit="none",
             limits=(0, None),
             size=(8, 8),
@@ -302,7 +301,7 @@ def _data() -> Panels:
     return [
         lines(
             "Position in the data",
-            "Samples used so far, over the samples of one pass over the data; asked for is how many"
+            "Samples used so far, over the samples of one pass: epochs; asked for is how many"
             " passes the configuration wants (data.passes). Behind the end of one, the next begins"
             " in another order.",
             each(f"{position} / {size}", "used"),

@@ -113,10 +113,14 @@ ATTEMPTS = (
 MEMBERS = (
     gauge("penstock_members", "Members by state.", {"state": MEMBER_STATES}),
     gauge("penstock_phase", "1 for what the run is doing, 0 for all else.", {"phase": PHASES}),
-    counter("penstock_epochs", "Epochs begun by this process: one more after each break."),
+    counter(
+        "penstock_epochs",
+        "Memberships (times with the same members) begun by this process: one more after each"
+        " break.",
+    ),
     histogram(
         "penstock_recovery_seconds",
-        "From the break of an epoch to the next attempt's being announced.",
+        "From the break of a membership to the next attempt's being announced.",
         _LONG,
     ),
     gauge(

@@ -67,7 +67,7 @@ TIME = (
         "penstock_device_idle_seconds",
         "All other seconds, by what was waited for: weights, activations, gradients on their way,"
         " the optimizer to settle or decide, peers that still compute, data to be read, the"
-        " scheduler to say what is next, recovery from one epoch to the next, and the host's"
+        " scheduler to say what is next, recovery from one membership to the next, and the host's"
         " overhead between instructions.",
         {"cause": IDLE_CAUSES},
     ),
