@@ -117,7 +117,7 @@ def _values(facts: RunFacts) -> Iterator[tuple[str, float | None, str]]:
     """Yields a run's figures: medians over steps, and what stood at the end."""
     readings, history, traced = facts.readings, facts.history, facts.traced
     yield "steps", float(readings.step), ",.0f"
-    yield "epochs", readings.last("data_epoch"), ",.2f"
+    yield "epochs", readings.last("data_epoch"), ".4g"
     yield "loss", readings.last("loss"), ".4f"
     yield "loss on held-out data", readings.last("loss", evaluations=True), ".4f"
     yield "tokens a second", readings.typical("tokens_per_second"), ",.0f"
