@@ -150,7 +150,7 @@ class EpochFence:
     def enter(self, epoch: int) -> Abort:
         """Enter an epoch; returns its flag. The flag of the epoch before is set."""
         with self._lock:
-            self._abort.set("a new epoch began")
+            self._abort.set("a new membership began")
             self._epoch, self._abort = epoch, Abort(self._stopped)
             if epoch < self._fenced_below:
                 self._abort.set(self._reason)

@@ -56,8 +56,8 @@ GLOSSARY = MappingProxyType(
         "advance": "to settle the last step and preview the next one in one sweep over memory.",
         "stage": "a range of the model's layers that one device computes.",
         "micro-batch": "a part of the global batch that goes through the pipeline as one.",
-        "membership": "a time with the same processes. A new membership begins when a process was"
-        " lost.",
+        "membership": "a time with the same processes. A new membership begins after each"
+        " recovery.",
         "epoch": "a pass over the training data.",
         "recompute": "activations were dropped to save memory, and are computed again.",
         "loss scale": "gradients are multiplied by it so that 16 bits hold them; halved when they"
