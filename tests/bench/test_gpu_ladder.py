@@ -351,7 +351,12 @@ def test_nothing_of_wheels_lies_where_git_sees_it(
     (folder / "old-1.0-py3-none-any.whl").write_bytes(b"old")
     assert install.fetch_wheels(install.THERE, folder) == []
     assert set(seen) == {folder} and list(tmp_path.iterdir()) == [folder]
-    assert sorted(file.name[:5] for file in folder.iterdir()) == ["one-1", "one-2", "one-3", "penst"]
+    assert sorted(file.name[:5] for file in folder.iterdir()) == [
+        "one-1",
+        "one-2",
+        "one-3",
+        "penst",
+    ]
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert install.WHEELS == ROOT / ".whl" and ".whl/" in ignored
 
