@@ -17,13 +17,24 @@ from penstock.client.watching.snapshots import Metrics, RunView, numbers
 from penstock.protocol.passes import epochs
 from penstock.protocol.run.names import SCHEDULERD
 
-PLAIN_INTERVAL_S = 5.0
-PLAIN_STEPS = 10
+PLAIN_FIRST_STEPS = 3
+"""Steps at the start of a log that each get a plain line."""
+PLAIN_INTERVAL_S = (5.0, 60.0)
+"""Shortest and longest time in seconds between two plain lines of steps."""
+PLAIN_SHARE = 1 / 60
+"""Time between two plain lines of steps as a share of the log's age, within
+:data:`PLAIN_INTERVAL_S`.
+"""
+PLAIN_SILENCE_S = 60.0
+"""Seconds without a line after which plain output says how long the current step takes."""
 QUIET_PHASES = frozenset(
-    "running deciding amending mirroring settling draining beginning saving done starting ending"
-    " no_answer".split()
+    "running deciding amending mirroring settling draining beginning saving evaluating done"
+    " starting ending no_answer".split()
 )
-"""Phases that come and go with each step, save or membership; plain output leaves them out."""
+"""Phases that come and go with each step, save, evaluation or membership; plain output mentions
+them only where they last.
+"""
+_STEP_PHASES = frozenset("running deciding amending mirroring".split())
 _STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
 _DECISIONS = {
     "amend": "clipped (amend)",
@@ -73,8 +84,9 @@ class Silent:
 
 
 class Plain:
-    """Writes lines on a stream: first and last step, between them one every few seconds or ten
-    steps.
+    """Writes lines on a stream: the first steps and the last one, between them a step every few
+    seconds; in a long run every minute (:data:`PLAIN_INTERVAL_S`). Evaluations have the same rhythm
+    of their own. A step that takes minutes is mentioned every minute.
     """
 
     wants_past = False
@@ -82,22 +94,25 @@ class Plain:
     def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._next_s = clock()
+        self._steps = _Rhythm(clock, PLAIN_FIRST_STEPS)
+        self._evaluations = _Rhythm(clock, 1)
+        self._written_s = self._decided_s = clock()
         self._phase = "starting"
         self._message = ""
-        self._last: Metrics | None = None
-        self._shown: Metrics | None = None
         self._view: RunView | None = None
 
     def say(self, message: str) -> None:
         """Writes one line."""
         self._stream.write(message + "\n")
         self._stream.flush()
+        self._written_s = self._clock()
 
     def show(self, view: RunView) -> None:
         """Writes the lines that are due."""
         self._view = view
         if view.phase != self._phase:
+            if not {view.phase, self._phase} <= _STEP_PHASES:
+                self._decided_s = self._clock()
             self._phase = view.phase
             if view.phase not in QUIET_PHASES:
                 message = view.status.message if view.status is not None else ""
@@ -107,12 +122,11 @@ class Plain:
                 self.say(f"warning: {view.status.message}")
             self._message = view.status.message
         for entry in view.fresh:
-            if entry["phase"] == "eval":
+            self._decided_s = self._clock()
+            if self._rhythm_of(entry).takes(entry):
                 self.say(describe(entry, view))
-                continue
-            self._last = entry
-            if entry["step"] % PLAIN_STEPS == 0 or self._clock() >= self._next_s:
-                self._line(entry, view)
+        if view.phase != "paused" and self._clock() - self._written_s >= PLAIN_SILENCE_S:
+            self.say(self._patience(view))
 
     def wait(self, seconds: float) -> bool:
         """Waits."""
@@ -120,14 +134,47 @@ class Plain:
         return False
 
     def close(self) -> None:
-        """Writes the last step, if it was not shown."""
-        if self._last is not None and self._view is not None and self._last is not self._shown:
-            self._line(self._last, self._view)
+        """Writes the last step and the last evaluation, if they were not shown."""
+        late = [rhythm.left for rhythm in (self._steps, self._evaluations) if rhythm.left]
+        for entry in sorted(late, key=lambda entry: entry["step"]):
+            self.say(describe(entry, self._view))
+        self._steps.left = self._evaluations.left = None
 
-    def _line(self, entry: Metrics, view: RunView) -> None:
-        self.say(describe(entry, view))
-        self._shown = entry
-        self._next_s = self._clock() + PLAIN_INTERVAL_S
+    def _rhythm_of(self, entry: Metrics) -> _Rhythm:
+        return self._evaluations if entry["phase"] == "eval" else self._steps
+
+    def _patience(self, view: RunView) -> str:
+        """Returns what the run does at present, and since when."""
+        lasts = duration(self._clock() - self._decided_s)
+        if view.phase in _STEP_PHASES and view.status is not None:
+            return f"step {view.status.version + 1}/{view.steps} is under way, for {lasts} so far"
+        return f"[{view.phase}], for {lasts} so far"
+
+
+class _Rhythm:
+    """Chooses lines: the first ones at once, then one after each interval.
+
+    ``left``: the newest line that was not chosen, None after a choice.
+    """
+
+    def __init__(self, clock: Callable[[], float], at_once: int) -> None:
+        self.left: Metrics | None = None
+        self._clock = clock
+        self._at_once = at_once
+        self._began_s = self._last_s = clock()
+
+    def takes(self, entry: Metrics) -> bool:
+        """Returns whether to write this line now."""
+        now_s = self._clock()
+        shortest_s, longest_s = PLAIN_INTERVAL_S
+        interval_s = min(longest_s, max(shortest_s, PLAIN_SHARE * (now_s - self._began_s)))
+        if self._at_once <= 0 and now_s - self._last_s < interval_s:
+            self.left = entry
+            return False
+        self.left = None
+        self._at_once -= 1
+        self._last_s = now_s
+        return True
 
 
 @dataclass(slots=True)

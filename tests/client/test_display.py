@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +53,7 @@ def test_plain_lines() -> None:
     plain.say("training tiny")
     plain.show(view(entry(1), entry(2)))
     plain.show(view(*(entry(step) for step in range(3, 13))))
+    plain.show(view(phase="evaluating"))
     now[0] = 6.0
     plain.show(view(entry(13, decision="amend")))
     plain.show(view(phase="paused", message="by you"))
@@ -61,7 +64,8 @@ def test_plain_lines() -> None:
     assert stream.getvalue().splitlines() == [
         "training tiny",
         f"step 1/25  loss 4.9900  {figures}",
-        f"step 10/25  loss 4.9000  {figures}",
+        f"step 2/25  loss 4.9800  {figures}",
+        f"step 3/25  loss 4.9700  {figures}",
         f"step 13/25  loss 4.8700  {figures}  clipped (amend)",
         "[paused]: by you",
         "step 14  evaluation loss 4.5000",
@@ -75,6 +79,78 @@ def test_plain_lines_have_the_passes_over_the_data() -> None:
     assert [line.split("  ")[1] for line in lines] == ["epoch 2.38", "epoch 0.00", "epoch 0.0032"]
     for line in (entry(10), entry(10, data_epoch=None), entry(10, data_epoch="many")):
         assert "epoch" not in describe(line, view())
+
+
+def steps_shown(text: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^step (\d+)/\d+  loss", text, re.MULTILINE)]
+
+
+def followed(steps: int, step_s: float, *, look_s: float = 0.5, eval_every: int = 0) -> str:
+    """Returns the plain lines of a run that a simulated clock shows every ``look_s``."""
+    now, stream, decided = 0.0, io.StringIO(), 0
+    plain = Plain(stream, clock=lambda: now)
+    while decided < steps:
+        now += look_s
+        reached = min(steps, int(now / step_s))
+        fresh = []
+        for step in range(decided + 1, reached + 1):
+            fresh.append(entry(step))
+            if eval_every and step % eval_every == 0:
+                fresh.append(entry(step, phase="eval"))
+        decided = reached
+        status = pb.StatusReply(phase="running", version=decided, eta_seconds=-1)
+        plain.show(RunView(steps=steps, status=status, fresh=tuple(fresh)))
+    plain.close()
+    return stream.getvalue()
+
+
+def test_plain_lines_of_short_steps_do_not_flood_a_log() -> None:
+    text = followed(100_000, 0.01, eval_every=1)
+    steps = steps_shown(text)
+    assert steps[:3] == [1, 2, 3] and steps[-1] == 100_000
+    assert 100 < len(steps) < 200, "a thousand seconds, a line every 5 s and then less often"
+    assert max(b - a for a, b in pairwise(steps)) <= 2_000, "no gap of more than 20 s"
+    evaluations = re.findall(r"^step (\d+)  evaluation", text, re.MULTILINE)
+    assert 100 < len(evaluations) < 200 and evaluations[-1] == "100000"
+
+
+def test_plain_lines_of_a_long_run_come_every_minute() -> None:
+    steps = steps_shown(followed(86_400, 1.0))
+    assert len(steps) < 2_000 and steps[-1] == 86_400
+    assert max(b - a for a, b in pairwise(steps)) <= 61
+
+
+def test_plain_lines_of_seconds_show_each_step() -> None:
+    assert steps_shown(followed(20, 6.0)) == list(range(1, 21))
+
+
+def test_a_step_of_minutes_is_mentioned_every_minute() -> None:
+    lines = followed(2, 210.0).splitlines()
+    assert [line.partition("  loss")[0] for line in lines] == [
+        "step 1/2 is under way, for 1:00 so far",
+        "step 1/2 is under way, for 2:00 so far",
+        "step 1/2 is under way, for 3:00 so far",
+        "step 1/2",
+        "step 2/2 is under way, for 1:00 so far",
+        "step 2/2 is under way, for 2:00 so far",
+        "step 2/2 is under way, for 3:00 so far",
+        "step 2/2",
+    ]
+
+
+def test_a_pause_is_said_once_and_a_long_evaluation_every_minute() -> None:
+    now, stream = 0.0, io.StringIO()
+    plain = Plain(stream, clock=lambda: now)
+    for phase in ("evaluating", "paused"):
+        for _ in range(3):
+            plain.show(view(phase=phase))
+            now += 60.0
+    plain.close()
+    assert stream.getvalue().splitlines() == [
+        "[evaluating], for 1:00 so far",
+        "[evaluating], for 2:00 so far",
+        "[paused]",
+    ]
 
 
 def test_plain_lines_say_once_what_failed_while_training_goes_on() -> None:
