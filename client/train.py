@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,15 @@ from pathlib import Path
 from penstock.client.supervision import Interruptions, Supervision, console_path, empty_console
 from penstock.client.watching.display import Display
 from penstock.client.watching.programs import OnStep, Stepping
-from penstock.client.watching.snapshots import Metrics, Observer, all_metrics, numbers, saved_states
+from penstock.client.watching.snapshots import (
+    Metrics,
+    Observer,
+    StateFolder,
+    all_metrics,
+    numbers,
+    saved_states,
+)
+from penstock.client.watching.summary import Summary
 from penstock.daemons.node.home import RunLock, kept_words, node_lock_path, train_lock_path
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.preparing.prepare import is_complete, prepare_run
@@ -33,9 +41,6 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import Grace
 from penstock.shm.inventory import inventory
 
-COMPARED_STEPS = 20
-"""The summary compares mean losses of at most so many steps at either end of a run."""
-
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
 """Matches the last line of a traceback."""
 
@@ -45,13 +50,27 @@ class TrainResult:
     """How a training ended. ``metrics`` are all lines of the run's metrics file.
 
     ``exit_code``: 0 only when all steps are done and saved; 5 after a stop by command
-    (:class:`~penstock.protocol.errors.ExitCode`).
+    (:class:`~penstock.protocol.errors.ExitCode`). ``first``: index in ``metrics`` of the first line
+    of this start. ``seconds``: duration of this start, preparation included.
     """
 
     exit_code: int
     run_dir: Path
     metrics: tuple[Metrics, ...]
     error: str
+    first: int = 0
+    seconds: float = 0.0
+
+    @property
+    def summary(self) -> Summary:
+        """Losses, evaluations and speed, as ``penstock train`` prints them."""
+        return Summary.of(self.metrics, self.first)
+
+    @property
+    def state(self) -> StateFolder | None:
+        """The newest saved state; None without one."""
+        states = saved_states(self.run_dir)
+        return states[-1] if states else None
 
     def __repr__(self) -> str:
         """Returns the end in one line; a run has thousands of metrics."""
@@ -84,6 +103,7 @@ def run_training(
             run in use.
     """
     check_torch()
+    began_s = time.monotonic()
     run_dir = run_dir.absolute()
     RunDirectory(run_dir).check_shape()
     with (
@@ -95,12 +115,13 @@ def run_training(
                 node_lock_path(run_dir, node.name), wait_s=PREVIOUS_NODE_WAIT_S
             ).release()
         directory = prepare_run(config, run_dir, display.say, starter=starter, rests=True)
+        earlier = all_metrics(run_dir)
         if is_complete(directory, config.train.steps):
             display.say(
                 f"{run_dir}: all {config.train.steps} steps are done and saved; raise train.steps"
                 " to go on, or choose another run.dir"
             )
-            return TrainResult(exit_code=0, run_dir=run_dir, metrics=all_metrics(run_dir), error="")
+            return _result_of(run_dir, 0, earlier, began_s)
         with Interruptions().installed(process_ends=process_ends) as interruptions:
             if on_step is None:
                 code = _supervise(config, run_dir, display, interruptions, starter)
@@ -108,18 +129,25 @@ def run_training(
                 stepping = Stepping(display, on_step, interruptions.ask)
                 code = _supervise(config, run_dir, stepping, interruptions, starter)
                 code = stepping.code_of(code)
-    result = TrainResult(
-        exit_code=code,
-        run_dir=run_dir,
-        metrics=all_metrics(run_dir),
-        error=complaints(run_dir) if code in FAILURES else "",
-    )
+    result = _result_of(run_dir, code, earlier, began_s)
     held = any(entry.run_id == directory.run_id for entry in inventory())
     saved = max((state.version for state in saved_states(run_dir)), default=0)
     kept = kept_words(directory, saved)
     for line in closing_words(result, config, held=held, kept=kept):
         display.say(line)
     return result
+
+
+def _result_of(run_dir: Path, code: int, earlier: Sequence[Metrics], began_s: float) -> TrainResult:
+    """Returns the end of a start; ``earlier``: lines of metrics of the starts before."""
+    return TrainResult(
+        exit_code=code,
+        run_dir=run_dir,
+        metrics=all_metrics(run_dir),
+        error=complaints(run_dir) if code in FAILURES else "",
+        first=len(earlier),
+        seconds=time.monotonic() - began_s,
+    )
 
 
 @contextmanager
@@ -188,24 +216,21 @@ def closing_words(
     """Says how the training ended, and where things are. ``held``: shared memory still has the
     state; ``kept``: what a failure leaves in shared memory, in words.
     """
-    trained = [entry for entry in result.metrics if entry["phase"] == "train"]
-    step, steps = (trained[-1]["step"] if trained else 0), config.train.steps
+    summary = result.summary
+    step, steps = summary.step, config.train.steps
     if result.exit_code in FAILURES:
         logs = result.run_dir / "logs"
         failed = f"failed at step {step} (exit code {result.exit_code}); logs: {logs}"
         return [failed, *([f"  in memory      {kept}"] if kept else [])]
+    trained = [entry for entry in result.metrics if entry["phase"] == "train"]
     passes = [epochs(done) for done in numbers(entry.get("data_epoch") for entry in trained[-1:])]
     words = [", ".join([f"done: {step} steps", *(f"{done} epochs" for done in passes)])]
     if result.exit_code != ExitCode.DONE or step < steps:
         place = ", ".join([f"step {step}/{steps}", *(f"epoch {done}" for done in passes)])
         words = [f"stopped at {place}; the same command goes on from there"]
-    if trained:
-        rates = numbers(entry.get("tokens_per_second") for entry in trained)
-        words[0] += f"; {statistics.median(rates):,.0f} tokens/s (median)" if rates else ""
-        losses = numbers(entry.get("loss") for entry in trained)
-        words += [f"  loss           {loss_words(losses)}"] if losses else []
-    saved = saved_states(result.run_dir)
-    reached = saved[-1].version if saved else 0
+    words += summary.lines(result.seconds)
+    saved = result.state
+    reached = saved.version if saved is not None else 0
     if held and reached < step:
         words.append(
             f"  in memory      steps {reached + 1} to {step} are not saved, this machine's shared"
@@ -214,20 +239,10 @@ def closing_words(
     words += [
         f"  metrics        {result.run_dir / 'metrics.jsonl'}",
         f"  configuration  {result.run_dir / 'resolved.yaml'}",
-        f"  saved state    {saved[-1].path if saved else 'none'}",
+        f"  saved state    {saved.path if saved is not None else 'none'}",
     ]
-    if saved and not config.cluster.platform.brings_model:  # emulated weights export nowhere
+    if (
+        saved is not None and not config.cluster.platform.brings_model
+    ):  # emulated weights export nowhere
         words.append(f"  export         penstock export {result.run_dir} --format hf OUT")
-    return words
-
-
-def loss_words(losses: Sequence[float]) -> str:
-    """Says where the loss began and where it ended.
-
-    Both are means over a fifth of the steps, at most :data:`COMPARED_STEPS`, since single batches
-    differ by more than training changes in between.
-    """
-    count = min(COMPARED_STEPS, max(1, len(losses) // 5))
-    first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
-    which = "first and last step" if count == 1 else f"means of the first and last {count} steps"
-    return f"{first:.4f} -> {last:.4f} ({which})"
+    return [*words, f"  report         penstock report {result.run_dir}"]

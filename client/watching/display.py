@@ -123,7 +123,9 @@ class Plain:
             self._message = view.status.message
         for entry in view.fresh:
             self._decided_s = self._clock()
-            if self._rhythm_of(entry).takes(entry):
+            rhythm = self._evaluations if entry["phase"] == "eval" else self._steps
+            if rhythm.takes(entry):
+                self._write_left()
                 self.say(describe(entry, view))
         if view.phase != "paused" and self._clock() - self._written_s >= PLAIN_SILENCE_S:
             self.say(self._patience(view))
@@ -135,19 +137,23 @@ class Plain:
 
     def close(self) -> None:
         """Writes the last step and the last evaluation, if they were not shown."""
-        late = [rhythm.left for rhythm in (self._steps, self._evaluations) if rhythm.left]
-        for entry in sorted(late, key=lambda entry: entry["step"]):
-            self.say(describe(entry, self._view))
-        self._steps.left = self._evaluations.left = None
+        self._write_left()
+        if self._evaluations.left is not None:
+            self.say(describe(self._evaluations.left, self._view))
+            self._evaluations.left = None
 
-    def _rhythm_of(self, entry: Metrics) -> _Rhythm:
-        return self._evaluations if entry["phase"] == "eval" else self._steps
+    def _write_left(self) -> None:
+        """Writes the newest step, if it was not shown: an evaluation follows its step."""
+        if self._steps.left is not None:
+            self.say(describe(self._steps.left, self._view))
+            self._steps.left = None
 
     def _patience(self, view: RunView) -> str:
         """Returns what the run does at present, and since when."""
         lasts = duration(self._clock() - self._decided_s)
-        if view.phase in _STEP_PHASES and view.status is not None:
-            return f"step {view.status.version + 1}/{view.steps} is under way, for {lasts} so far"
+        step = view.status.version + 1 if view.status is not None else 0
+        if view.phase in _STEP_PHASES and 0 < step <= view.steps:
+            return f"step {step}/{view.steps} is under way, for {lasts} so far"
         return f"[{view.phase}], for {lasts} so far"
 
 

@@ -20,7 +20,8 @@ from penstock.client.supervision import (
     empty_console,
     exit_code,
 )
-from penstock.client.train import TrainResult, closing_words, complaints, loss_words
+from penstock.client.train import TrainResult, closing_words, complaints
+from penstock.client.watching.summary import Reading, loss_words
 from penstock.daemons.preload.owner import ChildProcess, spawn
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import LostMemberError
@@ -59,30 +60,83 @@ def config() -> Config:
     )
 
 
+def line(step: int, epoch: int = 1, seconds: float = 0.5) -> dict[str, Any]:
+    """One line of training metrics: 200 tokens a step."""
+    return {
+        "phase": "train",
+        "step": step,
+        "loss": 5.0 - step,
+        "tokens": 200,
+        "seconds": seconds,
+        "epoch": epoch,
+    }
+
+
 def result(run_dir: Path, code: int, steps: int) -> TrainResult:
-    lines: list[dict[str, Any]] = [
-        {"phase": "train", "step": step, "loss": 5.0 - step, "tokens_per_second": 100.0 * step}
-        for step in range(1, steps + 1)
-    ]
-    return TrainResult(exit_code=code, run_dir=run_dir, metrics=tuple(lines), error="")
+    lines = tuple(line(step) for step in range(1, steps + 1))
+    return TrainResult(exit_code=code, run_dir=run_dir, metrics=lines, error="", seconds=65.0)
 
 
 def test_last_words_of_a_finished_run(tmp_path: Path) -> None:
     (tmp_path / "state" / "step-00000003").mkdir(parents=True)
     (tmp_path / "state" / ".tmp-step-00000004").mkdir()
     words = closing_words(result(tmp_path, 0, 3), config())
-    assert words[:2] == [
-        "done: 3 steps; 200 tokens/s (median)",
-        "  loss           4.0000 -> 2.0000 (first and last step)",
+    assert words == [
+        "done: 3 steps",
+        "  this start     3 steps in 0:02 at 400 tokens/s; 1:05 in all",
+        "  loss           2.0000 at step 3; 4.0000 -> 2.0000 (first and last step)",
+        f"  metrics        {tmp_path}/metrics.jsonl",
+        f"  configuration  {tmp_path}/resolved.yaml",
+        f"  saved state    {tmp_path}/state/step-00000003",
+        f"  export         penstock export {tmp_path} --format hf OUT",
+        f"  report         penstock report {tmp_path}",
     ]
-    assert words[4] == f"  saved state    {tmp_path}/state/step-00000003"
+
+
+def test_a_resumed_run_tells_the_speed_of_its_last_start_only(tmp_path: Path) -> None:
+    """Step 3 was trained twice; a start completes the file with a line of the start before."""
+    earlier = [*(line(step, epoch=1, seconds=20.0) for step in (1, 2, 3)), evaluation(2, 2.5, 1)]
+    late = line(4, epoch=1, seconds=20.0)
+    now = [line(step, epoch=2) for step in (3, 4, 5, 6)] + [evaluation(6, 2.75, 2)]
+    trained = TrainResult(
+        exit_code=0,
+        run_dir=tmp_path,
+        metrics=(*earlier, late, *now),
+        error="",
+        first=len(earlier),
+        seconds=65.0,
+    )
+    assert closing_words(trained, config())[:4] == [
+        "done: 6 steps",
+        "  this start     4 steps in 0:02 at 400 tokens/s; 1:05 in all",
+        "  loss           -1.0000 at step 6; 4.0000 -> -1.0000 (first and last step)",
+        "  held-out loss  2.7500 at step 6; best 2.5000 at step 2",
+    ]
+    summary = trained.summary
+    assert (summary.loss, summary.here) == (Reading(step=6, value=-1.0), 4)
+    assert (summary.tokens_per_second, summary.training_s) == (400.0, 2.0)
+    assert summary.best == Reading(step=2, value=2.5)
+    assert len(summary.losses) == 6
+
+
+def evaluation(step: int, loss: float, epoch: int) -> dict[str, Any]:
+    return {"phase": "eval", "step": step, "loss": loss, "tokens": 9, "seconds": 9, "epoch": epoch}
+
+
+def test_skipped_steps_and_lines_without_numbers_have_no_figures(tmp_path: Path) -> None:
+    lines = (line(1), {"phase": "train", "step": 2, "loss": None, "epoch": None})
+    skipped = TrainResult(exit_code=5, run_dir=tmp_path, metrics=lines, error="")
+    assert skipped.summary.loss == Reading(step=1, value=4.0) and skipped.summary.here == 2
+    nothing = TrainResult(exit_code=5, run_dir=tmp_path, metrics=(), error="")
+    assert nothing.summary.loss is None and nothing.summary.tokens_per_second is None
+    assert list(nothing.summary.lines(1.0)) == [] and nothing.state is None
 
 
 def test_last_words_have_the_passes_over_the_data(tmp_path: Path) -> None:
     done, stopped = result(tmp_path, 0, 3), result(tmp_path, 5, 2)
     for entry in (*done.metrics, *stopped.metrics):
         entry["data_epoch"] = 2.8333 * entry["step"]
-    assert closing_words(done, config())[0].startswith("done: 3 steps, 8.50 epochs; ")
+    assert closing_words(done, config())[0] == "done: 3 steps, 8.50 epochs"
     assert closing_words(stopped, config())[0].startswith("stopped at step 2/3, epoch 5.67; ")
 
 
@@ -98,7 +152,7 @@ def test_the_summary_compares_means_not_two_batches() -> None:
 def test_last_words_of_a_stopped_run(tmp_path: Path, code: int) -> None:
     words = closing_words(result(tmp_path, code, 2), config())
     assert words[0].startswith("stopped at step 2/3; the same command goes on from there")
-    assert words[-1] == "  saved state    none", "there is nothing to export"
+    assert words[-2] == "  saved state    none", "there is nothing to export"
 
 
 def test_last_words_say_what_only_the_memory_has(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import penstock
+from penstock.client.watching.display import Plain
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 
@@ -88,13 +90,29 @@ def test_a_python_function_gets_each_step_and_stops_the_run(runner: H.Runner) ->
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     last = result.metrics[-1]["step"]
     assert last >= 4 and H.newest_step(result.run_dir) == last, "what was done is saved"
+    assert (result.summary.here, result.state and result.state.version) == (last, last)
 
     def failing(row: dict[str, Any]) -> None:
         raise ArithmeticError(f"step {row['step']}")
 
     with pytest.raises(ArithmeticError, match=f"step {last + 1}"):
         penstock.train(config, on_step=failing)
-    assert H.newest_step(result.run_dir) > last
+    reached = H.newest_step(result.run_dir)
+    assert reached > last
+    said = StringIO()
+    resumed = penstock.train(
+        config, on_step=lambda row: row["step"] > reached + 1, display=Plain(said)
+    )
+    lines = resumed.metrics[reached:]
+    assert [row["step"] for row in lines] == list(range(reached + 1, resumed.summary.step + 1))
+    assert resumed.summary.here == len(lines) and resumed.summary.step > reached
+    rate = sum(row["tokens"] for row in lines) / sum(row["seconds"] for row in lines)
+    assert resumed.summary.tokens_per_second == pytest.approx(rate)
+    assert (
+        f"{len(lines)} steps in " in said.getvalue()
+        and f"at {rate:,.0f} tokens/s" in said.getvalue()
+    )
+    assert f"{lines[-1]['loss']:.4f} at step {lines[-1]['step']}; " in said.getvalue()
 
 
 @pytest.mark.slow
