@@ -323,8 +323,9 @@ def export(
 @app.command(
     epilog="\b\nExamples:\n  penstock train examples/tiny.yaml --set observability.trace=true\n"
     "  penstock trace runs/tiny --out tiny.json --svg tiny.svg\n\n"
-    "tiny.json opens in https://ui.perfetto.dev. The picture shows a typical attempt over its"
-    " simulation; figures are medians over all attempts but the first three."
+    "tiny.json opens in https://ui.perfetto.dev. The picture shows the typical step, whose"
+    " time is nearest to the median, over its simulation; figures are medians over all attempts but"
+    " the first three."
 )
 def trace(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.client.reporting.blocks import Block, Chapter, Page, Picture, Table, Tile, Unknown
+from penstock.client.reporting.blocks import (
+    Block,
+    Chapter,
+    Page,
+    Picture,
+    Table,
+    Tile,
+    Unknown,
+    Words,
+)
 from penstock.client.reporting.charts import Series, curves
 from penstock.client.reporting.facts import RunFacts, flat_config
 from penstock.client.reporting.incidents import IncidentKind
@@ -104,7 +113,12 @@ def _figures(first: RunFacts, second: RunFacts, names: tuple[str, str]) -> Chapt
         rows.append((name, *texts, ratio))
     headings = ("figure", *names, "second over first")
     return Chapter(
-        name="figures", heading="Figures", blocks=[Table(headings=headings, rows=rows, numbers=1)]
+        name="figures",
+        heading="Figures",
+        blocks=[
+            Words("Times, rates and bubbles are medians of all steps."),
+            Table(headings=headings, rows=rows, numbers=1),
+        ],
     )
 
 
@@ -120,17 +134,17 @@ def _values(facts: RunFacts) -> Iterator[tuple[str, float | None, str]]:
     yield "epochs", readings.last("data_epoch"), ".4g"
     yield "loss", readings.last("loss"), ".4f"
     yield "loss on held-out data", readings.last("loss", evaluations=True), ".4f"
-    yield "tokens a second", readings.typical("tokens_per_second"), ",.0f"
-    yield "seconds a step", readings.typical("seconds"), ".4g"
-    yield "optimizer's tail, seconds", readings.typical("optimizer_tail_seconds"), ".4g"
-    yield "bubbles", readings.typical("bubble_ratio"), ".1%"
+    yield "tokens a second", readings.median("tokens_per_second"), ",.0f"
+    yield "seconds a step", readings.median("seconds"), ".4g"
+    yield "optimizer's tail, seconds", readings.median("optimizer_tail_seconds"), ".4g"
+    yield "bubbles", readings.median("bubble_ratio"), ".1%"
     yield (
         "most that a device held, bytes",
         max(readings.values("peak_device_bytes"), default=None),
         ",.0f",
     )
     yield "tokens in all", readings.total("tokens"), ",.0f"
-    simulated = traced.simulated_step_s if isinstance(traced, TraceReport) else None
+    simulated = traced.simulated_typical_s if isinstance(traced, TraceReport) else None
     yield "simulated step, seconds", simulated, ".4g"
     yield "steps amended", float(readings.decisions.get("amend", 0)), ",.0f"
     yield "steps skipped", float(readings.decisions.get("skip", 0)), ",.0f"

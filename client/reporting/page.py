@@ -54,9 +54,9 @@ def _tiles(facts: RunFacts) -> list[Tile]:
         perplexity = readings.last("perplexity", evaluations=True)
         note = "" if perplexity is None else f"perplexity {perplexity:,.2f}"
         tiles.append(Tile(name="held-out loss", value=f"{held_out:.4f}", note=note))
-    rate = readings.typical("tokens_per_second")
+    rate = readings.median("tokens_per_second")
     if rate is not None:
-        tiles.append(Tile(name="tokens a second", value=f"{rate:,.0f}", note="median"))
+        tiles.append(Tile(name="tokens a second", value=f"{rate:,.0f}", note="median of all steps"))
     tokens = f"{'' if readings.exact else '≈ '}{short(readings.total('tokens'))}"
     tiles.append(Tile(name="tokens", value=tokens))
     if facts.history.first_s is not None and facts.history.last_s is not None:

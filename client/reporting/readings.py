@@ -95,10 +95,21 @@ class Readings:
         values = self.values(key)
         return sum(values) if self.exact else sum(values) / len(values or [1]) * self.attempts
 
-    def typical(self, key: str) -> float | None:
+    def median(self, key: str) -> float | None:
         """Returns the median over the steps that were read, None without any."""
         values = self.values(key)
         return median(values) if values else None
+
+    @cached_property
+    def typical(self) -> Line | None:
+        """The line of the typical step, whose seconds are nearest to the median; None without any.
+        Runs with a trace have their typical step there.
+        """
+        usual_s = self.median("seconds")
+        if usual_s is None:
+            return None
+        lines = (line for line in self.steps if is_number(line.get("seconds")))
+        return min(lines, key=lambda line: abs(line["seconds"] - usual_s))
 
     @cached_property
     def intervals(self) -> tuple[Interval, ...]:

@@ -141,10 +141,10 @@ def speed(facts: RunFacts) -> Chapter:
     rates, seconds = readings.points("tokens_per_second"), readings.values("seconds")
     if not rates:
         return Chapter(name="speed", heading="Speed", blocks=[Unknown("No step is decided yet.")])
-    rate = readings.typical("tokens_per_second") or 0.0
+    rate = readings.median("tokens_per_second") or 0.0
     rows = [
-        ("tokens a second, median", f"{rate:,.0f}"),
-        ("seconds a step, median", f"{readings.typical('seconds'):.4g}"),
+        ("tokens a second, median of all steps", f"{rate:,.0f}"),
+        ("seconds a step, median of all steps", f"{readings.median('seconds'):.4g}"),
     ]
     if len(seconds) >= 20:
         rows.append(("seconds a step, 95 % are faster than", f"{quantiles(seconds, n=20)[18]:.4g}"))

@@ -1,6 +1,13 @@
-"""Where the time of a run went: what metrics say of every step, and what a trace says of a few."""
+"""Where the time of a run went: the typical step, of a trace or else of the metrics.
+
+A page has one typical step, whose time is nearest to the median
+(:func:`~penstock.client.watching.trace_report.typical_of`): bars, critical path, table and picture
+are all of that step.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from markupsafe import Markup
 
@@ -9,32 +16,28 @@ from penstock.client.reporting.charts import Bar, bars
 from penstock.client.reporting.facts import RunFacts
 from penstock.client.watching.trace import panels
 from penstock.client.watching.trace_report import TraceReport
-from penstock.planner.configured import config_prices, optimizer_of
 from penstock.planner.render import SECONDS
 from penstock.planner.render.as_files import compared_svg
 from penstock.planner.traces.causes import Resource
-from penstock.planner.traces.critical import critical_path
-from penstock.planner.traces.fitted import Fit
-from penstock.planner.traces.savings import CostSource, Pricing, savings
+from penstock.protocol.run.files import is_number
 
 MAX_PICTURE_BYTES = 3 << 20
 """Pages with larger pictures are slow to open."""
 
 
 def where_time_went(facts: RunFacts) -> Chapter:
-    """Bubbles and the optimizer's tail of all steps, then a step of the trace."""
-    blocks = [*_of_all_steps(facts)]
+    """Computing, bubbles and the optimizer's tail of the typical step, then its critical path."""
     traced = facts.traced
     if isinstance(traced, str):
-        blocks.append(Unknown("By instruction: a trace says it; see the next section."))
+        by_instruction = Unknown("By instruction: a trace says it; see the next section.")
+        blocks = [*_untraced(facts), by_instruction]
     else:
-        blocks += _critical(traced, facts)
-        blocks += _instructions(traced)
+        blocks = [*_traced(traced, facts), *_critical(traced), *_instructions(traced)]
     return Chapter(name="time", heading="Where the time went", blocks=blocks)
 
 
 def simulated(facts: RunFacts) -> Chapter:
-    """The measured step beside the simulated one, in figures and as a picture."""
+    """The typical step beside its simulation, in figures and as a picture."""
     traced = facts.traced
     heading = "Simulated beside measured"
     if isinstance(traced, str):
@@ -44,80 +47,93 @@ def simulated(facts: RunFacts) -> Chapter:
     )
 
 
-def _of_all_steps(facts: RunFacts) -> list[Block]:
-    readings = facts.readings
-    seconds = readings.typical("seconds")
-    if not seconds:
+_BUBBLES = (
+    "Bubbles are the devices' time between the first instruction and the last in which they"
+    " computed nothing"
+)
+
+
+def _traced(traced: TraceReport, facts: RunFacts) -> list[Block]:
+    """Shares of the typical step of a trace; all later figures are of the same step."""
+    step = traced.typical
+    shares = (
+        ("devices compute", step.pipeline_s * (1.0 - step.bubble_ratio)),
+        ("devices wait (bubbles)", step.pipeline_s * step.bubble_ratio),
+        ("optimizer's tail", step.optimizer_tail_s),
+        ("between attempts", traced.typical_between_s),
+    )
+    words = (
+        f"Of {len(traced.chosen)} traced steps the typical step is the one whose time is nearest"
+        f" to the median: attempt {step.number}. The step takes {_time(traced.typical_step_s)}."
+        f" {_BUBBLES}; the tail runs from the last computation to the last sweep or copy. Between"
+        " attempts are messages, decision, journal and the next batch."
+    )
+    if facts.config.cluster.platform.models_time:
+        words += " Seconds are those of the emulated cluster."
+    return [_share_bars(shares, traced.typical_step_s, words)]
+
+
+def _untraced(facts: RunFacts) -> list[Block]:
+    """Shares of the typical step, by the line of metrics of that step."""
+    line = facts.readings.typical
+    if line is None:
         return [Unknown("No step is decided yet.")]
-    tail = readings.typical("optimizer_tail_seconds") or 0.0
-    bubble = readings.typical("bubble_ratio") or 0.0
+    seconds = float(line["seconds"])
+    tail, bubble = (
+        line[key] if is_number(line.get(key)) else 0.0
+        for key in ("optimizer_tail_seconds", "bubble_ratio")
+    )
     computing = max(0.0, seconds - tail)
     shares = (
         ("devices compute", computing * (1.0 - bubble)),
         ("devices wait (bubbles)", computing * bubble),
         ("optimizer's tail", min(tail, seconds)),
     )
-    rows = [
-        Bar(
-            name=name, value=value, text=f"{SECONDS.format(value, digits=3)}, {value / seconds:.0%}"
-        )
-        for name, value in shares
-    ]
     words = (
-        f"Of a median step of {SECONDS.format(seconds, digits=3)}. Bubbles are the devices' time"
-        " between the first instruction and the last in which they computed nothing; the tail runs"
-        " from the last gradient to the commit."
+        "The typical step is the one whose time is nearest to the median of all steps: step"
+        f" {line['step']}. The step takes {_time(seconds)}. {_BUBBLES}; the tail runs from the last"
+        " gradient to the commit."
     )
     if facts.config.cluster.platform.models_time:
         scale = facts.config.emulation.time_scale
         words += f" Seconds are the clock's; one of the emulated cluster takes {scale:g} of them."
-    return [Picture(image=bars(rows), caption=words)]
+    return [_share_bars(shares, seconds, words)]
 
 
-def _critical(traced: TraceReport, facts: RunFacts) -> list[Block]:
-    """Every second of a typical step on one resource, and what the step would be without it."""
-    attempt, config = traced.typical, facts.config
-    fit = Fit.of([attempt], config.cluster.workers)
-    path = critical_path(attempt, fit)
-    pricing = Pricing.of_fit(fit)
-    if config.cluster.platform.models_time:
-        prices = config_prices(config, facts.run.table)
-        pricing = Pricing(
-            costs=prices.costs,
-            cluster=prices.cluster,
-            optimizer=optimizer_of(config),
-            source=CostSource.EMULATED,
-        )
-    saved = savings(fit.plan, pricing, path)
-    found = sorted(path.seconds.items(), key=lambda item: -item[1])
-    found = [(resource, seconds) for resource, seconds in found if seconds > 0.0]
-    drawn = [
-        Bar(
-            name=_RESOURCES[resource],
-            value=seconds,
-            text=f"{SECONDS.format(seconds, digits=3)}, {seconds / path.step_s:.0%}",
-        )
-        for resource, seconds in found
+def _share_bars(shares: Sequence[tuple[str, float]], whole_s: float, caption: str) -> Picture:
+    """Returns bars of parts of a step, with seconds and shares."""
+    rows = [
+        Bar(name=name, value=value, text=f"{_time(value)}, {value / whole_s if whole_s else 0:.0%}")
+        for name, value in shares
     ]
+    return Picture(image=bars(rows), caption=caption)
+
+
+def _time(seconds: float) -> str:
+    return SECONDS.format(seconds, digits=3)
+
+
+def _critical(traced: TraceReport) -> list[Block]:
+    """Every second of the typical step on one resource, and what the step would be without it."""
+    path, saved = traced.step.path, traced.step.saved
+    parts = sorted(path.seconds.items(), key=lambda item: -item[1])
+    parts = [(resource, seconds) for resource, seconds in parts if seconds > 0.0]
     caption = (
-        f"Attempt {attempt.number}, a typical one, took {SECONDS.format(path.step_s, digits=3)}."
-        " Each second of it belongs to what held it up in the end: the critical path, whose parts"
-        " add up to the step."
+        "Each second of the typical step belongs to what held the step up in the end: the critical"
+        f" path, whose parts add up to the step's {_time(path.step_s)}."
     )
-    rows = [(_RESOURCES[r], SECONDS.format(saved.seconds[r], digits=3)) for r, _ in found]
+    drawn = _share_bars([(_RESOURCES[r], s) for r, s in parts], path.step_s, caption)
+    rows = [(_RESOURCES[r], _time(saved.seconds[r])) for r, _ in parts]
     if len(saved.critical) > 1:
         names = ", ".join(_RESOURCES[resource] for resource in saved.critical)
-        rows.append((f"{names}: together", SECONDS.format(saved.together_s, digits=3)))
-    headings = ("if this took no time", "a step would be shorter by (simulated)")
+        rows.append((f"{names}: together", _time(saved.together_s)))
+    headings = ("if this took no time", "the typical step would be shorter by (simulated)")
     words = (
         "These do not add up: another chain of work may be nearly as long as the one that is taken"
         " away."
     )
     table = Table(headings=headings, rows=rows, numbers=1)
-    return [
-        Picture(image=bars(drawn), caption=caption),
-        Folded(title="What would be saved", blocks=[table, Words(words)]),
-    ]
+    return [drawn, Folded(title="What would be saved", blocks=[table, Words(words)])]
 
 
 _RESOURCES = {
@@ -138,8 +154,8 @@ def _instructions(traced: TraceReport) -> list[Block]:
         (
             times.opcode.name.lower().replace("_", " "),
             f"{times.count:,}",
-            SECONDS.format(times.seconds, digits=3),
-            SECONDS.format(times.waited_s, digits=3),
+            _time(times.seconds),
+            _time(times.waited_s),
         )
         for times in traced.opcodes
     ]
@@ -149,9 +165,9 @@ def _instructions(traced: TraceReport) -> list[Block]:
 
 
 def _figures(traced: TraceReport) -> list[Block]:
-    measured, simulation = traced.measured, traced.simulated
+    measured, simulation = traced.typical_figures, traced.simulated
     pairs = (
-        ("step", traced.step_s, traced.simulated_step_s),
+        ("step", traced.typical_step_s, traced.simulated_typical_s),
         ("attempt", measured.makespan_s, simulation.makespan_s),
         ("until the last computation", measured.pipeline_s, simulation.pipeline_s),
         ("optimizer's tail", measured.optimizer_tail_s, simulation.optimizer_tail_s),
@@ -172,8 +188,10 @@ def _figures(traced: TraceReport) -> list[Block]:
     costs = traced.costs or "costs that are fitted to this trace"
     return [
         Words(
-            f"With {costs} the simulated step is {abs(traced.error):.1%}"
-            f" {'longer' if traced.error > 0.0 else 'shorter'} than the measured one."
+            f"With {costs} the simulated attempt takes {SECONDS.format(simulation.makespan_s)},"
+            f" {abs(traced.typical_error):.1%}"
+            f" {'more' if traced.typical_error > 0.0 else 'less'} than the measured one of the"
+            f" typical step, which takes {SECONDS.format(measured.makespan_s)}."
         ),
         Table(headings=("", "measured", "simulated"), rows=rows, numbers=1),
         Folded(
@@ -193,10 +211,10 @@ def _picture(traced: TraceReport, facts: RunFacts) -> list[Block]:
     image = compared_svg(*panels(traced))
     if len(image) > MAX_PICTURE_BYTES:
         command = f"penstock trace {facts.run.path} --svg picture.svg"
-        return [Unknown(f"The picture of a step is too large for this page: {command}")]
+        return [Unknown(f"The picture of the typical step is too large for this page: {command}")]
     caption = (
-        "A typical step as it was, above its simulation. Point at a box to see what it is. Rows are"
-        " devices, thin ones their copies and sends; the optimizer follows."
+        "The typical step as it was, above its simulation. Point at a box to see what it is. Rows"
+        " are devices, thin ones their copies and sends; the optimizer follows."
     )
     return [Picture(image=Markup(image), caption=caption, paper=True)]
 

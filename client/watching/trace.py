@@ -149,8 +149,8 @@ def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
 
 
 def panels(report: TraceReport) -> tuple[Panel, Panel]:
-    """Returns what to draw: a typical attempt, and its simulation."""
-    name = f"measured, attempt {report.typical.number}: {heading(report.fit.plan)}"
+    """Returns what to draw: the typical step, and its simulation."""
+    name = f"measured, {report.typical_name}: {heading(report.fit.plan)}"
     costs = report.costs or "its own costs"
     return (
         (report.typical, Caption(heading=name)),

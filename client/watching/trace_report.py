@@ -90,9 +90,18 @@ class Figures:
 
 
 def typical_of(attempts: Sequence[MeasuredAttempt]) -> MeasuredAttempt:
-    """Returns the attempt whose makespan is nearest to the median."""
-    usual_s = median(attempt.makespan_s for attempt in attempts)
-    return min(attempts, key=lambda attempt: abs(attempt.makespan_s - usual_s))
+    """Returns the typical step: the attempt whose step takes the time nearest to the median.
+
+    A step runs from its announcement to the next one. Attempts without a next one, before a save
+    for example, count only where all are so; their makespans are compared then.
+    """
+    followed = [attempt for attempt in attempts if attempt.step_s is not None]
+    seconds = {
+        attempt.number: attempt.makespan_s if attempt.step_s is None else attempt.step_s
+        for attempt in followed or attempts
+    }
+    usual_s = median(seconds.values())
+    return min(followed or attempts, key=lambda attempt: abs(seconds[attempt.number] - usual_s))
 
 
 def _median_of_known(values: Iterable[float | None]) -> float | None:
@@ -167,8 +176,39 @@ class TraceReport:
 
     @cached_property
     def typical(self) -> MeasuredAttempt:
-        """The attempt that :func:`typical_of` finds."""
+        """The typical step (:func:`typical_of`): the one that is drawn above the simulation."""
         return typical_of(self.chosen)
+
+    @cached_property
+    def typical_figures(self) -> Figures:
+        """The figures of the typical step alone."""
+        return Figures.of(self.typical, self.fit.devices_per_node)
+
+    @property
+    def typical_name(self) -> str:
+        """The typical step in words."""
+        among = f", the typical one of {len(self.chosen)}" if len(self.chosen) > 1 else ""
+        return f"attempt {self.typical.number}{among}"
+
+    @property
+    def typical_step_s(self) -> float:
+        """Seconds of the typical step along its critical path, from its announcement on."""
+        return self.step.path.step_s
+
+    @property
+    def typical_between_s(self) -> float:
+        """Seconds of the typical step that no plan knows of."""
+        return self.typical_step_s - self.typical.makespan_s
+
+    @property
+    def simulated_typical_s(self) -> float:
+        """The simulated attempt, and what lies between the typical step and the next one."""
+        return self.simulation.makespan_s + self.typical_between_s
+
+    @property
+    def typical_error(self) -> float:
+        """The simulated attempt relative to the measured one above it, minus 1."""
+        return self.simulation.makespan_s / self.typical.makespan_s - 1.0
 
     @cached_property
     def opcodes(self) -> tuple[OpcodeTimes, ...]:
@@ -208,6 +248,8 @@ class TraceReport:
             "simulated_step_seconds": self.simulated_step_s,
             "error": self.error,
             "between_seconds": self.between_s,
+            "typical_attempt": self.typical.number,
+            "typical_error": self.typical_error,
             "measured": self.measured.to_dict(),
             "simulated": self.simulated.to_dict(),
             "where_the_step_went": self.step.to_dict(),
@@ -243,6 +285,8 @@ class TraceReport:
         lines = [
             f"{self.run_dir}: {heading(self.fit.plan)}",
             f"attempts {min(numbers)} to {max(numbers)}: {len(numbers)} ({decisions}); medians",
+            f"pictures: {self.typical_name}, takes {SECONDS.format(self.typical.makespan_s)};"
+            f" simulated {SECONDS.format(self.simulation.makespan_s)}, {self.typical_error:+.1%}",
         ]
         out = [f"{count} {reason}" for reason, count in self.measurement.left_out.items()]
         if self.trace.skipped_lines:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,10 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.watching.trace_report import DeviceMemory, memory_lines
+from penstock.client.reporting import timing
+from penstock.client.reporting.blocks import Picture, Words
+from penstock.client.watching.trace import TraceOutputs, make_trace_report
+from penstock.client.watching.trace_report import DeviceMemory, memory_lines, typical_of
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
@@ -68,8 +73,11 @@ PLANS = {
 }
 
 
-def simulated(plan: Plan) -> Simulation:
-    costs = Costs(blocks=(BLOCK,) * NUM_BLOCKS, instruction_s=0.001)
+def simulated(plan: Plan, slower: float = 1.0) -> Simulation:
+    block = dataclasses.replace(
+        BLOCK, forward_s=slower * BLOCK.forward_s, recompute_s=slower * BLOCK.recompute_s
+    )
+    costs = Costs(blocks=(block,) * NUM_BLOCKS, instruction_s=0.001)
     return simulate(plan, costs, CLUSTER, stops_early=True)
 
 
@@ -374,6 +382,55 @@ def test_report_and_files(simple: FakeRun, tmp_path: Path) -> None:
     code, out, err = penstock("trace", str(tmp_path))
     assert "error +0.0%" in out or "error -0.0%" in out
     assert "attempts 4 to 8: 5 (5 commit)" in out
+
+
+def told_and_drawn(folder: Path) -> tuple[float, float, float, list[float]]:
+    """Returns what a report says of a run, in ms: the simulated and the measured attempt, the
+    signed percentage between them; then the two times that the picture has as text.
+    """
+    traced = make_trace_report(folder, None, None, TraceOutputs())
+    facts: Any = SimpleNamespace(traced=traced, run=SimpleNamespace(path=folder))
+    chapter = timing.simulated(facts)
+    words = next(block.text for block in chapter.blocks if isinstance(block, Words))
+    [picture] = [str(block.image) for block in chapter.blocks if isinstance(block, Picture)]
+    found = re.search(
+        r"takes ([\d.]+) ms, ([\d.]+)% (more|less) than .* takes ([\d.]+) ms\.", words
+    )
+    assert found is not None, words
+    simulated_ms, percent, which, measured_ms = found.groups()
+    sign = 1.0 if which == "more" else -1.0
+    drawn = re.findall(r">(?:makespan|takes) ([\d.]+) ms", picture)
+    assert f"attempt {traced.typical.number}, the typical one of" in picture
+    return float(simulated_ms), float(measured_ms), sign * float(percent), [*map(float, drawn)]
+
+
+def test_a_report_compares_the_two_steps_that_its_picture_draws(simple: FakeRun) -> None:
+    """Two of four steps are slower, so no step takes the median; the first, a slow one, is drawn.
+    The last attempt is quick and has no next one, so costs are fitted to quick ones.
+    """
+    quick, slow = simple.simulation, simulated(simple.plan, slower=1.5)
+    for attempt in range(1, 9):
+        simple.simulation = slow if attempt in (4, 6) else quick
+        simple.write(attempt)
+    simulated_ms, measured_ms, percent, drawn = told_and_drawn(simple.path)
+    assert drawn == [measured_ms, simulated_ms], "the measured step is above its simulation"
+    assert percent == pytest.approx(100.0 * (simulated_ms / measured_ms - 1.0), abs=0.06)
+    assert percent < -1.0
+    report = json.loads(penstock("trace", str(simple.path), "--json")[1])
+    assert 100.0 * report["typical_error"] == pytest.approx(percent, abs=0.06)
+    assert report["where_the_step_went"]["attempt"] == report["typical_attempt"]
+
+
+def test_the_typical_step_is_the_one_nearest_to_the_median(simple: FakeRun) -> None:
+    """An attempt that no other follows has no known step, however near its makespan is."""
+    for attempt, slower in enumerate((1.0, 1.1, 1.3, 1.2, 1.4, 1.2), start=1):
+        simple.simulation = simulated(simple.plan, slower)
+        simple.write(attempt)
+    attempts = simple.attempts
+    assert [attempt.step_s is None for attempt in attempts] == [False] * 5 + [True]
+    assert typical_of(attempts).number == 4
+    assert typical_of(attempts[2:]).number == 3
+    assert typical_of(attempts[5:]).number == 6
 
 
 def test_chrome_trace(run: FakeRun, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from html.parser import HTMLParser
@@ -81,7 +82,7 @@ def test_the_page_says_what_the_files_of_the_run_say(plain_run: Path) -> None:
     assert tiles["tokens a second"] == f"{rate:,.0f}"
     speed, faults = rows(page, "speed"), rows(page, "faults")
     assert speed["tokens in all"] == (f"{sum(line['tokens'] for line in lines):,}",)
-    assert speed["tokens a second, median"] == (f"{rate:,.0f}",)
+    assert speed["tokens a second, median of all steps"] == (f"{rate:,.0f}",)
     assert faults["processes that died and were started again"] == ("0",)
     assert faults["steps with the gradient norm over the limit (amended)"] == ("0",)
     assert rows(page, "simulated")["step"][0].endswith("ms")  # it is traced
@@ -90,6 +91,29 @@ def test_the_page_says_what_the_files_of_the_run_say(plain_run: Path) -> None:
     assert "torch" in rows(page, "again")
     assert "run.dir" in changed_keys(facts.config)
     assert "optimizer.eps" not in changed_keys(facts.config)
+
+
+def test_all_sections_name_one_typical_step(plain_run: Path, tmp_path: Path) -> None:
+    """With a trace the sentence, the table and the picture are of the same two attempts."""
+    facts = RunFacts.of(plain_run)
+    text = "\n".join(read_page(render(page_of(facts))).texts)
+    simulated, percent, which, measured = re.findall(
+        r"the simulated attempt takes ([\d.]+) ms, ([\d.]+)% (more|less) than .* ([\d.]+) ms\.",
+        text,
+    )[0]
+    drawn = re.findall(r"^(?:makespan|takes) ([\d.]+) ms", text, re.MULTILINE)
+    assert drawn == [measured, simulated]
+    signed = float(percent) * (1.0 if which == "more" else -1.0)
+    assert signed == pytest.approx(100.0 * (float(simulated) / float(measured) - 1.0), abs=0.1)
+    assert rows(page_of(facts), "simulated")["attempt"] == (f"{measured} ms", f"{simulated} ms")
+    named = re.findall(r"median: attempt (\d+)\.|measured, attempt (\d+), the typical one", text)
+    assert len(named) == 2 and len({a or b for a, b in named}) == 1, named
+    copy = copied(plain_run, tmp_path / "run")  # without its trace
+    untraced = "\n".join(read_page(render(page_of(RunFacts.of(copy)))).texts)
+    step = int(re.findall(r"median of all steps: step (\d+)\.", untraced)[0])
+    seconds = [line["seconds"] for line in metrics(plain_run, "train")]
+    nearest = min(seconds, key=lambda second: abs(second - median(seconds)))
+    assert seconds[step - 1] == nearest
 
 
 def test_a_page_loads_nothing_and_is_whole(plain_run: Path, tmp_path: Path) -> None:
