@@ -322,9 +322,9 @@ def names_known() -> str:
     lines += [f"  {name:<{width}}  {_summary(scheme)}" for name, scheme in schemes.SCHEMES.items()]
     lines.append("passes (applied in the order of --passes):")
     lines += [f"  {name:<{width}}  {one.summary}" for name, one in PASSES.items()]
-    lines.append("GPUs (of --costs analytic:GPU:MODEL, and --gpu):")
+    lines.append("GPUs (of --costs analytic:GPU:MODEL, and penstock tune --gpu):")
     lines += [f"  {name:<{width}}  {_gpu_summary(gpu)}" for name, gpu in GPUS.items()]
-    lines.append("models (of --costs analytic:GPU:MODEL, and --model):")
+    lines.append("models (of --costs analytic:GPU:MODEL, and penstock tune --model):")
     lines += [f"  {name:<{width}}  {model.summary}" for name, model in MODELS.items()]
     return "\n".join(lines)
 

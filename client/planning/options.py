@@ -40,7 +40,9 @@ def _small(text: str | None) -> str | None:
 
 SchemeOption = Annotated[
     str | None,
-    typer.Option("--scheme", metavar="NAME", callback=_small, help="Scheme; --list shows them."),
+    typer.Option(
+        "--scheme", metavar="NAME", callback=_small, help="Scheme; penstock plan --list shows them."
+    ),
 ]
 DevicesOption = Annotated[
     int | None, typer.Option("--devices", metavar="P", min=1, help="Devices (default 4).")
@@ -88,7 +90,11 @@ DropOption = Annotated[
 ]
 PassesOption = Annotated[
     str | None,
-    typer.Option("--passes", metavar="A,B,…", help="Passes to apply, in order; --list shows them."),
+    typer.Option(
+        "--passes",
+        metavar="A,B,…",
+        help="Passes to apply, in order; penstock plan --list shows them.",
+    ),
 ]
 CostsOption = Annotated[
     str | None,
@@ -96,8 +102,8 @@ CostsOption = Annotated[
         "--costs",
         metavar="COSTS",
         help="unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] of a forward stage (b is p1+p2; the default), or"
-        " analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…] (--list shows which), or a"
-        " profile.json.",
+        " analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…] (penstock plan --list shows"
+        " which), or a profile.json.",
     ),
 ]
 ProfileOption = Annotated[
