@@ -219,6 +219,29 @@ def _configuration_key(word: str) -> str:
     return next((key for key, last in known.items() if last == word), "")
 
 
+def first_commands(written: Path) -> str:
+    """Returns what to do with an example: the commands that train with it, by machine."""
+    config = load(written, None)
+    nodes = config.cluster.nodes
+    if len(nodes) == 1:
+        return f"{written} is written; start with: penstock train {written}"
+    places = ", ".join(f"{node.name} on {node.host}" for node in nodes)
+    authority = f"~/{config.run.name}-authority"
+    lines = [
+        f"{written} is written, for nodes {places}: put the names of your machines at"
+        " cluster.nodes.",
+        "All machines must see this folder at the same path: the run and its keys are in it.",
+        "",
+        f"{nodes[0].host}$ penstock keys make {config.cluster.keys} --config {written}"
+        f" --authority {authority}",
+        *(f"{node.host}$ penstock node --config {written} --node {node.name}" for node in nodes),
+        "",
+        f"watch: penstock watch --run-dir {config.run_dir}",
+        f"stop:  penstock stop --run-dir {config.run_dir}; the same node commands go on",
+    ]
+    return "\n".join(lines)
+
+
 _EDITORS = "# yaml-language-server:"
 _FOLDER = Path(__file__).parents[1] / "examples"
 

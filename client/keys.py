@@ -45,6 +45,15 @@ def make(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
     ] = None,
+    authority: Annotated[
+        Path | None,
+        typer.Option(
+            "--authority",
+            metavar="DIR",
+            help="Where to put ca.key, for keys in a folder that nodes read; default:"
+            " DIR/authority.",
+        ),
+    ] = None,
     count: CountOption = None,
     days: DaysOption = 90.0,
 ) -> None:
@@ -54,12 +63,12 @@ def make(
 
         loaded = load(config, settings)
         nodes = _nodes(loaded, count)
-        make_keys(folder, loaded.run.name, nodes, days)
+        make_keys(folder, loaded.run.name, nodes, days, authority)
         typer.echo(
             f"{folder}: keys for run {loaded.run.name}: nodes {', '.join(nodes)}, roles control and"
             f" look, and Prometheus, valid for {days:g} days\n"
-            f"{folder}/authority stays here and goes to no node; a node needs only its own folder:"
-            f" penstock keys pack {folder} {nodes[0]} --out {nodes[0]}.tar"
+            f"{authority or folder / 'authority'} stays here and goes to no node; a node needs only"
+            f" its own folder: penstock keys pack {folder} {nodes[0]} --out {nodes[0]}.tar"
         )
 
 

@@ -109,10 +109,9 @@ def init(
 ) -> None:
     """Write an example configuration to start from."""
     with errors_explained():
-        from penstock.client.cli import write_example
+        from penstock.client.cli import first_commands, write_example
 
-        written = write_example(example, output)
-        typer.echo(f"{written} is written; start with: penstock train {written}")
+        typer.echo(first_commands(write_example(example, output)))
 
 
 @app.command(

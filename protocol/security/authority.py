@@ -54,22 +54,31 @@ class _Authority:
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def make(keys: Path, run: str, nodes: Sequence[str], days: float = DEFAULT_DAYS) -> None:
-    """Make the keys of run ``run`` in the new folder ``keys``; the scheduler may run on the first
-    of ``nodes``. Certificates are valid for ``days``.
+def make(
+    keys: Path,
+    run: str,
+    nodes: Sequence[str],
+    days: float = DEFAULT_DAYS,
+    authority_dir: Path | None = None,
+) -> None:
+    """Makes the keys of run ``run`` in the new folder ``keys``, and their authority in the new
+    folder ``authority_dir``, by default ``keys/authority``. The scheduler may run on the first of
+    ``nodes``. Certificates are valid for ``days``.
 
     Raises:
         ConfigError: there are keys already, or they cannot be written.
     """
-    if keys.exists() and any(keys.iterdir()):
-        raise ConfigError(
-            f"{keys}: is not empty, and keys are never overwritten; name a new folder, or renew"
-            " what is there: penstock keys renew DIR"
-        )
+    place = authority_dir or keys / "authority"
+    for folder in (keys, place):
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder}: is not empty, and keys are never overwritten; name a new folder, or"
+                " renew what is there: penstock keys renew DIR"
+            )
     _make_folder(keys)
     authority = _new_authority()
-    write_private(keys / "authority" / "ca.pem", authority.pem)
-    write_private(keys / "authority" / "ca.key", _private_pem(authority.key))
+    write_private(place / "ca.pem", authority.pem)
+    write_private(place / "ca.key", _private_pem(authority.key))
     write_private(keys / "metrics" / "ca.pem", authority.pem)
     write_private(keys / "metrics" / "password", secrets.token_urlsafe(32).encode())
     for node in nodes:
