@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from penstock.client.reporting.charts import Mark, Series, curves, short
 from penstock.client.reporting.facts import RunFacts, changed_keys, flat_config
 from penstock.client.reporting.incidents import IncidentKind
 from penstock.planner.render.units import format_bytes
+from penstock.protocol.config.training import MAX_RUN_NAME
 
 SHOWN_INCIDENTS = 200
 SHOWN_STEPS = 12
@@ -283,8 +285,8 @@ def reproduction(facts: RunFacts) -> Chapter:
         blocks.append(Table(headings=("with what it was prepared", ""), rows=rows))
     values = flat_config(facts.config)
     kept = {key: values[key] for key in changed_keys(facts.config) if key != "run.dir"}
-    # The name decides the run directory: the old one would go on with the old run. At most 64.
-    kept["run.name"] = f"{facts.config.run.name[:58]}-again"
+    # The name decides the run directory: the old one would go on with the old run.
+    kept["run.name"] = another_name(facts.config.run.name)
     blocks += [
         Words(
             "The same configuration, data and versions give the same run: on CPUs with fixed thread"
@@ -293,6 +295,17 @@ def reproduction(facts: RunFacts) -> Chapter:
         Code(_as_yaml(kept)),
     ]
     return Chapter(name="again", heading="Versions, and how to run it again", blocks=blocks)
+
+
+def another_name(name: str) -> str:
+    """Returns the name of a repetition: ``x-again`` of x, ``x-again2`` of that, and so on."""
+    repetition = _REPETITION.fullmatch(name)
+    base, number = (name, 1) if repetition is None else (repetition[1], int(repetition[2] or 1) + 1)
+    suffix = "-again" if number == 1 else f"-again{number}"
+    return f"{base[: MAX_RUN_NAME - len(suffix)]}{suffix}"
+
+
+_REPETITION = re.compile(r"(.*)-again([1-9]\d{0,3})?")
 
 
 def _as_yaml(values: Mapping[str, Any]) -> str:

@@ -43,14 +43,19 @@ from penstock.shm.table import DType
 ONE_MODEL = "give exactly one of model.hf and model.path"
 
 
+MAX_RUN_NAME = 64
+"""Most characters of `run.name`."""
+
+
 class RunConfig(Section):
     """Identity and place of a run."""
 
     name: Annotated[
-        str, Accepts("a text of 1 to 64 letters, digits, dots, underscores and hyphens")
+        str,
+        Accepts(f"a text of 1 to {MAX_RUN_NAME} letters, digits, dots, underscores and hyphens"),
     ] = Field(
         default="penstock",
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        pattern=rf"^[A-Za-z0-9._-]{{1,{MAX_RUN_NAME}}}$",
         description="Commands and metrics show the run by this name.",
     )
     seed: int = Field(

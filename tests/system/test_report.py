@@ -15,13 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.reporting.blocks import Page, Table, Unknown
+from penstock.client.reporting.blocks import Code, Page, Table, Unknown
 from penstock.client.reporting.charts import Mark, Series, curves
 from penstock.client.reporting.compared import comparison_of
 from penstock.client.reporting.facts import RunFacts, State, changed_keys
 from penstock.client.reporting.incidents import read_history
 from penstock.client.reporting.page import page_of, render
 from penstock.client.reporting.readings import WHOLE_LINES, read_metrics
+from penstock.client.reporting.sections import another_name
+from penstock.protocol.config.schema import load_config
+from penstock.protocol.config.training import MAX_RUN_NAME
 
 HOSTILE = "</td><script>alert('x')</script>{{ 7 * 7 }}<img src=http://evil/>&\"'"
 
@@ -114,6 +117,27 @@ def test_all_sections_name_one_typical_step(plain_run: Path, tmp_path: Path) -> 
     seconds = [line["seconds"] for line in metrics(plain_run, "train")]
     nearest = min(seconds, key=lambda second: abs(second - median(seconds)))
     assert seconds[step - 1] == nearest
+
+
+def test_a_run_is_repeated_under_another_name(plain_run: Path, tmp_path: Path) -> None:
+    """The lines of again.yaml are a configuration, and its directory is not the old one."""
+    for name, repetition in {
+        "x": "x-again",
+        "x-again": "x-again2",
+        "x-again9": "x-again10",
+        "y" * MAX_RUN_NAME: "y" * (MAX_RUN_NAME - 6) + "-again",
+        "y" * (MAX_RUN_NAME - 6) + "-again": "y" * (MAX_RUN_NAME - 7) + "-again2",
+        "-again9999": "-again10000",
+    }.items():
+        assert another_name(name) == repetition != name
+    facts = RunFacts.of(plain_run)
+    blocks = next(s.blocks for s in page_of(facts).sections if s.name == "again")
+    again = tmp_path / "again.yaml"
+    again.write_text(next(block.text for block in blocks if isinstance(block, Code)))
+    repeated = load_config(again)
+    assert repeated.run.name == f"{facts.name}-again"
+    assert repeated.run_dir.absolute() != plain_run.absolute()
+    assert repeated.model == facts.config.model and repeated.train == facts.config.train
 
 
 def test_a_page_loads_nothing_and_is_whole(plain_run: Path, tmp_path: Path) -> None:
