@@ -49,6 +49,13 @@ class BoundBlock:
         """Whether any leaf collects gradients."""
         return any(leaf.requires_grad for leaf in self.leaves.values())
 
+    @property
+    def widens(self) -> bool:
+        """Whether gradients add up in a wider type than they are computed in."""
+        return any(
+            leaf.requires_grad and leaf.grad_dtype != leaf.dtype for leaf in self.leaves.values()
+        )
+
 
 def bind_block(
     table: BlockTable,
@@ -115,6 +122,46 @@ def bind_gradients(
             owner, flat = table.blocks[lent.owner], borrowed[lent.local_name]
             _check_length(owner, "contribution", flat, owner.trainable_elements)
             bound.leaves[lent.local_name].grad = _view(tensor, flat).detach()
+
+
+def summing(block: BoundBlock) -> BoundBlock:
+    """Returns the block over tensors that share its leaves' memory. Their gradients are added to
+    the leaves' sums by one kernel each: autograd would convert a 16-bit gradient to the type of its
+    sum first, with the same bits.
+    """
+    if not torch.is_grad_enabled():
+        return BoundBlock(
+            index=block.index, leaves={name: leaf.detach() for name, leaf in block.leaves.items()}
+        )
+    leaves = {
+        name: _summing(leaf) if leaf.requires_grad else leaf.detach()
+        for name, leaf in block.leaves.items()
+    }
+    return BoundBlock(index=block.index, leaves=leaves)
+
+
+class _Summing(torch.autograd.Function):
+    """A tensor over a leaf's memory that autograd takes for neither a leaf nor a view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.leaf = leaf
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        # The sum may have been bound since the forward.
+        total = ctx.leaf.grad
+        if total is None:
+            return gradients[0]
+        with torch.no_grad():
+            total.add_(gradients[0])
+        return None
+
+
+def _summing(leaf: torch.Tensor) -> torch.Tensor:
+    alias: torch.Tensor = _Summing.apply(leaf)  # type: ignore[no-untyped-call]
+    return alias
 
 
 class BlockModules:

@@ -2,10 +2,11 @@
 
 The runtime has one module object per kind, whose parameters are other tensors for each layer. For
 the compiler parameters are inputs of its graph: it checks their types and shapes, not which they
-are, so the second layer compiles nothing. What does need a graph of its own: with and without
+are, so the second layer compiles nothing. These need a graph of their own: with and without
 autograd, training and evaluation, another micro-batch shape, other frozen tensors, and a layer
-number that the model's code reads (GPT-2's ``scale_attn_by_inverse_layer_idx``); beyond torch's
-limit of such variants (8 for each module class) layers run uncompiled.
+number that the model's code reads (GPT-2's ``scale_attn_by_inverse_layer_idx``). A process compiles
+any number of graphs: torch's limit, beyond which layers would run uncompiled and round otherwise,
+is out of reach.
 
 Forwards that somebody watches (split backward, dropped operators, swaps, weights bound anew; see
 :mod:`penstock.models.storing`) run uncompiled: hooks and modes would see one opaque function. So do
@@ -14,18 +15,44 @@ embedding and head, which are calls of a whole decoder around stubs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.models.binding import BoundBlock
+from penstock.models.torch_internals import set_compiler_options
 
 _OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({"inductor": {"fallback_random": True}})
 """Random numbers come from torch's own kernels: dropout of a recomputation, which is another graph
 than that of its forward, must hit the same elements."""
+
+
+_MOST_GRAPHS = 1 << 16
+"""Graphs of a module class that a process may compile; torch's default is 8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """The compiler of a process. ``backend``: of ``torch.compile``. ``deterministic``: Inductor
+    chooses kernels by rule, never by a benchmark. ``cache``: folder of compiled graphs for later
+    processes; None: torch's own in the temporary folder.
+    """
+
+    backend: str = "inductor"
+    deterministic: bool = True
+    cache: Path | None = None
+
+    def set_up_process(self) -> None:
+        """Sets torch's options for all graphs of the process, before the first one is compiled."""
+        if self.cache is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.cache)
+            os.environ["TRITON_CACHE_DIR"] = str(self.cache / "triton")
+        set_compiler_options(deterministic=self.deterministic, most_graphs=_MOST_GRAPHS)
 
 
 class CompiledLayer:
@@ -33,40 +60,9 @@ class CompiledLayer:
 
     def __init__(self, layer: nn.Module, backend: str) -> None:
         self._run: Any = torch.compile(
-            layer, backend=backend, dynamic=False, options=_OPTIONS.get(backend)
+            layer, backend=backend, fullgraph=True, dynamic=False, options=_OPTIONS.get(backend)
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer: arguments and results are its own, of the same shapes and dtypes."""
         return self._run(*args, **kwargs)
-
-    def aliased(self, block: BoundBlock) -> BoundBlock:
-        """Returns the block over tensors that share its leaves' memory and hand their gradients on.
-
-        The leaves themselves have gradients that may be wider than they are, which the compiler's
-        stand-ins for tensors cannot have.
-        """
-        # Without autograd nobody asks for gradients, and a detached tensor is alias enough.
-        leaves = {
-            name: _alias(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach()
-            for name, leaf in block.leaves.items()
-        }
-        return BoundBlock(index=block.index, leaves=leaves)
-
-
-class _Alias(torch.autograd.Function):
-    """A tensor over the same memory that autograd takes for neither a leaf nor a view of one."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        # In the compute dtype; autograd converts it when it adds it to the leaf's wider sum.
-        return gradients[0]
-
-
-def _alias(leaf: torch.Tensor) -> torch.Tensor:
-    aliased: torch.Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
-    return aliased

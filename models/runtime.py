@@ -23,8 +23,9 @@ from penstock.models.binding import (
     SkeletonModules,
     bind_block,
     bind_gradients,
+    summing,
 )
-from penstock.models.compiled import CompiledLayer
+from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
 from penstock.models.loss import chunked_cross_entropy
 from penstock.models.saved_activations import let_go
@@ -98,15 +99,15 @@ class ModelRuntime:
         device: torch.device | str,
         compute_dtype: torch.dtype,
         seed: int,
-        compiler: str | None = None,
+        compiler: Compiler | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Build the model's modules on ``device``, without parameters.
 
         ``compute_dtype`` is the type of hidden states, and of the weights that will be bound.
-        ``compiler`` is the backend of ``torch.compile`` for the layers, see
-        :mod:`penstock.models.compiled`. ``constants`` are the model's persistent buffers by name;
-        without, those of a new model.
+        ``compiler`` compiles the layers, and sets torch's options for the process
+        (:mod:`penstock.models.compiled`); None: they run as they are. ``constants`` are the
+        model's persistent buffers by name; without, those of a new model.
 
         Raises:
             ConfigError: the model cannot be taken apart, or ``table`` describes another one.
@@ -126,8 +127,10 @@ class ModelRuntime:
         self._parts = DecoderParts(skeleton, device=self._device, compute_dtype=compute_dtype)
         self._calls = LayerCalls(self._parts)
         self._modules = SkeletonModules(skeleton, self._install_constants(skeleton, constants))
+        if compiler is not None:
+            compiler.set_up_process()
         self._compiled = {
-            kind: CompiledLayer(layer, compiler)
+            kind: CompiledLayer(layer, compiler.backend)
             for kind, layer in self._modules.layers.items()
             if compiler is not None
         }
@@ -153,6 +156,16 @@ class ModelRuntime:
                 module._buffers[attribute] = moved[name]
         self._buffers += moved.values()
         return moved
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the runtime computes on."""
+        return self._device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type of hidden states and of bound weights."""
+        return self._compute_dtype
 
     @property
     def table(self) -> BlockTable:
@@ -317,14 +330,37 @@ class ModelRuntime:
     ) -> torch.Tensor:
         spec, training = self._table.blocks[block.index], prepared.training
         if spec.layer_index is None:
-            with self._modules.installed(block, training):
+            widens = block.widens and not prepared.watched
+            with self._modules.installed(summing(block) if widens else block, training):
                 ids = self._moved(prepared.batch.input_ids)
                 return self._parts.embed(ids, prepared.tensors, training=training)
         compiled = None if prepared.watched else self._compiled.get(spec.kind)
-        layer = compiled or self._modules.layers[spec.kind]
-        bound = block if compiled is None else compiled.aliased(block)
-        with self._modules.installed(bound, training):
-            return prepared.calls[spec.layer_index].run(layer, tensors[HIDDEN])
+        call, hidden = prepared.calls[spec.layer_index], tensors[HIDDEN]
+        if compiled is not None and training and not torch.is_grad_enabled():
+            return self._run_training_graph(block, hidden, compiled, call)
+        # The compiler's stand-ins for leaves cannot have gradients of another type than theirs.
+        aliased = compiled is not None or (block.widens and not prepared.watched)
+        with self._modules.installed(summing(block) if aliased else block, training):
+            return call.run(compiled or self._modules.layers[spec.kind], hidden)
+
+    def _run_training_graph(
+        self, block: BoundBlock, hidden: torch.Tensor, compiled: CompiledLayer, call: LayerCall
+    ) -> torch.Tensor:
+        """Runs a layer whose graph nobody needs as if it were needed: a graph without autograd
+        would round otherwise than the one that computes the gradients later. What the graph saves
+        is freed at once.
+        """
+        spec = self._table.blocks[block.index]
+        lent = {name.local_name for name in spec.borrows}
+        trained = {tensor.name for tensor in spec.tensors if tensor.trainable} | lent
+        with torch.enable_grad():
+            leaves = {
+                name: leaf.detach().requires_grad_(name in trained)
+                for name, leaf in block.leaves.items()
+            }
+            alone = BoundBlock(index=block.index, leaves=leaves)
+            with self._modules.installed(summing(alone), True):
+                return call.run(compiled, hidden.detach().requires_grad_()).detach()
 
     def _run_head(
         self,

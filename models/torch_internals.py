@@ -7,6 +7,7 @@ reasons). docs/VERSIONS.md says which versions were tried, and how to try anothe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -99,3 +100,32 @@ def gloo_group(store: Store, rank: int, size: int, address: str, timeout: timede
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     return ProcessGroupGloo(store, rank, size, options)
+
+
+def set_compiler_options(*, deterministic: bool, most_graphs: int) -> None:
+    """Sets options of ``torch.compile`` for the process. ``deterministic``: Inductor chooses
+    kernels by rule, never by a benchmark. ``most_graphs``: of one module class, beyond which its
+    calls run uncompiled. The calling process compiles, not a pool of processes.
+    """
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read when Inductor is imported
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    inductor.compile_threads = 1
+    inductor.deterministic = deterministic  # type: ignore[attr-defined,unused-ignore]
+    dynamo.recompile_limit = most_graphs
+    dynamo.accumulated_recompile_limit = most_graphs
+
+
+def num_compiled_graphs() -> int:
+    """Returns the number of graphs that this process has compiled."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def compilation_error() -> type[Exception]:
+    """Returns the base class of what ``torch.compile`` raises where a module is not one graph."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException

@@ -88,6 +88,7 @@ FLOORS = {
         attempt
         handlers
         platforms
+        compiling
         interpreter
         peers session
         epoch_builder

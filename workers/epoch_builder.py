@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Set
 
 import zmq
 
+from penstock.models.runtime import ModelRuntime
 from penstock.protocol import world
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError
@@ -35,6 +36,7 @@ from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
+from penstock.workers.compiling import LayerCompilation
 from penstock.workers.data import TokenDataset, micro_batches
 from penstock.workers.peers import Peers
 from penstock.workers.platforms.base import ALIGNMENT_BYTES, Runtime
@@ -253,6 +255,18 @@ class EpochBuilder:
         if self._runtime is None:
             self._runtime = self._platform.runtime()
         return self._runtime
+
+    def compile(self) -> None:
+        """Compiles the layers before the worker takes part, where the run has them compiled.
+
+        Raises:
+            ConfigError: the model is impossible, or the layers cannot be compiled.
+        """
+        runtime = self.runtime()
+        if self._config.model.compile is True and isinstance(runtime, ModelRuntime):
+            batches, _ = self.batches("train", 0)
+            evaluates = self._config.train.eval_every > 0
+            LayerCompilation(runtime=runtime, batch=batches[0], evaluates=evaluates).run()
 
     def _connect(
         self, begin: pb.Begin, plan: Plan, flow: Flow, endpoints: Mapping[str, str]

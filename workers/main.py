@@ -12,14 +12,12 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from penstock.protocol import world
-from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.placement import place
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     node_of_device,
-    nodes_beside,
     place_of_member,
     worker_name,
 )
@@ -33,6 +31,7 @@ from penstock.shm.cgroup import usable_cpus
 from penstock.workers.channels.inbox import Inbox
 from penstock.workers.channels.opening import transport_here
 from penstock.workers.channels.transport import Transport
+from penstock.workers.compiling import threads_per_worker
 from penstock.workers.epoch_builder import EpochBuilder, bind_transport
 from penstock.workers.peers import Peers
 from penstock.workers.platforms.base import WorkerSite
@@ -57,17 +56,6 @@ def main(run_dir: Path, device: int, scheduler: str, parent_pid: int | None = No
     files = RunDirectory(run_dir)
     stop = StopSignal().install(parent_pid)
     return run_main(lambda: _work(files, device, scheduler, stop), run_dir)
-
-
-def threads_per_worker(config: Config, device: int, num_cores: int) -> int:
-    """Compute threads of a worker: configured, or its share of the machine's cores.
-
-    Nodes with the same host are one machine.
-    """
-    if config.cluster.threads_per_worker:
-        return config.cluster.threads_per_worker
-    nodes_here = nodes_beside(config, node_of_device(config, device))
-    return max(1, num_cores // (len(nodes_here) * config.cluster.workers))
 
 
 def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) -> None:
@@ -109,7 +97,7 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
             ),
         )
         stack.callback(builder.detach)
-        builder.runtime()
+        builder.compile()
         session = Session(
             link=link,
             builder=builder,

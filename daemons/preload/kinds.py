@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 NODE, PLAIN, TORCH = "node", "plain", "torch"
@@ -23,6 +24,8 @@ MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "penstock.models.surgery.hf",
             "transformers.modeling_utils",
             "transformers.modeling_layers",
+            # Layers are compiled on GPUs: without these imports a replaced worker needs seconds.
+            *(("torch._inductor.compile_fx",) if Path("/dev/nvidiactl").exists() else ()),
         ),
     }
 )
@@ -37,11 +40,12 @@ QUIET: Mapping[str, str] = MappingProxyType(
     {
         "OPENBLAS_NUM_THREADS": "1",
         "GRPC_VERBOSITY": "NONE",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
 )
 """The environment of imports: numpy's library, and pyarrow's, which transformers imports by way of
-scikit-learn and pandas where they are installed, start threads when they are imported; gRPC
-complains of every stranger; a library that asks whether there is a GPU is not to wake the driver,
-which no fork could use then."""
+scikit-learn and pandas where they are installed, start threads when they are imported, and Inductor
+processes; gRPC complains of every stranger; a library that asks whether there is a GPU is not to
+wake the driver, which no fork could use then."""

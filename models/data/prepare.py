@@ -108,8 +108,9 @@ def _prepare_model(
     eos = None if tokenizer is None else tokenizer.eos
     if marks is not None and marks.after:
         eos = marks.after[0]
+    model = config.model.model_dump(mode="json", exclude={"imports", "import_path"})
     fingerprint = fingerprint_of(
-        config.model.model_dump(mode="json", exclude={"imports", "import_path"}),
+        model | {"compile": False},  # it changes no file; runs of older versions have this value
         file_stamps([config.model.path / "config.json"]) if config.model.path else None,
         [config.data.sequence_length, list(config.train.freeze), vocab_size, eos],
         config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),

@@ -103,10 +103,12 @@ class ModelConfig(Section):
         " there last, after its own folders. The folder from which you start Penstock is not"
         " searched.",
     )
-    compile: bool = Field(
-        default=False,
-        description="Runs the layers through torch.compile, but for forwards whose plan splits the"
-        " backward, drops operators, swaps, or binds weights anew.",
+    compile: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Compiles each kind of layer to one graph (torch.compile) before the first"
+        " step. auto: on GPUs, if all kinds of layers are one graph each, and the plan neither"
+        " splits the backward, drops operators, swaps, nor binds weights anew; such plans, and"
+        " CPUs, run the layers as they are. A run keeps what auto chose. true: for every device.",
     )
     deterministic: bool = Field(
         default=True,

@@ -46,7 +46,9 @@ _FILES = (
     *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
     *("software.json", "journal.sqlite-count", "places.json", CONSTANTS),
 )
-_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated", "metrics", "waits")
+COMPILED = "compiled"
+"""Folder of the layers' compiled graphs: a cache, which costs time only when it is removed."""
+_DIRECTORIES = ("logs", "state", "trace", "data", "model", "emulated", "metrics", "waits", COMPILED)
 
 
 def run_of(config: Path) -> Path | None:

@@ -26,7 +26,7 @@ from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.protocol.security.token import ensure_token
-from penstock.workers.main import threads_per_worker
+from penstock.workers.compiling import threads_per_worker
 
 WORKER = """
 import sys

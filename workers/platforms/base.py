@@ -23,6 +23,7 @@ from penstock.models.storing import Storing
 from penstock.models.torch_device import SwapStreams
 from penstock.protocol import world
 from penstock.protocol.config.schema import Config
+from penstock.protocol.run.rundir import COMPILED
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
 
@@ -222,16 +223,19 @@ class WorkerSite:
         """
         # Imported here: with transformers it takes seconds, and not every platform needs it.
         from penstock.models.checkpoints.constants import read_constants
+        from penstock.models.compiled import Compiler
         from penstock.models.surgery.hf import load_run_config
 
-        hf_config = load_run_config(self.run_dir)
+        hf_config, model = load_run_config(self.run_dir), self.config.model
+        cache = self.run_dir / COMPILED
+        compiler = Compiler(deterministic=model.deterministic, cache=cache)
         return ModelRuntime(
             hf_config,
             self.table,
             device=device.torch_device,
             compute_dtype=device.compute_dtype,
             seed=self.config.run.seed,
-            compiler="inductor" if self.config.model.compile else None,
+            compiler=compiler if model.compile is True else None,
             constants=read_constants(self.run_dir),
         )
 

@@ -30,7 +30,10 @@ FIXED = {
 }
 """Keys (and all keys below them) that saved state or data order depend on, and how."""
 
-FREE = ("data.eval_path", "data.passes", "data.cache_limit", "model.import_path")
+FREE = (
+    *("data.eval_path", "data.passes", "data.cache_limit", "model.compile"),
+    "model.import_path",
+)
 """Exceptions to :data:`FIXED`."""
 
 
@@ -51,6 +54,7 @@ NOTES = {
     "optimizer.min_lr": _CURVE,
     "train.steps": _CURVE,
     "train.clip_grad_norm": "from the next step on",
+    "model.compile": "layers round otherwise from the next step on",
     "train.global_batch": _PLACE,
     "train.micro_batch": _PLACE,
 }

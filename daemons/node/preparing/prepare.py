@@ -32,6 +32,13 @@ from penstock.daemons.node.preparing.changes import (
     fixed_values,
     keep_choice,
 )
+from penstock.daemons.node.preparing.compiling import (
+    compiles,
+    first_guess,
+    is_to_try,
+    keep_compile,
+    with_compile,
+)
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.machine import check_machine
 from penstock.daemons.node.preparing.places import (
@@ -53,6 +60,7 @@ from penstock.protocol.config.values import AUTO, BYTE
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
+from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.seal import CONSTANTS, MADE, read_sealed, sealed_values
@@ -125,6 +133,7 @@ def _prepare(
         previous = with_places(previous, config, run_dir, progress)
     config = _name_tokenizer(config, previous, run_dir, progress)
     config = _keep_bos(config, previous, run_dir, progress)
+    config = keep_compile(config, previous)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
     if config.optimizer.rollback == "arithmetic":
@@ -178,19 +187,33 @@ def _make_ready(
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
     prospect = look_ahead(config, directory.table, directory.run_id, progress, nodes)
-    config = prospect.config
+    asked = prospect.config.model.compile is True
+    config = first_guess(prospect.config, prospect.plan, progress)
     check_capacity(prospect.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.
     if config.data.tokens is not None and not makes_inputs:
         move_tokens(directory, config.data.tokens)
-    texts = {"resolved.yaml": config.to_yaml(), "plan.json": prospect.plan.to_json()}
-    for name, text in texts.items():
-        if not holds_text(run_dir / name, text):
-            directory.unseal()
-            write_atomically(run_dir / name, text)
-    directory.seal(fixed_values(config))
+    _write_plan(directory, config, prospect.plan)
+    if is_to_try(config, previous, changes) and not compiles(
+        run_dir,
+        asked=asked,
+        silence_s=config.cluster.heartbeat_timeout_s,
+        progress=progress,
+        starter=starter,
+    ):
+        _write_plan(directory, with_compile(config, compiled=False), prospect.plan)
     Software.here().write(run_dir)
-    return directory
+    return RunDirectory(run_dir)
+
+
+def _write_plan(directory: RunDirectory, config: Config, plan: Plan) -> None:
+    """Writes configuration and plan where they changed, and seals what the run is made from."""
+    texts = {"resolved.yaml": config.to_yaml(), "plan.json": plan.to_json()}
+    for name, text in texts.items():
+        if not holds_text(directory.path / name, text):
+            directory.unseal()
+            write_atomically(directory.path / name, text)
+    directory.seal(fixed_values(config))
 
 
 def warn_if_open(run_dir: Path, progress: Progress) -> None:
@@ -348,8 +371,9 @@ def _changes(
 
 def _inputs_changed(changes: Sequence[Change]) -> bool:
     """Returns whether the block table or the token files follow from another configuration."""
+    keys = ("model.", "data.", "optimizer.grad_dtype", "optimizer.name")
     return any(
-        change.key.startswith(("model.", "data.", "optimizer.grad_dtype", "optimizer.name"))
+        (change.key.startswith(keys) and change.key != "model.compile")
         or change.key in ("run.seed", "train.freeze", "train.eval_every")
         or change.key in ("cluster.device", "emulation.scale")
         for change in changes

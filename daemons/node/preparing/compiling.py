@@ -1,0 +1,107 @@
+"""``model.compile: auto``: whether the layers of a run are compiled, settled before its first step.
+
+The bits of a run depend on it, so ``resolved.yaml`` holds ``true`` or ``false``, and a run keeps
+the value until its user sets another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from penstock.daemons.node.preparing.changes import Change
+from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.preload.starting import Starter
+from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.plan.instructions import BackwardInput, Forward, SwapOut
+from penstock.protocol.plan.plan import Plan
+
+_GRAPHS = ("model.", "data.", "train.micro_batch", "train.freeze", "cluster.device")
+"""Keys, or beginnings of keys, that compiled graphs depend on."""
+
+
+def keep_compile(config: Config, previous: Config | None) -> Config:
+    """Returns the configuration with the value that ``auto`` stood for in the run until now."""
+    if config.model.compile != AUTO or previous is None or previous.model.compile == AUTO:
+        return config
+    return with_compile(config, compiled=bool(previous.model.compile))
+
+
+def with_compile(config: Config, *, compiled: bool) -> Config:
+    """Returns the configuration with ``model.compile`` settled."""
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"compile": compiled})}
+    )
+
+
+def first_guess(config: Config, plan: Plan, progress: Callable[[str], None]) -> Config:
+    """Returns the configuration with ``model.compile`` settled as far as device and plan tell.
+    ``progress`` gets the reason for a GPU's layers to run as they are.
+    """
+    platform = config.cluster.platform
+    if config.model.compile != AUTO:
+        return config
+    if platform.brings_model or not platform.own_memory:
+        return with_compile(config, compiled=False)
+    objections = list(_objections(plan))
+    if objections:
+        progress(
+            f"model.compile: auto leaves the layers as they are: the plan {objections[0]}, and"
+            " compiled layers cannot"
+        )
+    return with_compile(config, compiled=not objections)
+
+
+def is_to_try(config: Config, previous: Config | None, changes: Sequence[Change]) -> bool:
+    """Returns whether layers are to be compiled that were not compiled for this run before."""
+    if config.model.compile is not True or config.cluster.platform.brings_model:
+        return False
+    known = previous is not None and previous.model.compile is True
+    return not known or any(change.key.startswith(_GRAPHS) for change in changes)
+
+
+def compiles(
+    run_dir: Path,
+    *,
+    asked: bool,
+    silence_s: float,
+    progress: Callable[[str], None],
+    starter: Starter | None,
+) -> bool:
+    """Compiles the layers of a prepared run into its cache; returns whether that is possible.
+    ``asked``: the user set ``model.compile: true``.
+
+    Raises:
+        ConfigError: it is ``asked`` and impossible; names the kind of layer and the reason.
+    """
+    progress("compiling the layers (model.compile)")
+    try:
+        run_tool(
+            "penstock.workers.compiling",
+            str(run_dir),
+            log=run_dir / "logs" / "compile.txt",
+            progress=progress,
+            starter=starter,
+            silence_s=silence_s,
+        )
+    except ConfigError as error:
+        if asked:
+            raise
+        progress(f"warning: the layers run as they are, not compiled: {error}")
+        return False
+    return True
+
+
+def _objections(plan: Plan) -> Iterator[str]:
+    """Yields what a plan does that needs layers as they are."""
+    if plan.rebinds_weights:
+        yield "binds weights anew"
+    for instruction in (one for program in plan.programs for one in program):
+        if isinstance(instruction, BackwardInput):
+            yield "splits the backward"
+        elif isinstance(instruction, SwapOut):
+            yield "swaps activations"
+        elif isinstance(instruction, Forward) and instruction.drop:
+            yield "drops operators"
