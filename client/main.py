@@ -35,7 +35,7 @@ from penstock.client.cli import (
 from penstock.client.deploying import app as deploy_app
 from penstock.client.planning import commands as plan_commands
 from penstock.client.processes import commands as process_commands
-from penstock.client.processes.commands import GraceOption
+from penstock.client.processes.commands import GraceOption, StrictOption, strict_setting
 from penstock.client.watching import state_commands
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.stopping import interrupted_by_stop_signals
@@ -126,6 +126,7 @@ def train(
     settings: SetOption = None,
     run_dir: RunDirOption = None,
     grace_seconds: GraceOption = None,
+    strict: StrictOption = False,
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
     with errors_explained(), interrupted_by_stop_signals(), ExitStack() as stack:
@@ -138,7 +139,7 @@ def train(
         from penstock.protocol.run.rundir import run_of
 
         grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
-        resolved = load(config, [*(settings or []), *grace])
+        resolved = load(config, [*(settings or []), *grace, *strict_setting(strict)])
         moved = any(setting.startswith("run.dir=") for setting in settings or ())
         directory = run_dir or (None if moved else run_of(config)) or resolved.run_dir
         refuse_damage(directory, lambda warning: None)  # before all else is even imported

@@ -50,6 +50,19 @@ GraceOption = Annotated[
         " memory. Default: cluster.grace_seconds, SLURM_JOB_END_TIME.",
     ),
 ]
+StrictOption = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Refuse to go on with other software or hardware than at the last start.",
+    ),
+]
+
+
+def strict_setting(strict: bool) -> list[str]:
+    """Returns the setting that ``--strict`` stands for."""
+    return ["run.strict=true"] if strict else []
+
 
 NODE_HELP = (
     "The same command on every machine. Which node this is, where the others are and where"
@@ -91,6 +104,7 @@ def node(
     ] = None,
     settings: SetOption = None,
     grace_seconds: GraceOption = None,
+    strict: StrictOption = False,
     parent_pid: ParentOption = None,
 ) -> None:
     """Run one node of several (Slurm, systemd, Kubernetes): the same command on each machine."""
@@ -102,7 +116,7 @@ def node(
             if config.name == "resolved.yaml":
                 _require_run(config)
                 _refuse_settings(config, settings)
-            loaded = load(config, settings)
+            loaded = load(config, [*(settings or []), *strict_setting(strict)])
             chosen = name or loaded.cluster.nodes[0].name
             if parent_pid is None:
                 chosen, config = _take_part(config, loaded, name, scheduler)

@@ -69,6 +69,12 @@ class RunConfig(Section):
         description="Directory of the run's files; unset, runs/NAME below the current folder. The"
         " run that is there goes on. Several nodes use the same directory, at the same path.",
     )
+    strict: bool = Field(
+        default=False,
+        description="Refuses to go on where the version of torch or transformers, the processor,"
+        " the number of CPUs that threads follow from, or the GPUs differ from those of the run's"
+        " last start: layers may round otherwise. Without, a line says so. `--strict` sets it.",
+    )
 
 
 class ModelConfig(Section):

@@ -49,7 +49,7 @@ from penstock.daemons.node.preparing.places import (
 )
 from penstock.daemons.node.preparing.prospect import Progress, look_ahead
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
-from penstock.daemons.node.preparing.software import Software
+from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.observer.trackers.registry import check_trackers
 from penstock.daemons.preload.starting import Starter
@@ -142,6 +142,8 @@ def _prepare(
         progress(f"warning: {risk}")
     if rests and previous is not None and is_complete(RunDirectory(run_dir), config.train.steps):
         return RunDirectory(run_dir)
+    if RunDirectory(run_dir).has_started:
+        check_software(config, run_dir, Software.here(), progress)
     with unchanged_if_refused(run_dir):
         return _make_ready(config, run_dir, previous, changes, progress, nodes, lock, starter)
 

@@ -1,5 +1,6 @@
-"""``RUN_DIR/software.json``: with what a run was prepared last, for reports and for whoever looks
-for a difference between two runs. Nothing depends on it.
+"""``RUN_DIR/software.json``: software and machine of a run's last start, for reports.
+
+Bits depend on them, so a start with others says so, or is refused by ``run.strict``.
 """
 
 from __future__ import annotations
@@ -7,22 +8,29 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import penstock
+from penstock.protocol.config.schema import Config
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
 
 FILE = "software.json"
+_GPUS = Path("/proc/driver/nvidia/gpus")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 """Those that decide bytes."""
+_ROUNDING = ("torch", "transformers")
+"""Packages whose versions decide how layers round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
     """Versions by the name of the package, and the machine that prepared the run. Empty texts and 0
-    are what is not known.
+    are what is not known. ``gpus``: models of the NVIDIA GPUs, as the driver's files name them;
+    None: of an older Penstock, which wrote none.
     """
 
     packages: dict[str, str]
@@ -30,6 +38,7 @@ class Software:
     processor: str
     cpus: int
     memory_bytes: int
+    gpus: tuple[str, ...] | None = None
 
     @classmethod
     def here(cls) -> Software:
@@ -46,6 +55,7 @@ class Software:
             processor=_field("/proc/cpuinfo", "model name"),
             cpus=os.cpu_count() or 0,
             memory_bytes=int((_field("/proc/meminfo", "MemTotal").split() or ["0"])[0]) * 1024,
+            gpus=tuple(_field(str(path), "Model") for path in sorted(_GPUS.glob("*/information"))),
         )
 
     @classmethod
@@ -59,9 +69,23 @@ class Software:
                 processor=str(fields["processor"]),
                 cpus=int(fields["cpus"]),
                 memory_bytes=int(fields["memory_bytes"]),
+                gpus=_texts(fields.get("gpus")),
             )
         except (OSError, *DAMAGED):
             return None
+
+    def differences(self, earlier: Software, *, counts_cpus: bool) -> list[str]:
+        """Returns in words what rounding depends on and was otherwise ``earlier``, as far as both
+        know it. ``counts_cpus``: the number of compute threads follows from that of the CPUs.
+        """
+        pairs: list[tuple[str, object, object]] = [
+            (name, earlier.packages.get(name), self.packages.get(name)) for name in _ROUNDING
+        ]
+        pairs.append(("processor", earlier.processor, self.processor))
+        pairs += [("CPUs", earlier.cpus, self.cpus)] if counts_cpus else []
+        if earlier.gpus is not None and self.gpus is not None:
+            pairs.append(("GPUs", ", ".join(earlier.gpus), ", ".join(self.gpus)))
+        return [f"{name}: {old} -> {new}" for name, old, new in pairs if old and new and old != new]
 
     def write(self, run_dir: Path) -> None:
         """Makes the note, or leaves it as it is when nothing has changed.
@@ -72,6 +96,35 @@ class Software:
         text = json.dumps(asdict(self), indent=1)
         if not holds_text(run_dir / FILE, text):
             write_atomically(run_dir / FILE, text)
+
+
+def check_software(
+    config: Config, run_dir: Path, software: Software, progress: Callable[[str], None]
+) -> None:
+    """Compares ``software`` with that of the last start of a run that has trained, and says in one
+    line what rounds otherwise from now on.
+
+    Raises:
+        ConfigError: something differs, and ``run.strict`` is set.
+    """
+    earlier = Software.read(run_dir)
+    if earlier is None:
+        return
+    counts_cpus = not config.cluster.threads_per_worker
+    differences = software.differences(earlier, counts_cpus=counts_cpus)
+    if not differences:
+        return
+    words = "; ".join(differences)
+    if config.run.strict:
+        raise ConfigError(
+            f"run.strict: the run's last start had other software or hardware ({words}), and"
+            " layers may round otherwise; restore it, or start without --strict"
+        )
+    progress(f"since the last start: {words}; layers may round otherwise from the next step on")
+
+
+def _texts(values: object) -> tuple[str, ...] | None:
+    return tuple(map(str, values)) if isinstance(values, list) else None
 
 
 def _field(path: str, name: str) -> str:

@@ -296,6 +296,7 @@ RUN_FILES = (
             "processor": "x",
             "cpus": 2,
             "memory_bytes": 1024,
+            "gpus": ["x"],
         },
     ),
     json_file(
