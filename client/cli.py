@@ -168,7 +168,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Look at runs": ("list", "status", "watch", "trace", "report"),
     "Control a run": ("pause", "resume", "snapshot", "stop"),
     "Saved steps": ("snapshots", "rollback", "export"),
-    "Plan": ("plan", "simulate", "tune", "profile"),
+    "Plan": ("estimate", "plan", "simulate", "tune", "profile"),
     "Several machines": ("node", "keys", "deploy"),
     "Test": ("chaos",),
 }

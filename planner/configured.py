@@ -17,7 +17,7 @@ from penstock.planner.build import ScheduleRequest
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.emulation import Emulation, optimizer_way
 from penstock.planner.cost.operators import OPERATOR_SETS
-from penstock.planner.cost.profile import cluster_of, guess_of, table_costs
+from penstock.planner.cost.profile import Guess, cluster_of, guess_of, table_costs
 from penstock.planner.cost.sources import Prices
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.pipeline import PlanContext, finished, lowered, make_schedule
@@ -40,11 +40,15 @@ _NEAR = 1.005
 
 
 def config_prices(
-    config: Config, table: BlockTable, profile: Path | None = None, micro_batch: int | None = None
+    config: Config,
+    table: BlockTable,
+    profile: Path | None = None,
+    micro_batch: int | None = None,
+    guess: Guess | None = None,
 ) -> Prices:
     """Returns what blocks cost and the cluster, for a configuration's micro-batches or for those of
     ``micro_batch`` sequences: from ``profile``, or the one that ``schedule.profile`` names; else
-    those of the cluster that ``cluster.device`` models, or a guess.
+    those of the cluster that ``cluster.device`` models, or ``guess``, by default the platform's.
 
     Raises:
         ConfigError: the profile cannot be read, or is of another model.
@@ -56,7 +60,7 @@ def config_prices(
         train = config.train.model_copy(update={"micro_batch": micro_batch})
         emulation = Emulation.of(config.model_copy(update={"train": train}))
         return Prices(costs=emulation.costs, cluster=emulation.cluster)
-    source = load_profile(profile) if profile is not None else guess_of(platform)
+    source = load_profile(profile) if profile is not None else guess or guess_of(platform)
     return Prices(
         costs=table_costs(
             table,

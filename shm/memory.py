@@ -26,6 +26,7 @@ from penstock.shm.layout import WEIGHT_SLOTS, ArrayKey, NodeLayout, SegmentKind
 from penstock.shm.pages import NodeRange, huge_bytes
 from penstock.shm.segment import (
     TOKEN_BYTES,
+    TOKEN_PAGE_BYTES,
     Segment,
     StrangeSegmentError,
     VersionMismatchError,
@@ -106,6 +107,14 @@ class MemorySpec:
         sizes = {kind: size for kind, size in self.layout.sizes.items() if size}
         sizes[SegmentKind.CONTROL] = control_bytes(len(self.table.blocks), self.undo_bytes)
         return {self.name(kind): size for kind, size in sizes.items()}
+
+    @property
+    def file_bytes(self) -> int:
+        """Returns the bytes of the node's files in /dev/shm: all segments, and a page for the token
+        of each but the control segment.
+        """
+        sizes = self.sizes()
+        return sum(sizes.values()) + TOKEN_PAGE_BYTES * (len(sizes) - 1)
 
     def name(self, kind: SegmentKind) -> str:
         """Name of one of the node's segments."""

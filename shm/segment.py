@@ -71,7 +71,7 @@ class NoSpaceError(SegmentError):
 
 SHM_ROOT = Path("/dev/shm")
 TOKEN_BYTES = 16
-_TRAILER_BYTES = mmap.PAGESIZE
+TOKEN_PAGE_BYTES = mmap.PAGESIZE
 """Bytes that a file with a token has after the bytes that are mapped."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; mmap has no names for them
 _POPULATE_CHUNK_BYTES = 256 << 20
@@ -115,7 +115,7 @@ class Segment:
         except (OSError, posix_ipc.Error) as error:
             raise SegmentError(f"segment {name} cannot be made in {SHM_ROOT}: {error}") from error
         try:
-            mapping = _reserve_and_map(shared.fd, size, places, _TRAILER_BYTES if token else 0)
+            mapping = _reserve_and_map(shared.fd, size, places, TOKEN_PAGE_BYTES if token else 0)
             os.pwrite(shared.fd, token, size)
             return cls(name, mapping, size, os.fstat(shared.fd).st_ino)
         except BaseException as error:
@@ -178,11 +178,11 @@ class Segment:
         try:
             if os.fstat(descriptor).st_ino != self._inode:
                 raise StrangeSegmentError(f"segment {self.name} was replaced by another file")
-            os.posix_fallocate(descriptor, self.size, _TRAILER_BYTES)
+            os.posix_fallocate(descriptor, self.size, TOKEN_PAGE_BYTES)
             os.pwrite(descriptor, token, self.size)
         except OSError as error:
             if error.errno in _OUT_OF_SPACE:
-                raise _no_space(self.name, _TRAILER_BYTES, room()) from error
+                raise _no_space(self.name, TOKEN_PAGE_BYTES, room()) from error
             raise
         finally:
             os.close(descriptor)

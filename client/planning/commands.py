@@ -1,8 +1,9 @@
-"""The planning commands: ``plan``, ``simulate``, ``profile`` and ``tune``.
+"""The planning commands: ``plan``, ``simulate``, ``profile``, ``tune`` and ``estimate``.
 
 Each only reads its options; what they do is in :mod:`penstock.client.planning.configured` (a
 configuration), :mod:`penstock.client.planning.laboratory` (schemes and costs by name),
-:mod:`penstock.client.planning.profiling` and :mod:`penstock.client.planning.tuning`.
+:mod:`penstock.client.planning.profiling`, :mod:`penstock.client.planning.tuning` and
+:mod:`penstock.client.planning.estimate`.
 """
 
 from __future__ import annotations
@@ -197,12 +198,51 @@ def tune(
             report.show(Console(width=max(120, terminal_width())))
 
 
+def estimate(
+    model: options.ModelFolderArgument,
+    workers: options.WorkersOption = None,
+    sequence_length: options.EstimateLengthOption = None,
+    micro_batch: options.MicroBatchOption = None,
+    global_batch: options.GlobalBatchOption = None,
+    dtype: options.DtypeOption = None,
+    gpu: options.GpuOption = None,
+    device_memory: options.DeviceMemoryOption = None,
+    profile: options.ProfileOption = None,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the memory, disk space and time of a step that a model needs, from its config.json.
+
+    Needs no weights and no data, and starts nothing.
+    """
+    with errors_explained():
+        from penstock.client.planning.estimate import EstimateOptions
+        from penstock.client.planning.estimate import estimate as make_estimate
+
+        report = make_estimate(
+            model,
+            EstimateOptions(
+                workers=workers,
+                sequence_length=sequence_length,
+                micro_batch=micro_batch,
+                global_batch=global_batch,
+                dtype=dtype,
+                gpu=gpu,
+                device_memory=device_memory,
+                profile=profile,
+                settings=tuple(settings or ()),
+            ),
+        )
+        typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command(cls=Command, epilog=_PLAN_EXAMPLES)(plan)
     app.command(epilog=_SIMULATE_EXAMPLES)(simulate)
     app.command(cls=Command, epilog=_PROFILE_EXAMPLES)(profile)
     app.command(cls=Command, epilog=_TUNE_EXAMPLES)(tune)
+    app.command(cls=Command, epilog=_ESTIMATE_EXAMPLES)(estimate)
 
 
 _PLAN_EXAMPLES = """\b
@@ -235,6 +275,16 @@ Examples:
 
 Runs each kind of block, the copies, and the optimizer's passes, one after the
 other: let the machine be idle meanwhile. Nothing is trained."""
+
+_ESTIMATE_EXAMPLES = """\b
+Examples:
+  penstock estimate models/Qwen3-0.6B-Base
+  penstock estimate models/Qwen3-0.6B-Base/config.json --workers 1 --gpu H100
+      --sequence-length 4096 --global-batch 16 --micro-batch 2
+  penstock estimate models/Qwen3-0.6B-Base --set optimizer.master=split --json
+
+Keys without an option are set with --set; all others have their defaults. The
+type of the weights is the one that config.json names."""
 
 _TUNE_EXAMPLES = """\b
 Examples:

@@ -220,6 +220,28 @@ ProfileFileOption = Annotated[
 ]
 
 
+ModelFolderArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="A folder with config.json, or that file.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", metavar="N", min=1, help="Workers of the node.")
+]
+EstimateLengthOption = Annotated[
+    int | None, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sequence.")
+]
+MicroBatchOption = Annotated[
+    str | None,
+    typer.Option("--micro-batch", metavar="B", help="Sequences that a device computes at once."),
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", metavar="TYPE", help="Weights: fp32, bf16 or fp16.")
+]
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option("--device-memory", metavar="SIZE", help="Memory limit of a device, such as 40G."),
+]
+
+
 def names(text: str | None) -> tuple[str, ...]:
     """Returns the names in ``a,b,c``; none where nothing was given."""
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())

@@ -34,11 +34,13 @@ from penstock.protocol.errors import StateError
 from penstock.protocol.run.seal import check_object
 from penstock.shm.cgroup import usable_cpus
 from penstock.shm.memory import Halves, NodeMemory
-from penstock.shm.table import BlockSpec, DType
+from penstock.shm.table import BlockSpec, BlockTable, DType
 
 MANIFEST_FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 MAX_THREADS = 4
+HEADER_BYTES = 128
+"""Bytes that a tensor takes in the header of its file. An estimate."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -90,6 +92,19 @@ def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[T
     raw = memory.raw((block.index, "frozen", 0, 0))
     found += _cut(raw, block, trainable=False, prefix="frozen.", dtype=table.weight_dtype)
     return tuple(found)
+
+
+def saved_bytes(table: BlockTable) -> int:
+    """Returns the bytes on disk of a saved state of a model, on all nodes together. Names and
+    shapes in the files' headers are counted with :data:`HEADER_BYTES`.
+    """
+    arrays = 1 + len(table.state_arrays)
+    total = 0
+    for tensor in (tensor for block in table.blocks for tensor in block.tensors):
+        item_bytes = 4 * arrays if tensor.trainable else table.weight_dtype.itemsize
+        headers = arrays if tensor.trainable else 1
+        total += tensor.num_elements * item_bytes + HEADER_BYTES * headers
+    return total
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -42,11 +42,13 @@ def prepare(
     run_dir: Path,
     *,
     table_only: bool = False,
+    config_only: bool = False,
     progress: Progress = lambda message: None,
     bounds: Bounds | None = None,
 ) -> None:
-    """Make the files of a run directory. ``table_only`` leaves the data out; ``progress`` is told
-    about what takes long; ``bounds`` are those of this process.
+    """Make the files of a run directory. ``table_only`` leaves the data out; ``config_only`` does,
+    and reads only ``config.json`` of a model folder. ``progress`` is told about what takes long;
+    ``bounds`` are those of this process.
 
     Where the platform brings its model, only the data is made here.
 
@@ -55,19 +57,22 @@ def prepare(
         StateError: files of a local model directory are damaged.
     """
     bounds = Bounds() if bounds is None else bounds
+    table_only = table_only or config_only
     if not table_only:
         _check_device(config)
     bounds.limit_memory()
-    if config.model.path is not None and not config.cluster.platform.brings_model:
-        check_model_folder(config.model.path)
+    brings_model, folder = config.cluster.platform.brings_model, config.model.path
+    if folder is not None and not (brings_model or config_only):
+        check_model_folder(folder)
     with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
         tokenizer = open_tokenizer(config)
     if tokenizer is not None:
         tokenizer = BoundedTokenizer(tokenizer, str(config.tokenizer), bounds)
     marks = None if tokenizer is None else marks_of_text(config, tokenizer)
-    if not config.cluster.platform.brings_model:
+    if not brings_model:
+        weights = not table_only or (not config_only and folder is not None and has_weights(folder))
         with bounds.within("model: building it without weights", BUILDING_S):
-            _prepare_model(config, run_dir, tokenizer, marks, progress, table_only=table_only)
+            _prepare_model(config, run_dir, tokenizer, marks, progress, weights=weights)
     if not table_only:
         sources = TokenSources(config, tokenizer, marks, run_dir, progress)
         _prepare_data(config, run_dir, sources, progress)
@@ -102,7 +107,7 @@ def _prepare_model(
     marks: Marks | None,
     progress: Progress,
     *,
-    table_only: bool,
+    weights: bool,
 ) -> None:
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     eos = None if tokenizer is None else tokenizer.eos
@@ -130,7 +135,7 @@ def _prepare_model(
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
     # A plan needs no weights; a run is to be refused for them now, before it takes memory.
     path, source = config.model.path, None
-    if path is not None and (not table_only or has_weights(path)):
+    if path is not None and weights:
         # What has trained goes on with the files and the ties that it had.
         kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
         if kept:
@@ -145,8 +150,8 @@ def _prepare_model(
         meta[WEIGHT_FILES] = list(source.files)
     directory.mkdir(parents=True, exist_ok=True)
     if path is None or source is not None:
-        weights = None if source is None else source.weights
-        make_constants(run_dir, hf_config, skeleton, table, weights, progress)
+        tensors = None if source is None else source.weights
+        make_constants(run_dir, hf_config, skeleton, table, tensors, progress)
     elif skeleton.constants():
         del meta["fingerprint"]  # The run that follows a plan reads them.
     write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
@@ -291,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock.models.data.prepare", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--table-only", action="store_true", help="leave the data out")
+    parser.add_argument("--config-only", action="store_true", help="read no data and no weights")
     parser.add_argument("--review", action="store_true", help="only say what a new run would take")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
@@ -302,7 +308,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             review_weights(config, run_dir, _say)
             return
         bounds = Bounds(alone=options.parent_pid is not None)
-        prepare(config, run_dir, table_only=options.table_only, progress=_say, bounds=bounds)
+        prepare(
+            config,
+            run_dir,
+            table_only=options.table_only,
+            config_only=options.config_only,
+            progress=_say,
+            bounds=bounds,
+        )
 
     return tool_main(work, run_dir, options.parent_pid)
 

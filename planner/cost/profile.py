@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.planner.cost.block_maker import BANDWIDTH_SHARE
+from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import (
     BlockCost,
@@ -21,7 +23,7 @@ from penstock.planner.cost.costs import (
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import KindProfile, MachineProfile, Profile
 from penstock.protocol.platforms.registry import Platform
-from penstock.shm.table import BlockSpec, BlockTable
+from penstock.shm.table import BlockSpec, BlockTable, DType
 
 _GRADIENT_ITEMSIZE = 4
 """Gradients accumulate in fp32 on the device, whatever they are published in."""
@@ -31,6 +33,9 @@ _SINGLE_BYTES = 4096 + 5056
 """Losses and other single numbers, which are kept until the end of an attempt, and the state of a
 CPU's random generator, which chunks of the loss keep while they run again.
 """
+
+_UPDATE_BYTES = 30.0
+"""Bytes of device memory that UPDATE moves for a parameter: reads 16, writes 14."""
 
 _GPU_MACHINE = MachineProfile(
     instruction_s=2.0e-5,
@@ -78,6 +83,28 @@ CPU_GUESS = Guess(
     ),
 )
 """One CPU core per worker."""
+
+
+def guess_of_gpu(name: str, dtype: DType) -> Guess:
+    """Returns the rates of a GPU of the catalogue on the host of :data:`GPU_GUESS`. ``dtype``: the
+    type of the weights, in which the GPU computes.
+
+    Raises:
+        ConfigError: unknown GPU; lists the known ones.
+    """
+    if name not in GPUS:
+        raise ConfigError(f"GPU {name!r} is not in the catalogue; known: {', '.join(GPUS)}")
+    gpu = GPUS[name]
+    peak = gpu.vector_flops if dtype is DType.FP32 else gpu.peak_flops
+    machine = replace(
+        GPU_GUESS.machine,
+        fetch_bandwidth=gpu.pcie_bandwidth,
+        offload_bandwidth=gpu.pcie_bandwidth,
+        peer_bandwidth=gpu.nvlink_bandwidth or gpu.pcie_bandwidth,
+        device_update_rate=gpu.memory_bandwidth * BANDWIDTH_SHARE / _UPDATE_BYTES,
+        device_memory_bytes=gpu.memory_bytes,
+    )
+    return Guess(machine=machine, device_flops=peak * gpu.efficiency)
 
 
 def guess_of(platform: Platform) -> Guess:

@@ -21,6 +21,7 @@ from penstock.planner.configured import (
 )
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
 from penstock.planner.cost.costs import Costs
+from penstock.planner.cost.profile import Guess
 from penstock.planner.pipeline import PlanContext, make_plan, try_plan
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
@@ -116,6 +117,7 @@ def choose(
     table: BlockTable,
     capacity: Capacity,
     progress: Progress = lambda done, of, best: None,
+    guess: Guess | None = None,
 ) -> Winner:
     """Searches for the fastest schedule that ``train`` can run within all memory limits.
 
@@ -129,7 +131,7 @@ def choose(
     """
     _check_keys(config.schedule)
     asked = asked_of(config.schedule)
-    tuned = TunedConfig(config=config, table=table, capacity=capacity, asked=asked)
+    tuned = TunedConfig(config=config, table=table, capacity=capacity, asked=asked, guess=guess)
     context = tuned.context(config.train.micro_batch)
     # Hosts are held against what they have when a candidate is planned.
     limit = config.memory.device_limit
@@ -179,15 +181,16 @@ class TunedConfig:
     """A configuration, of which schedules are searched (:class:`~.search.Tunable`).
 
     Its candidates are planned and refused as ``train`` plans and refuses them, or, if ``any_plan``,
-    whatever workers can run. ``profile``: of costs, beside the configuration's own; ``optimizer``:
-    the way of an optimizer in place of the configuration's. ``capacity``: holds plans against a
-    machine. ``asked``: what ``schedule.asked`` says of the winner. ``refused``: a first example of
-    each kind of refusal.
+    whatever workers can run. ``profile``: of costs, beside the configuration's own; ``guess``:
+    rates where nothing was measured; ``optimizer``: the way of an optimizer in place of the
+    configuration's. ``capacity``: holds plans against a machine. ``asked``: what ``schedule.asked``
+    says of the winner. ``refused``: a first example of each kind of refusal.
     """
 
     config: Config
     table: BlockTable
     profile: Path | None = None
+    guess: Guess | None = None
     optimizer: OptimizerModel | None = None
     any_plan: bool = False
     capacity: Capacity | None = None
@@ -196,7 +199,7 @@ class TunedConfig:
 
     def context(self, micro_batch: int) -> PlanContext:
         """Returns the configuration's context, with the costs of micro-batches of that size."""
-        prices = config_prices(self.config, self.table, self.profile, micro_batch)
+        prices = config_prices(self.config, self.table, self.profile, micro_batch, self.guess)
         context = config_context(self.config, self.table, prices)
         return replace(context, optimizer=self.optimizer or context.optimizer)
 

@@ -59,6 +59,24 @@ def run_of(config: Path) -> Path | None:
     return folder if config.name == "resolved.yaml" and (folder / "run.json").exists() else None
 
 
+def memory_spec(
+    config: Config, table: BlockTable, plan: Plan, node: int, run_id: str
+) -> MemorySpec:
+    """Returns the names and layout of a node's shared memory, by the plan of a configuration."""
+    # Imported here: the client reads run directories on machines without the native module.
+    from penstock._native import undo_bytes
+
+    owners = ownership(config, table, plan)
+    return MemorySpec(
+        run_id=run_id,
+        node_name=config.cluster.nodes[node].name,
+        table=table,
+        layout=NodeLayout.compute(table, owners, node, storage(config, plan)),
+        undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
+        step_terms=step_terms(config),
+    )
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """A prepared run directory. Attributes are read once, when first asked for."""
@@ -191,9 +209,6 @@ class RunDirectory:
         Raises:
             StateError: plan, table and configuration do not belong together.
         """
-        # Imported here: the client reads run directories on machines without the native module.
-        from penstock._native import undo_bytes
-
         sizes = (self.plan.num_blocks, self.plan.num_devices)
         expected = (len(self.table.blocks), self.config.num_workers)
         if sizes != expected:
@@ -201,15 +216,7 @@ class RunDirectory:
                 f"{self.path / 'plan.json'}: is for {sizes[0]} blocks on {sizes[1]} devices,"
                 f" the run has {expected[0]} on {expected[1]}"
             )
-        owners = ownership(self.config, self.table, self.plan)
-        return MemorySpec(
-            run_id=self.run_id,
-            node_name=self.config.cluster.nodes[node].name,
-            table=self.table,
-            layout=NodeLayout.compute(self.table, owners, node, storage(self.config, self.plan)),
-            undo_bytes=undo_bytes(MAX_OPTIMIZER_THREADS),
-            step_terms=step_terms(self.config),
-        )
+        return memory_spec(self.config, self.table, self.plan, node, self.run_id)
 
     def replica_spec(self, owner: int) -> MemorySpec:
         """Returns the names and layout of the replica of a node's state, which its partner keeps.

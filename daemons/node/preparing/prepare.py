@@ -228,8 +228,9 @@ def warn_if_open(run_dir: Path, progress: Progress) -> None:
         )
 
 
-def table_of(config: Config) -> BlockTable:
+def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
     """Returns the block table of a configuration that has no run directory; at full size.
+    ``config_only``: of a model folder only ``config.json`` is read.
 
     Raises:
         ConfigError: the model is impossible.
@@ -241,7 +242,7 @@ def table_of(config: Config) -> BlockTable:
         RunDirectory.create(directory)
         text = _absolute_paths(config).to_yaml()
         write_atomically(directory / "resolved.yaml", text)
-        run_models_prepare(config, directory, "--table-only")
+        run_models_prepare(config, directory, "--config-only" if config_only else "--table-only")
         return RunDirectory(directory).table
     finally:
         shutil.rmtree(directory)

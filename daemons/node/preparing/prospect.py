@@ -21,9 +21,10 @@ from penstock.daemons.node.preparing.capacity import (
     needs,
 )
 from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
-from penstock.planner.configured import config_context, plan_within_limit
+from penstock.planner.configured import config_context, config_prices, plan_within_limit
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
+from penstock.planner.cost.profile import Guess
 from penstock.planner.memory.table import MemoryRow, memory_table
 from penstock.planner.pipeline import PlanContext
 from penstock.planner.settling import choose_settled_early, is_to_choose
@@ -68,12 +69,14 @@ def look_ahead(
     run_id: str | None,
     progress: Progress = lambda message: None,
     nodes: Sequence[int] | None = None,
+    guess: Guess | None = None,
 ) -> Prospect:
     """Returns schedule, plan and memory of a configuration on this machine.
 
     ``run_id``: whose memory may be used again. ``progress`` hears how far a search is, and what it
     came to. ``nodes``: those (indices) that this machine has; None: those of the host that needs
-    most, which is taken to be like this machine.
+    most, which is taken to be like this machine. ``guess``: rates for blocks that no profile has
+    measured, by default those of the platform.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
@@ -83,10 +86,10 @@ def look_ahead(
     surroundings, choice = _Surroundings.of(config, table, run_id, nodes), ""
     table = surroundings.table
     if config.schedule.scheme == AUTO:
-        winner = choose(config, table, surroundings, _now_and_then(progress))
+        winner = choose(config, table, surroundings, _now_and_then(progress), guess)
         config, choice = winner.config, str(winner)
         progress(choice)
-    context = config_context(config, table)
+    context = config_context(config, table, config_prices(config, table, guess=guess))
     plan = plan_within_limit(config, table, context)
     if is_to_choose(config):
         plan = choose_settled_early(plan, context)

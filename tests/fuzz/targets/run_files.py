@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+from penstock.client.planning.estimate import dtype_of
 from penstock.client.reporting.facts import RunFacts
 from penstock.client.reporting.incidents import read_history
 from penstock.client.reporting.readings import read_metrics
@@ -284,6 +285,13 @@ RUN_FILES = (
         quantization_of,
         ("models.checkpoints.causes.quantization_of",),
         {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    ),
+    json_file(
+        "model_dtype",
+        "config.json",
+        lambda folder: dtype_of(folder / "config.json"),
+        ("client.planning.estimate.dtype_of",),
+        {"model_type": "llama", "dtype": "bfloat16", "torch_dtype": "float16"},
     ),
     json_file(
         "software",
