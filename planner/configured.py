@@ -54,7 +54,7 @@ def config_prices(
         ConfigError: the profile cannot be read, or is of another model.
     """
     profile = profile or config.schedule.profile
-    micro_batch = micro_batch or config.train.micro_batch
+    micro_batch = micro_batch or config.train.micro_batch or 1
     platform = config.cluster.platform
     if profile is None and platform.models_time:
         train = config.train.model_copy(update={"micro_batch": micro_batch})

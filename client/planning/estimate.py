@@ -190,7 +190,7 @@ def _config_of(folder: Path, options: EstimateOptions) -> Config:
     """Returns the configuration that the options describe; all other keys have their defaults."""
     device = "cpu" if options.gpu is None else "cuda"
     limit = options.device_memory
-    if limit is None and options.gpu in GPUS:
+    if limit is None and options.gpu is not None and options.gpu in GPUS:
         limit = str(int(GPUS[options.gpu].memory_bytes))
     values: Sequence[tuple[str, str, Any]] = (
         ("model", "dtype", options.dtype or dtype_of(folder / _CONFIG)),

@@ -115,6 +115,7 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         ConfigError: impossible model or profile.
         CapacityError: nothing fits; says what was in the way.
     """
+    config = config.with_micro_batch(config.train.micro_batch or 1)
     table, runs = table_of(config), not settings.everything
     memory: dict[str, Any] = {}
     if settings.device_bytes is not None:

@@ -64,7 +64,7 @@ def measure(
     table = build_table(config, hf_config)
     own_memory = torch_device(device).own_memory
     compute_dtype = TORCH_DTYPES[table.weight_dtype] if own_memory else torch.float32
-    micro_batches = sorted({1, 2, config.train.micro_batch})
+    micro_batches = sorted({1, 2, config.train.micro_batch or 1})
     with _threads(config) as num_threads:
         bench = BlockBench(
             ModelRuntime(hf_config, table, device=device, compute_dtype=compute_dtype, seed=0),
@@ -79,7 +79,7 @@ def measure(
     return Profile(
         device=_description(device, num_threads),
         sequence_length=config.data.sequence_length,
-        micro_batch=config.train.micro_batch,
+        micro_batch=config.train.micro_batch or 1,
         machine=machine,
         kinds=blocks.kinds,
         table=table,

@@ -29,6 +29,7 @@ from penstock.planner.cost.profile import block_costs, cluster_of
 from penstock.planner.cost.sources import AnalyticSource, parse_costs
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.training import OptimizerConfig
+from penstock.protocol.config.values import CHOSEN_LATER
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import Profile, load_profile
 from penstock.protocol.platforms.bandwidth_log import NicReservations, NodeReads
@@ -145,6 +146,8 @@ class Emulation:
         if text is None or not config.cluster.platform.models_time:
             raise ConfigError(f"cluster.device = {config.cluster.device!r}: is no emulated device")
         _check_supported(config)
+        if config.train.micro_batch == CHOSEN_LATER:
+            config = config.with_micro_batch(1)
         wanted = config.emulation
         made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
         _check_model(config, made.table)

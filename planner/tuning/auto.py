@@ -27,10 +27,10 @@ from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.settling import choose_settled_early, is_to_choose, settle_as_configured
 from penstock.planner.tuning.search import Progress, Search, fragment, host_bytes
-from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
+from penstock.planner.tuning.space import Candidate, Space, known_pass_sets, powers_of_two
 from penstock.protocol.config.execution import ScheduleConfig
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO
+from penstock.protocol.config.values import AUTO, CHOSEN_LATER
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import storage
@@ -80,8 +80,10 @@ class Winner:
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        micro_batch, schedule = self.config.train.micro_batch, self.config.schedule
+        key = "train.micro_batch" if schedule.asked is None else "schedule"
         return (
-            f"schedule: auto chose {describe(self.config.schedule)}:"
+            f"{key}: auto chose {describe(schedule)}, micro-batches of {micro_batch}:"
             f" {SECONDS.format(self.step_s)} a step, simulated; {self.default}."
             f" {self.num_candidates} candidates{f' (left out: {reasons})' if reasons else ''}"
         )
@@ -122,17 +124,21 @@ def choose(
     """Searches for the fastest schedule that ``train`` can run within all memory limits.
 
     ``config.schedule`` may fix ``forward_stages``, ``backward_stages``, ``replicas``,
-    ``recompute`` (with ``drop``) and ``passes``: only candidates with these are looked at.
-    ``train.micro_batch`` stays what it is. ``table``: at full size.
+    ``recompute`` (with ``drop``) and ``passes``: only candidates with these are looked at. So it is
+    with ``train.micro_batch``, unless that is ``auto``; then ``config.schedule`` may name a scheme,
+    too, whose stages stay as they are. ``table``: at full size.
 
     Raises:
         ConfigError: a key that does not go with ``auto``, or nothing is possible with those given.
         CapacityError: nothing fits; says what was in the way.
     """
+    if config.schedule.scheme != AUTO:
+        return _choose_micro_batch(config, table, capacity, guess)
     _check_keys(config.schedule)
     asked = asked_of(config.schedule)
-    tuned = TunedConfig(config=config, table=table, capacity=capacity, asked=asked, guess=guess)
-    context = tuned.context(config.train.micro_batch)
+    some = config.with_micro_batch(config.train.micro_batch or 1)
+    tuned = TunedConfig(config=some, table=table, capacity=capacity, asked=asked, guess=guess)
+    context = tuned.context(some.train.micro_batch)
     # Hosts are held against what they have when a candidate is planned.
     limit = config.memory.device_limit
     there = context.prices.cluster.device_memory_bytes
@@ -149,6 +155,40 @@ def choose(
     )
 
 
+def _choose_micro_batch(
+    config: Config, table: BlockTable, capacity: Capacity, guess: Guess | None
+) -> Winner:
+    """Returns the configuration with the micro-batch whose step is shortest; its schedule stays.
+
+    Raises:
+        ConfigError: no micro-batch has a plan. CapacityError: none of the plans fits.
+    """
+    global_batch, steps_s = config.train.global_batch, dict[int, float]()
+    refused: list[ConfigError | CapacityError] = []
+    for size in (size for size in powers_of_two(global_batch) if global_batch % size == 0):
+        tuned = TunedConfig(
+            config=config.with_micro_batch(size), table=table, capacity=capacity, guess=guess
+        )
+        context = tuned.context(size)
+        try:
+            plan = tuned.settled(tuned.plan_of(tuned.config, context), context)
+        except (ConfigError, CapacityError) as error:
+            refused.append(error)
+            continue
+        steps_s[size] = try_plan(plan, context).makespan_s
+    if not steps_s:
+        raise refused[0]
+    best = min(steps_s, key=steps_s.__getitem__)
+    smallest = min(steps_s)
+    return Winner(
+        config=config.with_micro_batch(best),
+        step_s=steps_s[best],
+        default=f"micro-batches of {smallest} {SECONDS.format(steps_s[smallest])}",
+        num_candidates=len(steps_s) + len(refused),
+        left_out={"impossible": len(refused)} if refused else {},
+    )
+
+
 def space_of(config: Config, num_blocks: int) -> Space:
     """Returns what ``schedule: auto`` looks at."""
     schedule, given = config.schedule, config.schedule.model_fields_set
@@ -160,7 +200,9 @@ def space_of(config: Config, num_blocks: int) -> Space:
         global_batch=config.train.global_batch,
         num_blocks=num_blocks,
         schemes=trainable_schemes(),
-        micro_batches=(config.train.micro_batch,),
+        micro_batches=()
+        if config.train.micro_batch == CHOSEN_LATER
+        else (config.train.micro_batch,),
         forward_stages=schedule.forward_stages,
         backward_stages=schedule.backward_stages,
         replicas=schedule.replicas if "replicas" in given else None,

@@ -91,7 +91,7 @@ class Space:
             if replicas != (self.replicas or replicas):
                 continue
             share = self.global_batch // replicas
-            sizes = self.micro_batches or _powers_of_two(share)
+            sizes = self.micro_batches or powers_of_two(share)
             for micro_batch in (size for size in sizes if share % size == 0):
                 yield from self._of_scheme(
                     scheme, num_devices, replicas, micro_batch, share // micro_batch
@@ -160,5 +160,6 @@ def _divisors(number: int) -> Sequence[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _powers_of_two(at_most: int) -> Sequence[int]:
+def powers_of_two(at_most: int) -> Sequence[int]:
+    """Returns 1, 2, 4 and so on, up to ``at_most``."""
     return [1 << k for k in range(at_most.bit_length()) if 1 << k <= at_most]

@@ -69,7 +69,7 @@ class ScheduleConfig(Section):
         default="spipe",
         description="A scheme by name (`penstock plan --list`; bpipe within one node). With auto,"
         " the fastest that the tuner finds within all memory limits; other keys of this section"
-        " that are given restrict its search.",
+        " that are given restrict its search. Unset, auto with one worker on a GPU.",
     )
     forward_stages: int | None = Field(
         default=None,

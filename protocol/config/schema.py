@@ -32,7 +32,7 @@ from penstock.protocol.config.training import (
     RunConfig,
     TrainConfig,
 )
-from penstock.protocol.config.values import BYTE
+from penstock.protocol.config.values import AUTO, BYTE, CHOSEN_LATER
 from penstock.protocol.config.words import Section, apply_overrides, explain, override_place
 from penstock.protocol.errors import ConfigError
 from penstock.shm.table import DType
@@ -140,6 +140,31 @@ class Config(Section):
     def has_own_modules(self) -> bool:
         """Returns whether the run imports modules of the user's."""
         return bool(self.model.imports) or ":" in self.data.objective
+
+    @property
+    def chooses(self) -> bool:
+        """Returns whether the preparation has a schedule or a micro-batch to choose."""
+        return AUTO == self.schedule.scheme or self.train.micro_batch == CHOSEN_LATER
+
+    def with_micro_batch(self, micro_batch: int) -> Config:
+        """Returns the configuration with micro-batches of so many sequences."""
+        train = self.train.model_copy(update={"micro_batch": micro_batch})
+        return self.model_copy(update={"train": train})
+
+    def with_defaults(self) -> Config:
+        """Returns the configuration with ``auto`` for a schedule and a micro-batch that the user
+        left unset, where one worker computes on a GPU. Others keep their defaults.
+        """
+        platform = self.cluster.platform
+        if self.num_workers > 1 or not platform.own_memory or platform.models_time:
+            return self
+        config, schedule = self, self.schedule
+        if "micro_batch" not in self.train.model_fields_set:
+            config = config.with_micro_batch(CHOSEN_LATER)
+        if not schedule.model_fields_set & {"scheme", "file", "stages_per_device"}:
+            schedule = schedule.model_copy(update={"scheme": AUTO})
+            config = config.model_copy(update={"schedule": schedule})
+        return config
 
     @property
     def mirrors(self) -> bool:

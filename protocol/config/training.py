@@ -32,6 +32,7 @@ from penstock.protocol.config.values import (
     Cores,
     EndTokens,
     LeftShare,
+    MicroBatch,
     Sequences,
     Size,
     Steps,
@@ -276,10 +277,11 @@ class TrainConfig(Section):
         ge=1,
         description="A step takes so many sequences, over all replicas and micro-batches.",
     )
-    micro_batch: Sequences = Field(
+    micro_batch: MicroBatch = Field(
         default=1,
-        ge=1,
-        description="Sequences that a device computes at once; divides `global_batch`.",
+        description="Sequences that a device computes at once; divides `global_batch`. With auto,"
+        " the preparation chooses the number together with the schedule, and a run that has"
+        " started keeps the number. Unset, auto with one worker on a GPU.",
     )
     clip_grad_norm: float | None = Field(
         default=1.0,
@@ -321,7 +323,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _divisible(self) -> TrainConfig:
-        if self.global_batch % self.micro_batch:
+        if self.micro_batch and self.global_batch % self.micro_batch:
             raise ValueError(
                 f"train.global_batch {self.global_batch} is not divisible by"
                 f" train.micro_batch {self.micro_batch}"
@@ -337,8 +339,8 @@ class TrainConfig(Section):
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches per attempt."""
-        return self.global_batch // self.micro_batch
+        """Micro-batches per attempt; those of one sequence where the size is not chosen yet."""
+        return self.global_batch // (self.micro_batch or 1)
 
 
 class OptimizerConfig(Section):

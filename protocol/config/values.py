@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from penstock.shm.topology import parse_cpus
 
@@ -106,6 +106,33 @@ Share = Annotated[
     Field(gt=0.0, le=1.0),
     Accepts("a share above 0 and at most 1, such as 1/1000"),
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, _FRACTION]}),
+]
+
+
+def parse_micro_batch(value: Any) -> Any:
+    """Returns :data:`CHOSEN_LATER` from ``auto``, and other values as they are.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    if value == AUTO:
+        return CHOSEN_LATER
+    if type(value) is int and value < 1:
+        raise ValueError("accepted is auto, or a whole number, 1 or more")
+    return value
+
+
+CHOSEN_LATER = 0
+"""Number of sequences that stands for ``train.micro_batch: auto`` until the preparation chooses."""
+
+MicroBatch = Annotated[
+    int,
+    BeforeValidator(parse_micro_batch),
+    PlainSerializer(lambda value: value or AUTO, return_type=Any),
+    Field(ge=0),
+    Accepts("auto, or a whole number, 1 or more"),
+    Unit("sequences"),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 1}]}),
 ]
 
 

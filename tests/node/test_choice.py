@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.daemons.node.preparing.changes import keep_choice
+from penstock.daemons.node.preparing.changes import (
+    keep_choice,
+    keep_defaults,
+    keep_micro_batch,
+)
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.protocol.config.schema import Config, load_config, parse_config
 from penstock.protocol.errors import CapacityError
@@ -104,3 +108,24 @@ def test_a_run_directory_from_the_first_choice_to_another(tmp_path: Path) -> Non
     with pytest.raises(CapacityError, match=r"none of \d+ candidates .* devices have 1.0 MiB"):
         prepare_run(config(workers=1, steps=9, limit="1M"), run_dir)
     assert (run_dir / "resolved.yaml").read_bytes() == before
+
+
+def test_a_run_that_has_started_keeps_its_micro_batch() -> None:
+    """Before the start a change of what the choice depends on has the micro-batch chosen anew."""
+    new, old = config(workers=4).with_micro_batch(0), resolved({}).with_micro_batch(2)
+    said: list[str] = []
+    assert keep_micro_batch(new, old, said.append, started=True).train.micro_batch == 2
+    assert said == ["train.micro_batch: auto keeps what this run has: 2"]
+    assert keep_micro_batch(new, old, said.append, started=False) == new
+    same = config(steps=9).with_micro_batch(0)
+    assert keep_micro_batch(same, old, said.append, started=False).train.micro_batch == 2
+    assert keep_micro_batch(new, None, said.append, started=True) == new
+
+
+def test_an_older_run_on_a_gpu_keeps_its_schedule() -> None:
+    data = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
+    new = parse_config({**data, "cluster": {"device": "cuda", "workers": 1}})
+    older = parse_config(new.model_dump(mode="json"))
+    kept_keys = keep_defaults(new, older)
+    assert kept_keys.schedule == older.schedule and kept_keys.train.micro_batch == 1
+    assert keep_defaults(new, None).chooses

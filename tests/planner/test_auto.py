@@ -12,6 +12,7 @@ from penstock.planner.pipeline import try_plan
 from penstock.planner.render.units import SECONDS
 from penstock.planner.tuning.auto import Winner, asked_of, choose
 from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.config.values import CHOSEN_LATER
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
 from tests.planner.conftest import AnyMachine, make_config, make_table
@@ -137,3 +138,43 @@ def test_what_was_asked_is_what_was_given() -> None:
     given = make_config("auto", recompute=None, replicas=1, passes=[], profile="/p.json").schedule
     assert asked_of(given) == {"replicas": 1, "passes": [], "profile": "/p.json"}
     assert asked_of(make_config("auto").schedule) == {}
+
+
+def test_auto_chooses_the_micro_batch_with_the_schedule() -> None:
+    config = make_config("auto", micro_batches=8)
+    fixed = choose(config, TABLE, AnyMachine())
+    choice = choose(config.with_micro_batch(CHOSEN_LATER), TABLE, AnyMachine())
+    assert 8 % choice.config.train.micro_batch == 0 and choice.step_s <= fixed.step_s
+    assert f"micro-batches of {choice.config.train.micro_batch}: " in str(choice)
+    assert seconds(choice.config) == pytest.approx(choice.step_s)
+
+
+def test_auto_chooses_the_micro_batch_of_a_schedule_that_is_given() -> None:
+    config = make_config("1f1b", micro_batches=8).with_micro_batch(CHOSEN_LATER)
+    choice = choose(config, TABLE, AnyMachine())
+    assert choice.config.schedule == config.schedule
+    possible = [seconds(config.with_micro_batch(size)) for size in (1, 2, 4, 8)]
+    assert choice.step_s == pytest.approx(min(possible))
+    assert str(choice).startswith("train.micro_batch: auto chose 1f1b, ")
+
+
+def test_one_gpu_has_auto_where_nothing_is_set() -> None:
+    """On other devices, and for keys that are set, the defaults and the keys stay."""
+    data = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
+    one = {**data, "cluster": {"device": "cuda", "workers": 1}}
+    config = parse_config(one).with_defaults()
+    assert config.schedule.scheme == "auto" and config.train.micro_batch == CHOSEN_LATER
+    assert "micro_batch: auto" in config.to_yaml()
+    assert parse_config(config.model_dump(mode="json")) == config
+    for other in ({**data, "cluster": {"device": "cuda", "workers": 2}}, data):
+        assert parse_config(other).with_defaults() == parse_config(other)
+    given = {**one, "train": {"micro_batch": 2}, "schedule": "gpipe"}
+    assert parse_config(given).with_defaults() == parse_config(given)
+    resolved = parse_config(parse_config(one).model_dump(mode="json"))
+    assert resolved.with_defaults() == resolved, "as resolved.yaml of an older run has it"
+
+
+def test_a_micro_batch_of_no_sequences_is_refused() -> None:
+    data = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
+    with pytest.raises(ConfigError, match=r"train\.micro_batch"):
+        parse_config({**data, "train": {"micro_batch": 0}})

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.planner.tuning.auto import asked_of, describe, settings_of
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO
+from penstock.protocol.config.values import AUTO, CHOSEN_LATER
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.step import STEP_TERMS
 
@@ -161,6 +161,45 @@ def check_resume(changes: tuple[Change, ...], run_dir: Path, held: int | None) -
         )
 
 
+def keep_defaults(config: Config, previous: Config | None) -> Config:
+    """Returns the configuration with ``auto`` where that is the default. A run that was prepared
+    with a schedule and a micro-batch that no search chose keeps both.
+
+    ``previous``: the run's configuration until now, ``None`` for a new run.
+    """
+    wanted = config.with_defaults()
+    if previous is None or previous.chooses or previous.schedule.asked is not None:
+        return wanted
+    changed = {
+        name: getattr(previous, name)
+        for name in ("schedule", "train")
+        if getattr(wanted, name) != getattr(config, name)
+    }
+    if "train" in changed and config.train.global_batch % previous.train.micro_batch:
+        return wanted
+    if "train" in changed:
+        micro_batch = previous.train.micro_batch
+        changed["train"] = config.train.model_copy(update={"micro_batch": micro_batch})
+    return config.model_copy(update=changed)
+
+
+def keep_micro_batch(
+    config: Config, previous: Config | None, progress: Callable[[str], None], *, started: bool
+) -> Config:
+    """Returns the configuration with the micro-batch of the run before, where ``auto`` asks for
+    one: always if the run has ``started``, for its bits depend on the number; else if nothing has
+    changed that the choice depends on.
+    """
+    if config.train.micro_batch != CHOSEN_LATER or previous is None or previous.chooses:
+        return config
+    size = previous.train.micro_batch
+    kept = config.with_micro_batch(size)
+    if config.train.global_batch % size or not (started or _deciding(kept) == _deciding(previous)):
+        return config
+    progress(f"train.micro_batch: auto keeps what this run has: {size}")
+    return kept
+
+
 def keep_choice(config: Config, previous: Config | None, progress: Callable[[str], None]) -> Config:
     """Returns the configuration with the schedule that ``auto`` chose for the run before, if it was
     asked the same.
@@ -193,7 +232,7 @@ def _deciding(config: Config) -> dict[str, Any]:
         "cluster.device": config.cluster.device,
         "memory": config.memory.model_dump(),
         "train.global_batch": config.train.global_batch,
-        "train.micro_batch": config.train.micro_batch,
+        "train.micro_batch": config.train.micro_batch or AUTO,
         "data.sequence_length": config.data.sequence_length,
         "model": config.model.model_dump(mode="json"),
         "optimizer.grad_dtype": config.optimizer.grad_dtype.value,

@@ -31,6 +31,8 @@ from penstock.daemons.node.preparing.changes import (
     find_changes,
     fixed_values,
     keep_choice,
+    keep_defaults,
+    keep_micro_batch,
 )
 from penstock.daemons.node.preparing.compiling import (
     compiles,
@@ -56,7 +58,7 @@ from penstock.daemons.preload.starting import Starter
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.reading import read_mapping
 from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.config.values import AUTO, BYTE
+from penstock.protocol.config.values import AUTO, BYTE, CHOSEN_LATER
 from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
@@ -134,6 +136,9 @@ def _prepare(
     config = _name_tokenizer(config, previous, run_dir, progress)
     config = _keep_bos(config, previous, run_dir, progress)
     config = keep_compile(config, previous)
+    config = keep_defaults(config, previous)
+    started = RunDirectory(run_dir).has_started
+    config = keep_micro_batch(config, previous, progress, started=started)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
     if config.optimizer.rollback == "arithmetic":
@@ -358,6 +363,8 @@ def _changes(
         return ()
     if config.schedule.scheme == AUTO:  # not known yet, and told when it is
         config = config.model_copy(update={"schedule": previous.schedule})
+    if config.train.micro_batch == CHOSEN_LATER:
+        config = config.with_micro_batch(previous.train.micro_batch)
     changes = find_changes(previous, config)
     directory = RunDirectory(run_dir)
     if not directory.has_started:

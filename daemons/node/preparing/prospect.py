@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
@@ -31,7 +31,6 @@ from penstock.planner.settling import choose_settled_early, is_to_choose
 from penstock.planner.tuning.auto import choose
 from penstock.planner.tuning.search import Outcome
 from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.rundir import RunDirectory
@@ -83,9 +82,10 @@ def look_ahead(
         CapacityError: devices have less than any plan of it needs, or ``schedule: auto`` found
             nothing that fits.
     """
+    config = config.with_defaults()
     surroundings, choice = _Surroundings.of(config, table, run_id, nodes), ""
     table = surroundings.table
-    if config.schedule.scheme == AUTO:
+    if config.chooses:
         winner = choose(config, table, surroundings, _now_and_then(progress), guess)
         config, choice = winner.config, str(winner)
         progress(choice)
@@ -166,6 +166,7 @@ class _Surroundings:
         if emulation is None:
             rows = memory_table(config, self.table, plan, costs)
         else:
+            emulation = replace(emulation, costs=costs)  # those of the plan's micro-batches
             rows = emulated_rows(config, emulation, plan)
         nodes = heaviest_machine(config, rows) if self.nodes is None else self.nodes
         if emulation is None:
