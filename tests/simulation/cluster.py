@@ -72,10 +72,8 @@ class Cluster:
         batches: dict[Any, Any],
         known: Mapping[Key, int],
     ) -> None:
-        self.kernel = kernel
-        self.shape = shape
-        self.run = run
-        self.batches = batches
+        self.kernel, self.shape = kernel, shape
+        self.run, self.batches = run, batches
         self.network = Network(kernel)
         self.history = History(kernel)
         self.disk = Disk(kernel, self.history)

@@ -60,7 +60,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 def speaks_zmtp(place: tuple[str, int]) -> bool:
     """Whether ZeroMQ listens there: it greets whoever connects."""
     with suppress(OSError), socket.create_connection(place, timeout=600.0) as connection:
-        connection.settimeout(0.5)
+        connection.settimeout(5.0)  # servers of HTTP wait for more, and say nothing
         connection.sendall(GREETING[:10])
         return connection.recv(1) == b"\xff"
     return False

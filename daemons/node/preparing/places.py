@@ -18,6 +18,7 @@ from typing import Any
 from penstock.daemons.node.home import former_home
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import BYTE
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 
@@ -32,6 +33,25 @@ _OF_MODELS = frozenset((".json", ".safetensors", ".model", ".txt", ".jinja"))
 _WHOLE_BYTES = 16 << 20
 """Larger files are compared by samples: weights and texts may have terabytes."""
 _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Returns the configuration with paths that mean the same in every process, in whatever folder
+    it was started.
+
+    Raises:
+        ConfigError: the machine knows no home of a user that a path names with ``~``.
+    """
+    for key in (*PLACES, *FILES):
+        path = _path_of(config, key)
+        if path is not None:
+            config = _with_path(config, key, _absolute(path))
+    device, parameter = config.cluster.device, config.cluster.device_parameter
+    if parameter is not None and parameter.endswith(".json"):
+        device = f"{config.cluster.platform.name}:{_absolute(Path(parameter))}"
+    return config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"device": device})}
+    )
 
 
 def follow_move(config: Config, run_dir: Path) -> Config:
@@ -180,3 +200,15 @@ def _with_path(config: Config, key: str, path: Path) -> Config:
     old: Any = getattr(config, section)
     value = type(getattr(old, name))(str(path))
     return config.model_copy(update={section: old.model_copy(update={name: value})})
+
+
+def _absolute(path: Path) -> Path:
+    """Returns an absolute path; ``~`` stands for the home of a user, as in a shell.
+
+    Raises:
+        ConfigError: the machine knows no home of that user.
+    """
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: no home of this user is known; give the whole path") from error

@@ -47,6 +47,7 @@ from penstock.daemons.node.preparing.places import (
     follow_move,
     move_tokens,
     record_places,
+    with_absolute_paths,
     with_places,
 )
 from penstock.daemons.node.preparing.prospect import Progress, look_ahead
@@ -59,7 +60,7 @@ from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.reading import read_mapping
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.config.values import AUTO, BYTE, CHOSEN_LATER
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.errors import StateError
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
 from penstock.protocol.plan.plan import Plan
@@ -129,7 +130,7 @@ def _prepare(
     previous = _previous(run_dir, progress)
     if previous is not None:
         refuse_damage(run_dir, progress)
-    config = _absolute_paths(config)
+    config = with_absolute_paths(config)
     if previous is not None:
         config = follow_move(config, run_dir)
         previous = with_places(previous, config, run_dir, progress)
@@ -241,11 +242,11 @@ def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
         ConfigError: the model is impossible.
     """
     if config.cluster.platform.brings_model:
-        return Emulation.of(_absolute_paths(config)).table
+        return Emulation.of(with_absolute_paths(config)).table
     directory = Path(tempfile.mkdtemp(prefix="penstock-plan-"))
     try:
         RunDirectory.create(directory)
-        text = _absolute_paths(config).to_yaml()
+        text = with_absolute_paths(config).to_yaml()
         write_atomically(directory / "resolved.yaml", text)
         run_models_prepare(config, directory, "--config-only" if config_only else "--table-only")
         return RunDirectory(directory).table
@@ -402,46 +403,3 @@ def _knows_its_weights(run_dir: Path) -> bool:
         return "weight_files" in parse_json((run_dir / "model" / "meta.json").read_bytes())
     except (OSError, *DAMAGED):
         return False
-
-
-def _absolute_paths(config: Config) -> Config:
-    """Paths that mean the same in every process, wherever it was started."""
-    model, data = config.model, config.data
-    model_path = model.path and _absolute(model.path)
-    changes = {
-        name: str(_absolute(Path(value)))
-        for name in ("path", "eval_path")
-        if (value := getattr(data, name)) is not None and not value.startswith("@")
-    }
-    if data.tokenizer not in (None, BYTE):
-        changes["tokenizer"] = str(_absolute(Path(str(data.tokenizer))))
-    tokens = data.tokens and _absolute(data.tokens)
-    files = {
-        name: _absolute(path)
-        for name in ("file", "profile")
-        if (path := getattr(config.schedule, name)) is not None
-    }
-    keys = config.cluster.keys and _absolute(config.cluster.keys)
-    device, parameter = config.cluster.device, config.cluster.device_parameter
-    if parameter is not None and parameter.endswith(".json"):
-        device = f"{config.cluster.platform.name}:{_absolute(Path(parameter))}"
-    return config.model_copy(
-        update={
-            "model": model.model_copy(update={"path": model_path}),
-            "data": data.model_copy(update={**changes, "tokens": tokens}),
-            "schedule": config.schedule.model_copy(update=files),
-            "cluster": config.cluster.model_copy(update={"device": device, "keys": keys}),
-        }
-    )
-
-
-def _absolute(path: Path) -> Path:
-    """Returns an absolute path; ``~`` stands for the home of a user, as in a shell.
-
-    Raises:
-        ConfigError: the machine knows no home of that user.
-    """
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError as error:
-        raise ConfigError(f"{path}: no home of this user is known; give the whole path") from error
