@@ -367,6 +367,7 @@ class Named(TorchDispatchMode):
 
 def test_names_of_llamas_kernels(make_run) -> None:
     run = make_run("llama")
+    run.plain_forward()
     tracker = OperatorTracker()
     with tracker.watching(), Named(tracker) as named:
         run.plain_forward()
@@ -389,6 +390,7 @@ def test_names_of_llamas_kernels(make_run) -> None:
 
 def test_names_of_gpt2s_kernels(make_run) -> None:
     run = make_run("gpt2")
+    run.plain_forward()  # the first one finds out what layers are called with, through dropout
     tracker = OperatorTracker()
     with tracker.watching(), Named(tracker) as named:
         run.plain_forward()
