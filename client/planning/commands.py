@@ -207,7 +207,7 @@ def estimate(
     dtype: options.DtypeOption = None,
     gpu: options.GpuOption = None,
     device_memory: options.DeviceMemoryOption = None,
-    profile: options.ProfileOption = None,
+    profile: options.MeasuredOption = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -110,6 +110,10 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option("--profile", metavar="p.json", help="Measured costs; the same as --costs p.json."),
 ]
+MeasuredOption = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="p.json", help="Costs that penstock profile measured."),
+]
 MemoryOption = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Memory limit of one device, such as 40G."),

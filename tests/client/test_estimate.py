@@ -87,7 +87,7 @@ def test_a_gpu_of_the_catalogue_gives_rates_and_memory(alone: Path) -> None:
     assert fast["device"] == "cuda" and fast["rates"] == "rates of H100 in the catalogue"
     assert fast["step_seconds"] < slow["step_seconds"] and fast["micro_batch"] == 2
     code, out, err = estimated(alone, *options, "--gpu", "H100", "--device-memory", "10K")
-    assert (code, out) == (3, "") and "smallest limit" in err
+    assert (code, out) == (3, "") and "raise memory.device_limit" in err
 
 
 def test_a_table_for_people(alone: Path) -> None:

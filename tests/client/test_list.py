@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,10 @@ def stand_in(run_dir: Path, *words: str, user: str | None = None) -> subprocess.
     """A process whose command line is that of a child of this one."""
     options = ("--config", str(run_dir / "resolved.yaml"), "--parent-pid", str(os.getpid()))
     shell = ("/bin/sh", "-c", "read line", "-m", "penstock.client.launch")
-    return subprocess.Popen([*shell, *words, *options], stdin=subprocess.PIPE, user=user)
+    process = subprocess.Popen([*shell, *words, *options], stdin=subprocess.PIPE, user=user)
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.001)  # the kernel closes the pipe that Popen waits for before it has the words
+    return process
 
 
 def listed() -> dict[str, dict[str, object]]:

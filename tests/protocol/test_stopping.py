@@ -14,6 +14,10 @@ from penstock.protocol.run.stopping import STOP_ORDER, Demand, Grace, Insistence
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 HUP, USR1, USR2 = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+HEARING = ("env", "--default-signal=HUP,INT,TERM,USR1,USR2")
+"""Starts a program that ignores none of the signals, where nohup or a shell's background started
+the tests.
+"""
 
 
 @pytest.mark.parametrize(
@@ -86,12 +90,7 @@ def children() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def start(children: list[subprocess.Popen[str]], obeys: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, obeys], stdout=subprocess.PIPE, text=True
-    )
-    children.append(process)
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
-    return process
+    return started(children, sys.executable, "-c", CHILD, obeys)
 
 
 def stranger_signals(pid: int, *names: str) -> None:
@@ -157,7 +156,8 @@ print("stopped", flush=True)
 
 
 def started(children: list[subprocess.Popen[str]], *words: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([*words], stdout=subprocess.PIPE, text=True)
+    command = [*HEARING, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     children.append(process)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     return process

@@ -249,6 +249,7 @@ PLANS = (
             "protocol.config.schema.load_config",
             "protocol.config.schema.parse_config",
             "protocol.inputs.read_text",
+            "protocol.config.values.parse_micro_batch",
             "protocol.config.values.parse_size",
             "protocol.config.values.parse_share",
             "protocol.config.values.parse_cores",
