@@ -129,12 +129,10 @@ def summing(block: BoundBlock) -> BoundBlock:
     the leaves' sums by one kernel each: autograd would convert a 16-bit gradient to the type of its
     sum first, with the same bits.
     """
-    if not torch.is_grad_enabled():
-        return BoundBlock(
-            index=block.index, leaves={name: leaf.detach() for name, leaf in block.leaves.items()}
-        )
+    # Without autograd nothing is added up, and a detached tensor is alias enough.
+    grads = torch.is_grad_enabled()
     leaves = {
-        name: _summing(leaf) if leaf.requires_grad else leaf.detach()
+        name: _summing(leaf) if grads and leaf.requires_grad else leaf.detach()
         for name, leaf in block.leaves.items()
     }
     return BoundBlock(index=block.index, leaves=leaves)

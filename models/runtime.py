@@ -329,8 +329,8 @@ class ModelRuntime:
         self, block: BoundBlock, tensors: Mapping[str, torch.Tensor], prepared: _Prepared
     ) -> torch.Tensor:
         spec, training = self._table.blocks[block.index], prepared.training
+        widens = block.widens and not prepared.watched
         if spec.layer_index is None:
-            widens = block.widens and not prepared.watched
             with self._modules.installed(summing(block) if widens else block, training):
                 ids = self._moved(prepared.batch.input_ids)
                 return self._parts.embed(ids, prepared.tensors, training=training)
@@ -339,7 +339,7 @@ class ModelRuntime:
         if compiled is not None and training and not torch.is_grad_enabled():
             return self._run_training_graph(block, hidden, compiled, call)
         # The compiler's stand-ins for leaves cannot have gradients of another type than theirs.
-        aliased = compiled is not None or (block.widens and not prepared.watched)
+        aliased = widens or compiled is not None
         with self._modules.installed(summing(block) if aliased else block, training):
             return call.run(compiled or self._modules.layers[spec.kind], hidden)
 

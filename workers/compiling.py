@@ -53,6 +53,11 @@ class LayerCompilation:
     batch: MicroBatch
     evaluates: bool
 
+    @classmethod
+    def of(cls, config: Config, runtime: ModelRuntime, batch: MicroBatch) -> LayerCompilation:
+        """Returns the compilation for a run's training, and for its evaluations if it has any."""
+        return cls(runtime=runtime, batch=batch, evaluates=config.train.eval_every > 0)
+
     def run(self) -> None:
         """Compiles one layer of each kind, and the last one. If that made another graph, the
         model's code reads the layer's number, and the other layers of the kind follow.
@@ -92,7 +97,7 @@ class LayerCompilation:
         except (compilation_error(), RuntimeError) as error:
             reason = " ".join(str(error).split())[:_REASON_LETTERS]
             raise ConfigError(
-                f"model.compile: layers of kind {block.kind!r} cannot be compiled to one graph"
+                f"model.compile: layers of kind {block.kind!r} cannot be compiled"
                 f" ({type(error).__name__}: {reason}); set model.compile to false"
             ) from error
 
@@ -160,8 +165,7 @@ def try_compiling(run_dir: Path) -> None:
     runtime = site.model_runtime(platform.device)
     dataset = TokenDataset.open(files.path / "data", "train", config)
     batches, _ = micro_batches(dataset, 0, config.train.micro_batch, config.train.micro_batch)
-    evaluates = config.train.eval_every > 0
-    LayerCompilation(runtime=runtime, batch=batches[0], evaluates=evaluates).run()
+    LayerCompilation.of(config, runtime, batches[0]).run()
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -265,8 +265,7 @@ class EpochBuilder:
         runtime = self.runtime()
         if self._config.model.compile is True and isinstance(runtime, ModelRuntime):
             batches, _ = self.batches("train", 0)
-            evaluates = self._config.train.eval_every > 0
-            LayerCompilation(runtime=runtime, batch=batches[0], evaluates=evaluates).run()
+            LayerCompilation.of(self._config, runtime, batches[0]).run()
 
     def _connect(
         self, begin: pb.Begin, plan: Plan, flow: Flow, endpoints: Mapping[str, str]

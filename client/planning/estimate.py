@@ -117,14 +117,14 @@ class Estimate:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        found = self.to_dict()
+        figures = self.to_dict()
         config = self.prospect.config
         yield (
-            f"{self.model}: {found['parameters']:,} parameters in {found['blocks']} blocks,"
-            f" {found['dtype']}"
+            f"{self.model}: {figures['parameters']:,} parameters in {figures['blocks']} blocks,"
+            f" {figures['dtype']}"
         )
         yield (
-            f"{config.num_workers} {config.cluster.platform.name} workers, {found['scheme']},"
+            f"{config.num_workers} {config.cluster.platform.name} workers, {figures['scheme']},"
             f" {config.train.global_batch} sequences of {config.data.sequence_length} tokens a"
             f" step in micro-batches of {config.train.micro_batch}"
         )
@@ -132,22 +132,22 @@ class Estimate:
             yield self.prospect.choice
         kind = "device memory" if config.cluster.platform.own_memory else "host RAM"
         for heading, sizes in (
-            ("/dev/shm of a node", found["shm"]),
-            (f"{kind} of the largest worker", found["worker"]),
+            ("/dev/shm of a node", figures["shm"]),
+            (f"{kind} of the largest worker", figures["worker"]),
         ):
             yield f"\n{heading}"
             yield from (f"  {use:<30} {human_bytes(size):>10}" for use, size in sizes.items())
-        kept = f"kept states (train.keep_snapshots {found['kept_states']})"
+        kept = f"kept states (train.keep_snapshots {figures['kept_states']})"
         yield "\nothers"
         for use, size in (
             ("host RAM of all processes", self.host_bytes),
-            ("disk: one saved state", found["saved_state"]),
-            (f"disk: {kept}", found["kept_states_bytes"]),
+            ("disk: one saved state", figures["saved_state"]),
+            (f"disk: {kept}", figures["kept_states_bytes"]),
         ):
             yield f"  {use:<44} {human_bytes(size):>10}"
         yield (
             f"\na step takes {SECONDS.format(self.step_s)},"
-            f" {found['tokens_per_second']:,.0f} tokens/s (simulated; {self.source})"
+            f" {figures['tokens_per_second']:,.0f} tokens/s (simulated; {self.source})"
         )
 
 
@@ -233,8 +233,8 @@ def dtype_of(path: Path) -> str | None:
     except (OSError, *DAMAGED):
         return None  # the preparation of the model names the mistake
     named = fields.get("dtype", fields.get("torch_dtype")) if isinstance(fields, dict) else None
-    found = _DTYPES.get(named) if isinstance(named, str) else None
-    return None if found is None else found.value
+    dtype = _DTYPES.get(named) if isinstance(named, str) else None
+    return None if dtype is None else dtype.value
 
 
 def _largest_node(prospect: Prospect) -> Mapping[str, int]:

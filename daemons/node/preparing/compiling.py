@@ -45,13 +45,13 @@ def first_guess(config: Config, plan: Plan, progress: Callable[[str], None]) -> 
         return config
     if platform.brings_model or not platform.own_memory:
         return with_compile(config, compiled=False)
-    objections = list(_objections(plan))
-    if objections:
+    objection = next(_objections(plan), None)
+    if objection is not None:
         progress(
-            f"model.compile: auto leaves the layers as they are: the plan {objections[0]}, and"
+            f"model.compile: auto leaves the layers as they are: the plan {objection}, and"
             " compiled layers cannot"
         )
-    return with_compile(config, compiled=not objections)
+    return with_compile(config, compiled=objection is None)
 
 
 def is_to_try(config: Config, previous: Config | None, changes: Sequence[Change]) -> bool:

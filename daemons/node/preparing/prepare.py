@@ -148,10 +148,13 @@ def _prepare(
         progress(f"warning: {risk}")
     if rests and previous is not None and is_complete(RunDirectory(run_dir), config.train.steps):
         return RunDirectory(run_dir)
-    if RunDirectory(run_dir).has_started:
-        check_software(config, run_dir, Software.here(), progress)
+    software = Software.here()
+    if started:
+        check_software(config, run_dir, software, progress)
     with unchanged_if_refused(run_dir):
-        return _make_ready(config, run_dir, previous, changes, progress, nodes, lock, starter)
+        run = _make_ready(config, run_dir, previous, changes, progress, nodes, lock, starter)
+        software.write(run_dir)
+        return run
 
 
 def is_complete(directory: RunDirectory, steps: int) -> bool:
@@ -210,7 +213,6 @@ def _make_ready(
         starter=starter,
     ):
         _write_plan(directory, with_compile(config, compiled=False), prospect.plan)
-    Software.here().write(run_dir)
     return RunDirectory(run_dir)
 
 
