@@ -162,7 +162,7 @@ def tune(
     everything: options.EverythingOption = False,
     keep: options.KeepOption = 20,
     as_json: JsonOption = False,
-    out: options.FragmentOption = None,
+    out: options.TunedFileOption = None,
 ) -> None:
     """Find the fastest schedule that fits: scheme, stages, micro-batch size, recomputation, passes.
 
@@ -171,7 +171,7 @@ def tune(
     with errors_explained():
         from rich.console import Console
 
-        from penstock.client.planning.tuning import TuneOptions, search, to_json, write_fragment
+        from penstock.client.planning.tuning import TuneOptions, search, to_json, write_tuned
 
         wanted = TuneOptions(
             model=model,
@@ -191,7 +191,7 @@ def tune(
         )
         loaded = None if config is None else load(config, settings)
         report = search(loaded, wanted, Console(stderr=True))
-        write_fragment(report, out)
+        write_tuned(report, out, config, tuple(settings or ()))
         if as_json:
             typer.echo(to_json(report))
         else:
@@ -288,13 +288,14 @@ type of the weights is the one that config.json names."""
 
 _TUNE_EXAMPLES = """\b
 Examples:
-  penstock tune examples/tiny.yaml --out fragment.yaml
+  penstock tune examples/tiny.yaml --out tuned.yaml
   penstock tune --model llama2-7b --gpu A100-40 --devices 8 --global-batch 64
   penstock tune --model gpt3-13b --gpu V100-32 --devices 4 --global-batch 16
       --memory 32G --host-memory 500G --schemes mobius,spipe --json
 
 Simulates a grid and leaves out early what cannot fit or cannot be faster than the
-table's last row. Then tries passes on the best of it."""
+table's last row. Then tries passes on the best of it. --out writes CONFIG with the
+winner's keys, for penstock train; of a model by name, these keys only."""
 
 
 def _finish(

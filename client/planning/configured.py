@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.client.planning.outputs import blocks_text, heading, stages_text
+from penstock.client.planning.outputs import blocks_text, heading, rates_of, stages_text
 from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.daemons.node.preparing.prospect import Prospect, look_ahead
@@ -33,8 +33,6 @@ class PlanReport:
 
     prospect: Prospect
     simulation: Simulation
-    measured: bool
-    modelled: bool = False
     forms_s: Mapping[DeviceUpdates, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,14 +98,6 @@ class PlanReport:
         """What pictures are headed with."""
         return Caption(heading=heading(self.prospect.plan))
 
-    @property
-    def _rates(self) -> str:
-        if self.measured:
-            return "with measured costs"
-        if self.modelled:
-            return "with the costs of the emulated cluster"
-        return "default rates, not measured on this machine"
-
     def to_text(self, width: int, *, instructions: bool) -> str:
         """Returns the report for people: stages, picture of the schedule, times, memory."""
         plan, simulation = self.prospect.plan, self.simulation
@@ -123,7 +113,7 @@ class PlanReport:
                 "",
                 timeline(simulation, width=max(20, width - 16)).rstrip(),
                 "",
-                f"simulated ({self._rates}): one step takes"
+                f"simulated ({rates_of(self.prospect.config)}): one step takes"
                 f" {simulation.makespan_s:.3f} s; bubbles {simulation.bubble_ratio:.1%};"
                 f" optimizer tail {simulation.optimizer_tail_s:.3f} s; computing takes"
                 f" {simulation.pipeline_s:.3f} s, in no order less than"
@@ -153,8 +143,6 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
     return PlanReport(
         prospect=prospect,
         simulation=try_plan(prospect.plan, prospect.context),
-        measured=config.schedule.profile is not None,
-        modelled=config.cluster.platform.models_time,
         forms_s=_forms_s(prospect),
     )
 

@@ -215,9 +215,9 @@ EverythingOption = Annotated[
 KeepOption = Annotated[
     int, typer.Option("--keep", metavar="COUNT", min=1, help="Rows of the table.")
 ]
-FragmentOption = Annotated[
+TunedFileOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="fragment.yaml", help="Write the winner's configuration."),
+    typer.Option("--out", metavar="tuned.yaml", help="Write the configuration, tuned."),
 ]
 ProfileFileOption = Annotated[
     Path, typer.Option("--out", metavar="p.json", help="Where the profile goes.")

@@ -13,6 +13,7 @@ from penstock.planner.render import Caption, png, svg
 from penstock.planner.schedule import schedule_of
 from penstock.planner.simulate import Simulation
 from penstock.planner.torch_actions import actions_of_schedule, format_actions
+from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError, ProtocolError, reason
 from penstock.protocol.inputs import read_bytes
 from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan, StageRange
@@ -72,6 +73,15 @@ def read_plan(path: Path) -> Plan:
         raise ConfigError(f"{path}: cannot read it: {reason(error)}") from error
     except (ProtocolError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def rates_of(config: Config) -> str:
+    """Describes where the rates of a configuration's simulation come from."""
+    if config.schedule.profile is not None:
+        return "with measured costs"
+    if config.cluster.platform.models_time:
+        return "with the costs of the emulated cluster"
+    return "default rates, not measured on this machine"
 
 
 def stages_text(ranges: Sequence[StageRange]) -> str:

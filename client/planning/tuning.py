@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from penstock.client.planning.laboratory import options_named
-from penstock.client.planning.outputs import write_file
+from penstock.client.planning.outputs import rates_of, write_file
+from penstock.client.planning.tuned_file import tuned_text
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.sources import AnalyticSource
-from penstock.planner.pipeline import OPTIMIZER_WAYS, PlanContext, make_plan, operators_named
+from penstock.planner.pipeline import (
+    OPTIMIZER_WAYS,
+    PlanContext,
+    make_plan,
+    operators_named,
+    try_plan,
+)
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.planner.tuning.auto import TunedConfig, trainable_schemes
+from penstock.planner.tuning.auto import TunedConfig, describe, trainable_schemes
 from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
 from penstock.protocol.config.execution import ScheduleConfig
@@ -32,6 +40,8 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.executable import check_executable
 from penstock.protocol.plan.plan import Plan
+
+_HEAD = "# penstock tune: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +66,9 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
-    """The best candidates, and what they are candidates for."""
+    """The best candidates, and what they are candidates for. ``notes``: the winner in words, with
+    its simulated speed; for a configuration its own speed, too.
+    """
 
     what: str
     num_candidates: int
@@ -64,6 +76,7 @@ class TuneReport:
     left_out: dict[str, int]
     fragment: dict[str, Any]
     trainable: bool
+    notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report for ``--json``."""
@@ -74,16 +87,17 @@ class TuneReport:
             "outcomes": [_outcome_dict(outcome) for outcome in self.outcomes],
             "fragment": self.fragment,
             "trainable": self.trainable,
+            "notes": list(self.notes),
         }
 
+    @property
+    def heading(self) -> str:
+        """Comments for the head of a file: how it was made, and the notes."""
+        return "".join(f"{_HEAD}{line}\n" for line in (self.what, *self.notes))
+
     def fragment_yaml(self) -> str:
-        """Returns the winner as part of a configuration, with a line of comment."""
-        best = self.outcomes[0]
-        note = "" if self.trainable else " (penstock train cannot run all of this yet)"
-        return (
-            f"# penstock tune: {self.what}; simulated {SECONDS.format(best.step_s)} a step{note}\n"
-            + yaml.safe_dump(self.fragment, sort_keys=False)
-        )
+        """Returns the winner as part of a configuration, headed by comments."""
+        return self.heading + yaml.safe_dump(self.fragment, sort_keys=False)
 
     def show(self, console: Console) -> None:
         """Prints a table of the best, then the winner's configuration."""
@@ -115,13 +129,13 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         ConfigError: impossible model or profile.
         CapacityError: nothing fits; says what was in the way.
     """
-    config = config.with_micro_batch(config.train.micro_batch or 1)
     table, runs = table_of(config), not settings.everything
-    memory: dict[str, Any] = {}
+    if settings.profile is not None:
+        schedule = config.schedule.model_copy(update={"profile": settings.profile})
+        config = config.model_copy(update={"schedule": schedule})
     if settings.device_bytes is not None:
         limit = {"device_limit": int(settings.device_bytes)}
         config = config.model_copy(update={"memory": config.memory.model_copy(update=limit)})
-        memory = {"memory": limit}
     space = Space(
         num_devices=config.num_workers,
         global_batch=config.train.global_batch,
@@ -131,9 +145,8 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
     )
     own = settings.optimizer == "advance"
     tuned = TunedConfig(
-        config=config,
+        config=config.with_micro_batch(config.train.micro_batch or 1),
         table=table,
-        profile=settings.profile,
         optimizer=None if own else OPTIMIZER_WAYS[settings.optimizer],
         any_plan=settings.everything,
     )
@@ -149,7 +162,52 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         f" {'what train runs (--all: everything)' if runs else 'every scheme'}"
     )
     best = _best(tried, what)
-    return _report(tried, what, {**tuned.fragment_of(best.candidate), **memory}, trainable=runs)
+    return _report(
+        tried,
+        what,
+        _parts(tuned, best, settings),
+        notes=(
+            _in_words(best, config.data.sequence_length, rates_of(config), trainable=runs),
+            _as_it_is(tuned, config),
+        ),
+        trainable=runs,
+    )
+
+
+def _parts(tuned: TunedConfig, best: Outcome, settings: TuneOptions) -> dict[str, Any]:
+    """Returns the keys of the winner, and those that stand for options of the command."""
+    parts = tuned.fragment_of(best.candidate)
+    if settings.profile is not None and not tuned.config.cluster.platform.models_time:
+        parts["schedule"]["profile"] = str(settings.profile)
+    if settings.device_bytes is not None:
+        parts["memory"] = {"device_limit": int(settings.device_bytes)}
+    return parts
+
+
+def _in_words(best: Outcome, sequence_length: int, rates: str, *, trainable: bool) -> str:
+    """Describes a winner and its simulated speed."""
+    candidate = best.candidate
+    schedule = ScheduleConfig.model_construct(**fragment(candidate)["schedule"])
+    count = candidate.request.num_microbatches * candidate.request.replicas
+    speed = count * candidate.micro_batch * sequence_length / best.step_s
+    return (
+        f"{describe(schedule)}, micro-batches of {candidate.micro_batch}:"
+        f" {SECONDS.format(best.step_s)} a step, {speed:,.0f} tokens/s, simulated ({rates})"
+        f"{'' if trainable else '; penstock train cannot run all of this yet'}"
+    )
+
+
+def _as_it_is(tuned: TunedConfig, config: Config) -> str:
+    """Describes the simulated speed of a configuration with the schedule that it has."""
+    if config.with_defaults().chooses:
+        return "the configuration as it is has auto choose"
+    context = tuned.context(config.train.micro_batch)
+    try:
+        plan = tuned.settled(tuned.plan_of(config, context), context)
+        step_s = try_plan(plan, context).makespan_s
+    except (ConfigError, CapacityError) as error:
+        return f"the configuration as it is cannot be trained ({str(error).splitlines()[0]})"
+    return f"the configuration as it is: {SECONDS.format(step_s)} a step, simulated"
 
 
 def _is_accepted(schedule: dict[str, Any]) -> bool:
@@ -200,12 +258,10 @@ def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
         f" {settings.sequence_length} tokens a step"
     )
     best = _best(tried, what)
-    return _report(
-        tried,
-        what,
-        _with_cluster(fragment(best.candidate), settings, space),
-        trainable=_is_trainable(best, cluster.devices_per_node),
-    )
+    trainable = _is_trainable(best, cluster.devices_per_node)
+    words = _in_words(best, settings.sequence_length, "data sheets", trainable=trainable)
+    parts = _with_cluster(fragment(best.candidate), settings, space)
+    return _report(tried, what, parts, notes=(words,), trainable=trainable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +391,9 @@ def _best(tried: Search, what: str) -> Outcome:
     return tried.best
 
 
-def _report(tried: Search, what: str, parts: dict[str, Any], *, trainable: bool) -> TuneReport:
+def _report(
+    tried: Search, what: str, parts: dict[str, Any], *, notes: tuple[str, ...], trainable: bool
+) -> TuneReport:
     return TuneReport(
         what=what,
         num_candidates=tried.num_tried,
@@ -343,17 +401,28 @@ def _report(tried: Search, what: str, parts: dict[str, Any], *, trainable: bool)
         left_out=dict(tried.left_out),
         fragment=parts,
         trainable=trainable,
+        notes=notes,
     )
 
 
-def write_fragment(report: TuneReport, path: Path | None) -> None:
-    """Write the winner's configuration.
+def write_tuned(
+    report: TuneReport, path: Path | None, source: Path | None, settings: tuple[str, ...]
+) -> None:
+    """Writes what was tuned: a whole configuration where ``source`` was tuned, with ``settings``;
+    of a model by name, or where ``train`` cannot run it, the part that was chosen.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    if path is not None:
-        write_file(path, report.fragment_yaml().encode())
+    if path is None:
+        return
+    text = report.fragment_yaml()
+    if source is not None and report.trainable:
+        made_from = " --set ".join((source.name, *settings))
+        whole = tuned_text(source, settings, report.fragment, path.parent)
+        lines = dropwhile(lambda line: line.startswith(_HEAD), whole.splitlines(keepends=True))
+        text = f"{_HEAD}made from {made_from}\n{report.heading}{''.join(lines)}"
+    write_file(path, text.encode())
 
 
 def to_json(report: TuneReport) -> str:

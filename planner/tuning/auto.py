@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from penstock.planner.configured import (
@@ -223,15 +222,14 @@ class TunedConfig:
     """A configuration, of which schedules are searched (:class:`~.search.Tunable`).
 
     Its candidates are planned and refused as ``train`` plans and refuses them, or, if ``any_plan``,
-    whatever workers can run. ``profile``: of costs, beside the configuration's own; ``guess``:
-    rates where nothing was measured; ``optimizer``: the way of an optimizer in place of the
-    configuration's. ``capacity``: holds plans against a machine. ``asked``: what ``schedule.asked``
-    says of the winner. ``refused``: a first example of each kind of refusal.
+    whatever workers can run. ``guess``: rates where nothing was measured; ``optimizer``: the way of
+    an optimizer in place of the configuration's. ``capacity``: holds plans against a machine.
+    ``asked``: what ``schedule.asked`` says of the winner. ``refused``: a first example of each kind
+    of refusal.
     """
 
     config: Config
     table: BlockTable
-    profile: Path | None = None
     guess: Guess | None = None
     optimizer: OptimizerModel | None = None
     any_plan: bool = False
@@ -241,7 +239,7 @@ class TunedConfig:
 
     def context(self, micro_batch: int) -> PlanContext:
         """Returns the configuration's context, with the costs of micro-batches of that size."""
-        prices = config_prices(self.config, self.table, self.profile, micro_batch, self.guess)
+        prices = config_prices(self.config, self.table, micro_batch=micro_batch, guess=self.guess)
         context = config_context(self.config, self.table, prices)
         return replace(context, optimizer=self.optimizer or context.optimizer)
 

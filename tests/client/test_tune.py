@@ -1,4 +1,4 @@
-"""``penstock tune`` and ``penstock profile``: options, tables, and a fragment that train takes."""
+"""``penstock tune`` and ``penstock profile``: options, tables, and a file that train takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ from penstock.client.planning import tuning
 from penstock.daemons.node.preparing import tool
 from penstock.daemons.preload.owner import ChildProcess, spawn
 from penstock.daemons.preload.starting import Spawning
-from penstock.planner.configured import trainable_plan
+from penstock.planner.configured import config_context, trainable_plan
+from penstock.planner.cost.profile import CPU_GUESS
+from penstock.planner.pipeline import try_plan
+from penstock.planner.render.units import SECONDS
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.tuning.auto import trainable_schemes
 from penstock.protocol.config.schema import load_config
+from penstock.protocol.plan.profile import KindProfile, LinearFit, Profile, to_json
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 
 CONFIG = {
@@ -71,6 +76,25 @@ TABLE = BlockTable(
 )
 
 
+FIT = LinearFit(slope=1e-6)
+PROFILE = Profile(
+    device="a laptop",
+    sequence_length=8,
+    micro_batch=1,
+    machine=CPU_GUESS.machine,
+    kinds={
+        "layer": KindProfile(
+            **{
+                field.name: FIT
+                for field in fields(KindProfile)
+                if field.name not in ("operators", "sources")
+            }
+        )
+    },
+    table=TABLE,
+)
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A configuration whose block table is known without torch."""
@@ -80,25 +104,68 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_fragment_of_a_configuration_goes_back_into_it(config: Path, tmp_path: Path) -> None:
-    out = tmp_path / "fragment.yaml"
-    code, text, err = penstock("tune", str(config), "--out", str(out), "--json")
+def test_the_file_is_the_whole_configuration_with_the_winner_in_it(
+    config: Path, tmp_path: Path
+) -> None:
+    config.write_text(f"# mine\n{config.read_text()}".replace("name: small", "name: small  # s"))
+    out = tmp_path / "tuned.yaml"
+    options = ("--set", "train.steps=9", "--out", str(out), "--json")
+    code, text, err = penstock("tune", str(config), *options)
     assert code == 0, err
     report = json.loads(text)
-    parts = yaml.safe_load(out.read_text())
-    assert parts == report["fragment"] and report["trainable"] is True
     best = report["outcomes"][0]
     assert {o["scheme"] for o in report["outcomes"]} <= set(trainable_schemes())
-    settings = [
-        f"{section}.{key}={value}"
-        for section, values in parts.items()
-        for key, value in values.items()
-    ]
-    merged = load_config(config, tuple(settings))
-    assert merged.schedule.scheme == best["scheme"] and best["step_seconds"] > 0
-    plan = trainable_plan(merged, TABLE)
+    tuned, plain = load_config(out), load_config(config, ("train.steps=9",))
+    for section in set(type(tuned).model_fields) - {"schedule", "train"}:
+        assert getattr(tuned, section) == getattr(plain, section)
+    assert tuned.train == plain.with_micro_batch(best["micro_batch"]).train
+    plan = trainable_plan(tuned, TABLE)
     assert plan.num_microbatches == best["micro_batches"] * best["replicas"]
     assert len(plan.backward_stages) == best["backward_stages"] * plan.num_routes
+    context = config_context(tuned, TABLE)
+    assert try_plan(plan, context).makespan_s == pytest.approx(best["step_seconds"])
+    own_s = try_plan(trainable_plan(plain, TABLE), config_context(plain, TABLE)).makespan_s
+    written = out.read_text()
+    for words in (
+        "# penstock tune: made from config.yaml --set train.steps=9\n",
+        f"micro-batches of {best['micro_batch']}: {SECONDS.format(best['step_seconds'])} a step,",
+        " tokens/s, simulated (default rates, not measured on this machine)\n",
+        f"the configuration as it is: {SECONDS.format(own_s)} a step, simulated\n",
+        "# mine\n",
+        "  name: small  # s\n",
+    ):
+        assert words in written
+    assert penstock("tune", str(out), "--out", str(out))[0] == 0
+    assert out.read_text().count("# penstock tune: made from ") == 1, "old headings go"
+
+
+def test_paths_of_a_file_in_another_folder_are_absolute(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``penstock train`` takes them: from the folder in which a user starts it."""
+    monkeypatch.chdir(tmp_path)
+    profile = tmp_path / "p.json"
+    profile.write_text(to_json(PROFILE))
+    config.write_text(
+        "model: {hf: {model_type: llama}, imports: [layers]}\n"
+        "data: {path: texts/*.txt, tokenizer: byte, eval_path: '@stdlib', sequence_length: 8}\n"
+        "train: {global_batch: 4, micro_batch: auto}\nschedule: auto\n"
+    )
+    (tmp_path / "sub").mkdir()
+    options = ("--costs", "p.json", "--keep", "1")
+    for name, texts in (
+        ("tuned.yaml", "texts/*.txt"),
+        ("sub/tuned.yaml", f"{tmp_path}/texts/*.txt"),
+    ):
+        code, _, err = penstock("tune", str(config), *options, "--out", name)
+        assert code == 0, err
+        tuned = load_config(Path(name))
+        assert tuned.data.path == texts and tuned.data.tokenizer == "byte"
+        assert tuned.data.eval_path == "@stdlib" and tuned.model.import_path == tmp_path
+        assert tuned.schedule.profile is not None and not tuned.chooses
+        assert (Path.cwd() / tuned.schedule.profile) == profile
+        assert tuned.schedule.profile.is_absolute() == ("sub" in name)
+        assert "simulated (with measured costs)\n" in Path(name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""The file that ``penstock tune CONFIG --out FILE`` writes: the user's configuration, with the keys
+of the fastest schedule in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.daemons.node.preparing.places import FILES, PLACES, with_absolute_paths
+from penstock.protocol.config.editing import edited
+from penstock.protocol.config.execution import ScheduleConfig
+from penstock.protocol.config.reading import MAX_BYTES, read_mapping
+from penstock.protocol.config.schema import parse_config
+from penstock.protocol.config.words import apply_overrides
+from penstock.protocol.inputs import read_text
+
+_PATHS = (*PLACES, *FILES, "cluster.device")
+"""Keys whose values are paths, or have one."""
+
+
+def tuned_text(
+    source: Path, settings: tuple[str, ...], parts: Mapping[str, Mapping[str, Any]], folder: Path
+) -> str:
+    """Returns the text of the configuration file ``source`` with ``settings`` (``--set``) and the
+    keys of ``parts``, to be written into ``folder``. Keys of the schedule with default values are
+    left out. In another folder than that of ``source`` paths are absolute.
+
+    Raises:
+        ConfigError: the result is no configuration.
+    """
+    wanted = apply_overrides(read_mapping(source).value, settings)
+    for name, keys in parts.items():
+        wanted[name] = _merged(wanted.get(name), keys)
+    home = source.absolute().parent
+    config = parse_config(wanted, source=str(source), folder=home)
+    if folder.resolve() != home.resolve():
+        absolute = with_absolute_paths(config).model_dump(mode="json")
+        for section, _, key in (path.partition(".") for path in _PATHS):
+            if absolute[section][key] is not None and (key in wanted.get(section, ())):
+                wanted[section][key] = absolute[section][key]
+        if config.has_own_modules:
+            wanted["model"]["import_path"] = absolute["model"]["import_path"]
+    return edited(read_text(source, MAX_BYTES), wanted)
+
+
+def _merged(section: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a section with other values of some keys; ``scheme`` alone may stand for it."""
+    values = {"scheme": section} if isinstance(section, str) else dict(section or {})
+    defaults = ScheduleConfig().model_dump(mode="json")
+    for key, value in keys.items():
+        values[key] = value
+        if key in defaults and key != "scheme" and value == defaults[key]:
+            del values[key]
+    return values
