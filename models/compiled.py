@@ -47,6 +47,11 @@ class Compiler:
     deterministic: bool = True
     cache: Path | None = None
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of ``torch.compile`` for the backend."""
+        return _OPTIONS.get(self.backend, {})
+
     def set_up_process(self) -> None:
         """Sets torch's options for all graphs of the process, before the first one is compiled."""
         if self.cache is not None:

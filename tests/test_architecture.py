@@ -46,7 +46,7 @@ MAY_IMPORT = {
 
 FLOORS = {
     "protocol": """errors
-        inputs requirements sums token_cache world
+        inputs numerics requirements sums token_cache world
         platforms.registry
         config
         plan security
@@ -75,6 +75,7 @@ FLOORS = {
         surgery
         binding
         checkpoints compiled saved_activations split_backward
+        kernels
         data.prepare storing
         runtime
         profiling""",

@@ -20,7 +20,7 @@ from penstock.models.runtime import HIDDEN, BoundBlock, ModelRuntime
 from penstock.models.torch_internals import compilation_error, num_compiled_graphs
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.names import node_of_device, nodes_beside
+from penstock.protocol.plan.cpus import threads_per_worker
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.cgroup import usable_cpus
@@ -30,17 +30,6 @@ from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.registry import open_platform
 
 _REASON_LETTERS = 300
-
-
-def threads_per_worker(config: Config, device: int, num_cores: int) -> int:
-    """Compute threads of a worker: configured, or its share of the machine's cores.
-
-    Nodes with the same host are one machine.
-    """
-    if config.cluster.threads_per_worker:
-        return config.cluster.threads_per_worker
-    nodes_here = nodes_beside(config, node_of_device(config, device))
-    return max(1, num_cores // (len(nodes_here) * config.cluster.workers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

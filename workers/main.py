@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from penstock.protocol import world
 from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.plan.cpus import threads_per_worker
 from penstock.protocol.plan.placement import place
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
@@ -31,7 +32,6 @@ from penstock.shm.cgroup import usable_cpus
 from penstock.workers.channels.inbox import Inbox
 from penstock.workers.channels.opening import transport_here
 from penstock.workers.channels.transport import Transport
-from penstock.workers.compiling import threads_per_worker
 from penstock.workers.epoch_builder import EpochBuilder, bind_transport
 from penstock.workers.peers import Peers
 from penstock.workers.platforms.base import WorkerSite

@@ -159,6 +159,15 @@ def _prepare_model(
     write_atomically(directory / "meta.json", json.dumps(meta))
 
 
+def observe(config: Config, run_dir: Path) -> None:
+    """Notes the kernels that the run's workers compute with, where they compute with torch's."""
+    if config.cluster.platform.brings_model:
+        return
+    from penstock.models.kernels import observe_kernels
+
+    observe_kernels(config, run_dir)
+
+
 def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
     """Say where a new run would take other weights than one that was prepared before there was a
     record of its files; makes that record.
@@ -298,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table-only", action="store_true", help="leave the data out")
     parser.add_argument("--config-only", action="store_true", help="read no data and no weights")
     parser.add_argument("--review", action="store_true", help="only say what a new run would take")
+    parser.add_argument("--kernels", action="store_true", help="only note the kernels")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
     run_dir: Path = options.run_dir
@@ -306,6 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = RunDirectory(run_dir).config
         if options.review:
             review_weights(config, run_dir, _say)
+            return
+        if options.kernels:
+            observe(config, run_dir)
             return
         bounds = Bounds(alone=options.parent_pid is not None)
         prepare(
@@ -316,6 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress=_say,
             bounds=bounds,
         )
+        if not (options.table_only or options.config_only):
+            observe(config, run_dir)
 
     return tool_main(work, run_dir, options.parent_pid)
 

@@ -14,6 +14,7 @@ from penstock.protocol.config.values import AUTO
 from penstock.protocol.errors import CapacityError
 from penstock.protocol.platforms.registry import CoreUse
 from penstock.protocol.run.engines import engine_of
+from penstock.protocol.run.names import node_of_device, nodes_beside
 from penstock.shm.cgroup import CpuLimit
 
 
@@ -36,6 +37,17 @@ def cpus_needed(config: Config) -> int:
             return optimizer + workers
         case CoreUse.WAIT:
             return optimizer
+
+
+def threads_per_worker(config: Config, device: int, num_cores: int) -> int:
+    """Returns the compute threads of a worker: configured, or its share of the machine's cores.
+
+    Nodes with the same host are one machine.
+    """
+    if config.cluster.threads_per_worker:
+        return config.cluster.threads_per_worker
+    nodes_here = nodes_beside(config, node_of_device(config, device))
+    return max(1, num_cores // (len(nodes_here) * config.cluster.workers))
 
 
 def cpu_shortage(config: Config, nodes: Sequence[int], cpus: CpuLimit) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.errors import ConfigError, ProtocolError, StateError, reason
+from penstock.protocol.numerics import KERNELS, NUMERICS, Numerics
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
 from penstock.protocol.run.files import (
@@ -45,6 +46,7 @@ _FILES = (
     *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
     *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
     *("software.json", "journal.sqlite-count", "places.json", CONSTANTS),
+    *(NUMERICS, KERNELS),
 )
 COMPILED = "compiled"
 """Folder of the layers' compiled graphs: a cache, which costs time only when it is removed."""
@@ -197,6 +199,22 @@ class RunDirectory:
     @cached_property
     def _plan_text(self) -> str:
         return self._text("plan.json")
+
+    @cached_property
+    def numerics(self) -> Numerics | None:
+        """The numerics recipe in force; None in runs that an older Penstock prepared.
+
+        Raises:
+            StateError: ``numerics.json`` is damaged or was edited.
+        """
+        if not (self.path / NUMERICS).exists():
+            return None
+        return Numerics.from_json(self._text(NUMERICS), str(self.path / NUMERICS))
+
+    @property
+    def numerics_digest(self) -> str:
+        """The name of the recipe in force; empty without a recipe."""
+        return "" if self.numerics is None else self.numerics.digest
 
     @property
     def state_dir(self) -> Path:

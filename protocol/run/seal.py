@@ -28,8 +28,8 @@ MADE = ("table.json", "model/config.json", "data/meta.json")
 CONSTANTS = "model/constants.safetensors"
 """Made once, too, for models that have any: :mod:`penstock.models.checkpoints.constants`."""
 
-SEALED = (*MADE, CONSTANTS, "resolved.yaml", "plan.json")
-"""All files whose checksums are kept; the last two are written at every start."""
+SEALED = (*MADE, CONSTANTS, "resolved.yaml", "plan.json", "numerics.json")
+"""All files whose checksums are kept; the last three are written at every start."""
 
 
 def with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,6 +126,7 @@ _REMEDIES = {
     "resolved.yaml": "Restore it, and make changes in your own configuration or with --set; the"
     " next penstock train writes it anew",
     "plan.json": "The next penstock train writes it anew",
+    "numerics.json": "The next penstock train writes it anew",
 }
 
 

@@ -234,7 +234,7 @@ KEPT = ("journal.sqlite", ".lock", ".home")
 def dirty(run_dir: Path) -> list[str]:
     """Temporary files of a run that nobody would account for."""
     made = {"run.json", "resolved.yaml", "inputs.json", "table.json", "plan.json", "token"}
-    allowed = {*made, "metrics.jsonl", "software.json", "places.json"}
+    allowed = {*made, "metrics.jsonl", "software.json", "places.json", "numerics.json"}
     return [
         p.name
         for p in run_dir.iterdir()

@@ -23,10 +23,10 @@ import yaml
 
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
+from penstock.protocol.plan.cpus import threads_per_worker
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.protocol.security.token import ensure_token
-from penstock.workers.compiling import threads_per_worker
 
 WORKER = """
 import sys

@@ -94,6 +94,11 @@ def compiles(
     return True
 
 
+def leaves_layers(plan: Plan) -> bool:
+    """Returns whether a plan's training forwards run the layers as they are, never compiled."""
+    return next(_objections(plan), None) is not None
+
+
 def _objections(plan: Plan) -> Iterator[str]:
     """Yields what a plan does that needs layers as they are."""
     if plan.rebinds_weights:

@@ -43,6 +43,7 @@ from penstock.daemons.node.preparing.compiling import (
 )
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.machine import check_machine
+from penstock.daemons.node.preparing.numerics import knows_kernels, write_numerics
 from penstock.daemons.node.preparing.places import (
     follow_move,
     move_tokens,
@@ -153,8 +154,10 @@ def _prepare(
         check_software(config, run_dir, software, progress)
     with unchanged_if_refused(run_dir):
         run = _make_ready(config, run_dir, previous, changes, progress, nodes, lock, starter)
+        write_numerics(run, run.config, run.plan, software)
+        run.seal(fixed_values(run.config))
         software.write(run_dir)
-        return run
+        return RunDirectory(run_dir)
 
 
 def is_complete(directory: RunDirectory, steps: int) -> bool:
@@ -193,6 +196,10 @@ def _make_ready(
     elif config.model.path is not None and not _knows_its_weights(run_dir):
         run_models_prepare(
             config, run_dir, "--review", progress=progress, lock=lock, starter=starter
+        )
+    if not makes_inputs and not knows_kernels(config, run_dir, Software.here()):
+        run_models_prepare(
+            config, run_dir, "--kernels", progress=progress, lock=lock, starter=starter
         )
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
     # Read anew: a cached attribute may stem from before the inputs were made.

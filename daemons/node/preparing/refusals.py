@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.protocol.numerics import KERNELS
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.seal import SEAL, SEALED
 
 _DATA = "data/meta.json"
-_WRITTEN = (*SEALED, "model/meta.json", "places.json", "software.json", ".home", SEAL)
+_WRITTEN = (*SEALED, "model/meta.json", "places.json", KERNELS, "software.json", ".home", SEAL)
 """Files in the order in which they are written back: the seal is of those before it."""
 
 

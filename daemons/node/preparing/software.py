@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -74,18 +74,23 @@ class Software:
         except (OSError, *DAMAGED):
             return None
 
+    def rounding(self, *, counts_cpus: bool) -> dict[str, str]:
+        """Returns the facts that rounding depends on, as far as they are known, by their names.
+        ``counts_cpus``: the number of compute threads follows from that of the CPUs.
+        """
+        facts = {name: self.packages.get(name, "") for name in _ROUNDING}
+        facts["processor"] = self.processor
+        facts["CPUs"] = str(self.cpus) if counts_cpus and self.cpus else ""
+        facts["GPUs"] = ", ".join(self.gpus or ())
+        return {name: fact for name, fact in facts.items() if fact}
+
     def differences(self, earlier: Software, *, counts_cpus: bool) -> list[str]:
         """Returns in words what rounding depends on and was otherwise ``earlier``, as far as both
-        know it. ``counts_cpus``: the number of compute threads follows from that of the CPUs.
+        know it.
         """
-        pairs: list[tuple[str, object, object]] = [
-            (name, earlier.packages.get(name), self.packages.get(name)) for name in _ROUNDING
-        ]
-        pairs.append(("processor", earlier.processor, self.processor))
-        pairs += [("CPUs", earlier.cpus, self.cpus)] if counts_cpus else []
-        if earlier.gpus is not None and self.gpus is not None:
-            pairs.append(("GPUs", ", ".join(earlier.gpus), ", ".join(self.gpus)))
-        return [f"{name}: {old} -> {new}" for name, old, new in pairs if old and new and old != new]
+        before = earlier.rounding(counts_cpus=counts_cpus)
+        now = self.rounding(counts_cpus=counts_cpus)
+        return differences(before, now)
 
     def write(self, run_dir: Path) -> None:
         """Makes the note, or leaves it as it is when nothing has changed.
@@ -96,6 +101,15 @@ class Software:
         text = json.dumps(asdict(self), indent=1)
         if not holds_text(run_dir / FILE, text):
             write_atomically(run_dir / FILE, text)
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns in words the facts of ``before`` that have another value ``now``."""
+    return [
+        f"{name}: {old} -> {now[name]}"
+        for name, old in before.items()
+        if name in now and now[name] != old
+    ]
 
 
 def check_software(

@@ -19,6 +19,7 @@ from penstock.client.watching.snapshots import _metrics
 from penstock.daemons.metrics.targets import addresses
 from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
 from penstock.daemons.node.home import former_home, original_of
+from penstock.daemons.node.preparing.numerics import _kernels
 from penstock.daemons.node.preparing.places import _recorded
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.service_manager import progress_of
@@ -30,6 +31,8 @@ from penstock.daemons.scheduler.journal_count import step_of
 from penstock.daemons.scheduler.rollback import line_attempt
 from penstock.models.checkpoints.causes import quantization_of
 from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.protocol.numerics import KERNELS as KERNELS_FILE
+from penstock.protocol.numerics import NUMERICS
 from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations
 from penstock.protocol.platforms.peer_memory import PeerMemory
 from penstock.protocol.run.ended import RunEnd
@@ -41,6 +44,7 @@ from penstock.protocol.wire.control import ControlClient, is_stale
 from penstock.shm.layout import SegmentKind
 from tests.fuzz.target import Decoder, Form, Open, Target, from_file, plainly
 from tests.fuzz.targets.material import run_directory
+from tests.protocol.test_numerics import KERNELS, RECIPE
 
 NEVER: tuple[type[Exception], ...] = ()
 """Of readers to which a damaged file is as good as none."""
@@ -306,6 +310,28 @@ RUN_FILES = (
             "memory_bytes": 1024,
             "gpus": ["x"],
         },
+    ),
+    json_file(
+        "numerics",
+        NUMERICS,
+        lambda folder: RunDirectory(folder).numerics,
+        (
+            "protocol.numerics.Numerics.from_json",
+            "protocol.numerics._parsed",
+        ),
+        seeds=lambda: [RECIPE.to_json().encode()],
+        allowed=(PenstockError,),
+    ),
+    json_file(
+        "kernels",
+        KERNELS_FILE,
+        _kernels,
+        (
+            "protocol.numerics.Kernels.from_json",
+            "daemons.node.preparing.numerics._kernels",
+        ),
+        seeds=lambda: [KERNELS.to_json().encode()],
+        allowed=(PenstockError,),
     ),
     json_file(
         "critical",

@@ -1,0 +1,97 @@
+"""The numerics recipe that preparation writes, and when a tool process looks at kernels again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.node.preparing.software import Software
+from penstock.protocol.errors import StateError
+from penstock.protocol.numerics import Numerics
+from penstock.protocol.run.rundir import RunDirectory
+from tests.node.test_prepare import config
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    return f"data.path={text}"
+
+
+def recipe_of(run_dir: Path) -> Numerics:
+    """Returns the recipe of a run as every process reads it."""
+    recipe = RunDirectory(run_dir).numerics
+    assert recipe is not None
+    return recipe
+
+
+def test_preparation_writes_what_bits_follow_from(tmp_path: Path, corpus: str) -> None:
+    run_dir = tmp_path / "run"
+    run = prepare_run(config(corpus, "train.micro_batch=2", "data.document_masks=true"), run_dir)
+    recipe = recipe_of(run_dir)
+    assert recipe.plan == run.plan_digest and recipe.digest == run.numerics_digest
+    assert (recipe.batch.micro_batch, recipe.batch.sequence_length) == (2, 16)
+    assert recipe.batch.attention_mask == "documents"
+    [layer] = recipe.layers
+    assert layer.kind == "LlamaDecoderLayer"
+    assert not layer.compiled_in_training and recipe.compiler is None
+    assert layer.attention.backward == f"{layer.attention.forward}_backward"
+    assert recipe.arithmetic is not None and recipe.arithmetic.deterministic
+    assert recipe.arithmetic.instructions == torch.backends.cpu.get_cpu_capability()
+    assert recipe.software["torch"] == torch.__version__
+    assert recipe.sums.replicas == "none"
+    replicas = ("schedule.scheme=1f1b", "schedule.replicas=2", "train.micro_batch=2")
+    prepare_run(config(corpus, *replicas), run_dir)
+    assert recipe_of(run_dir).sums.replicas == "optimizer, in the order of 2 routes"
+
+
+def test_a_recipe_follows_the_plan_and_the_software_alone(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    kernels = run_dir / "model" / "kernels.json"
+    prepare_run(config(corpus), run_dir)
+    first, made = recipe_of(run_dir), kernels.stat().st_mtime_ns
+    prepare_run(config(corpus, "train.steps=9", "optimizer.lr=0.5"), run_dir)
+    assert recipe_of(run_dir) == first
+    prepare_run(config(corpus, "schedule.scheme=gpipe"), run_dir)
+    assert recipe_of(run_dir) == replace(first, plan=RunDirectory(run_dir).plan_digest)
+    assert kernels.stat().st_mtime_ns == made
+    here = Software.here()
+    newer = replace(here, packages={**here.packages, "torch": "9.9.9"})
+    monkeypatch.setattr(Software, "here", lambda: newer)
+    prepare_run(config(corpus), run_dir)
+    assert recipe_of(run_dir).software["torch"] == "9.9.9"
+    assert recipe_of(run_dir).digest != first.digest
+    assert kernels.stat().st_mtime_ns > made, "another torch may choose other kernels"
+
+
+def test_a_run_of_before_there_were_recipes_gets_one(tmp_path: Path, corpus: str) -> None:
+    run_dir = tmp_path / "run"
+    prepare_run(config(corpus), run_dir)
+    recipe = recipe_of(run_dir)
+    for name in ("numerics.json", "model/kernels.json"):
+        (run_dir / name).unlink()
+    fields = json.loads((run_dir / "inputs.json").read_text())
+    assert fields["files"].pop("numerics.json")
+    assert RunDirectory(run_dir).numerics is None and RunDirectory(run_dir).numerics_digest == ""
+    (run_dir / "journal.sqlite").touch()
+    prepare_run(config(corpus), run_dir)
+    assert recipe_of(run_dir) == recipe
+
+
+def test_an_edited_recipe_is_refused_and_written_anew(tmp_path: Path, corpus: str) -> None:
+    run_dir = tmp_path / "run"
+    prepare_run(config(corpus), run_dir)
+    recipe, path = recipe_of(run_dir), run_dir / "numerics.json"
+    path.write_text(path.read_text().replace("AVX", "SSE").replace('"threads": ', '"threads": 1'))
+    with pytest.raises(StateError, match=r"numerics\.json: .* next penstock train writes it anew"):
+        _ = RunDirectory(run_dir).numerics
+    prepare_run(config(corpus), run_dir)
+    assert recipe_of(run_dir) == recipe
