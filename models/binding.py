@@ -132,33 +132,60 @@ def summing(block: BoundBlock) -> BoundBlock:
     # Without autograd nothing is added up, and a detached tensor is alias enough.
     grads = torch.is_grad_enabled()
     leaves = {
-        name: _summing(leaf) if grads and leaf.requires_grad else leaf.detach()
+        name: _summing(leaf, leaf) if grads and leaf.requires_grad else leaf.detach()
         for name, leaf in block.leaves.items()
     }
     return BoundBlock(index=block.index, leaves=leaves)
 
 
+@contextmanager
+def gathering(block: BoundBlock, now: BoundBlock) -> Iterator[BoundBlock]:
+    """Yields the block over the memory of ``now``, for several backwards. A gradient that is
+    narrower than its sum is added to the sum at once; other gradients of a leaf are added up first,
+    as in a backward of one graph, and reach the sum when the context ends.
+    """
+    with torch.enable_grad():
+        leaves = {
+            name: _summing(leaf, now.leaves[name])
+            if leaf.requires_grad and leaf.grad_dtype != leaf.dtype
+            else now.leaves[name].detach().requires_grad_(leaf.requires_grad)
+            for name, leaf in block.leaves.items()
+        }
+    yield BoundBlock(index=block.index, leaves=leaves)
+    for name, alias in leaves.items():
+        if alias.is_leaf and alias.grad is not None:
+            _add_to_sum(block.leaves[name], alias.grad)
+
+
 class _Summing(torch.autograd.Function):
-    """A tensor over a leaf's memory that autograd takes for neither a leaf nor a view of one."""
+    """A tensor over given memory that autograd takes for neither a leaf nor a view of one; its
+    gradients are added to the sum of ``leaf``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         ctx.leaf = leaf
-        return leaf.detach()
+        return memory.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         # The sum may have been bound since the forward.
-        total = ctx.leaf.grad
-        if total is None:
-            return gradients[0]
-        with torch.no_grad():
-            total.add_(gradients[0])
-        return None
+        if ctx.leaf.grad is None:
+            return gradients[0], None
+        _add_to_sum(ctx.leaf, gradients[0])
+        return None, None
 
 
-def _summing(leaf: torch.Tensor) -> torch.Tensor:
-    alias: torch.Tensor = _Summing.apply(leaf)  # type: ignore[no-untyped-call]
+def _add_to_sum(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    if leaf.grad is None:
+        leaf.grad = gradient.to(leaf.grad_dtype)
+        return
+    with torch.no_grad():
+        leaf.grad.add_(gradient)
+
+
+def _summing(leaf: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    alias: torch.Tensor = _Summing.apply(leaf, memory)  # type: ignore[no-untyped-call]
     return alias
 
 

@@ -3,57 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from penstock.models.data.batch import IGNORED_LABEL
+from penstock.shm.table import LOGITS_BYTES
 
-CHUNK_BYTES = 64 * 2**20
-"""Upper limit of one chunk's logits in fp32."""
+_LEAST_ROWS = 1024
+"""Rows of a chunk at least: below, a product of a large vocabulary waits for its weights."""
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+"""A model's head: (rows, hidden) in the compute dtype to logits (rows, vocabulary)."""
+
+
+def loss_rows(vocab_size: int) -> int:
+    """Returns the rows of a chunk for new runs: 1,024, or as many as have 64 MiB of fp32 logits."""
+    return max(_LEAST_ROWS, LOGITS_BYTES // (4 * vocab_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossHead:
+    """The head of a model as its loss calls it.
+
+    ``logits_of`` maps (rows, hidden) to logits. ``in_backward`` returns a context with a function
+    of the same results; gradients of several backwards inside add up in the head's parameters, by
+    the end of the context at the latest.
+    """
+
+    logits_of: LogitsOf
+    in_backward: Callable[[], AbstractContextManager[LogitsOf]]
 
 
 def chunked_cross_entropy(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    vocab_size: int,
-    chunk_bytes: int = CHUNK_BYTES,
+    head: LossHead, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int
 ) -> torch.Tensor:
     """Returns the summed negative log-likelihood in nats, a fp32 scalar: the sum over rows of
     log sum_v exp(logits[v]) - logits[label]. Labels of -100 count nothing.
 
-    ``hidden`` is (rows, hidden) in the compute dtype, ``labels`` (rows,) int64. ``logits_of`` maps
-    (chunk, hidden) to (chunk, vocabulary), which is widened to fp32. A chunk's logits take at most
-    ``chunk_bytes`` in fp32, or one row's. With more than one chunk each chunk's logits are computed
-    again in the backward, so memory is bounded by one chunk in both directions; ``logits_of`` must
-    allow being called then.
+    ``hidden`` is (rows, hidden) in the compute dtype, ``labels`` (rows,) int64. Logits are widened
+    to fp32. With more than ``chunk_rows`` rows, and autograd, the backward computes logits, loss
+    and their gradients, chunk by chunk and once; the scalar is NaN until then.
     """
     rows = hidden.shape[0]
-    chunk_rows = max(1, chunk_bytes // (4 * vocab_size))
     if rows <= chunk_rows:
-        return _summed(logits_of, hidden, labels)
-    # Chunks are added one after the other, in fp32: the rounding of the sum follows from their
-    # size.
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for start in range(0, rows, chunk_rows):
-        part, wanted = hidden[start : start + chunk_rows], labels[start : start + chunk_rows]
-        if torch.is_grad_enabled():
-            # The head has no dropout, so no random state needs to be kept for the second
-            # computation.
-            total = total + checkpoint(
-                _summed, logits_of, part, wanted, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            total = total + _summed(logits_of, part, wanted)
+        return _summed(head.logits_of, hidden, labels)
+    if torch.is_grad_enabled():
+        anchor = torch.zeros((), requires_grad=True)
+        loss: torch.Tensor = _LossInBackward.apply(  # type: ignore[no-untyped-call]
+            hidden, anchor, labels, head, chunk_rows
+        )
+        return loss
+    starts = range(0, rows, chunk_rows)
+    parts = [(hidden[at : at + chunk_rows], labels[at : at + chunk_rows]) for at in starts]
+    return _added([_summed(head.logits_of, *part) for part in parts])
+
+
+class _LossInBackward(torch.autograd.Function):
+    """The loss of several chunks, whose value its backward computes with the gradients.
+
+    A forward that computed the loss would have to keep the logits of all chunks, or make them
+    again. ``anchor`` is a scalar that requires a gradient: a head may train above frozen layers.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        anchor: torch.Tensor,
+        labels: torch.Tensor,
+        head: LossHead,
+        chunk_rows: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.labels, ctx.head, ctx.chunk_rows = labels, head, chunk_rows
+        # An alias of the result: a reference to the result itself would be a cycle.
+        ctx.loss = torch.full((), torch.nan, dtype=torch.float32, device=hidden.device)
+        alias: torch.Tensor = ctx.loss.detach()
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, *weights: Any) -> Any:
+        (hidden,) = ctx.saved_tensors
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        losses = []
+        with ctx.head.in_backward() as logits_of:
+            # From the last to the first chunk, in the order in which autograd walks a graph.
+            for start in reversed(range(0, hidden.shape[0], ctx.chunk_rows)):
+                chunk = slice(start, start + ctx.chunk_rows)
+                rows = hidden[chunk].detach().requires_grad_(gradient is not None)
+                with torch.enable_grad():
+                    loss = _summed(logits_of, rows, ctx.labels[chunk])
+                torch.autograd.backward(loss, weights[0])
+                losses.append(loss.detach())
+                if gradient is not None:
+                    gradient[chunk] = rows.grad
+        ctx.loss.copy_(_added(losses[::-1]))
+        return gradient, None, None, None, None
+
+
+def _added(losses: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of fp32 scalars, in their order, which decides its rounding."""
+    total = torch.zeros((), dtype=torch.float32, device=losses[0].device)
+    for loss in losses:
+        total = total + loss
     return total
 
 
-def _summed(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
+def _summed(logits_of: LogitsOf, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(
         logits_of(hidden).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
     )

@@ -8,8 +8,8 @@ modules while a block runs. Nothing is copied. Blocks of one kind share one modu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ from penstock.models.binding import (
     SkeletonModules,
     bind_block,
     bind_gradients,
+    gathering,
     summing,
 )
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
-from penstock.models.loss import chunked_cross_entropy
+from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy
 from penstock.models.saved_activations import let_go
 from penstock.models.saved_activations.tape import tensors_in
 from penstock.models.storing import Stored, Storing
@@ -54,9 +55,10 @@ class StageOutput:
     ``tensors`` are the named tensors for the next block (empty after the head): :data:`HIDDEN`,
     (micro_batch, sequence, hidden) in the compute dtype. ``checkpoints[b]`` are the detached inputs
     of block ``b``, of the same shape. ``loss_sum`` is the detached sum over counted tokens, a fp32
-    scalar in nats (head only), ``loss`` the same times ``loss_weight`` with its graph. ``inputs``
-    are the leaves whose gradient :meth:`ModelRuntime.backward` returns. ``stored``: what the
-    forward left for the backward, if it was told how.
+    scalar in nats (head only; that of several chunks is NaN until the backward). ``loss`` is the
+    same times ``loss_weight`` with its graph. ``inputs`` are the leaves whose gradient
+    :meth:`ModelRuntime.backward` returns. ``stored``: what the forward left for the backward, if it
+    was told how.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -369,27 +371,32 @@ class ModelRuntime:
         prepared: _Prepared,
         storing: Storing | None,
     ) -> torch.Tensor:
-        training = prepared.training
         labels = self._moved(prepared.batch.labels).reshape(-1)
-        again = False
+        training = prepared.training
+
+        def logits_of(over: BoundBlock) -> LogitsOf:
+            def logits(rows: torch.Tensor) -> torch.Tensor:
+                # Installed per call: chunks run in the backward, when the forward is long over.
+                with self._modules.installed(over, training):
+                    return self._parts.logits(rows)
+
+            return logits
+
+        @contextmanager
+        def in_backward() -> Iterator[LogitsOf]:
+            # Gradients go to the leaves of the forward, which may have lost their memory since.
+            now = block if storing is None else storing.block_now(block)
+            with gathering(block, now) as over:
+                yield logits_of(over)
+
         with self._modules.installed(block, training):
             finished = self._parts.finish(hidden)
-
-        def logits_of(rows: torch.Tensor) -> torch.Tensor:
-            # Installed per call: chunks run again in the backward, when the forward is long over.
-            # Gradients go to the leaves of the first run, which may have lost their memory since.
-            now = storing.block_now(block) if storing is not None and again else block
-            with self._modules.installed(now, training):
-                return self._parts.logits(rows)
-
-        loss = chunked_cross_entropy(
-            logits_of,
+        return chunked_cross_entropy(
+            LossHead(logits_of=logits_of(block), in_backward=in_backward),
             finished.reshape(-1, finished.shape[-1]),
             labels,
-            vocab_size=self._table.vocab_size,
+            chunk_rows=self._table.rows_of_loss,
         )
-        again = True
-        return loss
 
     def _prepare(
         self,

@@ -17,6 +17,9 @@ from typing import Any
 VECTOR_ELEMENTS = 16
 """Tensors start at multiples of this many elements, so that no vector holds two tensors."""
 
+LOGITS_BYTES = 64 << 20
+"""Bytes of a chunk's logits in fp32 in runs whose table has no rows of a loss."""
+
 MAX_CONTRIBUTIONS = 12
 """Gradient writers of one block: the control segment has this many ready words for each."""
 
@@ -131,7 +134,11 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """All blocks of a model with the storage types of its state."""
+    """All blocks of a model with the storage types of its state.
+
+    ``loss_rows``: rows of hidden states whose logits a loss computes at once; None: of an older
+    run, see :attr:`rows_of_loss`.
+    """
 
     blocks: tuple[BlockSpec, ...]
     weight_dtype: DType
@@ -139,13 +146,22 @@ class BlockTable:
     state_arrays: tuple[str, ...]
     vocab_size: int
     num_parameters: int
+    loss_rows: int | None = None
+
+    @property
+    def rows_of_loss(self) -> int:
+        """Rows of a chunk of the loss: the rounding of gradients depends on the number."""
+        return self.loss_rows or max(1, LOGITS_BYTES // (4 * self.vocab_size))
 
     def validate(self) -> None:
         """Check the table's own invariants.
 
         Raises:
-            ValueError: naming the block and the tensor whose place is impossible.
+            ValueError: naming the number, or the block and the tensor whose place is impossible.
         """
+        rows = self.loss_rows
+        if rows is not None and (type(rows) is not int or rows < 1):
+            raise ValueError(f"loss_rows is {rows!r}, expected a number from 1")
         for position, block in enumerate(self.blocks):
             if block.index != position:
                 raise ValueError(
@@ -177,7 +193,10 @@ class BlockTable:
 
     def to_json(self) -> str:
         """Serialize; :meth:`from_json` reads it back to an equal table."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        fields = dataclasses.asdict(self)
+        if self.loss_rows is None:
+            del fields["loss_rows"]  # The digest of an older run's table stays the same.
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> BlockTable:

@@ -135,15 +135,16 @@ def _prepare_model(
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
     # A plan needs no weights; a run is to be refused for them now, before it takes memory.
     path, source = config.model.path, None
+    # A run that has trained goes on with the files, the ties and the chunks that it had.
+    kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
     if path is not None and weights:
-        # What has trained goes on with the files and the ties that it had.
-        kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
         if kept:
             source = FolderWeights.keep(run_dir, path, hf_config, progress)
         else:
             source = FolderWeights.find(path, hf_config, progress)
     skeleton = build_skeleton(hf_config) if source is None else source.skeleton
-    table = build_table(config, hf_config, skeleton)
+    previous = RunDirectory(run_dir).table if kept else None
+    table = build_table(config, hf_config, skeleton, previous=previous)
     meta: dict[str, Any] = {"fingerprint": fingerprint}
     if source is not None:
         source.check(table, progress)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from penstock.models.loss import CHUNK_BYTES
+from penstock.models.loss import loss_rows
 from penstock.models.surgery.positions import check_positions
 from penstock.models.surgery.skeleton import (
     EMBEDDING_KIND,
@@ -28,10 +28,15 @@ from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec
 
 
 def build_table(
-    config: Config, hf_config: PretrainedConfig, skeleton: Skeleton | None = None
+    config: Config,
+    hf_config: PretrainedConfig,
+    skeleton: Skeleton | None = None,
+    *,
+    previous: BlockTable | None = None,
 ) -> BlockTable:
     """Returns the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
-    ``skeleton`` is that model where it has been built already.
+    ``skeleton`` is that model where it has been built already. ``previous``: the table of a run
+    that has trained, whose chunks of the loss the run keeps.
 
     Trainable tensors of a block lie in state-dict order, those with weight decay (two or more axes)
     first. A tied tensor belongs to the first block that uses it; later ones borrow it.
@@ -45,10 +50,12 @@ def build_table(
     tied = skeleton.tied_names()
     frozen = _frozen_names(config.train.freeze, tied)
     ties = _Ties.find(skeleton, tied, frozen)
+    vocab_size = int(hf_config.vocab_size)
     costs = _Costs(
         hf_config=skeleton.model.config,
         sequence_length=config.data.sequence_length,
         itemsize=config.model.dtype.itemsize,
+        rows_of_loss=previous.rows_of_loss if previous else loss_rows(vocab_size),
     )
     blocks = tuple(
         _block(index, part, ties, frozen, costs) for index, part in enumerate(skeleton.parts)
@@ -58,8 +65,9 @@ def build_table(
         weight_dtype=config.model.dtype,
         grad_dtype=config.optimizer.grad_dtype,
         state_arrays=config.optimizer.name.traits.state_arrays,
-        vocab_size=int(hf_config.vocab_size),
+        vocab_size=vocab_size,
         num_parameters=sum(t.num_elements for b in blocks for t in b.tensors),
+        loss_rows=previous.loss_rows if previous else loss_rows(vocab_size),
     )
     table.validate()
     return table
@@ -146,6 +154,7 @@ class _Costs:
     hf_config: PretrainedConfig
     sequence_length: int
     itemsize: int
+    rows_of_loss: int
 
     @property
     def _hidden(self) -> int:
@@ -175,9 +184,8 @@ class _Costs:
         if part.kind == EMBEDDING_KIND:
             return 8.0
         if part.kind == HEAD_KIND:
-            tokens_in_chunk = max(1, CHUNK_BYTES // (4 * int(self.hf_config.vocab_size)))
             logits = 8.0 * int(self.hf_config.vocab_size)
-            kept = logits if tokens_in_chunk >= self.sequence_length else 0.0
+            kept = logits if self.rows_of_loss >= self.sequence_length else 0.0
             return 3.0 * self.itemsize * self._hidden + kept
         # Each matrix keeps its input; its output is kept by what follows (attention, activation,
         # residual).

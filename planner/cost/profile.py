@@ -229,7 +229,16 @@ def _guessed(block: BlockSpec, table: BlockTable, guess: Guess, tokens: int) -> 
         output_bytes=block.output_bytes * tokens,
         activation_bytes=block.activation_bytes * tokens,
         deferred_bytes=block.activation_bytes * tokens,
+        workspace_bytes=_loss_bytes(table, tokens) if block is table.blocks[-1] else 0.0,
     )
+
+
+def _loss_bytes(table: BlockTable, tokens: int) -> float:
+    """Returns what a chunk of the loss needs beside the graph: logits and their gradients in fp32.
+    A loss of one chunk keeps its logits in the graph.
+    """
+    rows = table.rows_of_loss
+    return 0.0 if tokens <= rows else 8.0 * rows * table.vocab_size
 
 
 def _measured(block: BlockSpec, table: BlockTable, kind: KindProfile, tokens: int) -> BlockCost:

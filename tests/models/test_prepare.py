@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.models.surgery.hf import resolve_hf_config
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.table import BlockTable
 from penstock.workers.data import TokenDataset, micro_batches
 from tests.encoding import encoded
 
@@ -98,6 +100,20 @@ def test_unchanged_inputs_are_not_prepared_again(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"other" * 100)
     prepare(make(tmp_path), tmp_path)
     assert files[2].stat().st_size == 2 * 501
+
+
+def test_a_run_that_has_trained_keeps_the_chunks_of_its_loss(tmp_path: Path) -> None:
+    """Tables of older versions have no number, and a table that is made again has none either."""
+    path = tmp_path / "table.json"
+    prepare(make(tmp_path), tmp_path)
+    new = BlockTable.from_json(path.read_text())
+    assert new.loss_rows
+    old = replace(new, loss_rows=None).to_json()
+    path.write_text(old)
+    (tmp_path / "journal.sqlite").touch()
+    (tmp_path / "model" / "meta.json").write_text("{}")
+    prepare(make(tmp_path), tmp_path)
+    assert path.read_text() == old
 
 
 def test_held_out_sequences_are_the_last(tmp_path: Path) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import (
     BertConfig,
     GPT2Config,
@@ -24,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from penstock.models.loss import chunked_cross_entropy
+from penstock.models.loss import LossHead, chunked_cross_entropy
 from penstock.models.split_backward.split import (
     DeferredWeights,
     Unsplit,
@@ -314,31 +319,44 @@ def test_fused_attention_stays_whole_and_the_rest_is_split() -> None:
 
 
 class TiedHead(nn.Module):
-    """An embedding that is also the head, whose logits are computed in chunks, twice."""
+    """An embedding that is also the head; ``loss_of`` computes the loss of chunks of five rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(61, 8)
         self.middle = nn.Linear(8, 8)
+        self._loss_of = loss_of
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.middle(self.embedding(ids)).flatten(0, 1)
-        return chunked_cross_entropy(
-            lambda rows: rows @ self.embedding.weight.t(),
-            hidden,
-            ids.flatten(),
-            vocab_size=61,
-            chunk_bytes=61 * 4 * 5,
-        )
+        return self._loss_of(self, hidden, ids.flatten())
 
 
-def test_checkpointed_chunks_stay_unsplit_and_the_sum_of_both_uses_is_exact() -> None:
+def loss_by_checkpoints(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    def loss_of(rows: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(rows @ model.embedding.weight.t(), wanted, reduction="sum")
+
+    parts = zip(hidden.split(5), labels.split(5), strict=True)
+    return sum(checkpoint(loss_of, *part, use_reentrant=False) for part in parts)
+
+
+def loss_in_backward(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    def logits_of(rows: Tensor) -> Tensor:
+        return rows @ model.embedding.weight.t()
+
+    head = LossHead(logits_of=logits_of, in_backward=lambda: nullcontext(logits_of))
+    return chunked_cross_entropy(head, hidden, labels, chunk_rows=5)
+
+
+@pytest.mark.parametrize("loss_of", [loss_by_checkpoints, loss_in_backward])
+def test_chunks_stay_unsplit_and_the_sum_of_both_uses_is_exact(loss_of: Any) -> None:
     def forward(model: nn.Module, micro_batch: int) -> torch.Tensor:
         torch.manual_seed(micro_batch)
         return model(torch.randint(0, 61, (2, 12)))
 
-    store = check_same(TiedHead(), forward)
-    assert store.unsplit == {Unsplit(function="t", reason="inside torch.utils.checkpoint"): 5}
+    store = check_same(TiedHead(loss_of), forward)
+    inside = {Unsplit(function="t", reason="inside torch.utils.checkpoint"): 5}
+    assert store.unsplit == (inside if loss_of is loss_by_checkpoints else {})
 
 
 def test_hooks_of_parameters_see_the_sum() -> None:
