@@ -33,6 +33,7 @@ from penstock.protocol.inputs import read_bytes, read_text
 from penstock.protocol.plan.executable import check_executable, check_updates
 from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan
 from penstock.protocol.plan.profile import load_profile
+from penstock.protocol.platforms.registry import CoreUse
 from penstock.shm.table import BlockTable
 
 _NEAR = 1.005
@@ -71,6 +72,7 @@ def config_prices(
         cluster=replace(
             cluster_of(source, devices_per_node=config.cluster.workers),
             update_fetch_bytes=config.optimizer.name.traits.stepped_bytes,
+            shares_cores=platform.cores is CoreUse.COMPUTE,
         ),
     )
 

@@ -40,6 +40,9 @@ class Cluster:
     ``replica_bandwidth``, through the NICs if ``replicas_on_other_nodes``.
 
     ``device_memory_bytes``, ``host_memory_bytes``: of one device, of one node.
+
+    ``shares_cores``: devices compute on the cores that widen weights and run the optimizer, as CPU
+    workers do. Fetches then run between the instructions of a device, and sweeps after its last.
     """
 
     devices_per_node: int
@@ -65,6 +68,7 @@ class Cluster:
     replicas_on_other_nodes: bool = True
     device_memory_bytes: float = inf
     host_memory_bytes: float = inf
+    shares_cores: bool = False
 
     def node_of(self, device: int) -> int:
         """Returns the node that a device is in."""

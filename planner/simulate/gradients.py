@@ -93,9 +93,11 @@ def _send(context: Context, rows: Ints, done: Ints, root: int) -> Ints:
 def add_offloads(context: Context, reduced: Reduced, *, by_block: bool) -> Offloads:
     """Adds copies of every OFFLOAD_GRADIENTS that publishes; those of other stages do nothing.
 
-    ``by_block``: block after block, as our workers do it; otherwise a stage is one copy.
+    ``by_block``: block after block, as our workers do it; otherwise a stage is one copy. Where
+    devices share the host's cores, a copy that waits for no other device is one of the instructions
+    that a device computes.
     """
-    columns = context.columns
+    columns, queues = context.columns, context.queues
     rows = columns.rows(OffloadGradients)
     stages = columns.stages[rows].tolist()
     publishes = np.array([context.reduction.publishes(stage) for stage in stages], dtype=np.bool_)
@@ -107,10 +109,11 @@ def add_offloads(context: Context, reduced: Reduced, *, by_block: bool) -> Offlo
     ]
     origins = np.array([row for row, _ in copies], dtype=np.int64)
     devices, stages = columns.devices[origins], columns.stages[origins].tolist()
+    computed = context.cluster.shares_cores and not reduced
     tasks = context.builder.add(
         len(copies),
         lane=Lane.OFFLOAD,
-        queues=context.queues.offload(devices),
+        queues=queues.compute(devices) if computed else queues.offload(devices),
         origins=origins,
         places=devices,
         amounts=[context.costs.of(blocks).gradient_bytes for _, blocks in copies],

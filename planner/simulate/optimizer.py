@@ -64,7 +64,7 @@ def add_optimizer(context: Context, offloads: Offloads, optimizer: OptimizerMode
     if not offloads:
         return
     flush = -1
-    if optimizer.start is OptimizerStart.FLUSH:
+    if optimizer.start is OptimizerStart.FLUSH or context.cluster.shares_cores:
         copies = sorted(set(offloads.values()))
         flush = context.barrier(np.array(copies), min(row for row, _ in offloads))
     units = _units(context, offloads, optimizer)

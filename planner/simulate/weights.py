@@ -23,7 +23,9 @@ _FORWARD = [CODES[cls] for cls in COMPUTES if SEMANTICS[cls.opcode].side is Phas
 
 
 def add_weights(context: Context, *, from_owners: bool = False) -> None:
-    """Adds fetches; each starts when it is issued, which is after the release before it.
+    """Adds fetches; each starts when it is issued, which is after the release before it. Where
+    devices share the host's cores, a fetch is one of the instructions that a device computes, and
+    shards are whole: the host has all of them.
 
     ``from_owners``: blocks that another node owns come from its memory; otherwise every node has
     all weights.
@@ -36,11 +38,13 @@ def add_weights(context: Context, *, from_owners: bool = False) -> None:
     devices, stages = columns.devices[rows], columns.stages[rows]
     ranges = (context.layout.backward, context.layout.forward)
     blocks = [ranges[f][s].blocks for f, s in zip(forward.tolist(), stages.tolist(), strict=True)]
-    share = 1.0 / context.plan.num_devices if context.plan.shards_weights else 1.0
+    queues, shares_cores = context.queues, context.cluster.shares_cores
+    gathers = context.plan.shards_weights and not shares_cores
+    share = 1.0 / context.plan.num_devices if gathers else 1.0
     fetches = context.builder.add(
         len(rows),
         lane=Lane.FETCH,
-        queues=context.queues.fetch(devices),
+        queues=queues.compute(devices) if shares_cores else queues.fetch(devices),
         origins=rows,
         places=devices,
         amounts=[share * context.costs.of(b).weight_bytes for b in blocks],
@@ -49,7 +53,7 @@ def add_weights(context: Context, *, from_owners: bool = False) -> None:
     context.issue(fetches, rows)
     if from_owners:
         _read_from_owners(context, fetches, rows, blocks)
-    if context.plan.shards_weights:
+    if gathers:
         fetches = _gather(context, fetches, rows, blocks)
     _add_users(context, fetches, rows, forward)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -54,6 +55,35 @@ TWO_FETCHES = """device 0:
                    FW 0 phase=forward; F 0 0 keep=none; RW 0 phase=forward
                  device 1:
                    FW 1 phase=forward; F 1 0 keep=none; RW 1 phase=forward"""
+
+
+def test_devices_that_compute_on_the_hosts_cores_hide_nothing() -> None:
+    """Fetches and copies take their turn between computations, and sweeps come last."""
+    plan = by_hand(
+        """device 0:
+             FW 1 phase=forward; FW 0 phase=forward; F 1 0 keep=none; RW 1 phase=forward;
+             F 0 0 keep=all; F 0 1 keep=all; F 0 2 keep=all; F 0 3 keep=all;
+             B 0 0; B 0 1; B 0 2; B 0 3; OG 0; RW 0 phase=forward""",
+        (0, 0),
+    )
+    block = BlockCost(
+        forward_s=1.0,
+        backward_input_s=1.0,
+        parameters=4.0,
+        weight_bytes=6.0,
+        gradient_bytes=8.0,
+    )
+    costs = Costs(blocks=(block, block))
+    cluster = Cluster(
+        devices_per_node=1, fetch_bandwidth=2.0, offload_bandwidth=4.0, optimizer_rate=1.0
+    )
+    own = simulate(plan, costs, cluster)
+    assert own.makespan_s < 21.0, "a fetch is hidden"
+    shared = simulate(plan, costs, replace(cluster, shares_cores=True))
+    lanes = (Lane.FETCH, Lane.COMPUTE, Lane.OFFLOAD, Lane.OPTIMIZER)
+    spans = sorted((start, end) for _, _, start, end in uses(shared, *lanes))
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert shared.makespan_s == pytest.approx(3.0 + 1.0 + 3.0 + 8.0 + 2.0 + 4.0)
 
 
 def test_two_devices_share_their_switch() -> None:
