@@ -20,6 +20,7 @@ from rich.table import Table
 from penstock.client.planning.laboratory import options_named
 from penstock.client.planning.outputs import rates_of, write_file
 from penstock.client.planning.tuned_file import tuned_text
+from penstock.daemons.node.preparing.gpus import guess_here
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.sources import AnalyticSource
@@ -32,7 +33,13 @@ from penstock.planner.pipeline import (
 )
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.planner.tuning.auto import TunedConfig, describe, trainable_schemes
+from penstock.planner.tuning.auto import (
+    TunedConfig,
+    describe,
+    device_bytes,
+    streaming_cost,
+    trainable_schemes,
+)
 from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
 from penstock.protocol.config.execution import ScheduleConfig
@@ -147,14 +154,16 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
     tuned = TunedConfig(
         config=config.with_micro_batch(config.train.micro_batch or 1),
         table=table,
+        guess=guess_here(config),
         optimizer=None if own else OPTIMIZER_WAYS[settings.optimizer],
         any_plan=settings.everything,
     )
     tried = Search(
         tuned=tuned,
-        device_bytes=_limit(None, config.memory.device_limit),
+        device_bytes=device_bytes(config, tuned.context(tuned.config.train.micro_batch)),
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
         keep=settings.keep,
+        streaming_cost=streaming_cost(config),
     )
     _run(tried, space, console)
     what = (

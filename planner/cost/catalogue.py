@@ -116,15 +116,21 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 """Every GPU by name. V100-16/32 and A100 are SXM modules with NVLink, the others as named."""
 
 
-def peak_flops_of(name: str) -> float | None:
-    """Returns the peak of the GPU that a driver calls ``name``, "NVIDIA A100-SXM4-80GB" say; None
-    if the catalogue has none of its kind.
+def gpu_called(name: str) -> Gpu | None:
+    """Returns the GPU that a driver calls ``name``, "NVIDIA A100-SXM4-80GB" say; None if the
+    catalogue has none of its kind.
     """
     written = name.replace(" ", "").upper()
     alike = [gpu for gpu in _GPUS if gpu.name.split("-")[0] in written]
-    if not alike:
-        return None
-    return max(alike, key=lambda g: sum(w in written for w in g.name.split("-"))).peak_flops
+    return max(
+        alike, key=lambda gpu: sum(word in written for word in gpu.name.split("-")), default=None
+    )
+
+
+def peak_flops_of(name: str) -> float | None:
+    """Returns the peak of the GPU that a driver calls ``name`` (:func:`gpu_called`)."""
+    gpu = gpu_called(name)
+    return None if gpu is None else gpu.peak_flops
 
 
 _LLAMA2_VOCAB, _LLAMA3_VOCAB, _GPT_VOCAB, _BERT_VOCAB = 32000, 128256, 50257, 30522

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.planner.cost.block_maker import BANDWIDTH_SHARE
-from penstock.planner.cost.catalogue import GPUS
+from penstock.planner.cost.catalogue import GPUS, gpu_called
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import (
     BlockCost,
@@ -105,6 +105,15 @@ def guess_of_gpu(name: str, dtype: DType) -> Guess:
         device_memory_bytes=gpu.memory_bytes,
     )
     return Guess(machine=machine, device_flops=peak * gpu.efficiency)
+
+
+def guess_of_device(name: str, memory_bytes: float, dtype: DType) -> Guess:
+    """Returns the rates of the GPU that a driver calls ``name``, with ``memory_bytes``: those of
+    :func:`guess_of_gpu`, or of :data:`GPU_GUESS` where the catalogue has none of its kind.
+    """
+    gpu = gpu_called(name)
+    guess = GPU_GUESS if gpu is None else guess_of_gpu(gpu.name, dtype)
+    return replace(guess, machine=replace(guess.machine, device_memory_bytes=memory_bytes))
 
 
 def guess_of(platform: Platform) -> Guess:

@@ -7,7 +7,7 @@ the caller's to know (:class:`Capacity`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol, get_args
@@ -25,7 +25,7 @@ from penstock.planner.pipeline import PlanContext, make_plan, try_plan
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.settling import choose_settled_early, is_to_choose, settle_as_configured
-from penstock.planner.tuning.search import Progress, Search, fragment, host_bytes
+from penstock.planner.tuning.search import Outcome, Progress, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets, powers_of_two
 from penstock.protocol.config.execution import ScheduleConfig
 from penstock.protocol.config.schema import Config
@@ -53,6 +53,14 @@ which of their blocks are settled early, and candidates that cannot be faster th
 not simulated.
 """
 
+WORK = 90_000
+"""Instructions of plans after which a search for one winner ends: some seconds of a core."""
+
+STREAMING_COST = 0.03
+"""The share of a step that streaming must win on GPUs: copies beside computation slow it down by
+what they take of the memory's bandwidth, which no rate knows.
+"""
+
 _SEARCHED = frozenset(
     "scheme forward_stages backward_stages stages_per_device replicas recompute drop passes"
     " file".split()
@@ -68,12 +76,13 @@ class Winner:
     """What a search came to.
 
     ``config``: the configuration with the chosen schedule; ``default``: what the default scheme
-    would come to, in words.
+    would come to, in words. ``reasons``: for the choice, a line each.
     """
 
     config: Config
     step_s: float
     default: str
+    reasons: tuple[str, ...] = ()
     num_candidates: int
     left_out: Mapping[str, int]
 
@@ -81,11 +90,42 @@ class Winner:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
         micro_batch, schedule = self.config.train.micro_batch, self.config.schedule
         key = "train.micro_batch" if schedule.asked is None else "schedule"
-        return (
+        chosen = (
             f"{key}: auto chose {describe(schedule)}, micro-batches of {micro_batch}:"
             f" {SECONDS.format(self.step_s)} a step, simulated; {self.default}."
             f" {self.num_candidates} candidates{f' (left out: {reasons})' if reasons else ''}"
         )
+        return "\n  ".join((chosen, *self.reasons))
+
+
+def device_bytes(config: Config, context: PlanContext) -> float:
+    """Returns the bytes of one device's memory: its limit, or what a device of the cluster has."""
+    limit = config.memory.device_limit
+    return context.prices.cluster.device_memory_bytes if limit is None else limit
+
+
+def streaming_cost(config: Config) -> float:
+    """Returns :data:`STREAMING_COST` where devices are GPUs whose memory copies share."""
+    platform = config.cluster.platform
+    return STREAMING_COST if platform.own_memory and not platform.models_time else 0.0
+
+
+def _reasons(search: Search, best: Outcome) -> Iterator[str]:
+    """Yields what speaks for the best outcome of a search, in lines."""
+    keeps_weights, keeps_all = best.keeps
+    memory = f" of {format_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
+    yield (
+        f"weights {'stay on devices' if keeps_weights else 'are streamed'},"
+        f" {'nothing is recomputed' if keeps_all else 'activations are recomputed'}; a device needs"
+        f" {format_bytes(best.device_bytes)}{memory}"
+    )
+    if best.keeps != (True, True):
+        kept = search.fastest.get((True, True))
+        takes = "does not fit" if kept is None else f"takes {SECONDS.format(kept.step_s)} a step"
+        yield f"keeping weights and activations on devices {takes}"
+    updated, blocks = len(best.plan.updates), best.plan.num_blocks
+    if updated:
+        yield f"devices update {updated} of {blocks} blocks, the host's cores the others"
 
 
 def describe(schedule: ScheduleConfig) -> str:
@@ -139,9 +179,13 @@ def choose(
     tuned = TunedConfig(config=some, table=table, capacity=capacity, asked=asked, guess=guess)
     context = tuned.context(some.train.micro_batch)
     # Hosts are held against what they have when a candidate is planned.
-    limit = config.memory.device_limit
-    there = context.prices.cluster.device_memory_bytes
-    search = Search(tuned=tuned, device_bytes=there if limit is None else limit, keep=KEPT)
+    search = Search(
+        tuned=tuned,
+        device_bytes=device_bytes(config, context),
+        keep=KEPT,
+        streaming_cost=streaming_cost(config),
+        work=WORK,
+    )
     search.run(space_of(config, len(table.blocks)), progress)
     if search.best is None:
         raise _nothing(tuned, asked, search)
@@ -149,6 +193,7 @@ def choose(
         config=tuned.config_of(search.best.candidate),
         step_s=search.best.step_s,
         default=_default(tuned, context),
+        reasons=tuple(_reasons(search, search.best)),
         num_candidates=search.num_tried,
         left_out=dict(search.left_out),
     )
@@ -171,10 +216,12 @@ def _choose_micro_batch(
         context = tuned.context(size)
         try:
             plan = tuned.settled(tuned.plan_of(tuned.config, context), context)
+            limit = device_bytes(config, context)
+            simulation = try_plan(plan, replace(context, memory_limit_bytes=limit))
         except (ConfigError, CapacityError) as error:
             refused.append(error)
             continue
-        steps_s[size] = try_plan(plan, context).makespan_s
+        steps_s[size] = simulation.makespan_s
     if not steps_s:
         raise refused[0]
     best = min(steps_s, key=steps_s.__getitem__)

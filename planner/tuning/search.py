@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 from typing import Any, Protocol
 
@@ -52,6 +53,12 @@ RESCUED = 3
 schemes, and on so many that would be fast but need too much device memory.
 """
 
+WAYS = tuple(product((True, False), repeat=2))
+"""Ways of keeping weights and activations: passes are tried on the best outcome of each."""
+
+GRID_SHARE = 0.6
+"""Share of a search's work that the grid may take; the rest is for passes on the best of it."""
+
 
 class Tunable(Protocol):
     """The model and cluster that a search is for, as it asks about them.
@@ -75,11 +82,14 @@ class Tunable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A candidate that fits. ``host_bytes``: of the node that needs most."""
+    """A candidate that fits. ``host_bytes``: of the node that needs most. ``score_s``: ``step_s``,
+    and what :attr:`Search.streaming_cost` adds to it.
+    """
 
     candidate: Candidate
     plan: Plan
     step_s: float
+    score_s: float
     bubble_ratio: float
     optimizer_tail_s: float
     device_bytes: float
@@ -88,7 +98,12 @@ class Outcome:
     @property
     def rank(self) -> tuple[Any, ...]:
         """What outcomes are sorted by: fastest first, then least memory."""
-        return self.step_s, self.device_bytes, self.candidate.key
+        return self.score_s, self.device_bytes, self.candidate.key
+
+    @property
+    def keeps(self) -> tuple[bool, bool]:
+        """Whether weights stay on devices, and whether nothing is recomputed (:data:`WAYS`)."""
+        return not streams(self.candidate), self.candidate.request.recompute == "none"
 
     def is_like(self, other: Outcome) -> bool:
         """Returns whether devices do the same, whatever the scheme is called."""
@@ -120,13 +135,22 @@ class Search:
     ``device_bytes``, ``host_bytes``: of one device's and of one node's memory. The choice of blocks
     that are settled early is asked for the best only, once all are known, and what comes of it
     decides their order.
+
+    ``streaming_cost``: the share of a step that a plan that streams weights must win over one that
+    keeps them. ``work``: instructions of plans after which candidates are no longer planned, if one
+    fits; a part of them is left for the passes. ``num_instructions``: those so far.
+    ``fastest``: the fastest outcome of each way of keeping weights and activations.
     """
 
     tuned: Tunable
     device_bytes: float = inf
     host_bytes: float = inf
     keep: int = 20
+    streaming_cost: float = 0.0
+    work: float = inf
     num_tried: int = 0
+    num_instructions: int = 0
+    fastest: dict[tuple[bool, bool], Outcome] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     _best_of: dict[str, Outcome] = field(default_factory=dict)
@@ -138,20 +162,29 @@ class Search:
     def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
         """Tries the grid, then the passes of the space on the best of it."""
         candidates = space.candidates()
-        refinements = len(space.pass_sets) * (BEST + SCHEMES_REFINED + RESCUED)
-        self._try(candidates, progress, len(candidates) + refinements)
+        refinements = len(space.pass_sets) * (BEST + SCHEMES_REFINED + len(WAYS) + RESCUED)
+        self._try(candidates, progress, len(candidates) + refinements, self.work * GRID_SHARE)
         refined = [
             replace(base, request=replace(base.request, passes=passes))
             for base in self._bases()
             for passes in space.pass_sets
         ]
         total = len(candidates) + len(refined)
-        self._try(refined, lambda done, _, best: progress(len(candidates) + done, total, best), 0)
+        self._try(
+            refined,
+            lambda done, _, best: progress(len(candidates) + done, total, best),
+            0,
+            self.work,
+        )
         self._settle_early()
         progress(total, total, self.best)
 
-    def _try(self, candidates: Sequence[Candidate], progress: Progress, of: int) -> None:
-        """Tries candidates that could be among the best, those that could be fastest first."""
+    def _try(
+        self, candidates: Sequence[Candidate], progress: Progress, of: int, work: float
+    ) -> None:
+        """Tries candidates that could be among the best, those that could be fastest first, until
+        the search has done its ``work``.
+        """
         line = [self._waiting(candidate) for candidate in candidates]
         heapq.heapify(line)
         done = 0
@@ -164,7 +197,9 @@ class Search:
                     continue
             progress(done, of, self.best)
             done += 1
-            if first.is_ordered:
+            if first.is_ordered and self.outcomes and self.num_instructions >= work:
+                self._refuse("not tried")
+            elif first.is_ordered:
                 self._consider(first)
             elif self._too_slow(first.floor_s):
                 self._leave_out("slower")
@@ -228,7 +263,7 @@ class Search:
                         outcome.candidate, plan, outcome.device_bytes, host_bytes
                     )
                     self.outcomes[index] = outcome
-                best_s = min(best_s, outcome.step_s)
+                best_s = min(best_s, outcome.score_s)
         self.outcomes.sort(key=lambda outcome: outcome.rank)
 
     def _bases(self) -> list[Candidate]:
@@ -239,9 +274,11 @@ class Search:
             (outcome for scheme, outcome in self._best_of.items() if scheme not in seen),
             key=lambda outcome: outcome.rank,
         )
+        ways = sorted(self.fastest.values(), key=lambda outcome: outcome.rank)
         too_large = sorted(self._too_large, key=lambda found: (found[0], found[1].key))[:RESCUED]
+        tried = (*best, *others[:SCHEMES_REFINED], *ways)
         return [
-            *(outcome.candidate for outcome in (*best, *others[:SCHEMES_REFINED])),
+            *dict.fromkeys(outcome.candidate for outcome in tried),
             *(candidate for _, candidate in too_large),
         ]
 
@@ -269,6 +306,8 @@ class Search:
         scheme = waiting.candidate.request.scheme
         known = self._best_of.setdefault(scheme, outcome)
         self._best_of[scheme] = min(known, outcome, key=lambda o: o.rank)
+        alike = self.fastest.setdefault(outcome.keeps, outcome)
+        self.fastest[outcome.keeps] = min(alike, outcome, key=lambda o: o.rank)
         if any(map(outcome.is_like, self.outcomes)):
             self._leave_out("the same")
             return
@@ -285,6 +324,7 @@ class Search:
         if self._too_slow(waiting.floor_s):
             return "slower"
         plan = self.tuned.plan(candidate, context)
+        self.num_instructions += sum(map(len, plan.programs))
         device_bytes = max(peak.total_bytes for peak in device_peaks(plan, costs))
         if device_bytes > self.device_bytes:
             self._too_large.append((waiting.floor_s, candidate))
@@ -309,6 +349,7 @@ class Search:
             candidate=candidate,
             plan=plan,
             step_s=simulation.makespan_s,
+            score_s=simulation.makespan_s * (1.0 + self.streaming_cost * streams(candidate)),
             bubble_ratio=simulation.bubble_ratio,
             optimizer_tail_s=simulation.optimizer_tail_s,
             device_bytes=device_bytes,
@@ -322,7 +363,13 @@ class Search:
 
     def _too_slow(self, at_least_s: float) -> bool:
         full = len(self.outcomes) >= self.keep
-        return full and at_least_s >= self.outcomes[-1].step_s
+        return full and at_least_s >= self.outcomes[-1].score_s
+
+
+def streams(candidate: Candidate) -> bool:
+    """Returns whether devices fetch weights more than once."""
+    scheme = SCHEMES[candidate.request.scheme]
+    return scheme.residency is Residency.STREAMED or scheme.shards_weights
 
 
 def fragment(candidate: Candidate) -> dict[str, Any]:

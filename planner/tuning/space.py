@@ -19,8 +19,12 @@ PASS_SETS: tuple[tuple[str, ...], ...] = (
     ("keep-what-fits", "2bp"),
     ("obscura",),
     ("match-stages", "device-update", "skip-dead-forward"),
+    ("interleave-updates",),
 )
 """Passes that are tried on good candidates."""
+
+_ON_ONE_DEVICE = frozenset(("1f1b", "interleaved"))
+"""Schemes that stand on one device for all whose weights stay: with one stage, and with several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +131,11 @@ class Space:
                     yield Candidate(request=request, micro_batch=micro_batch)
 
     def _plainer(self, name: str) -> bool:
-        """Returns whether another scheme does the same on one device, where weights stay and nobody
-        waits.
+        """Returns whether another scheme does the same on one device, where weights stay and no
+        device waits for another. Several stages publish the last gradients one after the other.
         """
         resident = SCHEMES[name].residency is Residency.RESIDENT
-        return resident and name != "1f1b" and "1f1b" in self.schemes
+        return resident and name not in _ON_ONE_DEVICE and _ON_ONE_DEVICE <= {*self.schemes}
 
     def _stages(self, name: str, num_devices: int) -> Iterable[tuple[int, int]]:
         """Numbers of stages that the scheme accepts: its own choice, and those of the space."""
@@ -139,7 +143,10 @@ class Space:
         wanted = self.forward_stages, self.backward_stages
         found = {scheme.default_stages(num_devices, self.num_blocks, self.forward_stages)}
         per_route = 1 if scheme.whole_model_per_device else num_devices
-        for chunks, finer in product(self.stages_per_device, self.backward_per_forward):
+        per_device = self.stages_per_device
+        if num_devices == 1:
+            per_device = (*per_device, *_doubled(max(per_device), self.num_blocks))
+        for chunks, finer in product(per_device, self.backward_per_forward):
             forward = self.forward_stages or chunks * per_route
             found.add((forward, self.backward_stages or finer * forward))
         return sorted(
@@ -149,6 +156,13 @@ class Space:
             and all(want in (None, number) for want, number in zip(wanted, stages, strict=True))
             and scheme.check_stages(*stages, num_devices) is None
         )
+
+
+def _doubled(number: int, at_most: int) -> Iterator[int]:
+    """Yields twice the number, twice that and so on, and at last ``at_most``."""
+    while (number := 2 * number) < at_most:
+        yield number
+    yield at_most
 
 
 def known_pass_sets() -> tuple[tuple[str, ...], ...]:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from penstock.planner.configured import config_context, config_prices, trainable_plan
+from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.emulation import Emulation
-from penstock.planner.tuning.auto import choose
+from penstock.planner.cost.profile import guess_of_gpu
+from penstock.planner.simulate import Simulation, simulate
+from penstock.planner.tuning import auto
+from penstock.planner.tuning import search as tuning
+from penstock.planner.tuning.auto import WORK, choose
+from penstock.planner.tuning.search import Progress, Search
+from penstock.planner.tuning.space import Space
 from penstock.protocol.config.schema import Config, parse_config
-from penstock.shm.table import BlockTable
+from penstock.protocol.plan.plan import Plan
+from penstock.shm.table import BlockTable, DType
 from tests.planner.conftest import AnyMachine
 
 
@@ -36,3 +47,79 @@ def test_workers_on_cpus_train_one_pipeline_each_and_keep_everything() -> None:
     schedule = winner.config.schedule
     assert (schedule.scheme, schedule.replicas, schedule.recompute) == ("1f1b", 2, "none")
     assert not schedule.passes
+
+
+ONE_GPU: dict[str, dict[str, Any]] = {
+    "cluster": {"workers": 1},
+    "data": {"sequence_length": 2048},
+    "train": {"global_batch": 32},
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "keeps"),
+    [
+        ("H200", "gpt3-125m", (True, True)),
+        ("RTX4090", "gpt3-125m", (True, True)),
+        ("H200", "llama3-1b", (True, True)),
+        ("H200", "gpt3-2.7b", (True, True)),
+        ("H200", "llama2-7b", (True, True)),
+        ("RTX4090", "llama2-7b", (False, False)),
+        ("H200", "llama2-70b", (False, False)),
+    ],
+)
+def test_one_gpu_keeps_what_fits(
+    gpu: str, model: str, keeps: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are streamed, and activations recomputed, only where a device has no room for both.
+    A search simulates a bounded number of plans.
+    """
+    simulated: list[Plan] = []
+    searches: list[Search] = []
+
+    def counting(plan: Plan, *arguments: Any, **options: Any) -> Simulation:
+        simulated.append(plan)
+        return simulate(plan, *arguments, **options)
+
+    class Kept(Search):
+        def run(self, space: Space, progress: Progress = lambda done, of, best: None) -> None:
+            searches.append(self)
+            super().run(space, progress)
+
+    monkeypatch.setattr(tuning, "simulate", counting)
+    monkeypatch.setattr(auto, "Search", Kept)
+    table = table_of(model, **ONE_GPU)
+    guess = guess_of_gpu(gpu, DType.BF16)
+    winner = choose(config_of("cuda", **ONE_GPU), table, AnyMachine(), guess=guess)
+    best = searches[0].best
+    assert best is not None and best.keeps == keeps, winner
+    assert best.device_bytes <= GPUS[gpu].memory_bytes
+    plan = trainable_plan(
+        winner.config,
+        table,
+        config_context(winner.config, table, config_prices(winner.config, table, guess=guess)),
+    )
+    assert plan == best.plan, "the winner is the plan that train makes"
+    longest = max(map(num_instructions, simulated))
+    assert sum(map(num_instructions, simulated)) <= WORK + 2 * longest
+    assert len(simulated) <= 500
+    lines = str(winner).splitlines()
+    words = ("stay on devices", "nothing is recomputed"), ("are streamed", "are recomputed")
+    assert all(word in lines[1] for word in words[not keeps[0]])
+    assert ("does not fit" in lines[2]) == (not keeps[0])
+
+
+def num_instructions(plan: Plan) -> int:
+    return sum(map(len, plan.programs))
+
+
+def test_a_micro_batch_is_chosen_within_the_memory_of_the_gpu() -> None:
+    """Also where the schedule is the user's."""
+    table = table_of("gpt3-1.3b", **ONE_GPU)
+    config = config_of("cuda", **ONE_GPU, schedule={"scheme": "1f1b", "recompute": "none"})
+    sizes = [
+        choose(config, table, AnyMachine(), guess=guess_of_gpu(gpu, DType.BF16)).config
+        for gpu in ("RTX4090", "H200")
+    ]
+    small, large = (size.train.micro_batch for size in sizes)
+    assert small < large

@@ -21,6 +21,7 @@ from penstock.daemons.node.preparing.capacity import (
     needs,
 )
 from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
+from penstock.daemons.node.preparing.gpus import guess_here
 from penstock.planner.configured import config_context, config_prices, plan_within_limit
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
@@ -75,7 +76,7 @@ def look_ahead(
     ``run_id``: whose memory may be used again. ``progress`` hears how far a search is, and what it
     came to. ``nodes``: those (indices) that this machine has; None: those of the host that needs
     most, which is taken to be like this machine. ``guess``: rates for blocks that no profile has
-    measured, by default those of the platform.
+    measured, by default those of this machine's GPUs, or of the platform.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
@@ -83,6 +84,7 @@ def look_ahead(
             nothing that fits.
     """
     config = config.with_defaults()
+    guess = guess or guess_here(config)
     surroundings, choice = _Surroundings.of(config, table, run_id, nodes), ""
     table = surroundings.table
     if config.chooses:

@@ -1,0 +1,75 @@
+"""GPUs of this machine, as the driver's library (NVML) describes them. CUDA is not started."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.planner.cost.profile import Guess, guess_of_device
+from penstock.protocol.config.schema import Config
+
+_LIBRARY = "libnvidia-ml.so.1"
+_NAME_BYTES = 96
+
+USABLE = 0.92
+"""Share of a GPU's memory that plans may fill. Contexts, the libraries' workspaces and gaps between
+allocations take the rest.
+"""
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundGpu:
+    """A GPU with the driver's name of its model."""
+
+    name: str
+    memory_bytes: int
+
+
+def guess_here(config: Config) -> Guess | None:
+    """Returns the rates of the GPU of this machine that has least memory; None where devices are no
+    GPUs, were measured (``schedule.profile``), or the driver does not describe any.
+    """
+    platform = config.cluster.platform
+    if not platform.own_memory or platform.models_time or config.schedule.profile is not None:
+        return None
+    with suppress(OSError):
+        gpus = tuple(found_gpus(ctypes.CDLL(_LIBRARY)))
+        smallest = min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
+        if smallest is not None:
+            usable = smallest.memory_bytes * USABLE
+            return guess_of_device(smallest.name, usable, config.model.dtype)
+    return None
+
+
+def found_gpus(library: Any) -> Iterator[FoundGpu]:
+    """Yields the GPUs that NVML, loaded as ``library``, describes completely."""
+    if library.nvmlInit_v2() != 0:
+        return
+    try:
+        count = ctypes.c_uint()
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            device, memory = ctypes.c_void_p(), _Memory()
+            name = ctypes.create_string_buffer(_NAME_BYTES)
+            failures = (
+                library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)),
+                library.nvmlDeviceGetName(device, name, ctypes.c_uint(_NAME_BYTES)),
+                library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)),
+            )
+            if not any(failures):
+                yield FoundGpu(name=name.value.decode(), memory_bytes=int(memory.total))
+    finally:
+        library.nvmlShutdown()
