@@ -28,6 +28,7 @@ from penstock.models.binding import (
 )
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
+from penstock.models.last_products import LastProducts, ProductWatch
 from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy
 from penstock.models.saved_activations import let_go
 from penstock.models.saved_activations.tape import tensors_in
@@ -74,7 +75,8 @@ class _Prepared:
     """A micro-batch on the device, and what each layer is called with (empty if none will be).
 
     ``place``: data position and number of the micro-batch, for random numbers. ``watched``:
-    somebody looks at the blocks' operators, so they must not be compiled into one.
+    somebody looks at the blocks' operators, so they must not be compiled into one. ``discarded``:
+    number of the layer whose output nobody reads, if there is one.
     """
 
     batch: MicroBatch
@@ -83,6 +85,7 @@ class _Prepared:
     training: bool
     place: tuple[int, int]
     watched: bool
+    discarded: int | None
 
 
 class ModelRuntime:
@@ -136,6 +139,7 @@ class ModelRuntime:
             for kind, layer in self._modules.layers.items()
             if compiler is not None
         }
+        self._last_products: dict[str, LastProducts] = {}
 
     def _install_constants(
         self, skeleton: Skeleton, constants: Mapping[str, torch.Tensor] | None
@@ -237,6 +241,7 @@ class ModelRuntime:
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
         storing: Storing | None = None,
+        output_read: bool = True,
     ) -> StageOutput:
         """Run consecutive blocks on one micro-batch.
 
@@ -247,20 +252,23 @@ class ModelRuntime:
         :meth:`backward`; by default when any bound block collects gradients. ``checkpoints_at``:
         blocks (numbers in the model) whose inputs are wanted. ``storing``: how to save what the
         backward needs; a store of activations makes the inputs' leaves let go of their values.
+        ``output_read``: False leaves out products that only make the last layer's output, which is
+        then of no use (:mod:`penstock.models.last_products`).
 
         Raises:
             ConfigError: documents are to be kept apart, and the model cannot.
         """
         autograd = any(block.trains for block in bound) if autograd is None else autograd
-        # Detached, so that the graph ends at the stage's border and .grad appears there.
-        leaves = {
-            name: value.detach().requires_grad_(autograd and value.is_floating_point())
-            for name, value in inputs.items()
-        }
-        tensors, checkpoints = dict(leaves), {}
-        place, watched = (data_position, micro_batch_index), storing is not None
-        prepared = self._prepare(batch, bound, training=training, place=place, watched=watched)
-        loss = stored = None
+        leaves = _leaves(inputs, autograd=autograd)
+        tensors, checkpoints, loss, stored = dict(leaves), {}, None, None
+        prepared = self._prepare(
+            batch,
+            bound,
+            training=training,
+            place=(data_position, micro_batch_index),
+            watched=storing is not None,
+            output_read=output_read or not autograd,
+        )
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(autograd))
             if storing is not None:
@@ -271,11 +279,7 @@ class ModelRuntime:
                 with nullcontext() if stored is None else stored.block(block.index):
                     tensors, loss = self._run(block, tensors, prepared, storing)
             weighted = None if loss is None else loss * loss_weight
-        if stored is not None and stored.activations is not None:
-            # The caller holds the output, and with it the leaves: without this, the memory of the
-            # inputs would stay although the store has swapped or dropped them.
-            for leaf in leaves.values():
-                let_go(leaf)
+        _free_inputs(leaves, stored)
         return StageOutput(
             tensors=tensors,
             checkpoints=checkpoints,
@@ -319,6 +323,12 @@ class ModelRuntime:
         storing: Storing | None,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Run one block; returns the tensors for the next one, and the summed loss of the head."""
+        spec = self._table.blocks[block.index]
+        # A compiled graph is made with the operator; otherwise it is for recomputations alone.
+        if not prepared.watched and (
+            spec.kind in self._compiled or block.index == prepared.discarded
+        ):
+            self._find_last_products(block, tensors, prepared)
         if prepared.training:
             # For each block, so that whoever recomputes one from its checkpoint draws the same
             # numbers, whatever ran before.
@@ -338,12 +348,36 @@ class ModelRuntime:
                 return self._parts.embed(ids, prepared.tensors, training=training)
         compiled = None if prepared.watched else self._compiled.get(spec.kind)
         call, hidden = prepared.calls[spec.layer_index], tensors[HIDDEN]
-        if compiled is not None and training and not torch.is_grad_enabled():
-            return self._run_training_graph(block, hidden, compiled, call)
-        # The compiler's stand-ins for leaves cannot have gradients of another type than theirs.
-        aliased = widens or compiled is not None
-        with self._modules.installed(summing(block) if aliased else block, training):
+        left_out = block.index == prepared.discarded
+        with ExitStack() as stack:
+            if compiled is not None or left_out:
+                products = self._last_products[spec.kind]
+                stack.enter_context(products.installed(left_out=left_out))
+            if compiled is not None and training and not torch.is_grad_enabled():
+                return self._run_training_graph(block, hidden, compiled, call)
+            # The compiler's stand-ins for leaves cannot have gradients of another type.
+            aliased = widens or compiled is not None
+            over = summing(block) if aliased else block
+            stack.enter_context(self._modules.installed(over, training))
             return call.run(compiled or self._modules.layers[spec.kind], hidden)
+
+    def _find_last_products(
+        self, block: BoundBlock, tensors: Mapping[str, torch.Tensor], prepared: _Prepared
+    ) -> None:
+        """Runs a layer once for its kind, not compiled, to see which products end it."""
+        spec = self._table.blocks[block.index]
+        if spec.layer_index is None or spec.kind in self._last_products:
+            return
+        layer, call = self._modules.layers[spec.kind], prepared.calls[spec.layer_index]
+        watch = ProductWatch(layer)
+        with torch.enable_grad():
+            alone = BoundBlock(
+                index=block.index,
+                leaves={name: t.detach().requires_grad_() for name, t in block.leaves.items()},
+            )
+            with self._modules.installed(alone, prepared.training), watch.watching():
+                output = call.run(layer, tensors[HIDDEN].detach().requires_grad_())
+        self._last_products[spec.kind] = watch.last(output)
 
     def _run_training_graph(
         self, block: BoundBlock, hidden: torch.Tensor, compiled: CompiledLayer, call: LayerCall
@@ -406,6 +440,7 @@ class ModelRuntime:
         training: bool,
         place: tuple[int, int],
         watched: bool,
+        output_read: bool,
     ) -> _Prepared:
         """Returns what all blocks of the stage share.
 
@@ -427,6 +462,7 @@ class ModelRuntime:
             training=training,
             place=place,
             watched=watched,
+            discarded=None if output_read or watched else bound[-1].index,
         )
 
     def _moved(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -461,6 +497,23 @@ class ModelRuntime:
         digest = hashlib.blake2b(repr((self._seed, *position)).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1  # 63 bits: a seed for any torch generator
         torch_device(self._device).generator().manual_seed(seed)
+
+
+def _leaves(inputs: Mapping[str, torch.Tensor], *, autograd: bool) -> dict[str, torch.Tensor]:
+    """Returns the inputs detached: the graph ends at the stage's border, where .grad appears."""
+    return {
+        name: value.detach().requires_grad_(autograd and value.is_floating_point())
+        for name, value in inputs.items()
+    }
+
+
+def _free_inputs(leaves: Mapping[str, torch.Tensor], stored: Stored | None) -> None:
+    """Frees the memory of inputs that a store of activations has swapped or dropped: the caller
+    holds the output, and with it the leaves.
+    """
+    if stored is not None and stored.activations is not None:
+        for leaf in leaves.values():
+            let_go(leaf)
 
 
 def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:

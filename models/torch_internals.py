@@ -36,6 +36,7 @@ __all__ = [
     "is_of_checkpoint",
     "key_of",
     "node_of_product",
+    "reads_first_factor",
     "schema_of",
     "unseen_by_modes",
 ]
@@ -67,6 +68,12 @@ def node_of_product(output: torch.Tensor) -> Node:
         node = node.next_functions[0][0]
         assert node is not None
     return node
+
+
+def reads_first_factor(product: Node) -> bool:
+    """Returns whether the derivative of an element-wise product reads the first factor's values."""
+    node: Any = product
+    return node._saved_self is not None
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

@@ -71,7 +71,7 @@ FLOORS = {
     "models": """torch_internals
         data step gpu
         torch_device
-        loss
+        loss last_products
         surgery
         binding
         checkpoints compiled saved_activations split_backward

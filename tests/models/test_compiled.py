@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from penstock.models import runtime
+from penstock.models import last_products, runtime
 from penstock.models.binding import summing
 from penstock.models.compiled import Compiler
 from penstock.models.runtime import HIDDEN, ModelRuntime
@@ -135,6 +135,33 @@ def test_a_forward_for_checkpoints_rounds_as_the_one_with_a_graph(
     second = case.forward(range(3), {}, batch, autograd=True)
     assert torch.equal(first.tensors[HIDDEN], second.tensors[HIDDEN])
     assert not first.tensors[HIDDEN].requires_grad
+    assert graphs() == 1
+
+
+def poison(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Makes visible what reads a product that was left out."""
+    return rows.new_full((*rows.shape[:-1], weight.shape[0]), torch.nan)
+
+
+def test_a_recomputation_leaves_the_last_product_out_with_the_same_graph(
+    make_case: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, batch = make_case("llama"), make_batch()
+    use(case, "inductor", torch.bfloat16)
+    first = case.forward(range(2), {}, batch, autograd=False)
+    seeds = {HIDDEN: torch.randn_like(first.tensors[HIDDEN])}
+    outputs, gradients = [], []
+    for output_read in (True, False):
+        output = case.forward(range(2), {}, batch, autograd=True, output_read=output_read)
+        outputs.append(output.tensors[HIDDEN].detach().clone())
+        case.runtime.backward(output, seeds)
+        gradients.append([case.grads[block][0].clone() for block in range(2)])
+        for block in range(2):
+            case.grads[block][0].zero_()
+        monkeypatch.setattr(last_products, "_unwritten", poison)
+    assert torch.equal(outputs[0], first.tensors[HIDDEN])
+    assert outputs[1].isnan().all()
+    assert all(map(torch.equal, *gradients))
     assert graphs() == 1
 
 

@@ -40,7 +40,8 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
     inputs = attempt.inputs(instruction)
     attempt.await_others(instruction)
     bound = attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
-    output = _run(attempt, bound, inputs, m, autograd=True, storing=attempt.storing(stage, m))
+    storing = attempt.storing(stage, m)
+    output = _run(attempt, bound, inputs, m, autograd=True, storing=storing, output_read=False)
     attempt.count_loss(m, output)
     _keep_graph(attempt, stage, m, output)
 
@@ -172,6 +173,7 @@ def _run(
     autograd: bool = False,
     checkpoints_at: Collection[int] = (),
     storing: Storing | None = None,
+    output_read: bool = True,
 ) -> StageOutput:
     job = attempt.job
     return attempt.context.runtime.forward(
@@ -185,4 +187,5 @@ def _run(
         checkpoints_at=checkpoints_at,
         autograd=autograd,
         storing=storing,
+        output_read=output_read,
     )

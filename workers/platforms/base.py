@@ -190,8 +190,11 @@ class Runtime(Protocol):
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
         storing: Storing | None = None,
+        output_read: bool = True,
     ) -> StageOutput:
-        """Run consecutive blocks on one micro-batch."""
+        """Run consecutive blocks on one micro-batch. ``output_read``: False where the caller wants
+        the graph, and no values of the output.
+        """
 
     def backward(
         self, output: Any, gradients: Mapping[str, torch.Tensor]

@@ -112,11 +112,12 @@ class EmulatedRuntime:
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
         storing: Storing | None = None,
+        output_read: bool = True,
     ) -> EmulatedOutput:
         """Run consecutive blocks; arguments as in the model's runtime. Nothing takes memory, so
         there is nothing to store otherwise.
         """
-        del training, autograd, storing
+        del training, autograd, storing, output_read
         if inputs:
             activation = _number(inputs)
         else:
