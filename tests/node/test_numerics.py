@@ -86,6 +86,32 @@ def test_a_run_of_before_there_were_recipes_gets_one(tmp_path: Path, corpus: str
     assert recipe_of(run_dir) == recipe
 
 
+def test_a_resume_keeps_compilation_and_recomputation_that_its_file_does_not_set(
+    tmp_path: Path, corpus: str
+) -> None:
+    run_dir = tmp_path / "run"
+    first = ("schedule.scheme=gpipe", "schedule.recompute=selective", "schedule.drop=[norm]")
+    prepare_run(config(corpus, *first), run_dir)
+    recipe = recipe_of(run_dir)
+    (run_dir / "journal.sqlite").touch()
+    said: list[str] = []
+    prepare_run(config(corpus, "schedule.scheme=gpipe"), run_dir, said.append)
+    schedule = RunDirectory(run_dir).config.schedule
+    assert (schedule.recompute, schedule.drop, said) == ("selective", ("norm",), [])
+    assert recipe_of(run_dir) == recipe
+    prepare_run(
+        config(corpus, "schedule.scheme=gpipe", "schedule.recompute=none"), run_dir, said.append
+    )
+    note = "compiled layers may round otherwise from the next step on"
+    assert said == [
+        f"changed: schedule.recompute: 'selective' -> 'none' ({note})",
+        f"changed: schedule.drop: ['norm'] -> [] ({note})",
+    ]
+    assert recipe_of(run_dir).digest != recipe.digest
+    prepare_run(config(corpus, "schedule.scheme=1f1b"), run_dir)
+    assert RunDirectory(run_dir).config.schedule.recompute is None, "another scheme, its own rule"
+
+
 def test_an_edited_recipe_is_refused_and_written_anew(tmp_path: Path, corpus: str) -> None:
     run_dir = tmp_path / "run"
     prepare_run(config(corpus), run_dir)

@@ -46,6 +46,8 @@ how many sequences there are.
 _NEXT = "from the next step on; the state keeps what it has"
 _CURVE = "the learning rate follows the new curve from the next step on"
 _PLACE = "the data go on where they were"
+_COMPILED = "compiled layers may round otherwise from the next step on"
+_ROUNDING = "layers round otherwise from the next step on"
 NOTES = {
     **dict.fromkeys(STEP_TERMS, _NEXT),
     "optimizer.lr": _CURVE,
@@ -54,7 +56,9 @@ NOTES = {
     "optimizer.min_lr": _CURVE,
     "train.steps": _CURVE,
     "train.clip_grad_norm": "from the next step on",
-    "model.compile": "layers round otherwise from the next step on",
+    "model.compile": _ROUNDING,
+    "schedule.recompute": _COMPILED,
+    "schedule.drop": _COMPILED,
     "train.global_batch": _PLACE,
     "train.micro_batch": _PLACE,
 }
@@ -181,6 +185,21 @@ def keep_defaults(config: Config, previous: Config | None) -> Config:
         micro_batch = previous.train.micro_batch
         changed["train"] = config.train.model_copy(update={"micro_batch": micro_batch})
     return config.model_copy(update=changed)
+
+
+def keep_recomputation(config: Config, previous: Config | None) -> Config:
+    """Returns the configuration with the recomputation of the run until now, where the user sets
+    none: layers that are watched run uncompiled, so bits depend on it. Another scheme, a schedule
+    of a file and a search bring their own.
+    """
+    schedule, unset = config.schedule, {"recompute", "drop"} - config.schedule.model_fields_set
+    if previous is None or schedule.scheme == AUTO or previous.schedule.asked is not None:
+        return config
+    before = previous.schedule
+    if (schedule.scheme, schedule.file) != (before.scheme, before.file) or len(unset) < 2:
+        return config
+    kept = schedule.model_copy(update={"recompute": before.recompute, "drop": before.drop})
+    return config.model_copy(update={"schedule": kept})
 
 
 def keep_micro_batch(

@@ -33,6 +33,7 @@ from penstock.daemons.node.preparing.changes import (
     keep_choice,
     keep_defaults,
     keep_micro_batch,
+    keep_recomputation,
 )
 from penstock.daemons.node.preparing.compiling import (
     compiles,
@@ -140,6 +141,7 @@ def _prepare(
     config = keep_compile(config, previous)
     config = keep_defaults(config, previous)
     started = RunDirectory(run_dir).has_started
+    config = keep_recomputation(config, previous if started else None)
     config = keep_micro_batch(config, previous, progress, started=started)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
