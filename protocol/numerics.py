@@ -163,6 +163,15 @@ class Numerics:
         return _parsed(cls, text, source)
 
 
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns in words the facts of ``before`` that have another value ``now``."""
+    return [
+        f"{name}: {old} -> {now[name]}"
+        for name, old in before.items()
+        if name in now and now[name] != old
+    ]
+
+
 def _text(tree: Numerics | Kernels) -> str:
     return json.dumps({"format": FORMAT, **asdict(tree)}, sort_keys=True, indent=1)
 

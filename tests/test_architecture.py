@@ -69,7 +69,7 @@ FLOORS = {
         configured
         tuning step_costs""",
     "models": """torch_internals
-        data step gpu
+        data device_facts step gpu
         torch_device
         loss last_products
         surgery

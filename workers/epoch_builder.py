@@ -296,21 +296,33 @@ class EpochBuilder:
         )
 
     def _checked_plan(self, begin: pb.Begin, abort: Abort) -> Plan:
-        """The run directory's plan, which must be the scheduler's: memory is laid out by it."""
+        """The run directory's plan, which must be the scheduler's, and so must its recipe: memory
+        is laid out by the plan, and layers are computed by the recipe.
+        """
         deadline_s = world.monotonic() + PLAN_TIMEOUT_S
-        while self._files.plan_digest != begin.plan_digest:
+        while other := self._other_than(begin):
             if world.monotonic() > deadline_s:
                 raise StateError(
-                    f"{self._files.path / 'plan.json'} is not the plan that the scheduler runs:"
-                    " stop the run and start it again"
+                    f"{self._files.path / other} that the scheduler runs: stop the run and start"
+                    " it again"
                 )
             # The file may be newer than this process, or a file system's cache older than the file.
             self._files = RunDirectory(self._files.path)
-            if self._files.plan_digest != begin.plan_digest:
+            if self._other_than(begin):
                 abort.check()
                 world.sleep(PLAN_POLL_S)
         check_executable(self._files.plan, devices_per_node=self._config.cluster.workers)
         return self._files.plan
+
+    def _other_than(self, begin: pb.Begin) -> str:
+        """Returns in words which file of the run is not the one of a Begin; empty if none is."""
+        if self._files.plan_digest != begin.plan_digest:
+            return "plan.json is not the plan"
+        if self._files.numerics_digest != begin.numerics_digest:
+            own = self._files.numerics_digest or "none"
+            named = begin.numerics_digest or "none"
+            return f"numerics.json (recipe {own}) is not the recipe ({named})"
+        return ""
 
     def _programs(self, plan: Plan) -> tuple[Program, Program]:
         if not self._device_index < plan.num_devices:

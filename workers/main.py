@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from prometheus_client import CollectorRegistry
 
+from penstock.models.device_facts import device_facts
 from penstock.protocol import world
 from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -119,6 +120,7 @@ def _connect(
 ) -> MemberLink:
     cluster = files.config.cluster
     node, _ = place_of_member(files.config, worker_name(device))
+    facts = [pb.Fact(name=name, value=value) for name, value in device_facts(files.config, device)]
     link = MemberLink(
         address=scheduler,
         access=member_access(files.config, files.path, node),
@@ -129,6 +131,7 @@ def _connect(
             epoch=fence.epoch,
             data_endpoint=transport.address,
             peers=_peers(files, device),
+            facts=facts,
         ),
         heartbeat_interval_s=cluster.heartbeat_interval_s,
         silence_timeout_s=cluster.heartbeat_timeout_s,

@@ -59,13 +59,16 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """``manifest.json``. ``scheduler`` is what the scheduler needs to go on from this state."""
+    """``manifest.json``. ``scheduler`` is what the scheduler needs to go on from this state.
+    ``numerics``: digest of the recipe of its last step; empty in manifests of an older Penstock.
+    """
 
     run_id: str
     version: int
     table_digest: str
     files: Mapping[str, FileEntry]
     scheduler: Mapping[str, Any]
+    numerics: str = ""
 
 
 def block_file(block: int) -> str:
@@ -138,6 +141,7 @@ def read_manifest(directory: Path) -> Manifest:
             table_digest=str(fields["table_digest"]),
             files=files,
             scheduler=dict(fields["scheduler"]),
+            numerics=str(fields.get("numerics", "")),
         )
     except OSError as error:
         raise DamagedError(f"{path}: cannot read it: {error}; is the state complete?") from error

@@ -25,6 +25,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalNumerics,
     JournalTokens,
     NoteEnd,
     PrepareSave,
@@ -162,6 +163,9 @@ class SchedulerEffects:
     def _journal_tokens(self, effect: JournalTokens) -> None:
         self._journal.recognise(effect)
 
+    def _journal_numerics(self, effect: JournalNumerics) -> None:
+        self._journal.follow(effect)
+
     def _append_metrics(self, effect: AppendMetrics) -> None:
         self._metrics_file.append(effect.metrics_json)
         self._metrics.line(effect.metrics_json)
@@ -236,6 +240,7 @@ class SchedulerEffects:
         JournalEvaluation: _journal_evaluation,
         JournalGenerations: _journal_generations,
         JournalTokens: _journal_tokens,
+        JournalNumerics: _journal_numerics,
         AppendMetrics: _append_metrics,
         PrepareSave: _prepare_save,
         CompleteSave: _complete_save,

@@ -33,6 +33,8 @@ MAX_NAME = 128
 """Characters of a name or address."""
 MAX_PEERS = 16384
 """Members that a Hello asks the addresses of."""
+MAX_FACTS = 64
+"""Facts of a device that a Hello may bring."""
 MAX_TEXT = 16384
 """Characters of an error that is shown to the user."""
 
@@ -94,14 +96,22 @@ class EventQueue:
 
 def malformed(hello: pb.Hello) -> str:
     """Returns why a Hello cannot be one of a member, or an empty text; called before it is used."""
-    texts = {
+    named = {
         "run_id": hello.run_id,
         "member": hello.member,
         "data_endpoint": hello.data_endpoint,
     }
-    for name, text in texts.items():
+    for name, text in named.items():
         if len(text) > MAX_NAME or not text.isprintable():
             return f"Hello.{name}: {len(text)} characters, at most {MAX_NAME} printable ones"
+    texts = [text for fact in hello.facts for text in (fact.name, fact.value)]
+    if len(texts) > 2 * MAX_FACTS or any(
+        len(text) > MAX_NAME or not text.isprintable() for text in texts
+    ):
+        return (
+            f"Hello.facts: {len(texts) // 2} facts, at most {MAX_FACTS} of {MAX_NAME} printable"
+            " characters"
+        )
     peers = hello.peers.members
     if len(peers) > MAX_PEERS or any(len(peer) > MAX_NAME for peer in peers):
         return f"Hello.peers: {len(peers)} names, at most {MAX_PEERS} of {MAX_NAME} characters"

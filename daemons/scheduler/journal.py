@@ -13,6 +13,8 @@ Tables::
                                                a row before memory is filled from a partner
     tokens       member, incarnation, tokens   a row before segments are filled or used; whoever
                                                reads it could forge them, so the file is private
+    numerics     step, digest, json            a row before workers begin: recipe and devices from
+                                               that step on
     metrics      seq, line                     the lines of metrics.jsonl, in the same transaction
 
 WAL with ``synchronous=FULL``: a row is on disk when the call returns. A process that is killed in
@@ -58,13 +60,14 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalNumerics,
     JournalTokens,
 )
 from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol import world
 from penstock.protocol.errors import PenstockError, StateError
-from penstock.protocol.run.files import no_room
+from penstock.protocol.run.files import DAMAGED, no_room
 from penstock.protocol.run.seal import CHECKSUM, check_object, with_checksum
 from penstock.shm.control import RECORD_FIELDS, CommitRecord, Decision
 from penstock.shm.trust import FOR_OTHERS, objection, owners_in
@@ -109,6 +112,8 @@ CREATE TABLE IF NOT EXISTS generations (
 CREATE TABLE IF NOT EXISTS tokens (
     member TEXT NOT NULL, incarnation INTEGER NOT NULL, tokens TEXT NOT NULL,
     PRIMARY KEY (member, incarnation));
+CREATE TABLE IF NOT EXISTS numerics (
+    step INTEGER PRIMARY KEY, digest TEXT NOT NULL, json TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS metrics (seq INTEGER PRIMARY KEY, line TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS metrics_by_phase ON metrics ({phase}, seq);
 """
@@ -211,7 +216,7 @@ class Journal:
             return self._load()
         except _UNREADABLE as error:
             raise self._explained("cannot be read as a journal", error) from error
-        except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        except (*DAMAGED, RecursionError) as error:
             raise StateError(f"{self.path}: damaged: {error!r}; {_ADVICE}") from error
 
     def begin_epoch(self, effect: JournalEpoch) -> None:
@@ -256,6 +261,7 @@ class Journal:
             execute = self._connection.execute
             execute("DELETE FROM decisions WHERE attempt > ?", (attempt,))
             execute("DELETE FROM evaluations WHERE version > ?", (position.version,))
+            execute("DELETE FROM numerics WHERE step > ?", (position.version,))
             execute("DELETE FROM metrics WHERE json_extract(line, '$.attempt') > ?", (attempt,))
             self._insert_decision(facts.epoch, position, record)
 
@@ -299,6 +305,17 @@ class Journal:
         rows = [(name, effect.incarnation, tokens) for name, tokens in effect.tokens]
         with self._transaction():
             self._connection.executemany("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)", rows)
+
+    def follow(self, effect: JournalNumerics) -> None:
+        """Write the recipe that holds from a step on, in the place of rows for later steps; it is
+        durable when this returns.
+        """
+        fields = {"recipe": json.loads(effect.recipe), "devices": effect.devices}
+        text = json.dumps(fields, sort_keys=True)
+        with self._transaction():
+            self._connection.execute("DELETE FROM numerics WHERE step >= ?", (effect.step,))
+            row = (effect.step, effect.digest, text)
+            self._connection.execute("INSERT INTO numerics VALUES (?, ?, ?)", row)
 
     def newest_line(self, phase: str) -> str:
         """Returns the last metrics line of a phase, ``train`` or ``eval``; empty without one.
@@ -412,6 +429,7 @@ class Journal:
             last_metrics_json=line[0] if line is not None else "",
             generations=self._generations(record),
             tokens=self._tokens(record),
+            numerics=self._numerics(),
         )
 
     def _generations(self, record: CommitRecord | None) -> tuple[tuple[str, int], ...]:
@@ -427,6 +445,19 @@ class Journal:
         query = "SELECT member, tokens FROM tokens WHERE incarnation = ?"
         found = self._connection.execute(query, (record.incarnation,)).fetchall()
         return tuple((str(member), str(tokens)) for member, tokens in found)
+
+    def _numerics(self) -> JournalNumerics | None:
+        query = "SELECT step, digest, json FROM numerics ORDER BY step DESC LIMIT 1"
+        row = self._connection.execute(query).fetchone()
+        if row is None:
+            return None
+        fields = json.loads(row[2])
+        devices = {
+            str(name): {str(key): str(value) for key, value in facts.items()}
+            for name, facts in fields["devices"].items()
+        }
+        recipe = json.dumps(fields["recipe"], sort_keys=True, separators=(",", ":"))
+        return JournalNumerics(step=int(row[0]), digest=str(row[1]), recipe=recipe, devices=devices)
 
     def _decision(self, row: tuple[Any, ...]) -> tuple[CommitRecord, Position]:
         """Record and position of a row, held against the checksum that is stored with them."""

@@ -216,6 +216,7 @@ def read_rules(run: RunDirectory) -> Rules:
         plan_scheme=run.plan.scheme,
         state_dir=str(run.state_dir.absolute()),
         state_bytes=saved_bytes(run.table),
+        numerics=run.numerics,
         since_1970_s=world.wall() - monotonic_s(),
         contributors=_contributors(owners, [memoryd_name(node.name) for node in nodes]),
     )
@@ -256,14 +257,7 @@ def _open(
         JournalInUseError: another scheduler of the run lives.
         StateError: journal or saved state are damaged or foreign; nothing was touched.
     """
-    saved_states = SavedStates(
-        run.state_dir,
-        run_id=run.run_id,
-        table_digest=run.table.digest,
-        num_blocks=len(run.table.blocks),
-        keep=run.config.train.keep_snapshots,
-        keep_every=run.config.train.keep_every,
-    )
+    saved_states = _saved_states(run)
     newest = saved_states.newest()
     journal = Journal(run.path / "journal.sqlite", run.run_id)
     stack.callback(journal.close)
@@ -300,6 +294,19 @@ def _open(
         rules, mirror, Membership(rules, facts.pids), monotonic_s(), RunEnd.read(run.path)
     )
     return SchedulerLoop(machine, effects, events, metrics)
+
+
+def _saved_states(run: RunDirectory) -> SavedStates:
+    """Returns the saved states of a run, as its configuration has them kept."""
+    return SavedStates(
+        run.state_dir,
+        run_id=run.run_id,
+        table_digest=run.table.digest,
+        num_blocks=len(run.table.blocks),
+        keep=run.config.train.keep_snapshots,
+        keep_every=run.config.train.keep_every,
+        numerics=run.numerics_digest,
+    )
 
 
 def _turn_away(

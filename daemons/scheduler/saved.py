@@ -46,10 +46,11 @@ class SavedStates:
         num_blocks: int,
         keep: int,
         keep_every: int = 0,
+        numerics: str = "",
         disk: Disk = DISK,
     ) -> None:
         """``keep``: so many of the newest are kept, and those whose step is a multiple of
-        ``keep_every``, unless that is 0.
+        ``keep_every``, unless that is 0. ``numerics``: digest of the run's recipe, for manifests.
         """
         self._state_dir = state_dir.absolute()
         self._run_id = run_id
@@ -57,6 +58,7 @@ class SavedStates:
         self._num_blocks = num_blocks
         self._keep = keep
         self._keep_every = keep_every
+        self._numerics = numerics
         self._disk = disk
 
     def newest(self, below: int | None = None) -> SavedState | None:
@@ -154,6 +156,8 @@ class SavedStates:
             "files": {name: {"bytes": size, "sha256": sha} for name, size, sha in save.files},
             "scheduler": {**save.position.to_fields(), "attempt": save.attempt},
         }
+        if self._numerics:
+            manifest["numerics"] = self._numerics
         text = json.dumps(with_checksum(manifest), indent=1)
         with writing(directory / MANIFEST_NAME, len(text)):
             self._write_synced(directory / MANIFEST_NAME, text)

@@ -45,7 +45,7 @@ class MemberMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., block_status: _Optional[_Union[BlockStatus, _Mapping]] = ..., attempt_done: _Optional[_Union[AttemptDone, _Mapping]] = ..., amended: _Optional[_Union[Amended, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., evaluation_done: _Optional[_Union[EvaluationDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., cut_off: _Optional[_Union[CutOff, _Mapping]] = ..., attempt_heard: _Optional[_Union[AttemptHeard, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., mirrored: _Optional[_Union[Mirrored, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "nonce", "machine", "peers")
+    __slots__ = ("run_id", "member", "pid", "epoch", "data_endpoint", "nonce", "machine", "peers", "facts")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class Hello(_message.Message):
     NONCE_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member: str
     pid: int
@@ -62,7 +63,16 @@ class Hello(_message.Message):
     nonce: int
     machine: str
     peers: Peers
-    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., nonce: _Optional[int] = ..., machine: _Optional[str] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ...) -> None: ...
+    facts: _containers.RepeatedCompositeFieldContainer[Fact]
+    def __init__(self, run_id: _Optional[str] = ..., member: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., data_endpoint: _Optional[str] = ..., nonce: _Optional[int] = ..., machine: _Optional[str] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ...) -> None: ...
+
+class Fact(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Peers(_message.Message):
     __slots__ = ("members",)
@@ -401,13 +411,14 @@ class Endpoint(_message.Message):
     def __init__(self, member: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("epoch", "record", "endpoints", "next_attempt", "next_evaluation", "plan_digest", "bereft", "strange")
+    __slots__ = ("epoch", "record", "endpoints", "next_attempt", "next_evaluation", "plan_digest", "numerics_digest", "bereft", "strange")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     NEXT_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NEXT_EVALUATION_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     BEREFT_FIELD_NUMBER: _ClassVar[int]
     STRANGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -416,9 +427,10 @@ class Begin(_message.Message):
     next_attempt: int
     next_evaluation: int
     plan_digest: str
+    numerics_digest: str
     bereft: _containers.RepeatedScalarFieldContainer[str]
     strange: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ..., plan_digest: _Optional[str] = ..., bereft: _Optional[_Iterable[str]] = ..., strange: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., next_attempt: _Optional[int] = ..., next_evaluation: _Optional[int] = ..., plan_digest: _Optional[str] = ..., numerics_digest: _Optional[str] = ..., bereft: _Optional[_Iterable[str]] = ..., strange: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunAttempt(_message.Message):
     __slots__ = ("epoch", "attempt", "base_version", "data_position", "loss_scale", "learning_rate", "hold")

@@ -50,6 +50,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "daemons.observer.trackers.spans._Ids.generate_trace_id": _OWN,
         "daemons.optimizer.ceiling.measure_ceiling": _OWN,
         "daemons.optimizer.kernels.RemoteGradients.__init__": _OWN,
+        "daemons.scheduler.journal.Journal.follow": _OWN,
         "daemons.scheduler.machine.machine.SchedulerMachine._cut_short": _NAMED_SO,
         "daemons.scheduler.main.read_rules": "asks RunDirectory, whose files have targets",
         "daemons.scheduler.metrics.SchedulerMetrics.line": _OWN,

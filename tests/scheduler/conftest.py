@@ -24,6 +24,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalNumerics,
     JournalTokens,
     NoteEnd,
     PrepareSave,
@@ -143,6 +144,8 @@ def describe(effect: Effect) -> str | None:
             return f"journal generations {named}"
         case JournalTokens(tokens=tokens):
             return f"journal tokens of {', '.join(name for name, _ in tokens)}"
+        case JournalNumerics(step=step):
+            return f"journal numerics from step {step}"
         case Refuse(stream=stream):
             return f"refuse stream {stream}"
         case Disconnect(stream=stream):

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.scheduler.effects import SchedulerEffects
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import (
@@ -429,6 +430,27 @@ def test_the_newest_state_is_found_with_its_position(states: SavedStates, tmp_pa
     ]
     assert fields["scheduler"] == {**make_position(10).to_fields(), "attempt": 17}
     assert Position.from_fields(fields["scheduler"], "") == make_position(10)
+
+
+def test_a_manifest_names_the_recipe_of_a_run_that_has_one(tmp_path: Path) -> None:
+    states = SavedStates(
+        tmp_path / "state",
+        run_id=RUN_ID,
+        table_digest="d" * 64,
+        num_blocks=2,
+        keep=2,
+        numerics="00ff",
+    )
+    path = save(states, tmp_path, 3)
+    assert states.newest() is not None
+    assert read_manifest(path).numerics == "00ff"
+    rewrite(path / "manifest.json", numerics="dead")
+    assert read_manifest(path).numerics == "dead"
+    fields = json.loads((path / "manifest.json").read_text())
+    del fields["numerics"]
+    (path / "manifest.json").write_text(json.dumps(fields))
+    with pytest.raises(StateError, match=r"manifest\.json: its checksum does not match"):
+        read_manifest(path)
 
 
 def rewrite(manifest: Path, **fields: object) -> None:

@@ -23,6 +23,7 @@ from penstock.planner.configured import build_plan
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
+from tests.protocol.test_numerics import RECIPE
 from tests.simulation.files import REMOVED
 
 NUM_TOKENS = 4096
@@ -370,6 +371,7 @@ def prepare(shape: Shape, path: Path) -> RunDirectory:
     (path / "resolved.yaml").write_text(config.to_yaml())
     (path / "table.json").write_text(table.to_json())
     (path / "plan.json").write_text(plan.to_json())
+    (path / "numerics.json").write_text(RECIPE.to_json())
     (path / "data").mkdir(exist_ok=True)
     (path / "model").mkdir(exist_ok=True)
     (path / "logs").mkdir(exist_ok=True)

@@ -19,6 +19,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
+import transformers
 import yaml
 
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -27,12 +29,18 @@ from penstock.protocol.plan.cpus import threads_per_worker
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.protocol.security.token import ensure_token
+from penstock.shm.cgroup import usable_cpus
+from tests.protocol.test_numerics import RECIPE
 
 WORKER = """
 import sys
 from pathlib import Path
 from penstock.workers.main import main
 sys.exit(main(Path(sys.argv[1]), 0, sys.argv[2], int(sys.argv[3])))
+"""
+IMPATIENT = """
+import penstock.workers.epoch_builder
+penstock.workers.epoch_builder.PLAN_TIMEOUT_S = 0.0
 """
 TIMEOUT_S = 60.0
 
@@ -120,8 +128,8 @@ def write_run(cluster: Any, run_dir: Path) -> None:
 def start(scheduler: StubScheduler, tmp_path: Path) -> Iterator[Any]:
     started: list[subprocess.Popen[str]] = []
 
-    def run() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", WORKER, str(tmp_path), f"127.0.0.1:{scheduler.port}"]
+    def run(script: str = WORKER) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script, str(tmp_path), f"127.0.0.1:{scheduler.port}"]
         command.append(str(os.getpid()))
         with stop_signals_blocked():  # as a node starts its children
             process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -247,6 +255,32 @@ def test_a_plan_it_cannot_execute_is_reported(
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert "workers do not swap to devices of other nodes" in errors
+
+
+def test_a_begin_of_another_recipe_is_refused(
+    make_cluster: Any, scheduler: StubScheduler, start: Any, tmp_path: Path
+) -> None:
+    cluster = make_cluster(workers=1, undo=True)
+    write_run(cluster, tmp_path)
+    (tmp_path / "numerics.json").write_text(RECIPE.to_json())
+    start(IMPATIENT + WORKER)
+    facts = {fact.name: fact.value for fact in scheduler.hear("hello").facts}
+    assert facts == {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(threads_per_worker(cluster.config, 0, usable_cpus())),
+    }
+    digest = RunDirectory(tmp_path).plan_digest
+    scheduler.say(begin=pb.Begin(epoch=1, plan_digest=digest, numerics_digest=RECIPE.digest))
+    assert scheduler.hear("ready").epoch == 1
+    scheduler.say(begin=pb.Begin(epoch=2, plan_digest=digest, numerics_digest="00ff"))
+    failed = scheduler.hear("failed")
+    assert failed.exit_code == 2
+    assert failed.error == (
+        f"{tmp_path / 'numerics.json'} (recipe {RECIPE.digest}) is not the recipe (00ff) that the"
+        " scheduler runs: stop the run and start it again"
+    )
 
 
 def test_a_plan_that_arrives_late_is_awaited(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import penstock
 from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.numerics import differences
 from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
 
 FILE = "software.json"
@@ -89,8 +90,7 @@ class Software:
         know it.
         """
         before = earlier.rounding(counts_cpus=counts_cpus)
-        now = self.rounding(counts_cpus=counts_cpus)
-        return differences(before, now)
+        return differences(before, self.rounding(counts_cpus=counts_cpus))
 
     def write(self, run_dir: Path) -> None:
         """Makes the note, or leaves it as it is when nothing has changed.
@@ -101,15 +101,6 @@ class Software:
         text = json.dumps(asdict(self), indent=1)
         if not holds_text(run_dir / FILE, text):
             write_atomically(run_dir / FILE, text)
-
-
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns in words the facts of ``before`` that have another value ``now``."""
-    return [
-        f"{name}: {old} -> {now[name]}"
-        for name, old in before.items()
-        if name in now and now[name] != old
-    ]
 
 
 def check_software(

@@ -18,6 +18,7 @@ from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.requests import is_finished
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.numerics import differences
 from penstock.shm.control import CommitRecord
 
 
@@ -230,10 +231,33 @@ class Barrier(Activity):
         return self._restore(self._reason)
 
     def _begin(self, now_s: float) -> list[Effect]:
+        changed = self._other_devices()
+        if changed and self.rules.config.run.strict:
+            self.failure = f"run.strict: {changed}; restore them, or start without --strict"
+            self.done = True
+            return []
         self.phase = RunPhase.BEGINNING
         self.waiting = set(self._daemons)
         self.deadline_s = now_s + self.rules.deadlines.begin_s
-        return self._begins(self._daemons)
+        step = self.mirror.version + 1
+        text = f"{changed}; layers may round otherwise from step {step} on"
+        said = [Say(text=text, warning=True)] if changed else []
+        return [*said, *self.mirror.follow(self._members.facts), *self._begins(self._daemons)]
+
+    def _other_devices(self) -> str:
+        """Returns in words which devices differ from those of the newest recipe in the journal; the
+        preparation has told of software that it has as well.
+        """
+        newest, recipe = self.mirror.numerics, self.rules.numerics
+        if newest is None or recipe is None:
+            return ""
+        told = recipe.software.items()
+        words = []
+        for name, facts in self._members.facts.items():
+            news = {key: value for key, value in facts.items() if (key, value) not in told}
+            changed = differences(newest.devices.get(name, {}), news)
+            words += [f"{name}: {', '.join(changed)}"] if changed else []
+        return f"since the last start other devices: {'; '.join(words)}" if words else ""
 
     def _on_ready(self, member: str, body: pb.Ready, now_s: float) -> list[Effect]:
         if self.phase is not RunPhase.BEGINNING or not self.answered(member):
@@ -268,6 +292,7 @@ class Barrier(Activity):
             record=record_message(self.mirror.record),
             endpoints=endpoints,
             plan_digest=self.rules.plan_digest,
+            numerics_digest="" if self.rules.numerics is None else self.rules.numerics.digest,
             next_attempt=self.mirror.next_attempt,
             next_evaluation=self.mirror.next_evaluation,
             bereft=sorted(self._bereft),

@@ -8,6 +8,7 @@ effect happens: that is what makes a commit safe to announce.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -200,6 +201,18 @@ class JournalTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalNumerics:
+    """Durable before a worker begins: the numerics recipe with ``digest`` holds from ``step`` on.
+    ``recipe``: its canonical JSON. ``devices``: the facts that each worker said of its device.
+    """
+
+    step: int
+    digest: str
+    recipe: str
+    devices: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEvaluation:
     """The evaluation of a version is done; ``metrics_json`` as above."""
 
@@ -279,6 +292,7 @@ Effect = (
     | JournalEvaluation
     | JournalGenerations
     | JournalTokens
+    | JournalNumerics
     | AppendMetrics
     | PrepareSave
     | CompleteSave

@@ -31,6 +31,7 @@ from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect
 from penstock.daemons.scheduler.machine.lost_nodes.leases import Leases
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.numerics import differences
 from penstock.protocol.run.logs import COMPLAINT_INTERVAL_S
 from penstock.protocol.run.names import nodes_beside
 
@@ -88,6 +89,8 @@ class Membership:
         self._patient_until_s = float("-inf")
         self._complained_s, self._uncomplained = float("-inf"), 0
         self._began_s = 0.0
+        self.facts: dict[str, dict[str, str]] = {}
+        """Facts of each worker's device, from the first Hello to this scheduler."""
 
     # ---- looking ----
 
@@ -254,6 +257,8 @@ class Membership:
             effects += self._fence(member)
         self._connect(member, stream)
         member.pid, member.hello = hello.pid, hello
+        if hello.facts:
+            self.facts.setdefault(hello.member, facts_in(hello))
         member.heard_s, member.fence_at_s, member.gone_s = now_s, None, None
         effects.append(Accept(stream=stream, member=hello.member))
         if member.spec.role is Role.NODE:
@@ -417,6 +422,13 @@ class Membership:
             drew = self._refused[hello.member, hello.pid]
             if drew in (0, hello.nonce):
                 return f"process {hello.pid} was lost and has been replaced"
+        changed = differences(self.facts.get(hello.member, {}), facts_in(hello))
+        if changed:
+            return (
+                f"{hello.member}: its device is another one than that of the process before:"
+                f" {'; '.join(changed)}; layers would round otherwise in the middle of a start:"
+                " replace the device by an equal one, or start the run again"
+            )
         return ""
 
     def _node_joined(self, node: Member, now_s: float) -> list[Effect]:
@@ -492,6 +504,11 @@ class Membership:
         if member.stream is None:
             return "missing"
         return "ready" if ready else "joining"
+
+
+def facts_in(hello: pb.Hello) -> dict[str, str]:
+    """Returns the facts of a device that a Hello brings, by name."""
+    return {fact.name: fact.value for fact in hello.facts}
 
 
 def _same_process(member: Member, hello: pb.Hello) -> bool:

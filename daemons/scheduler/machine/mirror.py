@@ -13,6 +13,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEpoch,
     JournalEvaluation,
     JournalGenerations,
+    JournalNumerics,
     JournalTokens,
     SavedState,
 )
@@ -29,7 +30,8 @@ class JournalFacts:
     ``record``: of the committed version. ``position``: after the last decision. ``pids``: processes
     of the last epoch. ``evaluated``: newest version that was evaluated. ``generations``: of
     memoryds whose memory was filled from a partner since the last restore. ``tokens``: of the
-    segments of memoryds and mirrords that have been filled since then, hexadecimal.
+    segments of memoryds and mirrords that have been filled since then, hexadecimal. ``numerics``:
+    the newest row of the recipe.
     """
 
     epoch: int = 0
@@ -42,6 +44,7 @@ class JournalFacts:
     last_metrics_json: str = ""
     generations: tuple[tuple[str, int], ...] = ()
     tokens: tuple[tuple[str, str], ...] = ()
+    numerics: JournalNumerics | None = None
 
 
 class JournalMirror:
@@ -69,6 +72,7 @@ class JournalMirror:
         """Tokens that the segments of each member must bear; none for a member: an older Penstock
         filled them.
         """
+        self.numerics = facts.numerics
         self.saved = saved
         self._filled: int | None = None  # what this scheduler has had all memory filled with
         self.blocks_missing: dict[str, int] = {}
@@ -176,6 +180,23 @@ class JournalMirror:
         self.tokens |= changed
         rows = tuple(sorted(changed.items()))
         return [JournalTokens(incarnation=record.incarnation, tokens=rows)]
+
+    def follow(self, devices: Mapping[str, Mapping[str, str]]) -> list[JournalNumerics]:
+        """Holds to the run's recipe from the next step on; returns the row, where the newest row is
+        of another recipe, of other devices, or of a step behind the next one. ``devices``: facts by
+        worker.
+        """
+        recipe, step = self._rules.numerics, self.version + 1
+        if recipe is None:
+            return []
+        newest = self.numerics
+        same = newest is not None and (newest.digest, newest.devices) == (recipe.digest, devices)
+        if newest is not None and same and newest.step <= step:
+            return []
+        self.numerics = JournalNumerics(
+            step=step, digest=recipe.digest, recipe=recipe.canonical, devices=dict(devices)
+        )
+        return [self.numerics]
 
     def take_evaluation(self) -> int:
         """Returns the number of the next evaluation."""

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from penstock.daemons.scheduler.machine.position import LossScaling, Position
 from penstock.protocol.config.schema import Config
+from penstock.protocol.numerics import Numerics
 from penstock.protocol.run.names import (
     devices_of_node,
     memoryd_name,
@@ -81,7 +82,7 @@ class Rules:
     optimizerd of every block; ``state_bytes``: of a saved state, over all nodes; ``since_1970_s``:
     what to add to the machine's clock for seconds since 1970; ``contributors``: memoryd -> the
     others in whose memory are gradients of its blocks; ``data_samples``: samples of one pass over
-    the training data, None where data are made up.
+    the training data, None where data are made up. ``numerics``: the recipe, None in a run without.
     """
 
     run_id: str
@@ -97,6 +98,7 @@ class Rules:
     contributors: Mapping[str, frozenset[str]] = field(default_factory=dict)
     deadlines: Deadlines = Deadlines()
     data_samples: int | None = None
+    numerics: Numerics | None = None
 
     @cached_property
     def loss_scaling(self) -> LossScaling:

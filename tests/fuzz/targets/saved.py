@@ -35,6 +35,7 @@ from penstock.workers.data import TokenDataset
 from tests.fuzz.target import Decoder, Form, Target, from_file, plainly
 from tests.fuzz.targets.material import RUN_ID, config, forget, memory_spec, table
 from tests.fuzz.targets.run_files import EVALUATION, LINE, dumped, made, metrics_lines
+from tests.protocol.test_numerics import RECIPE
 from tests.scheduler.conftest import make_position, make_record
 from tests.scheduler.test_files import commit
 
@@ -94,6 +95,29 @@ def _journal_rows(folder: Path) -> Iterator[Decoder]:
         Journal.load(stub)
 
     yield read
+
+
+@contextmanager
+def _recipe_rows(folder: Path) -> Iterator[Decoder]:
+    """The text of a recipe's row."""
+    stub: Any = SimpleNamespace(path=folder / "journal.sqlite")
+
+    def read(data: bytes) -> None:
+        try:
+            row = 1, "feed", data.decode()
+        except UnicodeDecodeError:
+            return  # SQLite says so, see the journal's own file
+        answer = SimpleNamespace(fetchone=lambda: row)
+        stub._connection = SimpleNamespace(execute=lambda query: answer)
+        stub._load = lambda: Journal._numerics(stub)
+        Journal.load(stub)
+
+    yield read
+
+
+def _recipes() -> list[bytes]:
+    fields = {"recipe": json.loads(RECIPE.canonical), "devices": {"worker.0": {"torch": "2.13.0"}}}
+    return dumped(fields)
 
 
 def _rows() -> list[bytes]:
@@ -312,6 +336,13 @@ SAVED = (
         open=_journal_rows,
         covers=("daemons.scheduler.journal.Journal._decision",),
         seeds=_rows,
+        form=Form.JSON,
+    ),
+    Target(
+        name="journal-recipes",
+        open=_recipe_rows,
+        covers=("daemons.scheduler.journal.Journal._numerics",),
+        seeds=_recipes,
         form=Form.JSON,
     ),
     Target(
