@@ -93,12 +93,13 @@ class Arithmetic:
 class Sums:
     """How gradients are added. ``micro_batches``: the type of the sums, and the kernel that adds a
     gradient. ``stored``: the type in which sums reach the optimizer. ``replicas``: place and order
-    of the sums over routes.
+    of the sums over routes. ``loss_rows``: rows of a chunk of the loss.
     """
 
     micro_batches: str
     stored: str
     replicas: str
+    loss_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ def test_preparation_writes_what_bits_follow_from(tmp_path: Path, corpus: str) -
     assert recipe.arithmetic.instructions == torch.backends.cpu.get_cpu_capability()
     assert recipe.software["torch"] == torch.__version__
     assert recipe.sums.replicas == "none"
+    assert recipe.sums.loss_rows == run.table.rows_of_loss
     replicas = ("schedule.scheme=1f1b", "schedule.replicas=2", "train.micro_batch=2")
     prepare_run(config(corpus, *replicas), run_dir)
     assert recipe_of(run_dir).sums.replicas == "optimizer, in the order of 2 routes"

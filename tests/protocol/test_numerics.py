@@ -48,7 +48,9 @@ RECIPE = Numerics(
         ),
     ),
     compiler=COMPILER,
-    sums=Sums(micro_batches="fp32, one mixed kernel", stored="bf16", replicas="none"),
+    sums=Sums(
+        micro_batches="fp32, one mixed kernel", stored="bf16", replicas="none", loss_rows=1024
+    ),
     arithmetic=ARITHMETIC,
     threads=2,
     software={"torch": "2.13.0", "processor": "x"},

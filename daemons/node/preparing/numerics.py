@@ -73,7 +73,7 @@ def write_numerics(
             evaluation=compiled and config.train.eval_every > 0,
         ),
         compiler=kernels.compiler if compiled and kernels is not None else None,
-        sums=_sums(config, plan),
+        sums=_sums(config, plan, directory.table),
         arithmetic=None if kernels is None else kernels.arithmetic,
         threads=threads_per_worker(config, 0, usable_cpus()),
         software=_rounding(config, software),
@@ -110,7 +110,7 @@ def _layers(
     )
 
 
-def _sums(config: Config, plan: Plan) -> Sums:
+def _sums(config: Config, plan: Plan, table: BlockTable) -> Sums:
     grads = config.optimizer.grad_dtype
     reduction = Reduction.of(plan)
     place = "devices" if reduction.reduces else "optimizer"
@@ -120,4 +120,5 @@ def _sums(config: Config, plan: Plan) -> Sums:
         micro_batches="fp32, one mixed kernel" if mixed else "fp32, in place",
         stored=grads.value,
         replicas="none" if routes == 1 else f"{place}, in the order of {routes} routes",
+        loss_rows=table.rows_of_loss,
     )
