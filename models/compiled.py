@@ -8,9 +8,10 @@ number that the model's code reads (GPT-2's ``scale_attn_by_inverse_layer_idx``)
 any number of graphs: torch's limit, beyond which layers would run uncompiled and round otherwise,
 is out of reach.
 
-Forwards that somebody watches (split backward, dropped operators, swaps, weights bound anew; see
-:mod:`penstock.models.storing`) run uncompiled: hooks and modes would see one opaque function. So do
-embedding and head, which are calls of a whole decoder around stubs.
+Forwards whose operators are watched (split backward, dropped operators; see
+:mod:`penstock.models.storing`) run uncompiled: a mode would see one opaque function. Saved tensors
+of compiled layers are swapped, and their weights bound anew, like those of any graph. Embedding and
+head, which are calls of a whole decoder around stubs, run uncompiled, too.
 """
 
 from __future__ import annotations

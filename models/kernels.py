@@ -163,7 +163,10 @@ def _chosen(call: Call | str, device: torch.device, *, trains: bool) -> tuple[st
         return call, call
     args, kwargs = _moved(call, lambda tensor: _filled(tensor, device, trains=trains))
     with _Operators() as forward, torch.set_grad_enabled(trains):
-        output = F.scaled_dot_product_attention(*args, **kwargs)
+        try:
+            output = F.scaled_dot_product_attention(*args, **kwargs)
+        except RuntimeError:  # a model whose layers cannot run: its first forward says why
+            return UNKNOWN, UNKNOWN
     with _Operators() as backward:
         if trains:
             torch.autograd.backward(output, torch.zeros_like(output))

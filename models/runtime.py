@@ -266,7 +266,7 @@ class ModelRuntime:
             bound,
             training=training,
             place=(data_position, micro_batch_index),
-            watched=storing is not None,
+            watched=storing is not None and storing.watches,
             output_read=output_read or not autograd,
         )
         with ExitStack() as stack:

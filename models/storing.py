@@ -61,6 +61,13 @@ class Storing:
     policy: SavePolicy | None = None
     split: bool = False
 
+    @property
+    def watches(self) -> bool:
+        """Whether operators are looked at one by one: a compiled layer would be one of them.
+        Otherwise what a graph saves is packed, whoever made the graph.
+        """
+        return self.split or (self.policy is not None and bool(self.policy.drop))
+
     @contextmanager
     def around(
         self, bound: Sequence[BoundBlock], constants: Sequence[torch.Tensor]

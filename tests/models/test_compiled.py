@@ -17,7 +17,7 @@ from penstock.models import last_products, runtime
 from penstock.models.binding import summing
 from penstock.models.compiled import Compiler
 from penstock.models.runtime import HIDDEN, ModelRuntime
-from penstock.models.saved_activations import BoundWeights
+from penstock.models.saved_activations import BoundWeights, SavePolicy
 from penstock.models.storing import Storing
 
 # The compiler itself asks, and hides the warning from users.
@@ -162,6 +162,51 @@ def test_a_recomputation_leaves_the_last_product_out_with_the_same_graph(
     assert torch.equal(outputs[0], first.tensors[HIDDEN])
     assert outputs[1].isnan().all()
     assert all(map(torch.equal, *gradients))
+    assert graphs() == 1
+
+
+def test_compiled_layers_are_swapped_and_bound_anew_with_the_same_bits(
+    make_case: Any, make_batch: Any
+) -> None:
+    case, batch, blocks = make_case("llama"), make_batch(), range(1, 3)
+    use(case, "inductor", torch.bfloat16)
+    inputs = case.forward([0], {}, batch, autograd=False).tensors
+    seeds = {HIDDEN: torch.randn_like(inputs[HIDDEN])}
+
+    def gradients() -> list[torch.Tensor]:
+        found = [case.grads[block][0].clone() for block in blocks]
+        for block in blocks:
+            case.grads[block][0].zero_()
+        return found
+
+    plain = case.forward(blocks, inputs, batch, autograd=True)
+    wanted = case.runtime.backward(plain, seeds)
+    sums = gradients()
+    bound = case.bind(blocks)
+    weights = BoundWeights(bound)
+    storing = Storing(weights=weights, policy=SavePolicy(rebind=True))
+    output = case.runtime.forward(
+        bound,
+        inputs,
+        batch,
+        data_position=0,
+        micro_batch_index=0,
+        training=True,
+        loss_weight=1.0,
+        storing=storing,
+    )
+    weights.release()
+    activations = output.stored.activations
+    assert activations.swap_out(1.0) > 0 and activations.bytes == 0
+    moved = [case.weights[block].clone() for block in blocks]
+    for block, elsewhere in zip(blocks, moved, strict=True):
+        case.weights[block].fill_(torch.nan)
+        case.weights[block] = elsewhere
+    weights.bind(case.bind(blocks, train=False))
+    activations.swap_in()
+    got = case.runtime.backward(output, seeds)
+    assert torch.equal(got[HIDDEN], wanted[HIDDEN])
+    assert all(map(torch.equal, gradients(), sums))
     assert graphs() == 1
 
 

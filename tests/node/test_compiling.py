@@ -71,6 +71,12 @@ def test_plans_that_need_layers_as_they_are_say_so() -> None:
     )
 
 
+def test_plans_that_bind_weights_anew_compile() -> None:
+    mobius = config(scheme="mobius", recompute="none", stages_per_device=3)
+    assert plan_of(mobius).rebinds_weights
+    assert guess(mobius) == (True, [])
+
+
 def test_a_run_keeps_what_auto_stood_for() -> None:
     assert keep_compile(config(), None).model.compile == "auto"
     for value in (True, False):
