@@ -10,6 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from penstock.protocol.numerics import Numerics
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
@@ -64,3 +66,35 @@ def test_a_killed_worker_and_an_older_run_go_on_with_equal_bytes(runner: Any) ->
     assert [line["step"] for line in H.metrics(run_dir)] == list(range(1, last + 1))
     undisturbed = runner.train(runner.configure("undisturbed", H.endless_until(last)))
     assert H.state_bytes(run_dir) == H.state_bytes(undisturbed)
+
+
+def test_a_replacement_with_other_software_is_refused_and_a_start_goes_on(runner: Any) -> None:
+    """The version of transformers that a process finds changes while the run goes on."""
+    folder = runner.root / "packages"
+    folder.mkdir()
+    env = {"PYTHONPATH": str(folder)}
+    config = runner.configure("run", H.merge(H.ENDLESS, {"cluster": {"max_restarts": 2}}))
+    run = runner.start(config, env=env)
+    H.wait_for_step(run, 1)
+    metadata = folder / "transformers-99.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
+    os.kill(run.members()["worker.1"], signal.SIGKILL)
+    code, output = run.wait(500)
+    change = f"transformers: {transformers.__version__} -> 99.0"
+    assert code == 4, output
+    assert (
+        "refused by the scheduler: worker.1: its device is another one than that of the process"
+        f" before: {change};" in output
+    )
+    [(step, before, _)] = rows(run.run_dir)
+    assert step == 1
+
+    code, output = runner.start(config, "--strict", env=env).wait(500)
+    assert code == 2 and f"other software or hardware ({change})" in output, output
+    kept = H.newest_step(run.run_dir)
+    run = runner.start(config, env=env)
+    stopped_at(run, kept + 1)
+    (_, first, _), (step, second, fields) = rows(run.run_dir)
+    assert (first, step) == (before, kept + 1)
+    assert second != first and fields["devices"]["worker.1"]["transformers"] == "99.0"
