@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.daemons.node.preparing.capacity import Need, check_capacity, render_needs
+from penstock.daemons.node.preparing.planned_run import (
+    HostMachine,
+    RunRequest,
+    plan_run,
+    planned_before,
+)
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.daemons.node.preparing.prospect import look_ahead, needs_of_run
 from penstock.deploy.kubernetes.manifests import PodNeeds
 from penstock.protocol.config.execution import NodeConfig
 from penstock.protocol.config.schema import Config
@@ -101,8 +106,8 @@ def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
         CapacityError: ``schedule: auto`` found nothing that fits this machine.
     """
     spread = _spread(config, num_nodes)
-    found = look_ahead(spread, table_of(spread), None).needs
-    shm, memory = (need.needed for need in found[:2])
+    request = RunRequest(config=spread, table=table_of(spread))
+    shm, memory = (need.needed for need in plan_run(request, HostMachine.here(spread)).needs[:2])
     has_gpus = config.cluster.platform.pins_host_memory
     return PodNeeds(
         cpus=cpus or cpus_needed(config),
@@ -134,7 +139,8 @@ def _spread(config: Config, num_nodes: int) -> Config:
 def _needs(path: Path, config: Config, nodes: Sequence[int]) -> tuple[Need, ...]:
     run_dir = run_of(path)
     if run_dir is not None and (run_dir / "plan.json").exists():
-        return needs_of_run(RunDirectory(run_dir), nodes)
+        return planned_before(RunDirectory(run_dir), nodes).needs
     held_by = run_dir or config.run_dir
     run_id = RunDirectory(held_by).run_id if (held_by / "run.json").exists() else None
-    return look_ahead(config, table_of(config), run_id).needs
+    request = RunRequest(config=config, table=table_of(config))
+    return plan_run(request, HostMachine.here(config, run_id)).needs

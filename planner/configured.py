@@ -40,33 +40,24 @@ _NEAR = 1.005
 """How near to the smallest limit the named one is, where it has to be searched for."""
 
 
-def config_prices(
-    config: Config,
-    table: BlockTable,
-    profile: Path | None = None,
-    micro_batch: int | None = None,
-    guess: Guess | None = None,
-) -> Prices:
-    """Returns what blocks cost and the cluster, for a configuration's micro-batches or for those of
-    ``micro_batch`` sequences: from ``profile``, or the one that ``schedule.profile`` names; else
-    those of the cluster that ``cluster.device`` models, or ``guess``, by default the platform's.
+def config_prices(config: Config, table: BlockTable, guess: Guess | None = None) -> Prices:
+    """Returns the cluster, and the costs of blocks for a configuration's micro-batches: those of
+    ``schedule.profile``; else those of the cluster that ``cluster.device`` models, or ``guess``, by
+    default the platform's.
 
     Raises:
         ConfigError: the profile cannot be read, or is of another model.
     """
-    profile = profile or config.schedule.profile
-    micro_batch = micro_batch or config.train.micro_batch or 1
-    platform = config.cluster.platform
+    profile, platform = config.schedule.profile, config.cluster.platform
     if profile is None and platform.models_time:
-        train = config.train.model_copy(update={"micro_batch": micro_batch})
-        emulation = Emulation.of(config.model_copy(update={"train": train}))
+        emulation = Emulation.of(config)
         return Prices(costs=emulation.costs, cluster=emulation.cluster)
     source = load_profile(profile) if profile is not None else guess or guess_of(platform)
     return Prices(
         costs=table_costs(
             table,
             source,
-            tokens=micro_batch * config.data.sequence_length,
+            tokens=(config.train.micro_batch or 1) * config.data.sequence_length,
             own_memory=platform.own_memory,
         ),
         cluster=replace(
@@ -84,10 +75,8 @@ def optimizer_of(config: Config) -> OptimizerModel:
     return replace(way, mirrored=config.mirrors)
 
 
-def config_context(config: Config, table: BlockTable, prices: Prices | None = None) -> PlanContext:
-    """Returns what plans of a configuration are made and simulated with.
-
-    ``prices``: the configuration's own unless given (:func:`config_prices`).
+def config_context(config: Config, table: BlockTable, guess: Guess | None = None) -> PlanContext:
+    """Returns what plans of a configuration are made and simulated with (:func:`config_prices`).
 
     Raises:
         ConfigError: the profile cannot be read, or is of another model.
@@ -95,7 +84,7 @@ def config_context(config: Config, table: BlockTable, prices: Prices | None = No
     optimizer = optimizer_of(config)
     early = config.optimizer.settle == "early"
     return PlanContext(
-        prices=prices or config_prices(config, table),
+        prices=config_prices(config, table, guess),
         block_work=tuple(block.forward_flops for block in table.blocks),
         optimizer=optimizer,
         stops_early=True,

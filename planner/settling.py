@@ -56,6 +56,13 @@ def settle_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
     return replace(plan, settled_early=tuple(early) if optimizer.settle == "early" else ())
 
 
+def settled(config: Config, plan: Plan, context: PlanContext) -> Plan:
+    """Returns the plan of a configuration with the choice of ``optimizer.settle: auto``, if it has
+    one.
+    """
+    return choose_settled_early(plan, context) if is_to_choose(config) else plan
+
+
 def is_to_choose(config: Config) -> bool:
     """Returns whether ``auto`` has something to choose, and something to choose by."""
     optimizer, schedule, emulation = config.optimizer, config.schedule, config.emulation

@@ -9,13 +9,18 @@ from typing import Any
 
 from penstock.client.planning.outputs import blocks_text, heading, rates_of, stages_text
 from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
+from penstock.daemons.node.preparing.planned_run import (
+    HostMachine,
+    PlannedRun,
+    RunRequest,
+    plan_run,
+)
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.daemons.node.preparing.prospect import Prospect, look_ahead
 from penstock.planner.configured import build_plan
 from penstock.planner.memory.table import MemoryRow
 from penstock.planner.pipeline import try_plan
 from penstock.planner.render import Caption, timeline
-from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.settling import settled
 from penstock.planner.simulate import Simulation
 from penstock.planner.validate.check import program_grid
 from penstock.protocol.config.execution import DeviceUpdates
@@ -31,18 +36,18 @@ class PlanReport:
     ``schedule.device_updates`` is auto.
     """
 
-    prospect: Prospect
+    run: PlannedRun
     simulation: Simulation
     forms_s: Mapping[DeviceUpdates, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report for ``--json``."""
-        plan = self.prospect.plan
+        plan = self.run.plan
         return {
             "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
-            "parameters": self.prospect.table.num_parameters,
-            **({"choice": self.prospect.choice} if self.prospect.choice else {}),
+            "parameters": self.run.table.num_parameters,
+            **({"choice": self.run.choice} if self.run.choice else {}),
             **self._updates(),
             **self.simulation.summary(),
             "memory": [
@@ -52,7 +57,7 @@ class PlanReport:
                     "use": row.use,
                     "bytes": row.num_bytes,
                 }
-                for row in self.prospect.rows
+                for row in self.run.rows
             ],
             "needs": [
                 {
@@ -62,12 +67,12 @@ class PlanReport:
                     "there_bytes": need.there,
                     "short": need.short,
                 }
-                for need in self.prospect.needs
+                for need in self.run.needs
             ],
         }
 
     def _updates(self) -> dict[str, Any]:
-        plan, flushed = self.prospect.plan, self.prospect.plan.flushed
+        plan, flushed = self.run.plan, self.run.plan.flushed
         if not plan.updates and not self.forms_s:
             return {}
         found: dict[str, Any] = {
@@ -80,7 +85,7 @@ class PlanReport:
 
     def _update_lines(self) -> Iterator[str]:
         """Yields which blocks devices update and how, and why so if that was to be chosen."""
-        plan = self.prospect.plan
+        plan = self.run.plan
         if plan.updates:
             previewed = sorted(plan.updates.keys() - set(plan.flushed))
             yield f"devices preview  {blocks_text(previewed)}"
@@ -96,16 +101,16 @@ class PlanReport:
     @property
     def caption(self) -> Caption:
         """What pictures are headed with."""
-        return Caption(heading=heading(self.prospect.plan))
+        return Caption(heading=heading(self.run.plan))
 
     def to_text(self, width: int, *, instructions: bool) -> str:
         """Returns the report for people: stages, picture of the schedule, times, memory."""
-        plan, simulation = self.prospect.plan, self.simulation
+        plan, simulation = self.run.plan, self.simulation
         return "\n".join(
             (
-                *((self.prospect.choice, "") if self.prospect.choice else ()),
+                *((self.run.choice, "") if self.run.choice else ()),
                 f"{plan.scheme}: {plan.num_devices} devices, {plan.num_microbatches} micro-batches,"
-                f" {self.prospect.table.num_parameters:,} parameters in {plan.num_blocks} blocks",
+                f" {self.run.table.num_parameters:,} parameters in {plan.num_blocks} blocks",
                 f"forward stages   {stages_text(plan.forward_stages)}",
                 f"backward stages  {stages_text(plan.backward_stages)}",
                 f"settled early    {blocks_text(plan.settled_early)}",
@@ -113,15 +118,15 @@ class PlanReport:
                 "",
                 timeline(simulation, width=max(20, width - 16)).rstrip(),
                 "",
-                f"simulated ({rates_of(self.prospect.config)}): one step takes"
+                f"simulated ({rates_of(self.run.config)}): one step takes"
                 f" {simulation.makespan_s:.3f} s; bubbles {simulation.bubble_ratio:.1%};"
                 f" optimizer tail {simulation.optimizer_tail_s:.3f} s; computing takes"
                 f" {simulation.pipeline_s:.3f} s, in no order less than"
                 f" {simulation.lower_bound_s:.3f} s",
                 "",
-                _rows(self.prospect.rows),
+                _rows(self.run.rows),
                 "",
-                render_needs(self.prospect.needs),
+                render_needs(self.run.needs),
                 *(("", program_grid(plan.programs).rstrip()) if instructions else ()),
             )
         )
@@ -136,29 +141,21 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
         CapacityError: ``schedule: auto`` found nothing that fits.
     """
     check_cores(config)
-    if profile is not None:
-        schedule = config.schedule.model_copy(update={"profile": profile})
-        config = config.model_copy(update={"schedule": schedule})
-    prospect = look_ahead(config, table_of(config), run_id=None)
-    return PlanReport(
-        prospect=prospect,
-        simulation=try_plan(prospect.plan, prospect.context),
-        forms_s=_forms_s(prospect),
-    )
+    config = config.with_profile(profile)
+    run = plan_run(RunRequest(config=config, table=table_of(config)), HostMachine.here(config))
+    return PlanReport(run=run, simulation=run.simulate(), forms_s=_forms_s(run))
 
 
-def _forms_s(prospect: Prospect) -> dict[DeviceUpdates, float]:
+def _forms_s(run: PlannedRun) -> dict[DeviceUpdates, float]:
     """Returns the seconds of a step in both forms of updates on devices, if auto was to choose."""
-    config, found = prospect.config, {}
+    config, found = run.config, {}
     if config.schedule.device_updates is not DeviceUpdates.AUTO:
         return {}
     for form in (DeviceUpdates.PREVIEW, DeviceUpdates.FLUSH):
         schedule = config.schedule.model_copy(update={"device_updates": form})
         other = config.model_copy(update={"schedule": schedule})
-        plan = build_plan(other, prospect.table, prospect.context)
-        if is_to_choose(other):
-            plan = choose_settled_early(plan, prospect.context)
-        found[form] = try_plan(plan, prospect.context).makespan_s
+        plan = settled(other, build_plan(other, run.table, run.context), run.context)
+        found[form] = try_plan(plan, run.context).makespan_s
     return found
 
 

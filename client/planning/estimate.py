@@ -7,18 +7,22 @@ functions that prepare a run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.daemons.memory.snapshot import saved_bytes
 from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.daemons.node.preparing.planned_run import (
+    HostMachine,
+    PlannedRun,
+    RunRequest,
+    plan_run,
+)
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.daemons.node.preparing.prospect import Prospect, look_ahead
 from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.profile import guess_of_gpu
 from penstock.planner.memory.table import MemoryKind
-from penstock.planner.pipeline import try_plan
 from penstock.planner.render.units import SECONDS
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.config.values import parse_size
@@ -60,7 +64,7 @@ class Estimate:
     """
 
     model: Path
-    prospect: Prospect
+    run: PlannedRun
     shm: Mapping[str, int]
     step_s: float
     source: str
@@ -68,14 +72,14 @@ class Estimate:
     @property
     def host_bytes(self) -> int:
         """Bytes of host RAM that the processes of a machine need beside /dev/shm."""
-        shm, both = self.prospect.needs[:2]
+        shm, both = self.run.needs[:2]
         return both.needed - shm.needed
 
     @property
     def device_rows(self) -> Mapping[str, int]:
         """Bytes of the worker that needs most, by use."""
         devices: dict[str, dict[str, int]] = {}
-        for row in self.prospect.rows:
+        for row in self.run.rows:
             if row.place.startswith("device ") and row.resource is not MemoryKind.EMULATED:
                 devices.setdefault(row.place, {})[row.use] = row.num_bytes
         return max(devices.values(), key=lambda rows: sum(rows.values()))
@@ -83,12 +87,12 @@ class Estimate:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
-        config = self.prospect.config
+        config = self.run.config
         return config.train.global_batch * config.data.sequence_length
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate for ``--json``; sizes are bytes."""
-        config, table, plan = self.prospect.config, self.prospect.table, self.prospect.plan
+        config, table, plan = self.run.config, self.run.table, self.run.plan
         state, kept = saved_bytes(table), config.train.keep_snapshots
         return {
             "model": str(self.model),
@@ -118,7 +122,7 @@ class Estimate:
 
     def _lines(self) -> Iterator[str]:
         figures = self.to_dict()
-        config = self.prospect.config
+        config = self.run.config
         yield (
             f"{self.model}: {figures['parameters']:,} parameters in {figures['blocks']} blocks,"
             f" {figures['dtype']}"
@@ -128,8 +132,8 @@ class Estimate:
             f" {config.train.global_batch} sequences of {config.data.sequence_length} tokens a"
             f" step in micro-batches of {config.train.micro_batch}"
         )
-        if self.prospect.choice:
-            yield self.prospect.choice
+        if self.run.choice:
+            yield self.run.choice
         kind = "device memory" if config.cluster.platform.own_memory else "host RAM"
         for heading, sizes in (
             ("/dev/shm of a node", figures["shm"]),
@@ -160,13 +164,16 @@ def estimate(model: Path, options: EstimateOptions) -> Estimate:
     """
     folder = _folder_of(model)
     config = _config_of(folder, options)
-    guess = None if options.gpu is None else guess_of_gpu(options.gpu, config.model.dtype)
-    prospect = look_ahead(config, table_of(config, config_only=True), run_id=None, guess=guess)
+    machine = HostMachine.here(config)
+    if options.gpu is not None:
+        machine = replace(machine, guess=guess_of_gpu(options.gpu, config.model.dtype))
+    request = RunRequest(config=config, table=table_of(config, config_only=True))
+    run = plan_run(request, machine)
     return Estimate(
         model=model,
-        prospect=prospect,
-        shm=_largest_node(prospect),
-        step_s=try_plan(prospect.plan, prospect.context).makespan_s,
+        run=run,
+        shm=_largest_node(run),
+        step_s=run.simulate().makespan_s,
         source=_source(config, options.gpu),
     )
 
@@ -237,23 +244,23 @@ def dtype_of(path: Path) -> str | None:
     return None if dtype is None else dtype.value
 
 
-def _largest_node(prospect: Prospect) -> Mapping[str, int]:
+def _largest_node(run: PlannedRun) -> Mapping[str, int]:
     """Returns the bytes in /dev/shm of the node with the most, by kind."""
-    config = prospect.config
-    nodes = (_shm_of(prospect, node) for node in range(len(config.cluster.nodes)))
+    config = run.config
+    nodes = (_shm_of(run, node) for node in range(len(config.cluster.nodes)))
     return max(nodes, key=lambda kinds: sum(kinds.values()))
 
 
-def _shm_of(prospect: Prospect, node: int) -> dict[str, int]:
-    config = prospect.config
-    spec = memory_spec(config, prospect.table, prospect.plan, node, run_id="")
+def _shm_of(run: PlannedRun, node: int) -> dict[str, int]:
+    config = run.config
+    spec = memory_spec(config, run.table, run.plan, node, run_id="")
     kinds = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
     for (_, name, _, _), array in spec.layout.arrays.items():
         is_gradient = array.segment is SegmentKind.GRADS
         kinds["gradients" if is_gradient else _KINDS.get(name, "moments")] += array.num_bytes
     kinds["control and padding"] = spec.file_bytes - sum(kinds.values())
     place = f"node {config.cluster.nodes[node].name}"
-    replicas = [row for row in prospect.rows if row.place == place and "replica" in row.use]
+    replicas = [row for row in run.rows if row.place == place and "replica" in row.use]
     return kinds | {row.use: row.num_bytes for row in replicas}
 
 

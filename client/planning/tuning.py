@@ -137,9 +137,7 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         CapacityError: nothing fits; says what was in the way.
     """
     table, runs = table_of(config), not settings.everything
-    if settings.profile is not None:
-        schedule = config.schedule.model_copy(update={"profile": settings.profile})
-        config = config.model_copy(update={"schedule": schedule})
+    config = config.with_profile(settings.profile)
     if settings.device_bytes is not None:
         limit = {"device_limit": int(settings.device_bytes)}
         config = config.model_copy(update={"memory": config.memory.model_copy(update=limit)})

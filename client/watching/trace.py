@@ -143,7 +143,7 @@ def _choose(
 def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
     if profile is None and not run.config.cluster.platform.models_time:
         return simulate(fit.plan, fit.costs, fit.cluster, stops_early=True)
-    prices = config_prices(run.config, run.table, profile)
+    prices = config_prices(run.config.with_profile(profile), run.table)
     optimizer = optimizer_of(run.config)
     return simulate(fit.plan, prices.costs, prices.cluster, optimizer=optimizer, stops_early=True)
 

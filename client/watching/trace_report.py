@@ -386,7 +386,8 @@ def compare_memory(
     measured = {device: _greatest(attempts, device) for device in range(plan.num_devices)}
     if not any(measured.values()):
         return ()
-    planned = device_peaks(plan, config_prices(run.config, run.table, profile).costs)
+    costs = config_prices(run.config.with_profile(profile), run.table).costs
+    planned = device_peaks(plan, costs)
     return tuple(
         DeviceMemory(device=device, measured=peak, planned_bytes=planned[device].total_bytes)
         for device, peak in measured.items()

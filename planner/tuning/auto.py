@@ -14,7 +14,6 @@ from typing import Any, Protocol, get_args
 
 from penstock.planner.configured import (
     config_context,
-    config_prices,
     dropped_operators,
     trainable_plan,
 )
@@ -24,7 +23,7 @@ from penstock.planner.cost.profile import Guess
 from penstock.planner.pipeline import PlanContext, make_plan, try_plan
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.settling import choose_settled_early, is_to_choose, settle_as_configured
+from penstock.planner.settling import settle_as_configured, settled
 from penstock.planner.tuning.search import Outcome, Progress, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets, powers_of_two
 from penstock.protocol.config.execution import ScheduleConfig
@@ -286,8 +285,7 @@ class TunedConfig:
 
     def context(self, micro_batch: int) -> PlanContext:
         """Returns the configuration's context, with the costs of micro-batches of that size."""
-        prices = config_prices(self.config, self.table, micro_batch=micro_batch, guess=self.guess)
-        context = config_context(self.config, self.table, prices)
+        context = config_context(self.config.with_micro_batch(micro_batch), self.table, self.guess)
         return replace(context, optimizer=self.optimizer or context.optimizer)
 
     def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
@@ -315,8 +313,7 @@ class TunedConfig:
 
     def settled(self, plan: Plan, context: PlanContext) -> Plan:
         """Returns the plan with ``optimizer.settle: auto``'s choice, if it has one."""
-        chooses = self.optimizer is None and is_to_choose(self.config)
-        return choose_settled_early(plan, context) if chooses else plan
+        return settled(self.config, plan, context) if self.optimizer is None else plan
 
     def host_bytes(self, plan: Plan, context: PlanContext) -> float:
         """Returns the bytes of the fullest host, as the configured optimizer stores its state."""

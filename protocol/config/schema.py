@@ -151,6 +151,13 @@ class Config(Section):
         train = self.train.model_copy(update={"micro_batch": micro_batch})
         return self.model_copy(update={"train": train})
 
+    def with_profile(self, profile: Path | None) -> Config:
+        """Returns the configuration with another profile, or with its own if that is None."""
+        if profile is None:
+            return self
+        schedule = self.schedule.model_copy(update={"profile": profile})
+        return self.model_copy(update={"schedule": schedule})
+
     def with_defaults(self) -> Config:
         """Returns the configuration with ``auto`` for a schedule and a micro-batch that the user
         left unset, where one worker computes on a GPU. Others keep their defaults.

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.node.preparing import prospect
 from penstock.daemons.node.preparing.capacity import MachineMemory
+from penstock.daemons.node.preparing.planned_run import HostMachine, RunRequest, plan_run
 from penstock.planner.cost.profile import GPU_GUESS
 from penstock.protocol.config.schema import parse_config
 from penstock.protocol.errors import CapacityError, ConfigError
 from tests.planner.conftest import make_table
 
 GOLDEN = Path(__file__).parent / "golden" / "planned_runs.json"
-MACHINE = MachineMemory(ram_available=1 << 40, shm_free=1 << 40, held=0, memlock=None)
+MEMORY = MachineMemory(ram_available=1 << 40, shm_free=1 << 40, held=0, memlock=None)
 
 BASE: dict[str, Any] = {
     "model": {"hf": {"model_type": "llama"}},
@@ -85,8 +85,9 @@ def planned(changes: dict[str, Any]) -> dict[str, str]:
         {name: {**BASE.get(name, {}), **changes.get(name, {})} for name in sections}
     )
     guess = GPU_GUESS if config.cluster.device == "cuda" else None
+    machine = HostMachine(memory=MEMORY, guess=guess)
     try:
-        run = prospect.look_ahead(config, make_table(8), run_id=None, guess=guess)
+        run = plan_run(RunRequest(config=config, table=make_table(8)), machine)
     except (ConfigError, CapacityError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     return {
@@ -102,16 +103,13 @@ def _short(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_planned_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MachineMemory, "probe", lambda run_id, nodes=None: MACHINE)
+def test_a_run_is_planned_as_before(name: str) -> None:
     assert planned(CASES[name]) == json.loads(GOLDEN.read_text())[name]
 
 
 def rewrite() -> None:
     """Rewrites the golden file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MachineMemory, "probe", lambda run_id, nodes=None: MACHINE)
-        content = {name: planned(changes) for name, changes in CASES.items()}
+    content = {name: planned(changes) for name, changes in CASES.items()}
     GOLDEN.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 

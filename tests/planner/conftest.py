@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
+from penstock.daemons.node.preparing.capacity import MachineMemory
+from penstock.daemons.node.preparing.planned_run import (
+    HostMachine,
+    PlannedRun,
+    RunRequest,
+    plan_run,
+)
 from penstock.planner.cost.costs import Costs
+from penstock.planner.cost.profile import Guess
 from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.instructions import (
     Backward,
@@ -103,6 +111,16 @@ class AnyMachine:
 
     def check(self, config: Config, plan: Plan, costs: Costs) -> None:
         """Takes it."""
+
+
+ROOM = MachineMemory(ram_available=1 << 50, shm_free=1 << 50, held=0, memlock=None)
+"""Memory for every plan."""
+
+
+def planned(config: Config, table: BlockTable, guess: Guess | None = None) -> PlannedRun:
+    """The run of a configuration, planned on a machine with room for it."""
+    machine = HostMachine(memory=ROOM, guess=guess)
+    return plan_run(RunRequest(config=config, table=table), machine)
 
 
 @pytest.fixture(name="make_table")

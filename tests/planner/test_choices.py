@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.configured import config_context, config_prices, trainable_plan
+from penstock.planner.configured import config_context, trainable_plan
 from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import guess_of_gpu
@@ -94,11 +94,7 @@ def test_one_gpu_keeps_what_fits(
     best = searches[0].best
     assert best is not None and best.keeps == keeps, winner
     assert best.device_bytes <= GPUS[gpu].memory_bytes
-    plan = trainable_plan(
-        winner.config,
-        table,
-        config_context(winner.config, table, config_prices(winner.config, table, guess=guess)),
-    )
+    plan = trainable_plan(winner.config, table, config_context(winner.config, table, guess))
     assert plan == best.plan, "the winner is the plan that train makes"
     longest = max(map(num_instructions, simulated))
     assert sum(map(num_instructions, simulated)) <= WORK + 2 * longest

@@ -12,7 +12,6 @@ import pytest
 from bench.papers.obscura.testbed import SEQUENCE_LENGTH, PaperCase
 from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.daemons.node.preparing.prospect import look_ahead
 from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import ADVANCE, OptimizerStart, SweepBytes
 from penstock.planner.cost.emulation import Emulation, SweepWork, stored_table
@@ -26,6 +25,7 @@ from penstock.protocol.plan.profile import (
     load_profile,
     to_json,
 )
+from tests.planner.conftest import planned
 
 
 def config(
@@ -111,17 +111,17 @@ def test_a_plan_that_fits_here_but_not_there_is_refused_with_its_needs() -> None
         schedule={"scheme": "1f1b"},
         cluster={"workers": 1, "device": "emulated:analytic:V100-32:spipe-10b"},
     )
-    prospect = look_ahead(wanted, table_of(wanted), None)
-    short = [(need.place, need.what) for need in prospect.needs if need.short]
+    run = planned(wanted, table_of(wanted))
+    short = [(need.place, need.what) for need in run.needs if need.short]
     assert short == [("device 0", "emulated V100-32 memory")]
     with pytest.raises(CapacityError, match=r"device 0 +emulated V100-32 memory .*<-- short"):
-        check_capacity(prospect.needs)
+        check_capacity(run.needs)
 
 
 def test_configured_limits_stand_for_the_emulated_machines() -> None:
     wanted = config(memory={"host_limit": "100G"})
-    prospect = look_ahead(wanted, table_of(wanted), None)
-    by_what = {need.what: need for need in prospect.needs}
+    run = planned(wanted, table_of(wanted))
+    by_what = {need.what: need for need in run.needs}
     host = by_what["emulated host memory"]
     assert host.there == 100 * 2**30
     # 16-bit weights twice, three fp32 arrays, 16-bit gradients twice: 20 bytes a parameter.
@@ -174,8 +174,8 @@ def test_a_split_master_needs_two_bytes_less_and_two_less_again_where_settled_ea
 ) -> None:
     """Two slots of weights, lower halves, two moments, two copies of gradients or one."""
     wanted = config(model={"dtype": "bf16"}, optimizer={"master": "split", "settle": settle})
-    prospect = look_ahead(wanted, table_of(wanted), None)
-    (host,) = (need for need in prospect.needs if need.what == "emulated host memory")
+    run = planned(wanted, table_of(wanted))
+    (host,) = (need for need in run.needs if need.what == "emulated host memory")
     assert host.needed == pytest.approx(each * 10_050_613_248, rel=1e-3)
 
 

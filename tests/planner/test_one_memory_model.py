@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.node.preparing.prospect import look_ahead
 from penstock.planner.configured import config_context, config_prices, trainable_plan
 from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
 from penstock.planner.memory.arrivals import early_arrivals
@@ -25,6 +24,7 @@ from penstock.protocol.errors import CapacityError, ExitCode
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile, Profile, to_json
 from penstock.shm.table import BlockTable, BorrowedTensor, DType
+from tests.planner.conftest import planned
 
 Tables = Callable[..., BlockTable]
 Configs = Callable[..., Config]
@@ -82,7 +82,7 @@ def _measured(tmp_path: Path, make_table: Tables, make_config: Configs) -> Calla
 
 def peak_bytes(config: Config, table: BlockTable) -> int:
     """Of the fullest device, as the memory table has it."""
-    rows = look_ahead(config, table, run_id=None).rows
+    rows = planned(config, table).rows
     places = {row.place for row in rows if row.place.startswith("device")}
     return max(sum(r.num_bytes for r in rows if r.place == place) for place in places)
 
@@ -95,11 +95,11 @@ def test_selective_recomputation_fits_where_its_own_peak_does(
     peak = peak_bytes(measured(**keys), table)
     assert peak < peak_bytes(measured(recompute="none"), table) < 4 * 2 * 256 * 1000
     limited = measured(peak, **keys)
-    prospect = look_ahead(limited, table, run_id=None)
-    needs = [need for need in prospect.needs if need.what == "memory.device_limit"]
-    assert len(needs) == 4 and not any(need.short for need in prospect.needs if need in needs)
+    run = planned(limited, table)
+    needs = [need for need in run.needs if need.what == "memory.device_limit"]
+    assert len(needs) == 4 and not any(need.short for need in run.needs if need in needs)
     assert max(need.needed for need in needs) == peak
-    simulated = try_plan(prospect.plan, config_context(limited, table)).peaks
+    simulated = try_plan(run.plan, config_context(limited, table)).peaks
     assert (
         ceil(max(p.total_bytes for p in simulated))
         <= peak
@@ -132,12 +132,12 @@ def test_a_limit_that_cannot_be_met_is_refused_with_one_that_can(
     with pytest.raises(
         CapacityError, match=r"smallest limit .* memory\.device_limit = (\d+)$"
     ) as e:
-        look_ahead(measured(100_000, **keys), table, run_id=None)
+        planned(measured(100_000, **keys), table)
     assert e.value.exit_code is ExitCode.NO_MEMORY
     smallest = int(str(e.value).split()[-1])
     assert peak_bytes(measured(smallest, **keys), table) <= smallest
     with pytest.raises(CapacityError, match="smallest limit"):
-        look_ahead(measured(int(smallest / 1.01), **keys), table, run_id=None)
+        planned(measured(int(smallest / 1.01), **keys), table)
 
 
 def test_auto_finds_by_the_profile_what_fits(
@@ -195,7 +195,7 @@ def test_messages_wait_in_the_hosts_memory_until_they_are_received(
     message_bytes = config_prices(config, table).costs.input_bytes(1)
     assert all(num_bytes % message_bytes == 0.0 for num_bytes in waiting)
     assert waiting[1] > 0.0
-    rows = look_ahead(config, table, run_id=None).rows
+    rows = planned(config, table).rows
     (row,) = [row for row in rows if row.use == "early messages"]
     assert (row.place, row.resource) == ("node n0", MemoryKind.HOST)
     assert row.num_bytes == sum(waiting)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.node.preparing.prospect import look_ahead
 from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
@@ -26,6 +25,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockTable
+from tests.planner.conftest import planned
 
 Tables = Callable[..., BlockTable]
 Configs = Callable[..., Config]
@@ -112,7 +112,7 @@ def test_keys_and_files_say_it_for_all_blocks(
     file = tmp_path / "plan.json"
     file.write_text(replace(early, settled_early=(0, 2)).to_json())
     from_file = make_config("gpipe", file=str(file))
-    assert look_ahead(from_file, table, None).plan.settled_early == (0, 2)
+    assert planned(from_file, table).plan.settled_early == (0, 2)
     assert build_plan(configured(from_file, settle="advance"), table).settled_early == ()
     with pytest.raises(ConfigError, match=r"settles 2 blocks early .*settle advance"):
         build_plan(configured(from_file, rollback="arithmetic"), table)
@@ -154,22 +154,22 @@ def test_the_choice_beats_both_ways_on_a_host_with_saturated_memory() -> None:
         }
     )
     emulation = Emulation.of(config)
-    prospect = look_ahead(config, emulation.table, None)
-    every = tuple(range(prospect.plan.num_blocks))
+    run = planned(config, emulation.table)
+    every = tuple(range(run.plan.num_blocks))
     steps = {
         early: simulate(
-            replace(prospect.plan, settled_early=early),
+            replace(run.plan, settled_early=early),
             emulation.costs,
             emulation.cluster,
             optimizer=emulation.optimizer,
             stops_early=True,
         ).makespan_s
-        for early in ((), prospect.plan.settled_early, every)
+        for early in ((), run.plan.settled_early, every)
     }
-    choice = steps.pop(prospect.plan.settled_early)
+    choice = steps.pop(run.plan.settled_early)
     assert choice < 0.95 * min(steps.values())
-    blocks, early = emulation.table.blocks, set(prospect.plan.settled_early)
-    held = {row.use: row.num_bytes for row in prospect.rows if row.resource == "emulated"}
+    blocks, early = emulation.table.blocks, set(run.plan.settled_early)
+    held = {row.use: row.num_bytes for row in run.rows if row.resource == "emulated"}
     assert held["grads, early"] == sum(2 * blocks[b].trainable_elements for b in early)
     assert held["grads, advance"] == sum(
         2 * 2 * block.trainable_elements for block in blocks if block.index not in early

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.papers.page import PaperTable
-from penstock.planner.configured import config_context, config_prices
+from penstock.planner.configured import config_context
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.pipeline import try_plan
 from penstock.protocol.config.schema import Config
@@ -35,9 +35,9 @@ Row = dict[str, Any]
 
 def row_of(model: str, config: Config, table: BlockTable, plan: Plan) -> Row:
     """Returns what the plan of a limit says, and the simulator of it; no run counts yet."""
-    prices = config_prices(config, table)
-    peaks = device_peaks(plan, prices.costs)
-    simulated = try_plan(plan, config_context(config, table, prices))
+    context = config_context(config, table)
+    peaks = device_peaks(plan, context.prices.costs)
+    simulated = try_plan(plan, context)
     return {
         "model": model,
         "limit": config.memory.device_limit,

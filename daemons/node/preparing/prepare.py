@@ -52,7 +52,7 @@ from penstock.daemons.node.preparing.places import (
     with_absolute_paths,
     with_places,
 )
-from penstock.daemons.node.preparing.prospect import Progress, look_ahead
+from penstock.daemons.node.preparing.planned_run import HostMachine, Progress, RunRequest, plan_run
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
 from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import run_tool
@@ -206,14 +206,15 @@ def _make_ready(
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
-    prospect = look_ahead(config, directory.table, directory.run_id, progress, nodes)
-    asked = prospect.config.model.compile is True
-    config = first_guess(prospect.config, prospect.plan, progress)
-    check_capacity(prospect.needs)
+    request = RunRequest(config=config, table=directory.table, nodes=nodes)
+    run = plan_run(request, HostMachine.here(config, directory.run_id), progress)
+    asked = run.config.model.compile is True
+    config = first_guess(run.config, run.plan, progress)
+    check_capacity(run.needs)
     # Only now: a configuration that was refused leaves the one of the run in place.
     if config.data.tokens is not None and not makes_inputs:
         move_tokens(directory, config.data.tokens)
-    _write_plan(directory, config, prospect.plan)
+    _write_plan(directory, config, run.plan)
     if is_to_try(config, previous, changes) and not compiles(
         run_dir,
         asked=asked,
@@ -221,7 +222,7 @@ def _make_ready(
         progress=progress,
         starter=starter,
     ):
-        _write_plan(directory, with_compile(config, compiled=False), prospect.plan)
+        _write_plan(directory, with_compile(config, compiled=False), run.plan)
     return RunDirectory(run_dir)
 
 

@@ -1,16 +1,16 @@
-"""What a configuration leads to on this machine: its schedule, its plan, and its memory.
+"""The one way from a configuration to a plan on a machine: ``plan_run(request, machine)``.
 
-Preparing a run and ``penstock plan`` look ahead by the same function. Who asks says which nodes are
-on this machine; otherwise the machine that needs most is held against this one. Emulated devices
-are held against the machines that they emulate; what is really
-stored, against this one.
+``penstock train``, ``plan``, ``estimate`` and ``doctor`` plan by this function. A request names the
+nodes on this machine; otherwise the machine that needs most is held against this one. Emulated
+devices are held against the machines that they emulate; the bytes that are stored, against this
+one.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.daemons.node.preparing.capacity import (
@@ -22,13 +22,14 @@ from penstock.daemons.node.preparing.capacity import (
 )
 from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
 from penstock.daemons.node.preparing.gpus import guess_here
-from penstock.planner.configured import config_context, config_prices, plan_within_limit
+from penstock.planner.configured import config_context, plan_within_limit
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import Guess
 from penstock.planner.memory.table import MemoryRow, memory_table
-from penstock.planner.pipeline import PlanContext
-from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.pipeline import PlanContext, try_plan
+from penstock.planner.settling import settled
+from penstock.planner.simulate import Simulation
 from penstock.planner.tuning.auto import choose
 from penstock.planner.tuning.search import Outcome
 from penstock.protocol.config.schema import Config
@@ -46,12 +47,45 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
-    """What a configuration leads to: its plan and its memory, needed and there.
+class RunRequest:
+    """A configuration with the block table of its model. ``nodes``: indices of the nodes that the
+    machine has; None: those of the host that needs most, which is taken to be like the machine.
+    """
 
-    ``config``: with the schedule that ``schedule: auto`` stands for; ``choice`` says in words what
-    that came to, empty where nothing was to choose. ``table``: at full size. ``context``: what the
-    plan was made with.
+    config: Config
+    table: BlockTable
+    nodes: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMachine:
+    """The machine that plans are held against. ``guess``: rates of blocks and copies where nothing
+    was measured; None: those of the platform.
+    """
+
+    memory: MachineMemory
+    guess: Guess | None = None
+
+    @classmethod
+    def here(
+        cls, config: Config, run_id: str | None = None, holders: Collection[str] | None = None
+    ) -> HostMachine:
+        """Returns this machine. Memory that the run ``run_id`` holds (of its nodes ``holders``)
+        counts as free.
+
+        Raises:
+            CapacityError: the kernel does not say how much memory the machine has.
+        """
+        return cls(memory=MachineMemory.probe(run_id, holders), guess=guess_here(config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """A plan of a configuration with the memory that it needs and that the machine has.
+
+    ``config``: with the schedule that ``schedule: auto`` stands for; ``choice`` describes that
+    schedule, and is empty where nothing was to choose. ``table``: at full size. ``context``: prices
+    and limits that the plan was made with.
     """
 
     config: Config
@@ -60,64 +94,53 @@ class Prospect:
     plan: Plan
     rows: tuple[MemoryRow, ...]
     needs: tuple[Need, ...]
-    choice: str
+    choice: str = ""
+
+    def simulate(self) -> Simulation:
+        """Returns an attempt of the plan, simulated.
+
+        Raises:
+            ConfigError: a device needs more memory than its limit.
+        """
+        return try_plan(self.plan, self.context)
 
 
-def look_ahead(
-    config: Config,
-    table: BlockTable,
-    run_id: str | None,
-    progress: Progress = lambda message: None,
-    nodes: Sequence[int] | None = None,
-    guess: Guess | None = None,
-) -> Prospect:
-    """Returns schedule, plan and memory of a configuration on this machine.
-
-    ``run_id``: whose memory may be used again. ``progress`` hears how far a search is, and what it
-    came to. ``nodes``: those (indices) that this machine has; None: those of the host that needs
-    most, which is taken to be like this machine. ``guess``: rates for blocks that no profile has
-    measured, by default those of this machine's GPUs, or of the platform.
+def plan_run(
+    request: RunRequest, machine: HostMachine, progress: Progress = lambda message: None
+) -> PlannedRun:
+    """Returns schedule, plan and memory of a request on a machine. ``progress`` takes lines with
+    the state of a search, and its result.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
         CapacityError: devices have less than any plan of it needs, or ``schedule: auto`` found
             nothing that fits.
     """
-    config = config.with_defaults()
-    guess = guess or guess_here(config)
-    surroundings, choice = _Surroundings.of(config, table, run_id, nodes), ""
+    config, choice = request.config.with_defaults(), ""
+    surroundings = _Surroundings.of(config, request.table, machine.memory, request.nodes)
     table = surroundings.table
     if config.chooses:
-        winner = choose(config, table, surroundings, _now_and_then(progress), guess)
+        say = _now_and_then(progress)
+        winner = choose(config, table, surroundings, say, machine.guess)
         config, choice = winner.config, str(winner)
         progress(choice)
-    context = config_context(config, table, config_prices(config, table, guess=guess))
-    plan = plan_within_limit(config, table, context)
-    if is_to_choose(config):
-        plan = choose_settled_early(plan, context)
-    rows, found = surroundings.memory(config, plan, context.prices.costs)
-    return Prospect(
-        config=config,
-        table=table,
-        context=context,
-        plan=plan,
-        rows=rows,
-        needs=found,
-        choice=choice,
-    )
+    context = config_context(config, table, machine.guess)
+    plan = settled(config, plan_within_limit(config, table, context), context)
+    return surroundings.planned(config, context, plan, choice)
 
 
-def needs_of_run(directory: RunDirectory, nodes: Sequence[int]) -> tuple[Need, ...]:
-    """Returns what ``nodes`` (indices) of a prepared run need of this machine, by its plan.
+def planned_before(directory: RunDirectory, nodes: Sequence[int]) -> PlannedRun:
+    """Returns the plan of a prepared run with the needs of ``nodes`` (indices) on this machine.
 
     Raises:
         ConfigError, StateError: the directory's files are damaged.
     """
-    config, table = directory.config, directory.table
+    config = directory.config
     names = [config.cluster.nodes[node].name for node in nodes]
-    surroundings = _Surroundings.of(config, table, directory.run_id, nodes, names)
-    costs = config_context(config, surroundings.table).prices.costs
-    return surroundings.memory(config, directory.plan, costs)[1]
+    memory = MachineMemory.probe(directory.run_id, names)
+    surroundings = _Surroundings.of(config, directory.table, memory, nodes)
+    context = config_context(config, surroundings.table)
+    return surroundings.planned(config, context, directory.plan)
 
 
 def check_room(directory: RunDirectory, node: int) -> None:
@@ -128,7 +151,7 @@ def check_room(directory: RunDirectory, node: int) -> None:
         ConfigError, StateError: the directory's files are damaged.
     """
     check_cpus(directory.config, [node], cpu_limit(), os.environ)
-    check_capacity(needs_of_run(directory, [node]))
+    check_capacity(planned_before(directory, [node]).needs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +171,30 @@ class _Surroundings:
         cls,
         config: Config,
         table: BlockTable,
-        run_id: str | None,
+        memory: MachineMemory,
         nodes: Sequence[int] | None,
-        holders: Sequence[str] | None = None,
     ) -> _Surroundings:
         emulation = Emulation.of(config) if config.cluster.platform.models_time else None
         return cls(
             table=table if emulation is None else emulation.table,
             emulation=emulation,
-            machine=MachineMemory.probe(run_id, holders),
+            machine=memory,
             nodes=None if nodes is None else tuple(nodes),
+        )
+
+    def planned(
+        self, config: Config, context: PlanContext, plan: Plan, choice: str = ""
+    ) -> PlannedRun:
+        """Returns a plan with its memory."""
+        rows, needed = self.memory(config, plan, context.prices.costs)
+        return PlannedRun(
+            config=config,
+            table=self.table,
+            context=context,
+            plan=plan,
+            rows=rows,
+            needs=needed,
+            choice=choice,
         )
 
     def memory(
