@@ -20,26 +20,19 @@ from rich.table import Table
 from penstock.client.planning.laboratory import options_named
 from penstock.client.planning.outputs import rates_of, write_file
 from penstock.client.planning.tuned_file import tuned_text
-from penstock.daemons.node.preparing.gpus import guess_here
+from penstock.daemons.node.preparing.planned_run import (
+    HostMachine,
+    RunRequest,
+    SearchTerms,
+    search_run,
+)
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.sources import AnalyticSource
-from penstock.planner.pipeline import (
-    OPTIMIZER_WAYS,
-    PlanContext,
-    make_plan,
-    operators_named,
-    try_plan,
-)
+from penstock.planner.pipeline import OPTIMIZER_WAYS, PlanContext, make_plan, operators_named
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.planner.tuning.auto import (
-    TunedConfig,
-    describe,
-    device_bytes,
-    streaming_cost,
-    trainable_schemes,
-)
+from penstock.planner.tuning.auto import TunedConfig, describe, trainable_schemes
 from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
 from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
 from penstock.protocol.config.execution import ScheduleConfig
@@ -136,37 +129,25 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         ConfigError: impossible model or profile.
         CapacityError: nothing fits; says what was in the way.
     """
-    table, runs = table_of(config), not settings.everything
+    runs = not settings.everything
     config = config.with_profile(settings.profile)
     if settings.device_bytes is not None:
         limit = {"device_limit": int(settings.device_bytes)}
         config = config.model_copy(update={"memory": config.memory.model_copy(update=limit)})
-    space = Space(
-        num_devices=config.num_workers,
-        global_batch=config.train.global_batch,
-        num_blocks=len(table.blocks),
-        schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
-        pass_sets=known_pass_sets(),
-    )
     own = settings.optimizer == "advance"
-    tuned = TunedConfig(
-        config=config.with_micro_batch(config.train.micro_batch or 1),
-        table=table,
-        guess=guess_here(config),
+    terms = SearchTerms(
+        schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
         optimizer=None if own else OPTIMIZER_WAYS[settings.optimizer],
         any_plan=settings.everything,
-    )
-    tried = Search(
-        tuned=tuned,
-        device_bytes=device_bytes(config, tuned.context(tuned.config.train.micro_batch)),
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
         keep=settings.keep,
-        streaming_cost=streaming_cost(config),
     )
-    _run(tried, space, console)
+    request = RunRequest(config=config, table=table_of(config))
+    with _progress(console) as advance, options_named():
+        tuned, tried = search_run(request, HostMachine.here(config), terms, advance)
     what = (
-        f"{config.run.name} on {space.num_devices} workers, {space.global_batch} sequences a step,"
-        f" {'what train runs (--all: everything)' if runs else 'every scheme'}"
+        f"{config.run.name} on {config.num_workers} workers, {config.train.global_batch} sequences"
+        f" a step, {'what train runs (--all: everything)' if runs else 'every scheme'}"
     )
     best = _best(tried, what)
     return _report(
@@ -208,10 +189,8 @@ def _as_it_is(tuned: TunedConfig, config: Config) -> str:
     """Describes the simulated speed of a configuration with the schedule that it has."""
     if config.with_defaults().chooses:
         return "the configuration as it is has auto choose"
-    context = tuned.context(config.train.micro_batch)
     try:
-        plan = tuned.settled(tuned.plan_of(config, context), context)
-        step_s = try_plan(plan, context).makespan_s
+        step_s = tuned.step_s(config)
     except (ConfigError, CapacityError) as error:
         return f"the configuration as it is cannot be trained ({str(error).splitlines()[0]})"
     return f"the configuration as it is: {SECONDS.format(step_s)} a step, simulated"
@@ -259,7 +238,8 @@ def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
         host_bytes=_limit(settings.host_bytes, cluster.host_memory_bytes),
         keep=settings.keep,
     )
-    _run(tried, space, console)
+    with _progress(console) as advance, options_named():
+        tried.run(space, advance)
     what = (
         f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
         f" {settings.sequence_length} tokens a step"
@@ -360,11 +340,6 @@ def _with_cluster(parts: dict[str, Any], settings: TuneOptions, space: Space) ->
         cluster["nodes"] = [{"name": f"node{index}"} for index in range(count)]
     train = {"global_batch": space.global_batch, **parts["train"]}
     return {**parts, "train": train, "cluster": cluster}
-
-
-def _run(tried: Search, space: Space, console: Console) -> None:
-    with _progress(console) as advance, options_named():
-        tried.run(space, advance)
 
 
 @contextmanager

@@ -130,8 +130,10 @@ def _reasons(search: Search, best: Outcome) -> Iterator[str]:
 def describe(schedule: ScheduleConfig) -> str:
     """Describes a chosen schedule in a few words."""
     stages = dict.fromkeys((schedule.forward_stages, schedule.backward_stages))
-    number = "/".join(map(str, stages))
-    words = [f"{schedule.scheme}, {number} {'stage' if number == '1' else 'stages'}"]
+    number = "/".join(str(count) for count in stages if count is not None)
+    words = [str(schedule.scheme)]
+    if number:
+        words.append(f"{number} {'stage' if number == '1' else 'stages'}")
     if schedule.replicas > 1:
         words.append(f"{schedule.replicas} replicas")
     words.append(f"recompute {' '.join((schedule.recompute or 'none', *schedule.drop))}")
@@ -176,22 +178,15 @@ def choose(
     asked = asked_of(config.schedule)
     some = config.with_micro_batch(config.train.micro_batch or 1)
     tuned = TunedConfig(config=some, table=table, capacity=capacity, asked=asked, guess=guess)
-    context = tuned.context(some.train.micro_batch)
     # Hosts are held against what they have when a candidate is planned.
-    search = Search(
-        tuned=tuned,
-        device_bytes=device_bytes(config, context),
-        keep=KEPT,
-        streaming_cost=streaming_cost(config),
-        work=WORK,
-    )
-    search.run(space_of(config, len(table.blocks)), progress)
+    space = space_of(config, len(table.blocks), trainable_schemes())
+    search = tuned.searched(space, progress, keep=KEPT, work=WORK)
     if search.best is None:
         raise _nothing(tuned, asked, search)
     return Winner(
         config=tuned.config_of(search.best.candidate),
         step_s=search.best.step_s,
-        default=_default(tuned, context),
+        default=_default(tuned),
         reasons=tuple(_reasons(search, search.best)),
         num_candidates=search.num_tried,
         left_out=dict(search.left_out),
@@ -212,15 +207,10 @@ def _choose_micro_batch(
         tuned = TunedConfig(
             config=config.with_micro_batch(size), table=table, capacity=capacity, guess=guess
         )
-        context = tuned.context(size)
         try:
-            plan = tuned.settled(tuned.plan_of(tuned.config, context), context)
-            limit = device_bytes(config, context)
-            simulation = try_plan(plan, replace(context, memory_limit_bytes=limit))
+            steps_s[size] = tuned.step_s(tuned.config)
         except (ConfigError, CapacityError) as error:
             refused.append(error)
-            continue
-        steps_s[size] = simulation.makespan_s
     if not steps_s:
         raise refused[0]
     best = min(steps_s, key=steps_s.__getitem__)
@@ -234,8 +224,8 @@ def _choose_micro_batch(
     )
 
 
-def space_of(config: Config, num_blocks: int) -> Space:
-    """Returns what ``schedule: auto`` looks at."""
+def space_of(config: Config, num_blocks: int, schemes: tuple[str, ...]) -> Space:
+    """Returns the candidates that a configuration with ``schedule: auto`` leaves open."""
     schedule, given = config.schedule, config.schedule.model_fields_set
     space: dict[str, Any] = {}
     if schedule.recompute is not None:
@@ -244,7 +234,7 @@ def space_of(config: Config, num_blocks: int) -> Space:
         num_devices=config.num_workers,
         global_batch=config.train.global_batch,
         num_blocks=num_blocks,
-        schemes=trainable_schemes(),
+        schemes=schemes,
         micro_batches=()
         if config.train.micro_batch == CHOSEN_LATER
         else (config.train.micro_batch,),
@@ -287,6 +277,41 @@ class TunedConfig:
         """Returns the configuration's context, with the costs of micro-batches of that size."""
         context = config_context(self.config.with_micro_batch(micro_batch), self.table, self.guess)
         return replace(context, optimizer=self.optimizer or context.optimizer)
+
+    def searched(
+        self,
+        space: Space,
+        progress: Progress,
+        *,
+        keep: int,
+        host_bytes: float = inf,
+        work: float = inf,
+    ) -> Search:
+        """Returns a search that has tried a space within the memory of devices; arguments as those
+        of :class:`~.search.Search`.
+        """
+        context = self.context(self.config.train.micro_batch)
+        search = Search(
+            tuned=self,
+            device_bytes=device_bytes(self.config, context),
+            host_bytes=host_bytes,
+            keep=keep,
+            streaming_cost=streaming_cost(self.config),
+            work=work,
+        )
+        search.run(space, progress)
+        return search
+
+    def step_s(self, config: Config) -> float:
+        """Returns the seconds of a step of a configuration that differs in its schedule only.
+
+        Raises:
+            ConfigError: it cannot be trained. CapacityError: it does not fit.
+        """
+        context = self.context(config.train.micro_batch)
+        plan = self.settled(self.plan_of(config, context), context)
+        limited = replace(context, memory_limit_bytes=device_bytes(config, context))
+        return try_plan(plan, limited).makespan_s
 
     def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
         """Returns the plan of a candidate; the first of each kind of refusal is remembered."""
@@ -362,12 +387,11 @@ def _check_keys(schedule: ScheduleConfig) -> None:
         )
 
 
-def _default(tuned: TunedConfig, context: PlanContext) -> str:
-    """Returns in words what the scheme would come to that is taken where nobody says anything."""
+def _default(tuned: TunedConfig) -> str:
+    """Describes the simulated speed of the default scheme."""
     name = ScheduleConfig().scheme
     try:
-        plan = tuned.settled(tuned.plan_of(tuned.with_schedule({}), context), context)
-        step_s = try_plan(plan, context).makespan_s
+        step_s = tuned.step_s(tuned.with_schedule({}))
     except (ConfigError, CapacityError) as error:
         return f"{name}, the default, is not possible here ({str(error).splitlines()[0]})"
     return f"{name}, the default, {SECONDS.format(step_s)}"

@@ -1,9 +1,9 @@
 """The one way from a configuration to a plan on a machine: ``plan_run(request, machine)``.
 
-``penstock train``, ``plan``, ``estimate`` and ``doctor`` plan by this function. A request names the
-nodes on this machine; otherwise the machine that needs most is held against this one. Emulated
-devices are held against the machines that they emulate; the bytes that are stored, against this
-one.
+``penstock train``, ``plan``, ``estimate`` and ``doctor`` plan by this function; ``tune`` searches
+by :func:`search_run`. A request names the nodes on this machine; otherwise the machine that needs
+most is held against this one. Emulated devices are held against the machines that they emulate; the
+bytes that are stored, against this one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
@@ -23,6 +24,7 @@ from penstock.daemons.node.preparing.capacity import (
 from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
 from penstock.daemons.node.preparing.gpus import guess_here
 from penstock.planner.configured import config_context, plan_within_limit
+from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import Guess
@@ -30,9 +32,11 @@ from penstock.planner.memory.table import MemoryRow, memory_table
 from penstock.planner.pipeline import PlanContext, try_plan
 from penstock.planner.settling import settled
 from penstock.planner.simulate import Simulation
-from penstock.planner.tuning.auto import choose
-from penstock.planner.tuning.search import Outcome
+from penstock.planner.tuning.auto import TunedConfig, choose, space_of
+from penstock.planner.tuning.search import Outcome, Search
+from penstock.planner.tuning.search import Progress as SearchProgress
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO, CHOSEN_LATER
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.rundir import RunDirectory
@@ -127,6 +131,46 @@ def plan_run(
     context = config_context(config, table, machine.guess)
     plan = settled(config, plan_within_limit(config, table, context), context)
     return surroundings.planned(config, context, plan, choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTerms:
+    """The terms of a search for many schedules. ``schemes``: those that are tried. ``optimizer``: a
+    way of the optimizer in place of the configured one. ``any_plan``: also plans that ``train``
+    refuses. ``host_bytes``: of a node. ``keep``: most outcomes.
+    """
+
+    schemes: tuple[str, ...]
+    optimizer: OptimizerModel | None = None
+    any_plan: bool = False
+    host_bytes: float = inf
+    keep: int = 20
+
+
+def search_run(
+    request: RunRequest,
+    machine: HostMachine,
+    terms: SearchTerms,
+    progress: SearchProgress = lambda done, of, best: None,
+) -> tuple[TunedConfig, Search]:
+    """Returns a request's configuration with a search among all schedules and micro-batches for it,
+    whatever its own are. The memory of the machine's host is no limit.
+
+    Raises:
+        ConfigError: impossible model or profile.
+    """
+    config = request.config
+    tuned = TunedConfig(
+        config=config.with_micro_batch(config.train.micro_batch or 1),
+        table=request.table,
+        guess=machine.guess,
+        optimizer=terms.optimizer,
+        any_plan=terms.any_plan,
+    )
+    anything = tuned.with_schedule({"scheme": AUTO}).with_micro_batch(CHOSEN_LATER)
+    space = space_of(anything, len(request.table.blocks), terms.schemes)
+    search = tuned.searched(space, progress, keep=terms.keep, host_bytes=terms.host_bytes)
+    return tuned, search
 
 
 def planned_before(directory: RunDirectory, nodes: Sequence[int]) -> PlannedRun:
