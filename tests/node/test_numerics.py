@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.daemons.node.preparing.compiling import with_compile
+from penstock.daemons.node.preparing.numerics import write_numerics
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.daemons.node.preparing.software import Software
 from penstock.protocol.errors import StateError
@@ -71,6 +73,25 @@ def test_a_recipe_follows_the_plan_and_the_software_alone(
     assert recipe_of(run_dir).software["torch"] == "9.9.9"
     assert recipe_of(run_dir).digest != first.digest
     assert kernels.stat().st_mtime_ns > made, "another torch may choose other kernels"
+
+
+def test_compiled_layers_are_those_that_the_plan_does_not_watch(
+    tmp_path: Path, corpus: str
+) -> None:
+    """Written as after a trial of the compiler, which takes a minute."""
+    splits = ("schedule.scheme=zb-h1", "train.eval_every=2")
+    cases = [((), True, False), (("train.eval_every=2",), True, True), (splits, False, True)]
+    for index, (overrides, training, evaluation) in enumerate(cases):
+        run = prepare_run(config(corpus, *overrides), tmp_path / f"run-{index}")
+        compiled, before = with_compile(run.config, compiled=True), run.numerics_digest
+        recipe = write_numerics(run, compiled, run.plan, Software.here())
+        [layer] = recipe.layers
+        found = layer.compiled_in_training, layer.compiled_in_evaluation
+        assert found == (training, evaluation), overrides
+        assert recipe.compiler is not None
+        assert recipe.compiler.options == {"fallback_random": "True"}
+        assert recipe.digest != before
+        assert recipe_of(run.path) == recipe
 
 
 def test_a_run_of_before_there_were_recipes_gets_one(tmp_path: Path, corpus: str) -> None:

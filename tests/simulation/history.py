@@ -89,6 +89,8 @@ class History:
         self._generations: dict[str, int] = {}
         self._fills = False  # lost memory is being filled from partners
         self._saved = 0
+        self._recipe: Any = None
+        """The newest durable row of the numerics recipe."""
         self.decided_s = self.noted_s = 0.0
         self.calm = False
         """Whether nothing was wrong when the end was noted, and nobody has been killed since."""
@@ -168,6 +170,8 @@ class History:
             self._replaced(effect)
         elif row == "evaluate":
             self.numbers.evaluated(effect.evaluation, effect.metrics_json)
+        elif row == "follow":
+            self._recipe = effect
         else:
             numbers, line = self.numbers, effect.metrics_json
             self.complain(numbers.decided(effect.record, effect.position, line))
@@ -205,6 +209,12 @@ class History:
             if facts.evaluation == self._maybe[1].evaluation:
                 self.wrote()
             self._maybe = None
+        if self._maybe is not None and self._maybe[0] == "follow":
+            if facts.numerics == self._maybe[1]:
+                self.wrote()
+            self._maybe = None
+        if facts.numerics != self._recipe:
+            self.violation(f"the journal has {facts.numerics}, durable was {self._recipe}")
         if self._maybe is not None:
             row, effect = self._maybe
             counts = (
@@ -397,6 +407,10 @@ class History:
             self._attempts.add(attempt)
             self._look_at_stops()
             self._look_at_deadline(attempt)
+            digest = self.cluster.run.numerics_digest
+            recipe, step = self._recipe, self._journaled + 1
+            if recipe is None or recipe.digest != digest or recipe.step > step:
+                self.violation(f"no row of recipe {digest} holds for step {step}")
             expected = self._journaled + (name != "SKIP")
             if version != expected:
                 self.violation(f"{name} leads to version {version} from {self._journaled}")

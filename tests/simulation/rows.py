@@ -52,7 +52,7 @@ def _close(self: Any) -> None:
 
 def replace_rows(put: Callable[[Any, str, Any], None]) -> None:
     """Have the history hear of rows."""
-    for name in ("begin_epoch", "decide", "replace", "evaluate"):
+    for name in ("begin_epoch", "decide", "replace", "evaluate", "follow"):
         put(Journal, name, _told(name))
     put(Journal, "load", _load)
     put(Journal, "close", _close)
