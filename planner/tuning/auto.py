@@ -30,6 +30,7 @@ from penstock.protocol.config.execution import ScheduleConfig
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import AUTO, CHOSEN_LATER
 from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.plan.instructions import Forward, Keep, Recompute
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import storage
 from penstock.shm.table import BlockTable
@@ -109,13 +110,23 @@ def streaming_cost(config: Config) -> float:
     return STREAMING_COST if platform.own_memory and not platform.models_time else 0.0
 
 
+def _recomputation(best: Outcome, *, keeps_all: bool) -> str:
+    if keeps_all:
+        return "nothing is recomputed"
+    work = [one for program in best.plan.programs for one in program]
+    graphs = sum(isinstance(one, Forward) and one.keep is Keep.ALL for one in work)
+    made = sum(isinstance(one, Recompute) for one in work)
+    share = f" but for {graphs / (graphs + made):.0%}, which memory has room for" if graphs else ""
+    return f"activations are recomputed{share}"
+
+
 def _reasons(search: Search, best: Outcome) -> Iterator[str]:
     """Yields what speaks for the best outcome of a search, in lines."""
     keeps_weights, keeps_all = best.keeps
     memory = f" of {format_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
     yield (
         f"weights {'stay on devices' if keeps_weights else 'are streamed'},"
-        f" {'nothing is recomputed' if keeps_all else 'activations are recomputed'}; a device needs"
+        f" {_recomputation(best, keeps_all=keeps_all)}; a device needs"
         f" {format_bytes(best.device_bytes)}{memory}"
     )
     if best.keeps != (True, True):

@@ -27,7 +27,7 @@ from penstock.planner.tuning.space import Candidate
 from penstock.protocol.plan.instructions import BackwardInput
 from penstock.protocol.sums import added
 
-_SAME_STAGES = frozenset({"2bp", "mario", "keep-what-fits", "obscura"})
+_SAME_STAGES = frozenset({"2bp", "mario", "keep-graphs", "keep-what-fits", "obscura"})
 """Passes that leave every stage where it is; other passes may not."""
 
 

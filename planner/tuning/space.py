@@ -15,6 +15,7 @@ PASS_SETS: tuple[tuple[str, ...], ...] = (
     ("2bp",),
     ("mario",),
     ("mario", "2bp"),
+    ("keep-graphs",),
     ("keep-what-fits",),
     ("keep-what-fits", "2bp"),
     ("obscura",),

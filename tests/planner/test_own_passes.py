@@ -221,3 +221,59 @@ def test_costs_without_operators_leave_nothing_to_choose() -> None:
     context = PassContext(costs=costs, cluster=Cluster(devices_per_node=4))
     with pytest.raises(ConfigError, match="costs name no operators"):
         PASSES["keep-what-fits"].run(_schedule("mobius"), context)
+
+
+def _kept(schedule: Schedule) -> set[tuple[int, int]]:
+    return {(f.stage, f.micro_batch) for f in _forwards(schedule) if f.keep is Keep.ALL}
+
+
+def test_all_graphs_are_kept_where_they_fit() -> None:
+    schedule = PASSES["keep-graphs"].run(_schedule("mobius"), _context())
+    assert len(_kept(schedule)) == 8 * 8
+    assert not any(isinstance(i, Recompute) for order in schedule.orders for i in order)
+    assert schedule.rebinds_weights
+    validate(lower(schedule))
+
+
+@pytest.mark.parametrize("scheme", ["mobius", "gpipe", "1f1b"])
+def test_graphs_that_wait_shortest_are_kept_first(scheme: str) -> None:
+    """The graphs of the last stage, then of those before it; never more than the limit."""
+    sizes = {} if scheme == "mobius" else {"forward": 4}
+    before = _schedule(scheme, **sizes)
+    costs = _context().costs
+    least = max(peak.total_bytes for peak in device_peaks(lower(before), costs))
+    numbers = []
+    for room in (0.0, 24.0, 60.0, 1000.0):
+        context = _context(limit=least + room)
+        schedule = PASSES["keep-graphs"].run(before, context)
+        kept, plan = _kept(schedule), lower(schedule)
+        validate(plan)
+        made = {
+            (i.stage, i.micro_batch) for o in schedule.orders for i in o if type(i) is Recompute
+        }
+        assert not kept & made and len(kept | made) == len(_forwards(schedule))
+        peaks = device_peaks(plan, costs)
+        assert max(peak.total_bytes for peak in peaks) <= least + room
+        for device in range(4):
+            stages = schedule.layout.forward_stages_on(device)
+            numbers_of = [sum(s == stage for s, _ in kept) for stage in stages]
+            assert numbers_of == sorted(numbers_of)
+        numbers.append(len(kept))
+    assert numbers == sorted(numbers) and numbers[1] > 0
+    assert numbers[-1] == len(_forwards(before))
+
+
+def test_graphs_need_coupled_stages_and_room_for_the_rest() -> None:
+    with pytest.raises(ConfigError, match="spipe: its backward stages are elsewhere"):
+        PASSES["keep-graphs"].run(_schedule("spipe", backward=8), _context())
+    with pytest.raises(ConfigError, match="with everything recomputed, the limit is 10"):
+        PASSES["keep-graphs"].run(_schedule("mobius"), _context(limit=10.0))
+
+
+def test_guessed_graphs_are_reckoned_larger_than_measured_ones() -> None:
+    guessed = Costs(blocks=(replace(BLOCK, operators=()),) * 16)
+    least = max(peak.total_bytes for peak in device_peaks(lower(_schedule("mobius")), guessed))
+    context = _context(limit=least + 100.0)
+    measured = PASSES["keep-graphs"].run(_schedule("mobius"), context)
+    careful = PASSES["keep-graphs"].run(_schedule("mobius"), replace(context, costs=guessed))
+    assert 0 < len(_kept(careful)) < len(_kept(measured))

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from penstock.models.surgery import table as surgery_table
+from penstock.planner.cost.cluster import Cluster
+from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.memory.footprint import device_peaks
+from penstock.planner.passes import PASSES, PassContext
+from penstock.planner.schedule import lower, schedule_of
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.instructions import Opcode, parse_program
+from penstock.protocol.plan.instructions import Forward, Keep, Opcode, parse_program
 from penstock.protocol.plan.plan import StageRange
 from penstock.workers.attempt import UnusedWorkError
 from penstock.workers.handlers import HANDLERS
@@ -20,6 +25,8 @@ from penstock.workers.platforms.cpu.device import CpuStageBuffer
 from penstock.workers.state.flow import Flow
 
 NONE = {"recompute": "none"}
+ANY = (OperatorCost(name="norm", forward_s=0.1, activation_bytes=1.0),)
+"""Costs with operators count as measured."""
 
 
 @pytest.fixture(name="poisoned")
@@ -106,6 +113,32 @@ def test_the_same_bits_in_every_way(
         backward_stages=stages,
         rebinds_weights=True,
     )
+    result = worker.run(cluster.job(attempt=2))
+    assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
+
+
+def test_graphs_are_kept_as_far_as_there_is_room_with_the_same_bits(
+    make_cluster: Any, poisoned: None
+) -> None:
+    cluster = make_cluster(
+        scheme="mobius",
+        workers=1,
+        micro_batches=3,
+        schedule={"recompute": "full", "forward_stages": 4},
+        model={"dtype": "bf16"},
+    )
+    wanted = cluster.train(cluster.job()), cluster.gradient_bytes()
+    costs = Costs(blocks=(BlockCost(output_bytes=1.0, activation_bytes=10.0, operators=ANY),) * 8)
+    least = max(peak.total_bytes for peak in device_peaks(cluster.plan, costs))
+    context = PassContext(
+        costs=costs, cluster=Cluster(devices_per_node=1), memory_limit_bytes=least + 60.0
+    )
+    plan = lower(PASSES["keep-graphs"].run(schedule_of(cluster.plan), context))
+    forwards = [i for i in plan.programs[0] if isinstance(i, Forward)]
+    assert {i.keep for i in forwards if i.stage == 2} == {Keep.ALL, Keep.INPUT}
+    assert plan.rebinds_weights
+    (worker,) = cluster.workers
+    worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan))
     result = worker.run(cluster.job(attempt=2))
     assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
 
