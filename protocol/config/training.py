@@ -73,8 +73,9 @@ class RunConfig(Section):
     strict: bool = Field(
         default=False,
         description="Refuses to go on where the version of torch or transformers, the processor,"
-        " the number of CPUs that threads follow from, or the GPUs differ from those of the run's"
-        " last start: layers may round otherwise. Without, a line says so. `--strict` sets it.",
+        " the number of CPUs that threads follow from, the GPUs, or facts of a worker's device"
+        " (CUDA, cuDNN, attention packages, MIG profile) differ from those of the run's last start:"
+        " layers may round otherwise. Without, a line says so. `--strict` sets it.",
     )
 
 

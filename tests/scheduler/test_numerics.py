@@ -117,7 +117,7 @@ def test_other_devices_than_at_the_last_start_are_told_in_a_line() -> None:
     effects = begun(Driver(rules_with(), facts_at(4, numerics=before)), devices)
     said = [effect.text for effect in effects if isinstance(effect, Say) and effect.warning]
     assert said == [
-        "since the last start other devices: worker.1: GPU: H200 -> H100; layers may round"
+        "devices differ from the last start: worker.1: GPU: H200 -> H100; layers may round"
         " otherwise from step 5 on"
     ]
     assert rows(effects) == [row(5, worker_0=H200, worker_1=H100)]
@@ -138,7 +138,7 @@ def test_strict_refuses_other_devices() -> None:
     effects = begun(driver, {"worker.0": H200, "worker.1": H100})
     assert rows(effects) == []
     assert driver.machine.message == (
-        "run.strict: since the last start other devices: worker.1: GPU: H200 -> H100; restore them,"
+        "run.strict: devices differ from the last start: worker.1: GPU: H200 -> H100; restore them,"
         " or start without --strict"
     )
     exits = [e for e in [*driver.effects] if isinstance(e, Exit)]
@@ -158,9 +158,9 @@ def test_a_replacement_on_another_device_is_refused() -> None:
     assert len(lines) == 1 and lines[0].startswith("refuse stream")
     refusal = next(effect for effect in driver.effects if isinstance(effect, Refuse))
     assert refusal.reason == (
-        "worker.1: its device is another one than that of the process before: CUDA: 12.8 -> 13.0;"
-        " GPU: H200 -> H100; layers would round otherwise in the middle of a start: replace the"
-        " device by an equal one, or start the run again"
+        "worker.1: its device differs from the device of the process before: CUDA: 12.8 -> 13.0;"
+        " GPU: H200 -> H100; layers would round otherwise from the next step on: give the worker an"
+        " equal device, or start the run again"
     )
     assert "worker.1" in driver.machine.members.missing
     greet(driver, "worker.1", H200)

@@ -84,7 +84,7 @@ def test_a_replacement_with_other_software_is_refused_and_a_start_goes_on(runner
     change = f"transformers: {transformers.__version__} -> 99.0"
     assert code == 4, output
     assert (
-        "refused by the scheduler: worker.1: its device is another one than that of the process"
+        "refused by the scheduler: worker.1: its device differs from the device of the process"
         f" before: {change};" in output
     )
     [(step, before, _)] = rows(run.run_dir)

@@ -245,19 +245,19 @@ class Barrier(Activity):
         return [*said, *self.mirror.follow(self._members.facts), *self._begins(self._daemons)]
 
     def _other_devices(self) -> str:
-        """Returns in words which devices differ from those of the newest recipe in the journal; the
-        preparation has told of software that it has as well.
+        """Returns in words the devices that differ from the devices of the newest recipe in the
+        journal. Software of the preparing machine is left out: preparation compared it already.
         """
         newest, recipe = self.mirror.numerics, self.rules.numerics
         if newest is None or recipe is None:
             return ""
-        told = recipe.software.items()
+        compared = recipe.software.items()
         words = []
         for name, facts in self._members.facts.items():
-            news = {key: value for key, value in facts.items() if (key, value) not in told}
+            news = {key: value for key, value in facts.items() if (key, value) not in compared}
             changed = differences(newest.devices.get(name, {}), news)
             words += [f"{name}: {', '.join(changed)}"] if changed else []
-        return f"since the last start other devices: {'; '.join(words)}" if words else ""
+        return f"devices differ from the last start: {'; '.join(words)}" if words else ""
 
     def _on_ready(self, member: str, body: pb.Ready, now_s: float) -> list[Effect]:
         if self.phase is not RunPhase.BEGINNING or not self.answered(member):

@@ -425,9 +425,9 @@ class Membership:
         changed = differences(self.facts.get(hello.member, {}), facts_in(hello))
         if changed:
             return (
-                f"{hello.member}: its device is another one than that of the process before:"
-                f" {'; '.join(changed)}; layers would round otherwise in the middle of a start:"
-                " replace the device by an equal one, or start the run again"
+                f"{hello.member}: its device differs from the device of the process before:"
+                f" {'; '.join(changed)}; layers would round otherwise from the next step on: give"
+                " the worker an equal device, or start the run again"
             )
         return ""
 

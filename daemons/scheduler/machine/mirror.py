@@ -183,8 +183,7 @@ class JournalMirror:
 
     def follow(self, devices: Mapping[str, Mapping[str, str]]) -> list[JournalNumerics]:
         """Holds to the run's recipe from the next step on; returns the row, where the newest row is
-        of another recipe, of other devices, or of a step behind the next one. ``devices``: facts by
-        worker.
+        of another recipe, of other devices, or of a later step. ``devices``: facts by worker.
         """
         recipe, step = self._rules.numerics, self.version + 1
         if recipe is None:
