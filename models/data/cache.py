@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models.data.chunks import Checksums, Progress
-from penstock.models.data.reading.decoding import CountBytes, ignore_bytes
-from penstock.models.data.sources import Source
+from penstock.models.data.reading.opening import COMPRESSED, CountBytes, ignore_bytes
+from penstock.models.data.sources import Source, format_of
 from penstock.protocol.errors import StateError
 from penstock.protocol.run.files import DAMAGED, parse_json, sync_directory
 from penstock.protocol.token_cache import (
@@ -56,7 +56,8 @@ def key_of(source: Source, parts: Sequence[Any], read: CountBytes = ignore_bytes
             while content := file.read(_READ_BYTES):
                 digest.update(content)
                 read(len(content))
-        texts.append([path.suffix, digest.hexdigest()])
+        compression = path.suffix if path.suffix in COMPRESSED else ""
+        texts.append([format_of(path) + compression, digest.hexdigest()])
     libraries = [version(name) for name in ("tokenizers", "transformers")]
     everything = [_FORMAT, source.encoding, texts, libraries, list(parts)]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()

@@ -19,14 +19,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.models.data.reading.csv_files import csv_rows
+from penstock.models.data.reading.json_files import json_objects
+from penstock.models.data.reading.opening import COMPRESSED, ignore_bytes
+from penstock.models.data.reading.record import TEXT, Reader
+from penstock.models.data.reading.saved_datasets import check_complete, kind_in_dataset
 from penstock.protocol.config.values import UTF8
 from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.inputs import is_pointer
 
 STDLIB = "@stdlib"
 MAX_STDLIB_BYTES = 30 * 10**6
-FORMATS = (".txt", ".md", ".py", ".jsonl")
+FORMATS = (".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 """Endings of the files that are read."""
+
+_NEVER_COMPRESSED = (".parquet", ".arrow")
+"""Formats that compress their own content."""
+
+_OFTEN_OTHER: Mapping[str, Reader] = {".json": json_objects, ".csv": csv_rows}
+"""Formats of files that hold anything: of a folder, those with a text in the first record count."""
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MAX_KINDS = 8
@@ -34,6 +45,8 @@ _PLURAL = {
     "broken link": "broken links",
     "folder": "folders",
     "device or pipe": "devices or pipes",
+    "description of a dataset": "descriptions of datasets",
+    "result kept by datasets": "results kept by datasets",
 }
 _MAGIC = re.compile(r"[*?[]")
 _Parts = tuple[str, ...]
@@ -64,6 +77,16 @@ class Source:
         return ", ".join(shown)
 
 
+def format_of(path: Path) -> str:
+    """Returns the format of a file: its ending, or that below ``.gz`` or ``.zst``; empty for a
+    file that is not read.
+    """
+    if path.suffix not in COMPRESSED:
+        return path.suffix if path.suffix in FORMATS else ""
+    inner = Path(path.stem).suffix
+    return inner if inner in FORMATS and inner not in _NEVER_COMPRESSED else ""
+
+
 def find_source(source: str, *, key: str = "data.path", encoding: str = UTF8) -> Source:
     """Returns the files that ``source``, the value of ``key``, means.
 
@@ -92,15 +115,20 @@ def _find(source: str, key: str, encoding: str) -> Source:
         raise ConfigError(f"{key} = {source!r}: unknown source; the only one is {STDLIB}")
     path, formats = Path(source), f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if os.path.isfile(source):
-        if path.suffix not in FORMATS:
+        if not format_of(path):
             raise ConfigError(
-                f"{key} = {source!r}: the name does not end in {formats}; files of text need one of"
-                " these endings, token files go to data.tokens"
+                f"{key} = {source!r}: the name does not end in {formats}, nor in .gz or .zst"
+                " behind one of a text; files of text need one of these endings, token files go to"
+                " data.tokens"
             )
         return Source(files=(path,), encoding=encoding)
-    walk = _Walk(f"{key} = {source!r}")
-    if os.path.isdir(source):
+    is_folder = os.path.isdir(source)
+    # A saved dataset above the named folder does not count: the name decides on its split.
+    top = path if is_folder else _fixed(path)
+    walk = _Walk(f"{key} = {source!r}", top, encoding if is_folder else None)
+    if is_folder:
         walk.follow(path, ("**", "*"))
+        check_complete(walk.files, f"{key} = {source!r}")
     else:
         walk.match(path)
     found = Source(files=tuple(sorted(walk.files)), encoding=encoding, left_out=walk.left_out)
@@ -122,8 +150,11 @@ class _Walk:
     where links lead to it, too. A folder is entered once for the same parts, which ends cycles.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, top: Path, encoding: str | None) -> None:
+        """``encoding``: of files whose first record decides whether they are read; None: the glob
+        names the files, and all are read.
+        """
+        self._name, self._top, self._encoding = name, top, encoding
         self.files: list[Path] = []
         self._folders: list[_Step] = []
         self._links: deque[_Step] = deque()
@@ -220,18 +251,43 @@ class _Walk:
             self._leave_out(path, real, "folder")
         elif not stat.S_ISREG(status.st_mode):
             self._leave_out(path, real, "device or pipe")
-        elif path.suffix not in FORMATS:
+        elif not format_of(path):
             self._leave_out(path, real, _kind(path.suffix))
+        elif kind := kind_in_dataset(path, self._top):
+            self._leave_out(path, real, kind)
         elif real in self._taken:
             self._leave_out(path, real, "reached twice")
         elif status.st_size == 0:
             self._leave_out(path, real, "empty")
+        elif self._encoding is not None and not _has_text(path, self._encoding):
+            self._leave_out(path, real, f"{format_of(path)} without {TEXT}")
         else:
             self._taken.add(real)
             self.files.append(path)
 
     def _leave_out(self, path: Path, real: str, kind: str) -> None:
         self._kinds.setdefault(path, (kind, real))
+
+
+def _has_text(path: Path, encoding: str) -> bool:
+    """Returns whether the first record of a file has a column of text, as far as the format leaves
+    that open.
+    """
+    reader = _OFTEN_OTHER.get(format_of(path))
+    if reader is None:
+        return True
+    try:
+        record = next(reader(path, encoding, ignore_bytes), None)
+    except ConfigError:
+        return False
+    except OSError:
+        return True  # whose reading names the cause
+    return record is not None and isinstance(record.fields.get(TEXT), str)
+
+
+def _fixed(glob: Path) -> Path:
+    """Returns the folder of a glob, down to its first part with a wild card."""
+    return Path(*itertools.takewhile(lambda part: _MAGIC.search(part) is None, glob.parts))
 
 
 def _is_nothing(error: OSError) -> bool:

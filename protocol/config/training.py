@@ -140,7 +140,9 @@ class DataConfig(Section):
     path: str | None = Field(
         default=None,
         description="`@stdlib` (the text of Python's own library), or a file, folder or glob of"
-        " .txt, .md, .py and .jsonl files. Hidden files and folders are left out. The first machine"
+        " .txt, .md, .py, .jsonl, .json, .csv and .parquet files, and .gz and .zst of them, or a"
+        " folder that datasets' save_to_disk wrote. Of records, the column `text` is read. Hidden"
+        " files and folders are left out. The first machine"
         " reads it.",
     )
     encoding: Annotated[str, Accepts("a codec of Python for text, such as latin-1 or utf-16")] = (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tests.fuzz.target import Target
+from tests.fuzz.targets.data_files import DATA_FILES
 from tests.fuzz.targets.keys import KEYS
 from tests.fuzz.targets.messages import MESSAGES
 from tests.fuzz.targets.plans import PLANS
@@ -14,7 +15,10 @@ from tests.fuzz.targets.saved import SAVED
 from tests.fuzz.targets.wire import WIRE
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {target.name: target for target in (*WIRE, *MESSAGES, *RUN_FILES, *SAVED, *PLANS, *KEYS)}
+    {
+        target.name: target
+        for target in (*WIRE, *MESSAGES, *RUN_FILES, *SAVED, *PLANS, *KEYS, *DATA_FILES)
+    }
 )
 
 _OWN = "makes values of this process's own bytes: a digest, a buffer, a text it has just written"
@@ -35,6 +39,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "client.watching.control.status_dict": _SCHEDULER,
         "daemons.node.preparing.places.move_tokens": _SEALED,
         "models.checkpoints.export._write_config": _OWN,
+        "models.data.sources._has_text": "asks json_objects and csv_rows for one record",
         "daemons.fetch.reads.Read._words": "hands bytes of one size to CopiedWords.unpack",
         "daemons.fetch.serving.address_of": _OWN,
         "client.chaos.checks._decisions": "reads the journal of a run that has just ended well",

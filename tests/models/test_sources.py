@@ -13,7 +13,7 @@ import pytest
 from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.corpus import write_tokens
 from penstock.models.data.marks import Marks
-from penstock.models.data.reading.decoding import _PIECE_BYTES
+from penstock.models.data.reading.opening import PIECE_BYTES
 from penstock.models.data.reading.records import documents, records
 from penstock.models.data.sources import MAX_STDLIB_BYTES, Source, find_source
 from penstock.models.data.tokenizer import ByteTokenizer
@@ -49,9 +49,9 @@ def tree(tmp_path: Path) -> Path:
     root = tmp_path / "tree"
     for name in ("a.txt", "sub/b.md", "sub/deep/c.jsonl", "sub/d.py", ".hidden.txt", "c.TXT"):
         written(root / name, "text")
-    for name in (".ipynb_checkpoints/a.txt", "sub/.git/x.txt", "e.json", "f.csv", "README"):
+    for name in (".ipynb_checkpoints/a.txt", "sub/.git/x.txt", "e.JSON", "f.docx", "README"):
         written(root / name, "text")
-    written(root / "d.txt.gz", gzip.compress(b"text"))
+    written(root / "d.tar.gz", gzip.compress(b"text"))
     written(root / "empty.txt", b"")
     written(tmp_path / "elsewhere/one.txt", "text")
     written(tmp_path / "elsewhere/.two.txt", "text")
@@ -79,15 +79,15 @@ def test_a_folder_and_its_glob_mean_the_same(tree: Path) -> None:
         "reached twice": 3,
         "broken link": 2,
         ".TXT": 1,
-        ".csv": 1,
+        ".JSON": 1,
+        ".docx": 1,
         ".gz": 1,
-        ".json": 1,
         "device or pipe": 1,
         "empty": 1,
         "without an ending": 1,
     }
     assert folder.omissions == (
-        "4 hidden, 3 reached twice, 2 broken links, 1 .TXT, 1 .csv, 1 .gz, 1 .json,"
+        "4 hidden, 3 reached twice, 2 broken links, 1 .JSON, 1 .TXT, 1 .docx, 1 .gz,"
         " 1 device or pipe, 2 of other kinds"
     )
     for glob in ("**", "**/*", "**/**/*"):
@@ -127,9 +127,9 @@ def test_cycles_of_links_end(tmp_path: Path) -> None:
     assert source.left_out == {"reached twice": 64}
 
 
-@pytest.mark.parametrize("place", ["", "/*", "/**", "/**/*.txt.gz"])
+@pytest.mark.parametrize("place", ["", "/*", "/**", "/**/*.tar.gz"])
 def test_nothing_to_read_is_said_the_same_way(tmp_path: Path, place: str) -> None:
-    written(tmp_path / "some/a.txt.gz", gzip.compress(b"text"))
+    written(tmp_path / "some/a.tar.gz", gzip.compress(b"text"))
     expected = r"data.path = .*: matches no file of text \(left out: 1 .gz\); give a file or folder"
     with pytest.raises(ConfigError, match=expected):
         find_source(f"{tmp_path}/some{place}")
@@ -148,7 +148,7 @@ def test_sources_without_files(tmp_path: Path) -> None:
         listener.bind(str(tmp_path / "s.txt"))
         with pytest.raises(ConfigError, match=r"left out: 1 device or pipe"):
             find_source(f"{tmp_path}/*.txt")
-    for name in ("a.csv", "a.TXT", "tokens.bin"):
+    for name in ("a.tar.gz", "a.parquet.gz", "a.TXT", "tokens.bin"):
         with pytest.raises(ConfigError, match=rf"{name}': the name does not end in .txt, .md"):
             find_source(str(written(tmp_path / name, "text")))
 
@@ -212,13 +212,13 @@ def test_records_know_their_file_and_line(tmp_path: Path) -> None:
     chat = written(tmp_path / "a.jsonl", "\n".join(lines))
     text = written(tmp_path / "b.txt", "text")
     read: list[int] = []
-    found = [(r.path, r.line, r.fields, "".join(r.parts)) for r in records(
+    found = [(r.path, r.where, r.fields, "".join(r.parts)) for r in records(
         find_source(str(tmp_path)), read.append
     )]  # fmt: skip
     assert found == [
-        (chat, 1, {"messages": [1]}, ""),
-        (chat, 3, {"text": "two", "more": {"a": 1}}, ""),
-        (text, None, {}, "text"),
+        (chat, "line 1", {"messages": [1]}, ""),
+        (chat, "line 3", {"text": "two", "more": {"a": 1}}, ""),
+        (text, "", {}, "text"),
     ]
     assert sum(read) == sum(path.stat().st_size for path in (chat, text))
 
@@ -285,7 +285,7 @@ def test_other_encodings_are_refused_unless_named(
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-@pytest.mark.parametrize("offset", [0, 5, _PIECE_BYTES - 1, _PIECE_BYTES, 3 * _PIECE_BYTES + 12345])
+@pytest.mark.parametrize("offset", [0, 5, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 12345])
 @pytest.mark.parametrize("byte", [b"\xff", b"\x80", b"\xed\xa0\x80", b"\0"])
 def test_one_bad_byte_is_named_with_its_offset(
     tmp_path: Path, suffix: str, offset: int, byte: bytes
@@ -304,7 +304,7 @@ def test_one_bad_byte_is_named_with_its_offset(
 )
 def test_characters_over_the_ends_of_pieces(tmp_path: Path, encoding: str, shift: int) -> None:
     """Text is decoded by the piece: characters of several bytes lie across the ends of pieces."""
-    text = "x" * shift + "水ab" * (_PIECE_BYTES // 3)
+    text = "x" * shift + "水ab" * (PIECE_BYTES // 3)
     assert texts(written(tmp_path / "a.txt", text.encode(encoding)), encoding) == [text]
     bad = f"{text}\0end"
     path = written(tmp_path / "b.txt", bad.encode(encoding))
@@ -314,8 +314,8 @@ def test_characters_over_the_ends_of_pieces(tmp_path: Path, encoding: str, shift
 
 
 def test_a_cut_off_character_at_the_end(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.txt", b"x" * _PIECE_BYTES + "水".encode()[:2])
-    with pytest.raises(ConfigError, match=rf"0xe6 at offset {_PIECE_BYTES:,} .*unexpected end"):
+    path = written(tmp_path / "a.txt", b"x" * PIECE_BYTES + "水".encode()[:2])
+    with pytest.raises(ConfigError, match=rf"0xe6 at offset {PIECE_BYTES:,} .*unexpected end"):
         texts(path)
 
 
@@ -346,13 +346,14 @@ def test_the_named_encoding_must_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"txt": "two"}', "expected a JSON object such as"),
-        ('{"text": 5}', "expected a JSON object such as"),
-        ('{"text": null}', "expected a JSON object such as"),
+        ('{"txt": "two"}', "has no column text, which Penstock trains on; its columns are txt$"),
+        ("{}", "has no column text, which Penstock trains on; it has no columns$"),
+        ('{"text": 5}', "the column text holds a number, and a record needs a text in it$"),
+        ('{"text": null}', "the column text holds null, and a record needs a text in it$"),
         ("[1]", "expected a JSON object such as"),
         ('"text"', "expected a JSON object such as"),
-        ("[" * 100_000, "expected a JSON object such as"),
-        ('{"text": ' + "1" * 5000 + "}", "expected a JSON object such as"),
+        ("[" * 100_000, r"expected a JSON object such as .* \(nested too deeply\)"),
+        ('{"text": ' + "1" * 5000 + "}", r"expected .* \(a number is too long\)"),
         (
             '{"text": "ab\\ud83d"}',
             r"character 2 of the text is '\\ud83d', half of a surrogate pair",

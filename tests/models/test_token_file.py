@@ -307,7 +307,7 @@ def test_left_out_files_and_encodings_are_said_once(tmp_path: Path) -> None:
     for name in ("text/a.txt", "eval/b.txt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("Ä" * 400, encoding="latin-1")
-        (tmp_path / name).with_suffix(".json").touch()
+        (tmp_path / name).with_suffix(".docx").touch()
     data = {
         "path": str(tmp_path / "text"),
         "eval_path": str(tmp_path / "eval"),
@@ -317,7 +317,7 @@ def test_left_out_files_and_encodings_are_said_once(tmp_path: Path) -> None:
     lines: list[str] = []
     prepare(given, tmp_path, progress=lines.append)
     prepare(given, tmp_path, progress=lines.append)
-    assert [line.partition("': ")[2] for line in lines] == ["reads 1 file; left out: 1 .json"] * 2
+    assert [line.partition("': ")[2] for line in lines] == ["reads 1 file; left out: 1 .docx"] * 2
     assert lines[1].startswith("data.eval_path = ")
     assert (
         tokens(tmp_path, "train", given)[:2] == tokens(tmp_path, "eval", given)[:2] == [0xC3, 0x84]

@@ -5,17 +5,15 @@ byte's offset. No torch.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.models.data.reading.opening import COMPRESSED, CountBytes, ignore_bytes, pieces
 from penstock.protocol.config.values import UTF8
 from penstock.protocol.errors import ConfigError
 
-CountBytes = Callable[[int], None]
-"""Takes the number of bytes that were read."""
-
 MARK = "\ufeff"
-_PIECE_BYTES = 1 << 20
 _MARKS = (
     # The mark of UTF-32 begins with that of UTF-16.
     (codecs.BOM_UTF32_LE, "utf-32", ("utf-32", "utf-32-le")),
@@ -30,44 +28,40 @@ _MARKLESS = {"utf-8-sig": UTF8, "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 """Codecs that write a mark -> codecs that write none and as many bytes a character."""
 
 
-def ignore_bytes(count: int) -> None:
-    """Counts nothing."""
-
-
 def decoded(path: Path, encoding: str, read: CountBytes = ignore_bytes) -> Iterator[str]:
     """Yields the text of a file in pieces, without a byte order mark at its start. Calls ``read``
-    with the number of bytes of each piece.
+    with numbers of bytes of the file. Offsets in errors are those of the decompressed content.
 
     Raises:
         ConfigError: a byte that is no character of the encoding, a mark of another encoding, or
-            the character 0, which no text has; names the file and the offset.
+            the character 0, which no text has; names the file and the offset. Or the file is
+            damaged.
+        OSError: the file cannot be read.
     """
     decoder = codecs.getincrementaldecoder(encoding)("strict")
+    name = f"{path} (decompressed)" if path.suffix in COMPRESSED else str(path)
     offset = 0
-    with path.open("rb") as file:
-        while True:
-            content = file.read(_PIECE_BYTES)
-            # The decoder holds the bytes of a character that the last piece ended in.
-            start = offset - len(decoder.getstate()[0])
-            mark_bytes = _mark_bytes(path, content, encoding) if offset == 0 else 0
-            try:
-                text = decoder.decode(content, not content)
-            except UnicodeError as error:
-                place = start + getattr(error, "start", 0)
-                raise _undecodable(path, place, encoding, error) from error
-            text = text.removeprefix(MARK) if mark_bytes else text
-            if "\0" in text:
-                before = text[: text.index("\0")].encode(_MARKLESS.get(encoding, encoding))
-                raise _not_text(path, start + mark_bytes + len(before), encoding, content)
-            read(len(content))
-            if text:
-                yield text
-            offset += len(content)
-            if not content:
-                return
+    for content in itertools.chain(pieces(path, read), [b""]):
+        # The decoder holds the bytes of a character that the last piece ended in.
+        held = decoder.getstate()[0]
+        start = offset - len(held)
+        mark_bytes = _mark_bytes(name, content, encoding) if offset == 0 else 0
+        try:
+            text = decoder.decode(content, not content)
+        except UnicodeError as error:
+            place = getattr(error, "start", 0)
+            byte = (held + content)[place : place + 1]
+            raise _undecodable(name, start + place, byte, encoding, error) from error
+        text = text.removeprefix(MARK) if mark_bytes else text
+        if "\0" in text:
+            before = text[: text.index("\0")].encode(_MARKLESS.get(encoding, encoding))
+            raise _not_text(name, start + mark_bytes + len(before), encoding, content)
+        if text:
+            yield text
+        offset += len(content)
 
 
-def _mark_bytes(path: Path, head: bytes, encoding: str) -> int:
+def _mark_bytes(name: str, head: bytes, encoding: str) -> int:
     """Returns the length of the byte order mark at the start of a file; 0 where there is none.
 
     Raises:
@@ -78,19 +72,19 @@ def _mark_bytes(path: Path, head: bytes, encoding: str) -> int:
             return len(mark)
         if head.startswith(mark):
             raise ConfigError(
-                f"{path}: begins with the byte order mark of {meaning} ({mark.hex(' ')} at offset"
+                f"{name}: begins with the byte order mark of {meaning} ({mark.hex(' ')} at offset"
                 f" 0), and data.encoding is {encoding}: set data.encoding to {meaning}, or convert"
                 " the file"
             )
     if encoding in ("utf-16", "utf-32") and head:
         raise ConfigError(
-            f"{path}: has no byte order mark at offset 0, and data.encoding is {encoding}: set"
+            f"{name}: has no byte order mark at offset 0, and data.encoding is {encoding}: set"
             f" data.encoding to {encoding}-le or {encoding}-be"
         )
     likely = _wide_encoding(head)
     if encoding.startswith(("utf-16", "utf-32")) and likely not in (None, encoding):
         raise ConfigError(
-            f"{path}: the zeros from offset 0 on are those of {likely}, and data.encoding is"
+            f"{name}: the zeros from offset 0 on are those of {likely}, and data.encoding is"
             f" {encoding}: set data.encoding to {likely}, or convert the file"
         )
     return 0
@@ -111,19 +105,19 @@ def _wide_encoding(content: bytes) -> str | None:
     return suggested.get(zeros)
 
 
-def _undecodable(path: Path, offset: int, encoding: str, error: UnicodeError) -> ConfigError:
-    with path.open("rb") as file:
-        file.seek(offset)
-        byte = file.read(1)
+def _undecodable(
+    name: str, offset: int, byte: bytes, encoding: str, error: UnicodeError
+) -> ConfigError:
+    """Returns the error for a ``byte`` at ``offset``; it is empty at the end of the file."""
     seen = f"byte 0x{byte.hex()} at offset {offset:,}" if byte else f"the end, offset {offset:,},"
     why = f" ({error.reason})" if isinstance(error, UnicodeDecodeError) else ""
     return ConfigError(
-        f"{path}: {seen} is no {encoding}{why}; convert the file to {encoding}, or set"
+        f"{name}: {seen} is no {encoding}{why}; convert the file to {encoding}, or set"
         " data.encoding to what all files of text are in, such as latin-1 or utf-16"
     )
 
 
-def _not_text(path: Path, offset: int, encoding: str, content: bytes) -> ConfigError:
+def _not_text(name: str, offset: int, encoding: str, content: bytes) -> ConfigError:
     """Returns the error for a character 0 at ``offset``, which is in ``content``."""
     likely = _wide_encoding(content)
     advice = (
@@ -132,6 +126,6 @@ def _not_text(path: Path, offset: int, encoding: str, content: bytes) -> ConfigE
         else "it may be binary, or text in an encoding such as utf-16-le (data.encoding)"
     )
     return ConfigError(
-        f"{path}: byte 0x00 at offset {offset:,} is a character that no text in {encoding} has;"
+        f"{name}: byte 0x00 at offset {offset:,} is a character that no text in {encoding} has;"
         f" {advice}"
     )

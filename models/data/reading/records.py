@@ -1,38 +1,24 @@
-"""Records of the files of a source, with the file and the line that each comes from. No torch.
+"""Records and documents of the files of a source. No torch.
 
-A file of text is one record. A file of JSON lines has a record for each line: a mapping, of which
-training on plain text takes the field ``text``. Text is decoded strictly
+A file of text is one record. Other formats have a record for each line, object or row: columns, of
+which training on plain text takes ``text``. Text is decoded strictly
 (:mod:`penstock.models.data.reading.decoding`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from penstock.models.data.reading.decoding import MARK, CountBytes, decoded, ignore_bytes
-from penstock.models.data.sources import FORMATS, Source
+from penstock.models.data.reading.columns import arrow_rows, parquet_rows
+from penstock.models.data.reading.csv_files import csv_rows
+from penstock.models.data.reading.decoding import decoded
+from penstock.models.data.reading.json_files import json_lines, json_objects
+from penstock.models.data.reading.opening import CountBytes, ignore_bytes
+from penstock.models.data.reading.record import Reader, Record, text_of
+from penstock.models.data.sources import Source, format_of
 from penstock.protocol.errors import ConfigError, reason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A record of the file ``path``: in its ``line`` (from 1) the mapping ``fields``; or, where
-    ``line`` is None, the whole file, in ``parts`` of its text that are read once and in order.
-    """
-
-    path: Path
-    line: int | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    parts: Iterable[str] = ()
-
-    @property
-    def place(self) -> str:
-        """The file and the line in words for errors."""
-        return str(self.path) if self.line is None else f"{self.path}, line {self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +31,17 @@ class Document:
     parts: Iterable[str]
 
 
-Reader = Callable[[Path, str, CountBytes], Iterator[Record]]
-"""Yields the records of a file in an encoding; calls its last argument with numbers of bytes."""
-
-
 def records(source: Source, read: CountBytes = ignore_bytes) -> Iterator[Record]:
     """Yields the records of all files of a source, in order. Calls ``read`` with the number of
     bytes of each part of a file.
 
     Raises:
-        ConfigError: a file that cannot be read or is in another encoding, or a line without a JSON
-            object.
+        ConfigError: a file cannot be read, is damaged or in another encoding, or has a place
+            without a record.
     """
     for path in source.files:
         try:
-            yield from _READERS[path.suffix](path, source.encoding, read)
+            yield from _READERS[format_of(path)](path, source.encoding, read)
         except OSError as error:
             raise ConfigError(f"data: cannot read {path}: {reason(error)}") from error
 
@@ -74,22 +56,10 @@ def documents(source: Source, read: CountBytes = ignore_bytes) -> Iterator[Docum
         ConfigError: see :func:`records`; or a record without text, or with half of a character.
     """
     for record in records(source, read):
-        parts = iter(record.parts if record.line is None else [_text_of(record)])
+        parts = iter([text_of(record)] if record.where else record.parts)
         first = next(parts, "")
         if first:
             yield Document(place=record.place, parts=_checked(record.place, first, parts))
-
-
-def expected(record: Record, example: str) -> ConfigError:
-    """Returns the error for a record that is not like ``example``."""
-    return ConfigError(f"{record.place}: expected a JSON object such as {example}")
-
-
-def _text_of(record: Record) -> str:
-    text = record.fields.get("text")
-    if not isinstance(text, str):
-        raise expected(record, _EXAMPLE)
-    return text
 
 
 def _checked(place: str, first: str, rest: Iterator[str]) -> Iterator[str]:
@@ -123,36 +93,12 @@ def _text_record(path: Path, encoding: str, read: CountBytes) -> Iterator[Record
         pass
 
 
-def _json_records(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
-    for number, line in enumerate(_lines(decoded(path, encoding, read)), start=1):
-        if not line or line.isspace():
-            continue
-        try:
-            # Files that were put together may have a mark at the start of each.
-            fields = json.loads(line.removeprefix(MARK))
-        except (ValueError, RecursionError) as error:
-            raise expected(Record(path=path, line=number), _EXAMPLE) from error
-        if not isinstance(fields, dict):
-            raise expected(Record(path=path, line=number), _EXAMPLE)
-        yield Record(path=path, line=number, fields=fields)
-
-
-def _lines(parts: Iterable[str]) -> Iterator[str]:
-    """Yields lines without their ends; only a line feed ends a line."""
-    begun: list[str] = []
-    for part in parts:
-        first, *others = part.split("\n")
-        begun.append(first)
-        for other in others:
-            yield "".join(begun)
-            begun = [other]
-    yield "".join(begun)
-
-
-_EXAMPLE = '{"text": "…"}'
-
 _READERS: Mapping[str, Reader] = {
-    **dict.fromkeys(FORMATS, _text_record),
-    ".jsonl": _json_records,
+    **dict.fromkeys((".txt", ".md", ".py"), _text_record),
+    ".jsonl": json_lines,
+    ".json": json_objects,
+    ".csv": csv_rows,
+    ".parquet": parquet_rows,
+    ".arrow": arrow_rows,
 }
-"""Endings of files and their formats."""
+"""Formats of files and their readers."""

@@ -18,8 +18,6 @@ from penstock.client.planning.outputs import read_plan
 from penstock.client.watching.trace import parse_attempts
 from penstock.daemons.node.joining.engines import find_place
 from penstock.models.data.cache import TokenCache
-from penstock.models.data.reading.records import documents
-from penstock.models.data.sources import Source
 from penstock.models.data.tokenizer import JsonTokenizer
 from penstock.models.data.tokenizer_folder import _model_ends
 from penstock.models.surgery.hf import read_hf_config
@@ -180,11 +178,6 @@ def _kept_tokens(folder: Path) -> Iterator[Decoder]:
     with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}):
         assert fetch(dumped(_KEPT)[0]) is not None
         yield fetch
-
-
-def _read_lines(folder: Path) -> object:
-    source = Source(files=(folder / "a.jsonl",))
-    return ["".join(document.parts) for document in documents(source)]
 
 
 def _attempts(data: bytes) -> object:
@@ -387,16 +380,6 @@ PLANS = (
         seeds=lambda: dumped(_KEPT),
         form=Form.JSON,
         allowed=(),
-    ),
-    Target(
-        name="text-lines",
-        open=from_file("a.jsonl", _read_lines),
-        covers=(
-            "models.data.reading.records._json_records",
-            "models.data.reading.decoding.decoded",
-        ),
-        seeds=lambda: [b"\n".join(dumped({"text": "a b"}, {"text": ""}, {"text": "c"}))],
-        form=Form.LINES,
     ),
 )
 

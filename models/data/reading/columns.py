@@ -1,0 +1,155 @@
+"""Records of Parquet and Arrow files, read by pyarrow in batches. No torch.
+
+Only the column ``text`` is read. Row groups, batches and rows are counted from 1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.models.data.reading.opening import CountBytes, library
+from penstock.models.data.reading.record import TEXT, Record, check_columns, not_text
+from penstock.protocol.errors import ConfigError, reason
+
+_BATCH_ROWS = 32
+"""Rows that are in memory at once, next to one page of Parquet; a text may be a whole book."""
+_BUFFER_BYTES = 1 << 20
+_FILE_MAGIC = b"ARROW1"
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Last bytes of an Arrow stream that its writer has closed. The library reads a stream that was cut
+between two batches without an error.
+"""
+
+
+def parquet_rows(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+    """Yields the records of a Parquet file.
+
+    Raises:
+        ConfigError: the file is damaged, has no column ``text``, or a row has no text.
+    """
+    del encoding
+    arrow, parquet = library(path, "pyarrow"), library(path, "pyarrow.parquet")
+    with path.open("rb") as opened, _damage(path, "Parquet", arrow):
+        # A buffer keeps the library from reading whole row groups.
+        file = parquet.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        _check_schema(path, file.schema_arrow, arrow)
+        size, rows = os.path.getsize(path), file.metadata.num_rows
+        done = counted = 0
+        for group in range(file.num_row_groups):
+            batches = file.iter_batches(
+                _BATCH_ROWS, row_groups=[group], columns=[TEXT], use_threads=False
+            )
+            row = 0
+            for batch in batches:
+                yield from _records(path, f"row group {group + 1}", row, batch, arrow)
+                row += batch.num_rows
+                done += batch.num_rows
+                # Bytes of columns and pages are not known apart: rows share the file's bytes.
+                read(size * done // rows - counted)
+                counted = size * done // rows
+        read(size - counted)
+
+
+def arrow_rows(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+    """Yields the records of an Arrow file or stream, such as those of ``save_to_disk``.
+
+    Raises:
+        ConfigError: the file is damaged, has no column ``text``, or a row has no text.
+    """
+    del encoding
+    arrow, ipc = library(path, "pyarrow"), library(path, "pyarrow.ipc")
+    with path.open("rb") as opened, _damage(path, "Arrow", arrow):
+        is_file = opened.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        schema = _reader(ipc, opened, is_file, None).schema
+        _check_schema(path, schema, arrow)
+        options = ipc.IpcReadOptions(
+            included_fields=[schema.get_field_index(TEXT)], use_threads=False
+        )
+        batches = _batches(_reader(ipc, opened, is_file, options))
+        place = 0
+        for number, batch in enumerate(batches, start=1):
+            yield from _records(path, f"batch {number}", 0, batch, arrow)
+            read(max(0, opened.tell() - place))
+            place = max(place, opened.tell())
+        size = os.path.getsize(path)
+        opened.seek(max(0, size - len(_STREAM_END)))
+        if not is_file and opened.read() != _STREAM_END:
+            raise ConfigError(
+                f"{path}: is an Arrow stream without its end; it was cut short, or never closed"
+            )
+        read(size - place)
+
+
+def _reader(ipc: Any, opened: BinaryIO, is_file: bool, options: Any) -> Any:
+    """Returns the library's reader of a file of Arrow, or of a stream."""
+    opened.seek(0)
+    if is_file:
+        return ipc.open_file(opened, options=options)
+    return ipc.open_stream(opened, options=options)
+
+
+def _batches(reader: Any) -> Iterator[Any]:
+    """Yields the record batches of a file or of a stream of Arrow."""
+    if hasattr(reader, "num_record_batches"):
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+    else:
+        yield from reader
+
+
+def _check_schema(path: Path, schema: Any, arrow: Any) -> None:
+    """Refuses a table without exactly one column ``text`` of strings.
+
+    Raises:
+        ConfigError: the column is missing, occurs twice or is of another type.
+    """
+    check_columns(str(path), schema.names)
+    kind = schema.field(TEXT).type
+    values = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    names = ("is_string", "is_large_string", "is_string_view")
+    # An older pyarrow has no views.
+    if not any(getattr(arrow.types, name, bool)(values) for name in names):
+        raise not_text(str(path), f"values of type {kind}")
+
+
+def _records(path: Path, part: str, before: int, batch: Any, arrow: Any) -> Iterator[Record]:
+    """Yields the records of a batch, with ``before`` rows of its part before it.
+
+    Raises:
+        ConfigError: the batch is damaged, or a text in it is no UTF-8.
+    """
+    try:
+        # The library ends the process when it reads strings at damaged offsets.
+        batch.validate(full=True)
+    except arrow.ArrowException as error:
+        raise ConfigError(
+            f"{path}, {part}, rows from {before + 1:,}: the column {TEXT} is damaged"
+            f" ({reason(error)})"
+        ) from error
+    for number, value in enumerate(batch.column(0), start=before + 1):
+        yield Record(path=path, where=f"{part}, row {number:,}", fields={TEXT: value.as_py()})
+
+
+@contextmanager
+def _damage(path: Path, kind: str, arrow: Any) -> Iterator[None]:
+    """Turns errors of the library into errors that name the file.
+
+    Raises:
+        ConfigError: the library refuses the content of the file.
+        OSError: the file cannot be read.
+    """
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, MemoryError, arrow.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        # A damaged length may announce any number of bytes.
+        cause = "too little memory" if isinstance(error, MemoryError) else reason(error)
+        raise ConfigError(
+            f"{path}: cannot be read as {kind} ({cause}); the file is damaged, cut short or"
+            " of another format"
+        ) from error

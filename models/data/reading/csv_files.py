@@ -1,0 +1,66 @@
+"""Records of CSV files: a header row, fields between commas, quotes as RFC 4180 has them. No torch.
+
+A quoted field keeps its line ends.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from penstock.models.data.reading.decoding import decoded
+from penstock.models.data.reading.opening import CountBytes
+from penstock.models.data.reading.record import Record, check_columns
+from penstock.protocol.errors import ConfigError
+
+_MAX_CHARACTERS = 1 << 28
+"""Characters of one field; a quote without an end would fill all memory."""
+
+
+def csv_rows(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+    """Yields the records of a CSV file.
+
+    Raises:
+        ConfigError: the header has no column ``text``, or a row is damaged or has another number
+            of fields than the header.
+    """
+    csv.field_size_limit(_MAX_CHARACTERS)  # 131,072 by default
+    rows = _rows(path, decoded(path, encoding, read))
+    where, header = next(rows, ("", []))
+    if header:
+        check_columns(f"{path}, {where}", header)
+    for where, row in rows:
+        if len(row) != len(header):
+            raise ConfigError(
+                f"{path}, {where}: has {len(row):,} fields, and the header has {len(header):,}"
+            )
+        yield Record(path=path, where=where, fields=dict(zip(header, row, strict=True)))
+
+
+def _rows(path: Path, parts: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the rows that are not empty, each with the line where it starts."""
+    rows = csv.reader(_lines(parts), strict=True)
+    while True:
+        where = f"line {rows.line_num + 1}"
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise ConfigError(f"{path}, {where}: this row is no CSV ({error})") from error
+        if row is None:
+            return
+        if row:
+            yield where, row
+
+
+def _lines(parts: Iterable[str]) -> Iterator[str]:
+    """Yields lines with their ends; only a line feed ends a line."""
+    begun: list[str] = []
+    for part in parts:
+        *lines, last = part.split("\n")
+        for line in lines:
+            yield "".join([*begun, line, "\n"])
+            begun = []
+        begun.append(last)
+    if rest := "".join(begun):
+        yield rest

@@ -1,0 +1,87 @@
+"""Files of training data in every format: what comes out are documents, or an error of ours."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from penstock.models.data.reading.records import documents
+from penstock.models.data.sources import Source
+from tests.fuzz.target import Form, Target, from_file
+from tests.fuzz.targets.run_files import dumped
+
+LINES = dumped({"text": "a b"}, {"text": ""}, {"text": "c"})
+
+
+def read_texts(name: str, folder: Path) -> list[str]:
+    """Returns the documents of the file ``name`` in a folder."""
+    source = Source(files=(folder / name,))
+    return ["".join(document.parts) for document in documents(source)]
+
+
+def _tables() -> list[pyarrow.Table]:
+    texts = ["pumps lift", "", "water 水"]
+    plain = pyarrow.table({"id": [1, 2, 3], "text": texts})
+    return [plain, pyarrow.table({"text": pyarrow.array(texts).dictionary_encode()})]
+
+
+def _parquet(table: pyarrow.Table) -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(table, sink, row_group_size=2)
+    return sink.getvalue()
+
+
+def _arrow(table: pyarrow.Table, writer: Callable[..., pyarrow.RecordBatchStreamWriter]) -> bytes:
+    sink = io.BytesIO()
+    with writer(sink, table.schema) as file:
+        file.write_table(table)
+    return sink.getvalue()
+
+
+def _target(name: str, file: str, covers: str, seeds: list[bytes], form: Form = Form.RAW) -> Target:
+    return Target(
+        name=name,
+        open=from_file(file, partial(read_texts, file)),
+        covers=(f"models.data.reading.{covers}",),
+        seeds=lambda: seeds,
+        form=form,
+    )
+
+
+DATA_FILES = (
+    _target("text-lines", "a.jsonl", "json_files.json_lines", [b"\n".join(LINES)], Form.LINES),
+    _target(
+        "text-objects",
+        "a.json",
+        "json_files._Window.take_object",
+        [b"[" + b",\n".join(LINES) + b"]", b"\n".join(LINES)],
+        Form.TEXT,
+    ),
+    _target("text-csv", "a.csv", "csv_files._rows", [b'id,text\n1,"a\n""b"""\n2,\n'], Form.TEXT),
+    _target("text-parquet", "a.parquet", "columns.parquet_rows", [*map(_parquet, _tables())]),
+    _target(
+        "text-arrow",
+        "a.arrow",
+        "columns._reader",
+        [
+            _arrow(table, writer)
+            for table in _tables()
+            for writer in (pyarrow.ipc.new_stream, pyarrow.ipc.new_file)
+        ],
+    ),
+    _target("text-gzip", "a.txt.gz", "opening._gzip", [gzip.compress(b"a b" * 99, mtime=0)]),
+    _target(
+        "text-zstd",
+        "a.txt.zst",
+        "opening._zstd",
+        [pyarrow.Codec("zstd").compress(b"a b" * 99, asbytes=True)],
+    ),
+    _target("text-encoded", "a.txt", "decoding.decoded", ["水 lifts".encode()], Form.TEXT),
+)
