@@ -49,15 +49,26 @@ CASES = (
     ThroughputCase(
         name="gpipe", settings=("schedule.scheme=gpipe", "schedule.recompute=full"), recompute=True
     ),
-    ThroughputCase(name="mobius", settings=("schedule.scheme=mobius",), recompute=True),
-    ThroughputCase(name="spipe", settings=("schedule.scheme=spipe",), recompute=True),
+    ThroughputCase(
+        name="mobius",
+        settings=("schedule.scheme=mobius", "schedule.recompute=full"),
+        recompute=True,
+    ),
+    ThroughputCase(
+        name="spipe", settings=("schedule.scheme=spipe", "schedule.recompute=full"), recompute=True
+    ),
 )
-CLEAR_STAGES = ("schedule.forward_stages=null", "schedule.backward_stages=null")
+ONE_PIPELINE = (
+    "schedule.forward_stages=null",
+    "schedule.backward_stages=null",
+    "schedule.replicas=1",
+    "train.micro_batch=1",
+)
 
 
 def penstock_rate(config: Path, run_dir: Path, case: ThroughputCase, steps: int) -> float:
     """Tokens/s of ``penstock train``: all tokens after the warm-up over the time they took."""
-    settings = (*CLEAR_STAGES, *case.settings, f"train.steps={steps}")
+    settings = (*ONE_PIPELINE, *case.settings, f"train.steps={steps}")
     command = [sys.executable, "-m", "penstock.client.main", "train", str(config)]
     for setting in settings:
         command += ["--set", setting]

@@ -46,7 +46,7 @@ def test_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
 
 def test_the_example_is_valid() -> None:
     config = load_config(Path(__file__).parents[2] / "examples" / "tiny.yaml")
-    assert config.schedule.scheme == "spipe"
+    assert config.schedule.scheme == "1f1b"
 
 
 @pytest.mark.parametrize(

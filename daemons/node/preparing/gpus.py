@@ -14,9 +14,9 @@ from penstock.protocol.config.schema import Config
 _LIBRARY = "libnvidia-ml.so.1"
 _NAME_BYTES = 96
 
-USABLE = 0.92
-"""Share of a GPU's memory that plans may fill. Contexts, the libraries' workspaces and gaps between
-allocations take the rest.
+USABLE = 0.85
+"""Share of a GPU's memory that plans may fill. Contexts, workspaces (which only a profile counts)
+and gaps between allocations take the rest. ``memory.device_limit`` replaces the share.
 """
 
 
