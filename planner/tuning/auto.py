@@ -110,26 +110,30 @@ def streaming_cost(config: Config) -> float:
     return STREAMING_COST if platform.own_memory and not platform.models_time else 0.0
 
 
-def _recomputation(best: Outcome, *, keeps_all: bool) -> str:
-    if keeps_all:
-        return "nothing is recomputed"
-    work = [one for program in best.plan.programs for one in program]
+_NOTHING = "nothing is recomputed"
+
+
+def _recomputed(plan: Plan) -> str:
+    """Returns which activations a plan makes again, in words."""
+    work = [one for program in plan.programs for one in program]
     graphs = sum(isinstance(one, Forward) and one.keep is Keep.ALL for one in work)
     made = sum(isinstance(one, Recompute) for one in work)
+    if not made:
+        return _NOTHING
     share = f" but for {graphs / (graphs + made):.0%}, which memory has room for" if graphs else ""
     return f"activations are recomputed{share}"
 
 
 def _reasons(search: Search, best: Outcome) -> Iterator[str]:
     """Yields what speaks for the best outcome of a search, in lines."""
-    keeps_weights, keeps_all = best.keeps
+    keeps_weights, recomputed = best.keeps[0], _recomputed(best.plan)
     memory = f" of {format_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
     yield (
         f"weights {'stay on devices' if keeps_weights else 'are streamed'},"
-        f" {_recomputation(best, keeps_all=keeps_all)}; a device needs"
+        f" {recomputed}; a device needs"
         f" {format_bytes(best.device_bytes)}{memory}"
     )
-    if best.keeps != (True, True):
+    if not keeps_weights or recomputed != _NOTHING:
         kept = search.fastest.get((True, True))
         takes = "does not fit" if kept is None else f"takes {SECONDS.format(kept.step_s)} a step"
         yield f"keeping weights and activations on devices {takes}"

@@ -22,7 +22,7 @@ def run(task: Task, *, of: str, steps: int, loop: Callable[[Task, Shape], Step])
     one = shape(of, tiny=task.tiny)
     # Read when CUDA is first used: pieces of memory grow, so that none is lost between them.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if loop is not plain:
+    if getattr(loop, "func", loop) is not plain:
         waken(_HOST_BYTES * one.parameters, task.left_s / 4)
     torch.manual_seed(0)
     timed(task, one, loop(task, one), steps=steps)
@@ -36,9 +36,11 @@ def _row(
     )
 
 
+COMPILED = "plain resident loop, compiled"
 PLAIN, FSDP, FSDP_ONCE = "plain resident loop", "FSDP2", "FSDP2, gradients once a step"
 MEASUREMENTS = (
     _row(PLAIN, 60, "4 B", 4, plain),
+    _row(COMPILED, 90, "4 B", 4, partial(plain, compiled=True)),
     _row(FSDP_ONCE, 90, "4 B", 2, partial(fsdp, once=True)),
     _row(FSDP, 110, "4 B", 1, partial(fsdp, once=False)),
     _row(PLAIN, 35, "1.2 B", 6, plain),

@@ -89,9 +89,15 @@ def timed(task: Task, one: Shape, step: Step, *, steps: int, warmup_steps: int =
             break
 
 
-def plain(task: Task, one: Shape) -> Step:
-    """All on the device: bf16 weights, fp32 sums of gradients, fp32 masters and AdamW, fused."""
+def plain(task: Task, one: Shape, *, compiled: bool = False) -> Step:
+    """All on the device: bf16 weights, fp32 sums of gradients, fp32 masters and AdamW, fused.
+    ``compiled``: layers go through torch.compile, with the attention that torch prefers (cuDNN on
+    Hopper).
+    """
     model = model_of(task, one, compute_dtype(task))
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
     weights = list(model.parameters())
     masters = [weight.detach().float().clone() for weight in weights]
     for weight, master in zip(weights, masters, strict=True):

@@ -36,7 +36,8 @@ class Recipe:
     """What to train. Steps are counted after those to warm up; sections hold keys of ours.
 
     Clipping is on: a step waits for the gradients' norm. ``clip``, the limit, is one that the first
-    steps of a new model stay under, as all steps of a real one do soon.
+    steps of a new model stay under, as all steps of a real one do soon. ``schedule``: None sets
+    neither schedule nor micro-batch: Penstock chooses both.
     """
 
     shape: Shape
@@ -44,7 +45,7 @@ class Recipe:
     steps: int
     warmup_steps: int = 2
     workers: int = 1
-    schedule: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, Any] | None = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     clip: float = 100.0
@@ -60,6 +61,8 @@ class Recipe:
         """As ``penstock train`` reads it, below the folder of the task."""
         folder = task.folder
         shape = self.shape
+        chosen = {} if self.schedule is None else {"micro_batch": shape.micro_batch}
+        plan = {"scheme": "1f1b", "recompute": "full"} | dict(self.schedule or {})
         return {
             "run": {"name": "ladder", "dir": str(folder / "run")},
             "model": {"dtype": "bf16", "hf": shape.hf, **self.model},
@@ -71,11 +74,11 @@ class Recipe:
             "train": {
                 "steps": 100_000,
                 "global_batch": shape.global_batch,
-                "micro_batch": shape.micro_batch,
                 "clip_grad_norm": self.clip,
+                **chosen,
             },
             "optimizer": {"grad_dtype": "bf16", "lr": 1e-4, **self.optimizer},
-            "schedule": dict(self.schedule) or {"scheme": "1f1b", "recompute": "full"},
+            **({} if self.schedule is None else {"schedule": plan}),
             "cluster": {
                 "workers": self.workers,
                 "device": self.device,
