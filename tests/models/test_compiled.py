@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
-from tqdm import tqdm
 
 from penstock.models import last_products, runtime
 from penstock.models.binding import summing
@@ -19,33 +15,12 @@ from penstock.models.compiled import Compiler
 from penstock.models.runtime import HIDDEN, ModelRuntime
 from penstock.models.saved_activations import BoundWeights, SavePolicy
 from penstock.models.storing import Storing
+from tests.compiler import QUIET, fresh_compiler, graphs
 
-# The compiler itself asks, and hides the warning from users.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
-]
+__all__ = ["fresh_compiler"]
+pytestmark = QUIET
 
 DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No graphs of other tests, before or after; no threads or processes that outlive the test."""
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)
-    # Its own is also one between processes, for which Python 3.14 starts a process.
-    tqdm.set_lock(threading.RLock())
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with inductor_config.patch(compile_threads=1):
-        yield
-    torch._dynamo.reset()
-
-
-def graphs() -> int:
-    """Graphs compiled so far in this test."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def use(case: Any, backend: str | None, dtype: torch.dtype = torch.float32) -> None:

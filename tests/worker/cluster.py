@@ -20,6 +20,7 @@ from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.models.binding import pack
 from penstock.models.checkpoints.initial import initial_blocks
+from penstock.models.compiled import Compiler
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
@@ -538,6 +539,7 @@ def _context(
         compute_dtype=device.compute_dtype,
         seed=site.config.run.seed,
         constants=site.constants,
+        compiler=Compiler() if site.config.model.compile is True else None,
     )
     return EpochContext(
         run_id=memory.spec.run_id,
