@@ -17,21 +17,15 @@ head, which are calls of a whole decoder around stubs, run uncompiled, too.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.models.torch_internals import set_compiler_options
-
-_OPTIONS: Mapping[str, dict[str, Any]] = MappingProxyType({"inductor": {"fallback_random": True}})
-"""Random numbers come from torch's own kernels: dropout of a recomputation, which is another graph
-than that of its forward, must hit the same elements."""
-
+from penstock.models.torch_internals import set_most_graphs
 
 _MOST_GRAPHS = 1 << 16
 """Graphs of a module class that a process may compile; torch's default is 8."""
@@ -48,27 +42,44 @@ class Compiler:
     deterministic: bool = True
     cache: Path | None = None
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Options of ``torch.compile`` for the backend."""
-        return _OPTIONS.get(self.backend, {})
-
     def set_up_process(self) -> None:
-        """Sets torch's options for all graphs of the process, before the first one is compiled."""
+        """Sets the folder of compiled graphs, before the first one of the process is compiled."""
         if self.cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.cache)
             os.environ["TRITON_CACHE_DIR"] = str(self.cache / "triton")
-        set_compiler_options(deterministic=self.deterministic, most_graphs=_MOST_GRAPHS)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the backend. They hold for a graph's backward, too, whichever thread runs it.
+
+        The calling process compiles, not a pool of processes or threads. Random numbers come from
+        torch's own kernels: dropout of a recomputation must hit the elements of its forward.
+        """
+        if self.backend != "inductor":
+            return {}
+        return {
+            "fallback_random": True,
+            "deterministic": self.deterministic,
+            "compile_threads": 1,
+        }
 
 
 class CompiledLayer:
     """The module of one kind of layer; compiled when it first runs (seconds to minutes)."""
 
-    def __init__(self, layer: nn.Module, backend: str) -> None:
+    def __init__(self, layer: nn.Module, compiler: Compiler) -> None:
         self._run: Any = torch.compile(
-            layer, backend=backend, fullgraph=True, dynamic=False, options=_OPTIONS.get(backend)
+            layer,
+            backend=compiler.backend,
+            fullgraph=True,
+            dynamic=False,
+            options=compiler.options or None,
         )
+        self._ready = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer: arguments and results are its own, of the same shapes and dtypes."""
+        if not hasattr(self._ready, "done"):
+            set_most_graphs(_MOST_GRAPHS)  # torch's settings are those of a thread
+            self._ready.done = True
         return self._run(*args, **kwargs)

@@ -135,7 +135,7 @@ class ModelRuntime:
         if compiler is not None:
             compiler.set_up_process()
         self._compiled = {
-            kind: CompiledLayer(layer, compiler.backend)
+            kind: CompiledLayer(layer, compiler)
             for kind, layer in self._modules.layers.items()
             if compiler is not None
         }

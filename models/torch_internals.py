@@ -7,7 +7,6 @@ reasons). docs/VERSIONS.md says which versions were tried, and how to try anothe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -109,19 +108,14 @@ def gloo_group(store: Store, rank: int, size: int, address: str, timeout: timede
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def set_compiler_options(*, deterministic: bool, most_graphs: int) -> None:
-    """Sets options of ``torch.compile`` for the process. ``deterministic``: Inductor chooses
-    kernels by rule, never by a benchmark. ``most_graphs``: of one module class, beyond which its
-    calls run uncompiled. The calling process compiles, not a pool of processes.
+def set_most_graphs(number: int) -> None:
+    """Sets the number of graphs of one module class, beyond which calls of the class run
+    uncompiled. It holds for the calling thread.
     """
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read when Inductor is imported
     from torch._dynamo import config as dynamo
-    from torch._inductor import config as inductor
 
-    inductor.compile_threads = 1
-    inductor.deterministic = deterministic  # type: ignore[attr-defined,unused-ignore]
-    dynamo.recompile_limit = most_graphs
-    dynamo.accumulated_recompile_limit = most_graphs
+    dynamo.recompile_limit = number
+    dynamo.accumulated_recompile_limit = number
 
 
 def num_compiled_graphs() -> int:

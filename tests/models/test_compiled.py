@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.models import last_products, runtime
 from penstock.models.binding import summing
-from penstock.models.compiled import Compiler
+from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.runtime import HIDDEN, ModelRuntime
 from penstock.models.saved_activations import BoundWeights, SavePolicy
 from penstock.models.storing import Storing
@@ -183,6 +187,36 @@ def test_compiled_layers_are_swapped_and_bound_anew_with_the_same_bits(
     assert torch.equal(got[HIDDEN], wanted[HIDDEN])
     assert all(map(torch.equal, gradients(), sums))
     assert graphs() == 1
+
+
+def test_options_hold_in_every_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's settings are a thread's own; a backward is compiled by the thread that runs it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    seen: list[tuple[object, ...]] = []
+    lower = GraphLowering.run
+
+    def noting(self: Any, *arguments: Any) -> Any:
+        options = inductor_config.deterministic, inductor_config.compile_threads
+        seen.append((*options, inductor_config.fallback_random))
+        return lower(self, *arguments)
+
+    monkeypatch.setattr(GraphLowering, "run", noting)
+    layer = CompiledLayer(torch.nn.Linear(4, 4), Compiler())
+    rows = torch.randn(2, 4, requires_grad=True)
+    limits: list[int] = []
+    outputs: list[torch.Tensor] = []
+
+    def forward() -> None:
+        outputs.append(layer(rows))
+        limits.append(torch._dynamo.config.recompile_limit)
+
+    for work in (forward, lambda: outputs[0].sum().backward()):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert rows.grad is not None
+    assert seen and set(seen) == {(True, 1, True)}
+    assert limits == [1 << 16]
 
 
 class Operators(TorchDispatchMode):

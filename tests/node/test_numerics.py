@@ -89,7 +89,11 @@ def test_compiled_layers_are_those_that_the_plan_does_not_watch(
         found = layer.compiled_in_training, layer.compiled_in_evaluation
         assert found == (training, evaluation), overrides
         assert recipe.compiler is not None
-        assert recipe.compiler.options == {"fallback_random": "True"}
+        assert recipe.compiler.options == {
+            "compile_threads": "1",
+            "deterministic": "True",
+            "fallback_random": "True",
+        }
         assert recipe.digest != before
         assert recipe_of(run.path) == recipe
 
