@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from penstock.protocol.errors import StateError
 
@@ -25,7 +25,31 @@ REMEDY = "the next penstock train writes it anew"
 _DIGITS = 16
 """Hexadecimal digits of a recipe's digest."""
 
-Tree = TypeVar("Tree", bound="Numerics | Kernels")
+
+class _Stored:
+    """A tree of dataclasses that is stored as JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """Returns the text of the tree's file; :meth:`from_json` reads the text."""
+        return json.dumps(_fields(self), sort_keys=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str) -> Self:
+        """Returns the tree of a text.
+
+        Raises:
+            StateError: the text has a missing or unknown field; names ``source`` and a remedy.
+        """
+        try:
+            values = json.loads(text)
+            if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+                raise ValueError(f"format is not {FORMAT}")
+            tree: Self = _tree(cls, values, "")
+        except (ValueError, RecursionError) as error:
+            raise StateError(f"{source}: {error}; {REMEDY}") from error
+        return tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,29 +127,16 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class Kernels(_Stored):
     """Facts that need torch: attention kernels by kind of layer, settings, compiler."""
 
     attention: Mapping[str, Attention]
     arithmetic: Arithmetic
     compiler: CompilerChoice
 
-    def to_json(self) -> str:
-        """Returns the text of ``model/kernels.json``; :meth:`from_json` reads the text."""
-        return _text(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes, source: str) -> Kernels:
-        """Returns the facts of a text.
-
-        Raises:
-            StateError: the text has a missing or unknown field; names ``source`` and a remedy.
-        """
-        return _parsed(cls, text, source)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numerics:
+class Numerics(_Stored):
     """A recipe. ``plan``: SHA-256 of ``plan.json``. ``arithmetic`` and ``compiler``: None where no
     worker uses them. ``threads``: compute threads of the first worker. ``software``: versions and
     hardware of the machine that prepared the run.
@@ -143,25 +154,12 @@ class Numerics:
     @property
     def canonical(self) -> str:
         """The recipe as one line of JSON with sorted keys."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, separators=(",", ":"))
+        return json.dumps(_fields(self), sort_keys=True, separators=(",", ":"))
 
     @property
     def digest(self) -> str:
         """The name of the recipe: 16 hexadecimal digits of a SHA-256."""
         return hashlib.sha256(self.canonical.encode()).hexdigest()[:_DIGITS]
-
-    def to_json(self) -> str:
-        """Returns the text of ``numerics.json``; :meth:`from_json` reads the text."""
-        return _text(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes, source: str) -> Numerics:
-        """Returns the recipe of a text.
-
-        Raises:
-            StateError: the text has a missing or unknown field; names ``source`` and a remedy.
-        """
-        return _parsed(cls, text, source)
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -173,19 +171,8 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _text(tree: Numerics | Kernels) -> str:
-    return json.dumps({"format": FORMAT, **asdict(tree)}, sort_keys=True, indent=1)
-
-
-def _parsed(kind: type[Tree], text: str | bytes, source: str) -> Tree:
-    try:
-        values = json.loads(text)
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise ValueError(f"format is not {FORMAT}")
-        tree: Tree = _tree(kind, values, "")
-    except (ValueError, RecursionError) as error:
-        raise StateError(f"{source}: {error}; {REMEDY}") from error
-    return tree
+def _fields(tree: Any) -> dict[str, Any]:
+    return {"format": FORMAT, **asdict(tree)}
 
 
 def _value(kind: Any, value: Any, place: str) -> Any:

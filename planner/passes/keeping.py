@@ -13,7 +13,7 @@ micro-batches of a stage, with swaps; here nothing is swapped.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -48,6 +48,9 @@ class _Step:
     seconds: float
     num_bytes: float
 
+
+Work = tuple[int, int]
+"""A stage and a micro-batch."""
 
 _GUESS_MARGIN = 1.35
 """Factor on bytes of graphs that nobody measured. Eager layers in bf16 save 1.08 to 1.31 times what
@@ -102,11 +105,7 @@ def keep_graphs(schedule: Schedule, context: PassContext) -> Schedule:
         ConfigError: stages are not coupled, or there is too little memory even without any graph.
     """
     layout, limit = schedule.layout, context.device_limit_bytes
-    if not all(map(layout.is_coupled, range(len(layout.forward)))):
-        raise ConfigError(
-            f"passes: keep-graphs: {schedule.scheme}: its backward stages are elsewhere; accepted:"
-            " mobius, gpipe, 1f1b, …"
-        )
+    _refuse(schedule, "keep-graphs", [_uncoupled(schedule)])
     measured = all(block.operators for block in context.costs.blocks[: layout.num_blocks])
     margin = 1.0 if measured else _GUESS_MARGIN
     kept: set[Work] = set()
@@ -128,10 +127,6 @@ def keep_graphs(schedule: Schedule, context: PassContext) -> Schedule:
                 totals[span] += more
                 kept.add(work)
     return _within(schedule, kept, context)
-
-
-Work = tuple[int, int]
-"""A stage and a micro-batch."""
 
 
 def _recomputed(program: Program) -> list[tuple[slice, Work]]:
@@ -187,13 +182,26 @@ def require_operators(schedule: Schedule, context: PassContext, name: str) -> No
     """
     layout = schedule.layout
     swaps = any(isinstance(i, SwapOut | SwapIn) for order in schedule.orders for i in order)
-    coupled = all(map(layout.is_coupled, range(len(layout.forward))))
     known = all(block.operators for block in context.costs.blocks[: layout.num_blocks])
     problems = (
-        (not coupled, "its backward stages are elsewhere; accepted: mobius, gpipe, 1f1b, …"),
+        _uncoupled(schedule),
         (not known, "costs name no operators; accepted: analytic or measured costs"),
         (swaps, "it swaps activations; run this pass before"),
     )
+    _refuse(schedule, name, problems)
+
+
+def _uncoupled(schedule: Schedule) -> tuple[bool, str]:
+    """Returns whether a backward stage differs from the forward stage of its number, and a reason
+    to refuse that.
+    """
+    layout = schedule.layout
+    coupled = all(map(layout.is_coupled, range(len(layout.forward))))
+    return not coupled, "its backward stages are elsewhere; accepted: mobius, gpipe, 1f1b, …"
+
+
+def _refuse(schedule: Schedule, name: str, problems: Iterable[tuple[bool, str]]) -> None:
+    """Raises for the first problem that a schedule has; ``name``: of the pass."""
     for wrong, reason in problems:
         if wrong:
             raise ConfigError(f"passes: {name}: {schedule.scheme}: {reason}")

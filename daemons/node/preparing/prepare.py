@@ -155,7 +155,9 @@ def _prepare(
     if started:
         check_software(config, run_dir, software, progress)
     with unchanged_if_refused(run_dir):
-        run = _make_ready(config, run_dir, previous, changes, progress, nodes, lock, starter)
+        run = _make_ready(
+            config, run_dir, previous, changes, progress, nodes, lock, starter, software
+        )
         write_numerics(run, run.config, run.plan, software)
         run.seal(fixed_values(run.config))
         software.write(run_dir)
@@ -180,6 +182,7 @@ def _make_ready(
     nodes: Sequence[int],
     lock: RunLock,
     starter: Starter | None,
+    software: Software,
 ) -> RunDirectory:
     """Writes what the processes of the run read; refuses what only then shows."""
     directory = RunDirectory.create(run_dir)
@@ -199,7 +202,7 @@ def _make_ready(
         run_models_prepare(
             config, run_dir, "--review", progress=progress, lock=lock, starter=starter
         )
-    if not makes_inputs and not knows_kernels(config, run_dir, Software.here()):
+    if not makes_inputs and not knows_kernels(config, run_dir, software):
         run_models_prepare(
             config, run_dir, "--kernels", progress=progress, lock=lock, starter=starter
         )
