@@ -54,8 +54,8 @@ def observe_kernels(config: Config, run_dir: Path) -> None:
         repeat_bits()
     own_memory = config.cluster.platform.own_memory
     dtype = TORCH_DTYPES[config.model.dtype] if own_memory else torch.float32
-    found = first_device(config.cluster.platform.name)
-    device = torch.device("cpu") if found is None else found.device
+    first = first_device(config.cluster.platform.name)
+    device = torch.device("cpu") if first is None else first.device
     compiler = Compiler(deterministic=config.model.deterministic)
     kernels = Kernels(
         attention=_attention(config, run_dir, device, dtype),

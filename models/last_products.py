@@ -1,8 +1,8 @@
 """Matrix products at the end of a layer, whose results no backward reads.
 
 A layer ends with ``residual + down(...)``, and the derivative of a sum reads neither summand. So a
-recomputation, whose output nobody takes, may leave the last product out: it keeps the product's
-input and weight for the backward, and hands on memory that nobody has written. The gradients are
+recomputation without a reader of its output may leave the last product out. The graph keeps the
+product's input and weight for the backward, and the output is unwritten memory. The gradients are
 the same to the last bit.
 
 :class:`ProductWatch` reads from the graph of one forward which products these are.
@@ -32,7 +32,7 @@ _SCALED = "MulBackward0"
 
 
 class _Switch(threading.local):
-    """Whether last products of the thread are left out."""
+    """Switch of a thread that leaves last products out."""
 
     left_out = False
 
@@ -87,9 +87,6 @@ class LastProducts:
     def __init__(self, modules: Sequence[nn.Linear]) -> None:
         # Made once: the compiler checks that a module's forward is still the same object.
         self._forwards = [(module, partial(_forward, module)) for module in modules]
-
-    def __len__(self) -> int:
-        return len(self._forwards)
 
     @contextmanager
     def installed(self, *, left_out: bool) -> Iterator[None]:

@@ -63,8 +63,8 @@ class Storing:
 
     @property
     def watches(self) -> bool:
-        """Whether operators are looked at one by one: a compiled layer would be one of them.
-        Otherwise what a graph saves is packed, whoever made the graph.
+        """Returns whether single operators are watched; a compiled layer would be one operator.
+        Otherwise hooks pack the tensors that a graph saves, and the graph may be a compiled one.
         """
         return self.split or (self.policy is not None and bool(self.policy.drop))
 

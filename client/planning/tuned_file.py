@@ -17,7 +17,7 @@ from penstock.protocol.config.words import apply_overrides
 from penstock.protocol.inputs import read_text
 
 _PATHS = (*PLACES, *FILES, "cluster.device")
-"""Keys whose values are paths, or have one."""
+"""Keys with a path as their value, or inside of it."""
 
 
 def tuned_text(
@@ -30,19 +30,19 @@ def tuned_text(
     Raises:
         ConfigError: the result is no configuration.
     """
-    wanted = apply_overrides(read_mapping(source).value, settings)
+    values_by_section = apply_overrides(read_mapping(source).value, settings)
     for name, keys in parts.items():
-        wanted[name] = _merged(wanted.get(name), keys)
+        values_by_section[name] = _merged(values_by_section.get(name), keys)
     home = source.absolute().parent
-    config = parse_config(wanted, source=str(source), folder=home)
+    config = parse_config(values_by_section, source=str(source), folder=home)
     if folder.resolve() != home.resolve():
         absolute = with_absolute_paths(config).model_dump(mode="json")
         for section, _, key in (path.partition(".") for path in _PATHS):
-            if absolute[section][key] is not None and (key in wanted.get(section, ())):
-                wanted[section][key] = absolute[section][key]
+            if absolute[section][key] is not None and (key in values_by_section.get(section, ())):
+                values_by_section[section][key] = absolute[section][key]
         if config.has_own_modules:
-            wanted["model"]["import_path"] = absolute["model"]["import_path"]
-    return edited(read_text(source, MAX_BYTES), wanted)
+            values_by_section["model"]["import_path"] = absolute["model"]["import_path"]
+    return edited(read_text(source, MAX_BYTES), values_by_section)
 
 
 def _merged(section: Any, keys: Mapping[str, Any]) -> dict[str, Any]:

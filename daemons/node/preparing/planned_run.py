@@ -200,8 +200,8 @@ def check_room(directory: RunDirectory, node: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surroundings:
-    """What plans of a configuration are held against; the limits of emulated devices are those of
-    the emulated machines. ``table``: at full size. ``nodes``: those on this machine, None where
+    """The limits of plans of a configuration; those of emulated devices are the limits of the
+    emulated machines. ``table``: at full size. ``nodes``: those on this machine, None where
     that is not known.
     """
 
@@ -272,7 +272,7 @@ def _now_and_then(progress: Progress) -> Callable[[int, int, Outcome | None], No
         nonlocal due_s
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + SAY_EVERY_S
-            found = "" if best is None else f", best so far {best.candidate.request.scheme}"
-            progress(f"schedule: auto has tried {done} of {total} candidates{found}")
+            leader = "" if best is None else f", best so far {best.candidate.request.scheme}"
+            progress(f"schedule: auto has tried {done} of {total} candidates{leader}")
 
     return say

@@ -241,8 +241,8 @@ class Barrier(Activity):
         self.deadline_s = now_s + self.rules.deadlines.begin_s
         step = self.mirror.version + 1
         text = f"{changed}; layers may round otherwise from step {step} on"
-        said = [Say(text=text, warning=True)] if changed else []
-        return [*said, *self.mirror.follow(self._members.facts), *self._begins(self._daemons)]
+        warnings = [Say(text=text, warning=True)] if changed else []
+        return [*warnings, *self.mirror.follow(self._members.facts), *self._begins(self._daemons)]
 
     def _other_devices(self) -> str:
         """Returns in words the devices that differ from the devices of the newest recipe in the
