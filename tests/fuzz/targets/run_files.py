@@ -315,10 +315,7 @@ RUN_FILES = (
         "numerics",
         NUMERICS,
         lambda folder: RunDirectory(folder).numerics,
-        (
-            "protocol.numerics.Numerics.from_json",
-            "protocol.numerics._parsed",
-        ),
+        ("protocol.numerics._Stored.from_json",),
         seeds=lambda: [RECIPE.to_json().encode()],
         allowed=(PenstockError,),
     ),
@@ -327,7 +324,7 @@ RUN_FILES = (
         KERNELS_FILE,
         _kernels,
         (
-            "protocol.numerics.Kernels.from_json",
+            "protocol.numerics._Stored.from_json",
             "daemons.node.preparing.numerics._kernels",
         ),
         seeds=lambda: [KERNELS.to_json().encode()],
