@@ -46,6 +46,9 @@ from penstock.protocol.sums import added
 WORTH_FLUSHING = 0.01
 """What steps must be shorter by, relatively, for spare room for the state of blocks."""
 
+WORTH_EXTENDING = 0.002
+"""What steps must be shorter by, relatively, for one block more of each device."""
+
 
 def subgroups_on_gpu(
     count: int,
@@ -143,7 +146,9 @@ def device_update(schedule: Schedule, context: PassContext) -> Schedule:
     In each node the CPU is taken to have the last backward stage of every device left when the
     backwards end. Block by block, from the device that is free first, work goes from the CPU to
     that device as long as it is done there before the CPU would be. Where the CPU's sweeps are fast
-    (memory moves them quicker than PCIe), no block moves.
+    (memory moves them quicker than PCIe), no block moves. Where all of these blocks move, the CPU
+    may still be behind with earlier stages: their blocks follow, the latest first, while that makes
+    the simulated step shorter.
 
     Raises:
         ConfigError: there are several routes, or updates are there already.
@@ -156,7 +161,39 @@ def _device_updated(schedule: Schedule, context: PassContext, *, flush: bool) ->
     chosen: set[int] = set()
     for node in _nodes(schedule, context):
         chosen.update(_balanced(schedule.layout, node, context, flush=flush))
-    return _with_updates(schedule, chosen, (), flush=flush) if chosen else schedule
+    if not chosen:
+        return schedule
+    updated = _with_updates(schedule, chosen, (), flush=flush)
+    last = {s for node in _nodes(schedule, context) for s in node.last_stages.values()}
+    if not all(set(schedule.layout.backward[s].blocks) <= chosen for s in last):
+        return updated
+    return _extended(schedule, updated, chosen, context, flush=flush)
+
+
+def _extended(
+    schedule: Schedule,
+    updated: Schedule,
+    chosen: Collection[int],
+    context: PassContext,
+    *,
+    flush: bool,
+) -> Schedule:
+    """Returns the schedule with updates of earlier blocks, too: of one more block of each device at
+    a time, the latest first, while the simulated step gets shorter by :data:`WORTH_EXTENDING`.
+    """
+    step_s, moved = _step_s(updated, context), set(chosen)
+    queues = [
+        [block for block in blocks if block not in moved]
+        for blocks in _final_order(schedule, context).values()
+    ]
+    while any(queues):
+        moved.update(queue.pop() for queue in queues if queue)
+        longer = _with_updates(schedule, moved, (), flush=flush)
+        longer_s = _step_s(longer, context)
+        if longer_s > (1.0 - WORTH_EXTENDING) * step_s:
+            break
+        updated, step_s = longer, longer_s
+    return updated
 
 
 class _Updated(Protocol):

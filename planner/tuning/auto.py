@@ -257,7 +257,9 @@ def space_of(config: Config, num_blocks: int, schemes: tuple[str, ...]) -> Space
         backward_stages=schedule.backward_stages,
         replicas=schedule.replicas if "replicas" in given else None,
         passes=schedule.passes,
-        pass_sets=() if "passes" in given else known_pass_sets(),
+        pass_sets=()
+        if "passes" in given
+        else known_pass_sets(own_memory=config.cluster.platform.own_memory),
         **space,
     )
 

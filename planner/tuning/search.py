@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from math import inf
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from penstock.planner.simulate import simulate
 from penstock.planner.tuning.floors import Floors, ordered
 from penstock.planner.tuning.space import Candidate, Space
 from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.protocol.plan.instructions import Recompute
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.sums import added
 from penstock.shm.layout import (
@@ -103,7 +104,8 @@ class Outcome:
     @property
     def keeps(self) -> tuple[bool, bool]:
         """Whether weights stay on devices, and whether nothing is recomputed (:data:`WAYS`)."""
-        return not streams(self.candidate), self.candidate.request.recompute == "none"
+        recomputes = any(isinstance(one, Recompute) for one in chain(*self.plan.programs))
+        return not streams(self.candidate), not recomputes
 
     def is_like(self, other: Outcome) -> bool:
         """Returns whether devices do the same, whatever the scheme is called."""

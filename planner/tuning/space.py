@@ -16,13 +16,20 @@ PASS_SETS: tuple[tuple[str, ...], ...] = (
     ("mario",),
     ("mario", "2bp"),
     ("keep-graphs",),
+    ("keep-graphs", "device-update"),
     ("keep-what-fits",),
     ("keep-what-fits", "2bp"),
     ("obscura",),
     ("match-stages", "device-update", "skip-dead-forward"),
     ("interleave-updates",),
+    ("device-update",),
 )
 """Passes that are tried on good candidates."""
+
+_FOR_GPUS = (("keep-graphs", "device-update"), ("device-update",))
+"""Those of no use where the host's cores are the devices: cores that update blocks are missing
+elsewhere.
+"""
 
 _ON_ONE_DEVICE = frozenset(("1f1b", "interleaved"))
 """Schemes that stand on one device for all whose weights stay: with one stage, and with several."""
@@ -166,9 +173,12 @@ def _doubled(number: int, at_most: int) -> Iterator[int]:
     yield at_most
 
 
-def known_pass_sets() -> tuple[tuple[str, ...], ...]:
-    """Returns those of :data:`PASS_SETS` whose passes exist."""
-    return tuple(names for names in PASS_SETS if all(name in PASSES for name in names))
+def known_pass_sets(*, own_memory: bool = True) -> tuple[tuple[str, ...], ...]:
+    """Returns those of :data:`PASS_SETS` that are of use on devices with ``own_memory`` or without,
+    and whose passes exist.
+    """
+    useful = (names for names in PASS_SETS if own_memory or names not in _FOR_GPUS)
+    return tuple(names for names in useful if all(name in PASSES for name in names))
 
 
 def _divisors(number: int) -> Sequence[int]:
