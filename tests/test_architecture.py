@@ -53,7 +53,8 @@ FLOORS = {
         metrics
         run
         security.sockets
-        passes plan.cpus plan.executable plan.placement platforms wire""",
+        passes plan.cpus plan.executable plan.placement platforms wire
+        plan.sweep_rates""",
     "planner": """layout
         tensors cost schemes partition
         orders.timing

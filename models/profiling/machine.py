@@ -1,49 +1,32 @@
 """What this machine can do beside computing: copies to and from the device, messages between
-workers, optimizer sweeps.
+workers, updates of the optimizer.
 
-Messages go through ZeroMQ's ipc transport between two sockets, as workers exchange them; sweeps run
-on shared memory with the native kernels, on as many cores as the optimizer will have.
+Messages go through ZeroMQ's ipc transport between two sockets, as workers exchange them.
 """
 
 from __future__ import annotations
 
-import mmap
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 import zmq
-from numpy.typing import DTypeLike, NDArray
 
-from penstock import _native
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.models.torch_device import TorchDevice, torch_device
 from penstock.protocol.config.optimizers import OptimizerName
 from penstock.protocol.config.schema import Config
-from penstock.protocol.plan.placement import place
-from penstock.protocol.plan.step import WEIGHTS_DTYPES, OptimizerStep
+from penstock.protocol.plan.step import OptimizerStep
+from penstock.protocol.plan.sweep_rates import OptimizerRates, median_seconds
 from penstock.protocol.plan.updating import PIECE_ELEMENTS
-from penstock.shm.memory import NUMPY_TYPES
 from penstock.shm.table import DType
 
 _COPY_BYTES = 64 << 20
 _MESSAGE_BYTES = 4 << 20
-_OPTIMIZER_ELEMENTS = 1 << 22
-_ROUNDS = 7
 _TIMEOUT_MS = 10_000
-
-_NUMPY_OF: dict[DType, type[np.generic]] = {
-    DType.FP32: np.float32,
-    DType.BF16: np.uint16,
-    DType.FP16: np.uint16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +55,12 @@ def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _CO
     stored = wide.to(TORCH_DTYPES[weights])
     rounded = wide.to(TORCH_DTYPES[grads])
     return Copies(
-        fetch=inf if weights is DType.FP32 else num_bytes / _median(lambda: wide.copy_(stored)),
-        offload=inf if grads is DType.FP32 else num_bytes / _median(lambda: rounded.copy_(wide)),
+        fetch=inf
+        if weights is DType.FP32
+        else num_bytes / median_seconds(lambda: wide.copy_(stored)),
+        offload=inf
+        if grads is DType.FP32
+        else num_bytes / median_seconds(lambda: rounded.copy_(wide)),
     )
 
 
@@ -102,8 +89,8 @@ def measure_messages(*, num_bytes: int = _MESSAGE_BYTES) -> Messages:
                     sender.send(payload, copy=False)
                     receiver.recv(copy=False)
 
-            latency_s = _median(lambda: exchange(small)) / 2
-            seconds = _median(lambda: exchange(large)) / 2
+            latency_s = median_seconds(lambda: exchange(small)) / 2
+            seconds = median_seconds(lambda: exchange(large)) / 2
     finally:
         context.destroy(linger=0)
     return Messages(bandwidth=num_bytes / max(seconds - latency_s, 1e-9), latency_s=latency_s)
@@ -117,25 +104,6 @@ def _pair(context: zmq.Context[Any], directory: str) -> tuple[zmq.Socket[bytes],
     sockets[0].bind(f"ipc://{directory}/messages")
     sockets[1].connect(f"ipc://{directory}/messages")
     return sockets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerRates:
-    """Parameters/s of the sweeps of ``native/sweeps.h``."""
-
-    advance: float
-    preview: float
-    settle: float
-    in_place: float
-
-
-def measure_optimizer(config: Config, *, num_elements: int = _OPTIMIZER_ELEMENTS) -> OptimizerRates:
-    """Measure all four sweeps over one block, with the configured types, on the configured
-    cores.
-    """
-    with _native.Pool(place(config, 0).optimizer) as pool:
-        seconds = {name: _median(run) for name, run in _sweeps(pool, config, num_elements).items()}
-    return OptimizerRates(**{name: num_elements / took_s for name, took_s in seconds.items()})
 
 
 def measure_update(config: Config, device: torch.device, host: OptimizerRates) -> float:
@@ -161,52 +129,7 @@ def measure_update(config: Config, device: torch.device, host: OptimizerRates) -
         # The calls above only queue kernels.
         found.synchronize()
 
-    return PIECE_ELEMENTS / _median(update)
-
-
-def _sweeps(
-    pool: _native.Pool, config: Config, num_elements: int
-) -> dict[str, Callable[[], object]]:
-    grads_dtype = NUMPY_TYPES[config.optimizer.grad_dtype]
-    state: dict[str, Any] = {
-        "master": _shared(num_elements, np.float32),
-        "arrays": [
-            _shared(num_elements, np.float32) for _ in config.optimizer.name.traits.state_arrays
-        ],
-        "ranges": [(0, num_elements, 0.1)],
-    }
-    out: dict[str, Any] = {
-        "weights": _shared(num_elements, _NUMPY_OF[config.model.dtype]),
-        "weights_dtype": WEIGHTS_DTYPES[config.model.dtype],
-    }
-    step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
-    hyper = step.hyper(config.optimizer)
-    pending: list[Any] = [_shared(num_elements, grads_dtype)]
-    grads: list[Any] = [_shared(num_elements, grads_dtype)]
-    undo = _shared(_native.undo_bytes(pool.num_threads), np.uint8)
-    return {
-        "advance": lambda: _native.advance(
-            pool,
-            pending_grads=pending,
-            pending_hyper=hyper,
-            grads=grads,
-            hyper=hyper,
-            undo=undo,
-            **out,
-            **state,
-        ),
-        "preview": lambda: _native.preview(pool, grads=grads, hyper=hyper, **out, **state),
-        "settle": lambda: _native.settle(pool, grads=grads, hyper=hyper, undo=undo, **state),
-        "in_place": lambda: _native.step_in_place(pool, grads=grads, hyper=hyper, **out, **state),
-    }
-
-
-def _shared(num_elements: int, dtype: DTypeLike) -> NDArray[Any]:
-    """Returns a zeroed 1-D array in shared memory, its pages touched."""
-    size = num_elements * np.dtype(dtype).itemsize
-    array: NDArray[Any] = np.frombuffer(mmap.mmap(-1, size), dtype=dtype)
-    array.fill(0)  # touches every page, so that no measurement pays for faults
-    return array
+    return PIECE_ELEMENTS / median_seconds(update)
 
 
 def _copy_rate(device: TorchDevice, target: torch.Tensor, source: torch.Tensor) -> float:
@@ -214,15 +137,4 @@ def _copy_rate(device: TorchDevice, target: torch.Tensor, source: torch.Tensor) 
         target.copy_(source, non_blocking=True)
         device.synchronize()
 
-    return source.nbytes / _median(copy)
-
-
-def _median(run: Callable[[], object]) -> float:
-    """Returns the median seconds of seven runs, after one to warm up."""
-    run()
-    seconds = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return source.nbytes / median_seconds(copy)

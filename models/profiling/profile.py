@@ -25,7 +25,6 @@ from penstock.models.profiling.blocks import BlockBench, Progress, measure_kinds
 from penstock.models.profiling.machine import (
     measure_copies,
     measure_messages,
-    measure_optimizer,
     measure_update,
 )
 from penstock.models.runtime import ModelRuntime
@@ -35,6 +34,7 @@ from penstock.models.torch_device import first_device, torch_device
 from penstock.protocol.config.schema import Config, load_config
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
+from penstock.protocol.plan.sweep_rates import measure_optimizer
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.process import tool_main
 from penstock.shm.cgroup import memory_limits, usable_cpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from penstock.daemons.node.preparing import gpus
 from penstock.daemons.node.preparing.gpus import USABLE, FoundGpu, found_gpus, guess_here
 from penstock.planner.cost.profile import GPU_GUESS, Guess, guess_of_gpu
 from penstock.protocol.config.schema import Config, parse_config
+from penstock.protocol.plan.sweep_rates import OptimizerRates
 from penstock.shm.table import DType
 
 SUCCESS, UNKNOWN = 0, 999
@@ -86,6 +88,7 @@ def test_plans_reckon_with_the_smallest_gpu(
     monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: Nvml(*models))
     guess = guess_here(config())
     assert guess is not None and guess.device_flops == rates.device_flops
+    assert guess.machine.fetch_bandwidth == rates.machine.fetch_bandwidth
     smallest = min(num_bytes for _, num_bytes in models)
     assert guess.machine.device_memory_bytes == smallest * USABLE
     for other in (
@@ -94,6 +97,26 @@ def test_plans_reckon_with_the_smallest_gpu(
         config("emulated:analytic:H100:llama2-7b"),
     ):
         assert guess_here(other) is None
+
+
+def test_the_cores_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of the optimizer are those of this machine, rounded so that two starts plan alike."""
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: Nvml(("NVIDIA H200", 9_000)))
+    measured = OptimizerRates(advance=7.1e9, preview=8.2e9, settle=7.9e9, in_place=6.5e9)
+    again = OptimizerRates(advance=7.3e9, preview=8.0e9, settle=8.1e9, in_place=6.3e9)
+    guesses = []
+    for rates in (measured, again):
+        monkeypatch.setattr(gpus, "measure_optimizer", lambda config, num_elements, r=rates: r)
+        guesses.append(guess_here(config()))
+    assert guesses[0] == guesses[1] and guesses[0] is not None
+    machine = guesses[0].machine
+    for name in ("advance", "preview", "settle", "in_place"):
+        rate = getattr(machine, f"{name}_rate")
+        assert rate == pytest.approx(getattr(measured, name), rel=0.13)
+    monkeypatch.undo()
+    real = gpus._rates_of_cores(config(), num_elements=1 << 12)
+    assert all(rate > 0.0 for rate in real.values())
+    assert {f"{field.name}_rate" for field in fields(OptimizerRates)} == real.keys()
 
 
 def test_a_machine_without_the_library_has_no_rates_of_its_own() -> None:
