@@ -29,7 +29,8 @@ class ScheduleRequest:
     Numbers are those of one replica, numbers of stages those of one route; they default to the
     scheme's. ``stages_per_device``: forward stages of a route on each of its devices, instead of
     ``forward_stages``. ``drop`` names the operators that ``recompute="selective"`` makes again,
-    ``recompute_after`` what recomputations wait for. ``passes`` are applied in order, then the
+    ``recompute="auto"`` keeps what devices have room for and makes the others again;
+    ``recompute_after`` says what recomputations wait for. ``passes`` are applied in order, then the
     schedule is repeated for ``replicas``. ``reduce_gradients`` as
     :func:`~penstock.planner.replicas.with_reduction` has it; ``concatenates_gradients`` as in
     :class:`~penstock.protocol.plan.plan.Plan`; ``None`` leaves what the scheme and the passes say.
@@ -41,7 +42,7 @@ class ScheduleRequest:
     forward_stages: int | None = None
     backward_stages: int | None = None
     stages_per_device: int | None = None
-    recompute: RecomputeMode | None = None
+    recompute: RecomputeMode | Literal["auto"] | None = None
     drop: tuple[str, ...] = ()
     recompute_after: RecomputeAfter = RecomputeAfter.CHECKPOINT
     passes: tuple[str, ...] = ()
@@ -132,6 +133,8 @@ def _check_numbers(request: ScheduleRequest) -> None:
 
 def _recompute(request: ScheduleRequest, scheme: Scheme) -> Recomputation:
     mode = request.recompute or scheme.recompute_modes[0]
+    if mode == "auto":
+        mode = "full" if "full" in scheme.recompute_modes else scheme.recompute_modes[0]
     if mode not in scheme.recompute_modes:
         why = (
             "runs forward and backward of a block on different devices, so it keeps no activations"

@@ -302,8 +302,9 @@ def _read_actions(path: Path, config: Config, block_work: Sequence[float]) -> Sc
     The text does not say what forwards keep; ``schedule.recompute`` does. Its REDUCE_GRAD is
     ignored: ``schedule.reduce_gradients`` says where replicas are summed.
     """
+    mode = config.schedule.recompute or "none"
     recompute = Recomputation(
-        mode=config.schedule.recompute or "none", drop=dropped_operators(config.schedule.drop)
+        mode="full" if mode == "auto" else mode, drop=dropped_operators(config.schedule.drop)
     )
     try:
         actions = parse_actions(read_text(path, MAX_PLAN_BYTES))

@@ -27,6 +27,7 @@ from penstock.planner.cost.operators import OPERATOR_SETS
 from penstock.planner.cost.sources import CostSource, Prices
 from penstock.planner.memory.footprint import DevicePeak, device_peaks
 from penstock.planner.passes import PASSES, PassContext
+from penstock.planner.passes.keeping import with_kept_graphs
 from penstock.planner.render.units import format_bytes
 from penstock.planner.replicas import replicate, with_reduction
 from penstock.planner.schedule import Schedule, lower
@@ -122,6 +123,8 @@ def finished(schedule: Schedule, request: ScheduleRequest, context: PlanContext)
         ConfigError: one of these cannot be done to this schedule.
     """
     schedule = apply_passes(schedule, request.passes, context)
+    if request.recompute == "auto":
+        schedule = with_kept_graphs(schedule, context.of_passes)
     schedule = replicate(schedule, request.replicas)
     if request.reduce_gradients is not None:
         per_node = context.prices.cluster.devices_per_node

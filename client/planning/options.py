@@ -68,7 +68,7 @@ BackwardStagesOption = Annotated[
     ),
 ]
 RecomputeOption = Annotated[
-    str | None, typer.Option("--recompute", metavar="MODE", help="none, full or selective.")
+    str | None, typer.Option("--recompute", metavar="MODE", help="auto, none, full or selective.")
 ]
 RecomputeAfterOption = Annotated[
     str,
@@ -289,16 +289,16 @@ def require_configuration(settings: list[str] | None) -> None:
         raise ConfigError("--set changes a configuration; without one there are options")
 
 
-def recompute_mode(text: str | None) -> RecomputeMode | None:
+def recompute_mode(text: str | None) -> RecomputeMode | Literal["auto"] | None:
     """Returns the value of ``--recompute``.
 
     Raises:
         ConfigError: no such mode.
     """
-    accepted = get_args(RecomputeMode)
+    accepted = ("auto", *get_args(RecomputeMode))
     if text is not None and text not in accepted:
         raise ConfigError(f"--recompute {text!r}: accepted: {', '.join(accepted)}")
-    return cast(RecomputeMode | None, text)
+    return cast(RecomputeMode | Literal["auto"] | None, text)
 
 
 def recompute_after(text: str) -> RecomputeAfter:

@@ -104,20 +104,32 @@ def keep_graphs(schedule: Schedule, context: PassContext) -> Schedule:
     Raises:
         ConfigError: stages are not coupled, or there is too little memory even without any graph.
     """
-    layout, limit = schedule.layout, context.device_limit_bytes
     _refuse(schedule, "keep-graphs", [_uncoupled(schedule)])
+    limit = context.device_limit_bytes
+    for device, peak in enumerate(device_peaks(lower(schedule), context.costs)):
+        if peak.total_bytes > limit:
+            raise ConfigError(
+                f"passes: keep-graphs: device {device} needs {peak.total_bytes:.4g} bytes with"
+                f" everything recomputed, the limit is {limit:.4g}; use more stages or smaller"
+                " micro-batches"
+            )
+    return with_kept_graphs(schedule, context)
+
+
+def with_kept_graphs(schedule: Schedule, context: PassContext) -> Schedule:
+    """Returns :func:`keep_graphs` of a schedule; the schedule itself where stages are not coupled,
+    or memory has no room for a graph.
+    """
+    layout, limit = schedule.layout, context.device_limit_bytes
+    uncoupled, _ = _uncoupled(schedule)
+    if uncoupled:
+        return schedule
     measured = all(block.operators for block in context.costs.blocks[: layout.num_blocks])
     margin = 1.0 if measured else _GUESS_MARGIN
     kept: set[Work] = set()
     plan = lower(schedule)
     for device, footprint in enumerate(footprints(plan, context.costs)):
         totals = np.array(footprint.total_bytes)
-        if footprint.peak.total_bytes > limit:
-            raise ConfigError(
-                f"passes: keep-graphs: device {device} needs {footprint.peak.total_bytes:.4g} bytes"
-                f" with everything recomputed, the limit is {limit:.4g}; use more stages or smaller"
-                " micro-batches"
-            )
         for span, work in _recomputed(plan.programs[device]):
             blocks = layout.forward[work[0]].blocks
             more = context.costs.of(blocks).activation_bytes * margin

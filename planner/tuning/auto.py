@@ -243,7 +243,7 @@ def space_of(config: Config, num_blocks: int, schemes: tuple[str, ...]) -> Space
     """Returns the candidates that a configuration with ``schedule: auto`` leaves open."""
     schedule, given = config.schedule, config.schedule.model_fields_set
     space: dict[str, Any] = {}
-    if schedule.recompute is not None:
+    if schedule.recompute not in (None, AUTO):
         space["recomputations"] = ((schedule.recompute, dropped_operators(schedule.drop)),)
     return Space(
         num_devices=config.num_workers,

@@ -98,10 +98,12 @@ class ScheduleConfig(Section):
         " chimera), and one of them hands over the sum; otherwise the optimizer sums them. With"
         " auto, where the replicas of a stage are on several nodes.",
     )
-    recompute: Literal["full", "selective", "none"] | None = Field(
+    recompute: Literal["auto", "full", "selective", "none"] | None = Field(
         default=None,
         description="What backwards make again instead of keeping it: everything between stage"
-        " inputs, the operators in `drop`, or nothing. Unset, what the scheme is known for.",
+        " inputs, the operators in `drop`, or nothing. With auto, devices keep the activations of"
+        " as many micro-batches as they have room for, and make the others again. Unset, auto on"
+        " GPUs, for a schedule without passes and file; elsewhere what the scheme is known for.",
     )
     drop: tuple[str, ...] = Field(
         default=(),

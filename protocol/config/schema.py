@@ -173,6 +173,17 @@ class Config(Section):
             config = config.model_copy(update={"schedule": schedule})
         return config
 
+    def with_recomputation(self) -> Config:
+        """Returns the configuration with ``recompute: auto`` for a scheme on GPUs whose user left
+        recomputation, passes and file unset.
+        """
+        platform, schedule = self.cluster.platform, self.schedule
+        given = schedule.model_fields_set & {"recompute", "drop", "passes", "file"}
+        if given or schedule.scheme == AUTO or not platform.own_memory or platform.models_time:
+            return self
+        schedule = schedule.model_copy(update={"recompute": AUTO})
+        return self.model_copy(update={"schedule": schedule})
+
     @property
     def mirrors(self) -> bool:
         """Returns whether each node keeps a replica of another one's state."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.daemons.node.preparing.changes import keep_recomputation
 from penstock.planner.configured import config_context, trainable_plan
 from penstock.planner.cost.costs import Costs
 from penstock.planner.pipeline import try_plan
@@ -172,6 +173,43 @@ def test_one_gpu_has_auto_where_nothing_is_set() -> None:
     assert parse_config(given).with_defaults() == parse_config(given)
     resolved = parse_config(parse_config(one).model_dump(mode="json"))
     assert resolved.with_defaults() == resolved, "as resolved.yaml of an older run has it"
+
+
+def test_gpus_recompute_what_they_have_no_room_for() -> None:
+    """Unless the user sets recomputation, or passes, which choose by themselves."""
+    data = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
+    two = {**data, "cluster": {"device": "cuda", "workers": 2}}
+    schedules: list[Any] = ["1f1b", {}, {"scheme": "mobius", "forward_stages": 4}]
+    for schedule in schedules:
+        config = parse_config({**two, "schedule": schedule}).with_recomputation()
+        assert config.schedule.recompute == "auto"
+        assert config.schedule.scheme == parse_config({**two, "schedule": schedule}).schedule.scheme
+    others: list[Any] = [
+        {"scheme": "1f1b", "recompute": "none"},
+        {"scheme": "1f1b", "recompute": None},
+        {"scheme": "1f1b", "passes": ["mario"]},
+        "auto",
+    ]
+    for schedule in others:
+        config = parse_config({**two, "schedule": schedule})
+        assert config.with_recomputation() == config
+    emulated = {**data, "cluster": {"device": "emulated:analytic:H100:llama2-7b"}}
+    for other in (data, emulated):
+        config = parse_config({**other, "schedule": "1f1b"})
+        assert config.with_recomputation() == config
+
+
+def test_a_run_keeps_its_recomputation_on_gpus() -> None:
+    """A run that was started without ``auto`` goes on without; a new scheme brings its own."""
+    data = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
+    gpus = {**data, "cluster": {"device": "cuda", "workers": 2}}
+    config = parse_config({**gpus, "schedule": "1f1b"})
+    old = parse_config(config.model_dump(mode="json"))
+    assert keep_recomputation(config, old).with_recomputation().schedule.recompute is None
+    new = parse_config(config.with_recomputation().model_dump(mode="json"))
+    assert keep_recomputation(config, new).with_recomputation() == new
+    other = parse_config({**gpus, "schedule": "gpipe"})
+    assert keep_recomputation(other, old).with_recomputation().schedule.recompute == "auto"
 
 
 def test_a_micro_batch_of_no_sequences_is_refused() -> None:

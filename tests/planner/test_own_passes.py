@@ -9,11 +9,13 @@ import pytest
 from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
+from penstock.planner.cost.sources import Prices
 from penstock.planner.layout import ComputeInstruction
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.passes.own import estimate_s
+from penstock.planner.pipeline import PlanContext, make_schedule
 from penstock.planner.schedule import Schedule, lower
 from penstock.planner.validate.check import validate
 from penstock.protocol.errors import ConfigError
@@ -277,3 +279,34 @@ def test_guessed_graphs_are_reckoned_larger_than_measured_ones() -> None:
     measured = PASSES["keep-graphs"].run(_schedule("mobius"), context)
     careful = PASSES["keep-graphs"].run(_schedule("mobius"), replace(context, costs=guessed))
     assert 0 < len(_kept(careful)) < len(_kept(measured))
+
+
+@pytest.mark.parametrize("scheme", ["mobius", "gpipe", "1f1b", "zb-h1", "spipe"])
+def test_recompute_auto_keeps_what_fits(scheme: str) -> None:
+    """As keep-graphs does where stages are coupled; elsewhere all is recomputed, as with full."""
+    costs = _context().costs
+    request = ScheduleRequest(
+        scheme=scheme,
+        num_devices=4,
+        num_microbatches=8,
+        forward_stages=8 if scheme in ("mobius", "spipe") else 4,
+    )
+    full = replace(request, recompute="full")
+
+    def made(request: ScheduleRequest, limit: float | None) -> Schedule:
+        prices = Prices(costs=costs, cluster=Cluster(devices_per_node=4))
+        return make_schedule(request, PlanContext(prices=prices, memory_limit_bytes=limit))
+
+    least = max(peak.total_bytes for peak in device_peaks(lower(made(full, None)), costs))
+    numbers = []
+    for limit in (1.0, least + 24.0, None):
+        schedule = made(replace(request, recompute="auto"), limit)
+        validate(lower(schedule))
+        kept = len(_kept(schedule))
+        numbers.append(kept)
+        if kept:
+            passed = replace(full, passes=("keep-graphs",))
+            assert schedule == made(passed, limit)
+    every = len(_forwards(schedule))
+    assert numbers[0] == 0 and (numbers[1:] == [0, 0] if scheme == "spipe" else numbers[2] == every)
+    assert scheme == "spipe" or 0 < numbers[1] < every

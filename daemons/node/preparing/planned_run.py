@@ -120,7 +120,7 @@ def plan_run(
         CapacityError: devices have less than any plan of it needs, or ``schedule: auto`` found
             nothing that fits.
     """
-    config, choice = request.config.with_defaults(), ""
+    config, choice = request.config.with_defaults().with_recomputation(), ""
     surroundings = _Surroundings.of(config, request.table, machine.memory, request.nodes)
     table = surroundings.table
     if config.chooses:

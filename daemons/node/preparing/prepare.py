@@ -141,7 +141,7 @@ def _prepare(
     config = keep_compile(config, previous)
     config = keep_defaults(config, previous)
     started = RunDirectory(run_dir).has_started
-    config = keep_recomputation(config, previous if started else None)
+    config = keep_recomputation(config, previous if started else None).with_recomputation()
     config = keep_micro_batch(config, previous, progress, started=started)
     config = keep_choice(config, previous, progress)
     changes = _changes(config, previous, run_dir, progress)
