@@ -164,13 +164,15 @@ class _Summing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        # None instead of zeros where sinks have the gradients of all uses.
+        ctx.set_materialize_grads(False)
         ctx.leaf = leaf
         return memory.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         # The sum may have been bound since the forward.
-        if ctx.leaf.grad is None:
+        if gradients[0] is None or ctx.leaf.grad is None:
             return gradients[0], None
         _add_to_sum(ctx.leaf, gradients[0])
         return None, None

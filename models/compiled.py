@@ -8,10 +8,11 @@ number that the model's code reads (GPT-2's ``scale_attn_by_inverse_layer_idx``)
 any number of graphs: torch's limit, beyond which layers would run uncompiled and round otherwise,
 is out of reach.
 
-Forwards whose operators are watched (split backward, dropped operators; see
-:mod:`penstock.models.storing`) run uncompiled: a mode would see one opaque function. Saved tensors
-of compiled layers are swapped, and their weights bound anew, like those of any graph. Embedding and
-head, which are calls of a whole decoder around stubs, run uncompiled, too.
+Forwards that drop operators (:mod:`penstock.models.storing`) run uncompiled: a mode would see one
+opaque function. Whole and split backwards are one graph, whose products hand their tensors to a
+sink (:mod:`penstock.models.products`). Saved tensors of compiled layers are swapped, and their
+weights bound anew, like those of any graph. Embedding and head, which are calls of a whole decoder
+around stubs, run uncompiled, too.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Compiler:
 
         The calling process compiles, not a pool of processes or threads. Random numbers come from
         torch's own kernels: dropout of a recomputation must hit the elements of its forward.
+        Graphs free their buffers and write no buffer twice: a sink may keep the tensors that a
+        product handed over (:mod:`penstock.models.products`).
         """
         if self.backend != "inductor":
             return {}
@@ -61,6 +64,8 @@ class Compiler:
             "fallback_random": True,
             "deterministic": self.deterministic,
             "compile_threads": 1,
+            "allow_buffer_reuse": False,
+            "inplace_buffers": False,
         }
 
 

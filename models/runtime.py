@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,12 @@ from penstock.models.binding import (
 )
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
-from penstock.models.last_products import LastProducts, ProductWatch
+from penstock.models.layer_products import LayerProducts, ProductWatch
 from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy
+from penstock.models.products import NoSink, Sink, ticket_memory
 from penstock.models.saved_activations import let_go
 from penstock.models.saved_activations.tape import tensors_in
+from penstock.models.split_backward.deferred_entries import AtOnce
 from penstock.models.storing import Stored, Storing
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall, LayerCalls
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
@@ -74,9 +76,9 @@ class StageOutput:
 class _Prepared:
     """A micro-batch on the device, and what each layer is called with (empty if none will be).
 
-    ``place``: data position and number of the micro-batch, for random numbers. ``watched``:
-    somebody looks at the blocks' operators, so they must not be compiled into one. ``discarded``:
-    number of the layer whose output nobody reads, if there is one.
+    ``place``: data position and number of the micro-batch, for random numbers. ``drops``: operators
+    are dropped, so layers must not be compiled to one. ``splits``: the backward comes in halves.
+    ``discarded``: number of the layer whose output nobody reads, if there is one.
     """
 
     batch: MicroBatch
@@ -84,7 +86,8 @@ class _Prepared:
     calls: tuple[LayerCall, ...]
     training: bool
     place: tuple[int, int]
-    watched: bool
+    drops: bool
+    splits: bool
     discarded: int | None
 
 
@@ -139,7 +142,8 @@ class ModelRuntime:
             for kind, layer in self._modules.layers.items()
             if compiler is not None
         }
-        self._last_products: dict[str, LastProducts] = {}
+        self._products: dict[str, LayerProducts] = {}
+        self._at_once = AtOnce()
 
     def _install_constants(
         self, skeleton: Skeleton, constants: Mapping[str, torch.Tensor] | None
@@ -177,6 +181,10 @@ class ModelRuntime:
     def table(self) -> BlockTable:
         """The block table the runtime was made for."""
         return self._table
+
+    def compiles(self, block: int) -> bool:
+        """Returns whether ``block`` runs as a compiled layer where no operators are dropped."""
+        return self._table.blocks[block].kind in self._compiled
 
     def bind(
         self,
@@ -253,7 +261,7 @@ class ModelRuntime:
         blocks (numbers in the model) whose inputs are wanted. ``storing``: how to save what the
         backward needs; a store of activations makes the inputs' leaves let go of their values.
         ``output_read``: False leaves out products that only make the last layer's output, which is
-        then of no use (:mod:`penstock.models.last_products`).
+        then of no use (:mod:`penstock.models.layer_products`).
 
         Raises:
             ConfigError: documents are to be kept apart, and the model cannot.
@@ -266,7 +274,7 @@ class ModelRuntime:
             bound,
             training=training,
             place=(data_position, micro_batch_index),
-            watched=storing is not None and storing.watches,
+            storing=storing,
             output_read=output_read or not autograd,
         )
         with ExitStack() as stack:
@@ -276,8 +284,8 @@ class ModelRuntime:
             for block in bound:
                 if block.index in checkpoints_at:
                     checkpoints[block.index] = {k: v.detach() for k, v in tensors.items()}
-                with nullcontext() if stored is None else stored.block(block.index):
-                    tensors, loss = self._run(block, tensors, prepared, storing)
+                with self._within(stored, block, prepared):
+                    tensors, loss = self._run(block, tensors, prepared, storing, stored)
             weighted = None if loss is None else loss * loss_weight
         _free_inputs(leaves, stored)
         return StageOutput(
@@ -321,52 +329,97 @@ class ModelRuntime:
         tensors: Mapping[str, torch.Tensor],
         prepared: _Prepared,
         storing: Storing | None,
+        stored: Stored | None,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Run one block; returns the tensors for the next one, and the summed loss of the head."""
-        spec = self._table.blocks[block.index]
         # A compiled graph is made with the operator; otherwise it is for recomputations alone.
-        if not prepared.watched and (
-            spec.kind in self._compiled or block.index == prepared.discarded
-        ):
-            self._find_last_products(block, tensors, prepared)
+        if self._compiled_of(block, prepared) is not None or block.index == prepared.discarded:
+            self._find_products(block, tensors, prepared)
         if prepared.training:
             # For each block, so that whoever recomputes one from its checkpoint draws the same
             # numbers, whatever ran before.
             self._reseed(*prepared.place, block.index)
         if block.index == len(self._table.blocks) - 1:
             return {}, self._run_head(block, tensors[HIDDEN], prepared, storing)
-        return {HIDDEN: self._run_block(block, tensors, prepared)}, None
+        sink = None if stored is None else stored.deferred
+        return {HIDDEN: self._run_block(block, tensors, prepared, sink or self._at_once)}, None
+
+    def _within(
+        self, stored: Stored | None, block: BoundBlock, prepared: _Prepared
+    ) -> AbstractContextManager[None]:
+        """Returns the context to run a block in."""
+        if stored is None:
+            return nullcontext()
+        compiled = self._compiled_of(block, prepared) is not None
+        return stored.block(block.index, compiled=compiled)
+
+    def _compiled_of(self, block: BoundBlock, prepared: _Prepared) -> CompiledLayer | None:
+        """Returns the compiled layer that runs the block; None: the block runs as it is."""
+        kind = self._table.blocks[block.index].kind
+        return None if prepared.drops else self._compiled.get(kind)
 
     def _run_block(
-        self, block: BoundBlock, tensors: Mapping[str, torch.Tensor], prepared: _Prepared
+        self,
+        block: BoundBlock,
+        tensors: Mapping[str, torch.Tensor],
+        prepared: _Prepared,
+        sink: Sink,
     ) -> torch.Tensor:
         spec, training = self._table.blocks[block.index], prepared.training
-        widens = block.widens and not prepared.watched
-        if spec.layer_index is None:
-            with self._modules.installed(summing(block) if widens else block, training):
-                ids = self._moved(prepared.batch.input_ids)
-                return self._parts.embed(ids, prepared.tensors, training=training)
-        compiled = None if prepared.watched else self._compiled.get(spec.kind)
-        call, hidden = prepared.calls[spec.layer_index], tensors[HIDDEN]
-        left_out = block.index == prepared.discarded
+        compiled = self._compiled_of(block, prepared)
+        if compiled is not None:
+            return self._run_compiled(block, tensors[HIDDEN], prepared, compiled, sink)
+        # A split backward and dropped operators know the leaves themselves.
+        aliased = block.widens and not (prepared.drops or prepared.splits)
         with ExitStack() as stack:
-            if compiled is not None or left_out:
-                products = self._last_products[spec.kind]
-                stack.enter_context(products.installed(left_out=left_out))
-            if compiled is not None and training and not torch.is_grad_enabled():
-                return self._run_training_graph(block, hidden, compiled, call)
-            # The compiler's stand-ins for leaves cannot have gradients of another type.
-            aliased = widens or compiled is not None
+            if block.index == prepared.discarded and spec.layer_index is not None:
+                stack.enter_context(self._products[spec.kind].leaving_out())
             over = summing(block) if aliased else block
             stack.enter_context(self._modules.installed(over, training))
-            return call.run(compiled or self._modules.layers[spec.kind], hidden)
+            if spec.layer_index is None:
+                ids = self._moved(prepared.batch.input_ids)
+                return self._parts.embed(ids, prepared.tensors, training=training)
+            call = prepared.calls[spec.layer_index]
+            return call.run(self._modules.layers[spec.kind], tensors[HIDDEN])
 
-    def _find_last_products(
+    def _run_compiled(
+        self,
+        block: BoundBlock,
+        hidden: torch.Tensor,
+        prepared: _Prepared,
+        compiled: CompiledLayer,
+        sink: Sink,
+    ) -> torch.Tensor:
+        """Runs a layer as a compiled graph. A training forward without a graph runs as if the graph
+        were needed: a graph without autograd would round otherwise than the one that computes the
+        gradients later. What the graph saves is freed at once.
+        """
+        spec = self._table.blocks[block.index]
+        assert spec.layer_index is not None
+        call, training = prepared.calls[spec.layer_index], prepared.training
+        unneeded = training and not torch.is_grad_enabled()
+        if unneeded:
+            block, hidden, sink = self._as_trained(block), hidden.detach(), NoSink()
+        with ExitStack() as stack:
+            if unneeded:
+                stack.enter_context(torch.enable_grad())
+                hidden.requires_grad_()
+            # The compiler's stand-ins for leaves cannot have gradients of another type.
+            over = summing(block)
+            stack.enter_context(self._modules.installed(over, training))
+            leaves = {id(over.leaves[name]): leaf for name, leaf in block.leaves.items()}
+            products = self._products[spec.kind]
+            left_out = block.index == prepared.discarded
+            stack.enter_context(products.handed_over(leaves, sink, left_out=left_out))
+            output = call.run(compiled, hidden)
+        return output.detach() if unneeded else output
+
+    def _find_products(
         self, block: BoundBlock, tensors: Mapping[str, torch.Tensor], prepared: _Prepared
     ) -> None:
-        """Runs a layer once for its kind, not compiled, to see which products end it."""
+        """Runs a layer once for its kind, not compiled, to see which products it makes."""
         spec = self._table.blocks[block.index]
-        if spec.layer_index is None or spec.kind in self._last_products:
+        if spec.layer_index is None or spec.kind in self._products:
             return
         layer, call = self._modules.layers[spec.kind], prepared.calls[spec.layer_index]
         watch = ProductWatch(layer)
@@ -377,26 +430,18 @@ class ModelRuntime:
             )
             with self._modules.installed(alone, prepared.training), watch.watching():
                 output = call.run(layer, tensors[HIDDEN].detach().requires_grad_())
-        self._last_products[spec.kind] = watch.last(output)
+        self._products[spec.kind] = watch.products(output)
 
-    def _run_training_graph(
-        self, block: BoundBlock, hidden: torch.Tensor, compiled: CompiledLayer, call: LayerCall
-    ) -> torch.Tensor:
-        """Runs a layer whose graph nobody needs as if it were needed: a graph without autograd
-        would round otherwise than the one that computes the gradients later. What the graph saves
-        is freed at once.
-        """
+    def _as_trained(self, block: BoundBlock) -> BoundBlock:
+        """Returns the block over leaves of its own that require gradients where training does."""
         spec = self._table.blocks[block.index]
         lent = {name.local_name for name in spec.borrows}
         trained = {tensor.name for tensor in spec.tensors if tensor.trainable} | lent
-        with torch.enable_grad():
-            leaves = {
-                name: leaf.detach().requires_grad_(name in trained)
-                for name, leaf in block.leaves.items()
-            }
-            alone = BoundBlock(index=block.index, leaves=leaves)
-            with self._modules.installed(summing(alone), True):
-                return call.run(compiled, hidden.detach().requires_grad_()).detach()
+        leaves = {
+            name: leaf.detach().requires_grad_(name in trained)
+            for name, leaf in block.leaves.items()
+        }
+        return BoundBlock(index=block.index, leaves=leaves)
 
     def _run_head(
         self,
@@ -439,7 +484,7 @@ class ModelRuntime:
         *,
         training: bool,
         place: tuple[int, int],
-        watched: bool,
+        storing: Storing | None,
         output_read: bool,
     ) -> _Prepared:
         """Returns what all blocks of the stage share.
@@ -455,13 +500,18 @@ class ModelRuntime:
         )
         layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
         calls = self._calls.of(batch, tensors) if layers else ()
+        compiled = self._table.blocks[bound[-1].index].kind in self._compiled
+        drops = storing is not None and storing.drops
+        splits = storing is not None and storing.split
+        watched = drops or (splits and not compiled)
         return _Prepared(
             batch=batch,
             tensors=tensors,
             calls=calls,
             training=training,
             place=place,
-            watched=watched,
+            drops=drops,
+            splits=splits,
             discarded=None if output_read or watched else bound[-1].index,
         )
 
@@ -481,6 +531,8 @@ class ModelRuntime:
         """
         batch = prepared.batch
         found = [torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), *self._buffers]
+        if self._compiled:
+            found.append(ticket_memory())
         for call in prepared.calls:
             found += tensors_in((call.args, call.kwargs))
         return found

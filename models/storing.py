@@ -2,7 +2,7 @@
 
 A forward of :class:`~penstock.models.runtime.ModelRuntime` that is given a :class:`Storing` runs
 inside a store of saved activations (:mod:`penstock.models.saved_activations`: operators dropped,
-swaps, weights bound anew), watched for a split backward
+swaps, weights bound anew), taken apart for a split backward
 (:mod:`penstock.models.split_backward.split`), or both; the :class:`Stored` of its
 :class:`~penstock.models.runtime.StageOutput` is then what the instructions in between work on.
 """
@@ -10,7 +10,7 @@ swaps, weights bound anew), watched for a split backward
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from penstock.models.saved_activations import (
     SavePolicy,
     saving_activations,
 )
-from penstock.models.split_backward.split import DeferredWeights, split_backward
+from penstock.models.split_backward.split import DeferredWeights, SplitMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,24 @@ class Stored:
 
     ``activations``: the store that they are saved in; None: autograd saves them. ``deferred``: the
     weight gradients that BACKWARD_INPUT leaves for BACKWARD_WEIGHT; None: the backward is not
-    split.
+    split. ``watch``: the mode that splits blocks which are not compiled.
     """
 
     activations: SavedActivations | None
     deferred: DeferredWeights | None
+    watch: SplitMode | None
 
-    def block(self, index: int) -> AbstractContextManager[None]:
-        """Run block ``index`` of the model inside."""
-        return nullcontext() if self.activations is None else self.activations.block(index)
+    @contextmanager
+    def block(self, index: int, *, compiled: bool) -> Iterator[None]:
+        """Run block ``index`` of the model inside. ``compiled``: its products hand their tensors to
+        ``deferred``; otherwise the operators are watched where the backward is split.
+        """
+        with ExitStack() as stack:
+            if self.activations is not None:
+                stack.enter_context(self.activations.block(index))
+            if self.watch is not None and not compiled:
+                stack.enter_context(self.watch)
+            yield
 
     def discard(self) -> None:
         """Free everything, because the micro-batch is given up."""
@@ -62,11 +71,11 @@ class Storing:
     split: bool = False
 
     @property
-    def watches(self) -> bool:
-        """Returns whether single operators are watched; a compiled layer would be one operator.
-        Otherwise hooks pack the tensors that a graph saves, and the graph may be a compiled one.
+    def drops(self) -> bool:
+        """Returns whether operators are dropped, which a compiled layer would hide. Otherwise hooks
+        pack the tensors that a graph saves, and the graph may be a compiled one.
         """
-        return self.split or (self.policy is not None and bool(self.policy.drop))
+        return self.policy is not None and bool(self.policy.drop)
 
     @contextmanager
     def around(
@@ -74,7 +83,7 @@ class Storing:
     ) -> Iterator[Stored]:
         """Run a forward of ``bound`` inside; ``constants``, tensors of any shape, outlive it."""
         with ExitStack() as stack:
-            activations = deferred = None
+            activations = deferred = watch = None
             # The store first: calls that the split takes apart find its hooks for saved tensors in
             # place, and pack what they keep with them.
             if self.policy is not None:
@@ -84,8 +93,9 @@ class Storing:
             if self.split:
                 deferred = DeferredWeights()
                 leaves = [leaf for block in bound for leaf in block.leaves.values()]
-                stack.enter_context(split_backward(deferred, leaves))
-            yield Stored(activations=activations, deferred=deferred)
+                watch = SplitMode(deferred, leaves)
+                stack.callback(watch.close)
+            yield Stored(activations=activations, deferred=deferred, watch=watch)
 
     def block_now(self, block: BoundBlock) -> BoundBlock:
         """Returns the block over the memory where its weights are now; its gradients go nowhere

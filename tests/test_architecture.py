@@ -70,9 +70,9 @@ FLOORS = {
         configured
         tuning step_costs""",
     "models": """torch_internals
-        data device_facts step gpu
+        data device_facts step gpu products
         torch_device
-        loss last_products
+        loss layer_products
         surgery
         binding
         checkpoints compiled saved_activations split_backward

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.models.products import Receive
 from penstock.models.split_backward.deferred_entries import (
     DeferredTensor,
     Entry,
     GraphEntry,
     ParameterRecord,
     ProductEntry,
+    record_of_trained,
 )
 
 
@@ -116,6 +118,18 @@ class DeferredWeights:
         record = ParameterRecord(parameter)
         self._records.append(record)
         return record
+
+    def product(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
+    ) -> Receive:
+        """Returns what takes output gradient and input of the forward's next product: the sink of
+        compiled layers (:class:`penstock.models.products.Sink`).
+        """
+        records = [record_of_trained(leaf) for leaf in (weight, bias)]
+        self._records += filter(None, records)
+        entry = ProductEntry(None, *records, transposed=transposed)
+        self.append(entry)
+        return entry.take
 
     def note_unsplit(self, unsplit: Unsplit) -> None:
         """Remember that a use of parameters is left to BACKWARD_INPUT."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from penstock.models.products import Receive
 from penstock.models.torch_internals import SavedTensorHooks, has_hooks
 
 
@@ -65,8 +66,10 @@ class ParameterRecord:
         self.settle()
         if self._gradient is not None:
             # As autograd does, to the bit: converted to the sum's dtype (fp32, say), then added in
-            # place, so that the sum rounds once a contribution.
-            self._gradient.add_(gradient.to(self._gradient.dtype))
+            # place, so that the sum rounds once a contribution. One kernel widens and adds.
+            dtype = self._gradient.dtype
+            widens = torch.promote_types(dtype, gradient.dtype) is dtype
+            self._gradient.add_(gradient if widens else gradient.to(dtype))
         else:
             assert self._parameter is not None
             torch.autograd.backward([self._parameter], [gradient])
@@ -250,6 +253,14 @@ class ProductEntry:
         """Keep the gradient of the product, of shape (..., outputs)."""
         self._gradient = gradient
 
+    def take(self, gradient: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep the gradient of the product, (..., outputs), and its input, (..., inputs), which the
+        graph has saved until now.
+        """
+        self._gradient = gradient.detach()
+        if self._weight is not None:
+            self._rows = DeferredTensor(rows, None)
+
     def gradients(self) -> Iterator[tuple[ParameterRecord, torch.Tensor]]:
         """Yields the gradients of bias, (outputs,), and weight, of the weight's shape, in the
         compute dtype.
@@ -299,6 +310,32 @@ class ProductEntry:
             transposed=first._transposed,
             gradient=torch.cat(gradients),
         )
+
+
+class AtOnce:
+    """The sink of compiled layers whose backward is whole: weight gradients are made when a product
+    hands its tensors over (:class:`penstock.models.products.Sink`).
+    """
+
+    def product(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
+    ) -> Receive:
+        """Returns what adds the gradients of a product's parameters to ``.grad``."""
+
+        def receive(gradient: torch.Tensor, rows: torch.Tensor) -> None:
+            # New for each backward: the sums may have been bound since the forward.
+            records = [record_of_trained(leaf) for leaf in (weight, bias)]
+            entry = ProductEntry(None, *records, transposed=transposed)
+            entry.take(gradient, rows)
+            for record, made in entry.gradients():
+                record.accumulate(made)
+
+        return receive
+
+
+def record_of_trained(leaf: torch.Tensor | None) -> ParameterRecord | None:
+    """Returns a new record of a leaf of any shape; None if the leaf requires no gradient."""
+    return None if leaf is None or not leaf.requires_grad else ParameterRecord(leaf)
 
 
 Entry = GraphEntry | ProductEntry

@@ -68,7 +68,14 @@ from penstock.models.torch_internals import (
     unseen_by_modes,
 )
 
-__all__ = ["DeferredWeights", "Unsplit", "backward_input", "run_together", "split_backward"]
+__all__ = [
+    "DeferredWeights",
+    "SplitMode",
+    "Unsplit",
+    "backward_input",
+    "run_together",
+    "split_backward",
+]
 
 
 @contextmanager
@@ -85,7 +92,7 @@ def split_backward(
     BACKWARD_INPUT. ``reductions``: defer the gradients of norms and elementwise functions too. A
     store takes one forward, on one thread.
     """
-    mode = _SplitMode(store, parameters, reductions=reductions)
+    mode = SplitMode(store, parameters, reductions=reductions)
     try:
         with mode:
             yield
@@ -167,15 +174,18 @@ class _Own(NamedTuple):
     derived: bool
 
 
-class _SplitMode(TorchFunctionMode):
-    """Tensors are known by id, so those of interest are held until the forward is over."""
+class SplitMode(TorchFunctionMode):
+    """The mode of :func:`split_backward`. A forward may enter and leave the mode several times:
+    operators outside are ordinary ones. Tensors are known by id, so those of interest are held
+    until :meth:`close`.
+    """
 
     def __init__(
         self,
         store: DeferredWeights,
         parameters: Iterable[torch.Tensor],
         *,
-        reductions: bool,
+        reductions: bool = False,
     ) -> None:
         super().__init__()
         # An id may be used again once its object is gone: whatever is known by id is held here.

@@ -114,9 +114,9 @@ class ModelConfig(Section):
     compile: Literal["auto"] | bool = Field(
         default="auto",
         description="Compiles each kind of layer to one graph (torch.compile) before the first"
-        " step. auto: on GPUs, if all kinds of layers are one graph each, and the plan neither"
-        " splits the backward nor drops operators; such plans, and CPUs, run the layers as they"
-        " are. A run keeps what auto chose. true: for every device.",
+        " step. auto: on GPUs, if all kinds of layers are one graph each, and the plan drops no"
+        " operators; plans that do, and CPUs, run the layers as they are. A run keeps what auto"
+        " chose. true: for every device.",
     )
     deterministic: bool = Field(
         default=True,

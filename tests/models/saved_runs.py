@@ -64,7 +64,12 @@ class Run:
     def constants(self) -> list[torch.Tensor]:
         """What the layers are called with besides hidden states, and the batch."""
         calls = self.case.runtime._prepare(
-            self.batch, self.bound, training=True, place=(0, 0), watched=True, output_read=True
+            self.batch,
+            self.bound,
+            training=True,
+            place=(0, 0),
+            storing=None,
+            output_read=True,
         ).calls
         found = [torch.from_numpy(self.batch.input_ids), torch.from_numpy(self.batch.labels)]
         for value in (v for call in calls for v in (*call.args, *call.kwargs.values())):

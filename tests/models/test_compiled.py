@@ -13,7 +13,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models import last_products, runtime
+from penstock.models import products as product_operators
+from penstock.models import runtime
 from penstock.models.binding import summing
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.runtime import HIDDEN, ModelRuntime
@@ -81,15 +82,78 @@ def test_one_graph_serves_all_layers(make_case: Any, make_batch: Any, original_l
         assert (case.gradient(name) - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_forwards_that_are_watched_run_uncompiled(make_case: Any, make_batch: Any) -> None:
+def storing_forward(case: Any, batch: Any, storing: Storing, bound: Any) -> Any:
+    return case.runtime.forward(
+        bound,
+        {},
+        batch,
+        data_position=0,
+        micro_batch_index=0,
+        training=True,
+        loss_weight=1.0,
+        storing=storing,
+    )
+
+
+def test_forwards_that_drop_operators_run_uncompiled(make_case: Any, make_batch: Any) -> None:
     case = make_case("llama")
     use(case, "inductor")
     bound = case.bind(range(5))
-    storing = Storing(weights=BoundWeights(bound), split=True)
-    output = case.forward(range(5), {}, make_batch(), storing=storing)
-    case.runtime.backward(output, {})
-    output.stored.deferred.run()
+    policy = SavePolicy(drop=frozenset({"norm"}))
+    for split in (False, True):
+        storing = Storing(weights=BoundWeights(bound), policy=policy, split=split)
+        case.runtime.backward(storing_forward(case, make_batch(), storing, bound), {})
     assert graphs() == 0
+
+
+class MatrixProducts(TorchDispatchMode):
+    """Counts matrix products by the shape of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.made[tuple(result.shape)] += 1
+        return result
+
+
+@pytest.mark.parametrize(("kind", "products"), [("llama", 7), ("gpt2", 4)])
+def test_a_split_backward_is_the_same_graph_with_the_same_bits(
+    make_case: Any, make_batch: Any, kind: str, products: int
+) -> None:
+    """BACKWARD_WEIGHT makes one product for each linear module of the three layers, and the head's;
+    nothing is kept after it. GPT-2 has modules with transposed weights and biases.
+    """
+    case, batch = make_case(kind), make_batch()
+    use(case, "inductor", torch.bfloat16)
+    blocks = range(5)
+    whole = case.forward(blocks, {}, batch, autograd=True)
+    case.runtime.backward(whole, {})
+    wanted = [case.grads[block][0].clone() for block in blocks]
+    for block in blocks:
+        case.grads[block][0].zero_()
+    bound = case.bind(blocks)
+    output = storing_forward(case, batch, Storing(weights=BoundWeights(bound), split=True), bound)
+    assert torch.equal(output.loss_sum, whole.loss_sum)
+    deferred = output.stored.deferred
+    case.runtime.backward(output, {})
+    del output, whole
+    layers = [block for block in case.table.blocks if block.layer_index is not None]
+    for layer in layers:
+        for tensor in layer.tensors:
+            made = case.gradient(tensor.name)
+            waits = len(tensor.shape) == 2 or (kind == "gpt2" and "ln_" not in tensor.name)
+            assert made.any() == (not waits), tensor.name
+    assert deferred.bytes > 0
+    with MatrixProducts() as made:
+        deferred.run()
+    assert sum(made.made.values()) == products * len(layers) + 1
+    assert deferred.bytes == 0 and not product_operators._receivers
+    assert all(torch.equal(case.grads[block][0], wanted[block]) for block in blocks)
+    assert graphs() == 1
 
 
 @pytest.mark.slow
@@ -137,7 +201,7 @@ def test_a_recomputation_leaves_the_last_product_out_with_the_same_graph(
         gradients.append([case.grads[block][0].clone() for block in range(2)])
         for block in range(2):
             case.grads[block][0].zero_()
-        monkeypatch.setattr(last_products, "_unwritten", poison)
+        monkeypatch.setattr(product_operators, "_unwritten", poison)
     assert torch.equal(outputs[0], first.tensors[HIDDEN])
     assert outputs[1].isnan().all()
     assert all(map(torch.equal, *gradients))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models import last_products
-from penstock.models.last_products import ProductWatch
+from penstock.models import products as product_operators
+from penstock.models.layer_products import ProductWatch
 
 FOUND = {
     "llama": ["down_proj"],
@@ -41,7 +41,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rows.new_full((*rows.shape[:-1], weight.shape[0]), torch.nan)
 
-    monkeypatch.setattr(last_products, "_unwritten", poison)
+    monkeypatch.setattr(product_operators, "_unwritten", poison)
 
 
 class Products(TorchDispatchMode):
@@ -102,10 +102,10 @@ def test_gradients_are_those_of_a_whole_recomputation(
 def test_which_products_end_a_layer(kind: str, make_case: Any, make_batch: Any) -> None:
     case = make_case(kind)
     recompute(case, make_batch(), output_read=False)
-    for name, products in case.runtime._last_products.items():
+    for name, products in case.runtime._products.items():
         layer = case.runtime._modules.layers[name]
         names = {module: path.split(".")[-1] for path, module in layer.named_modules()}
-        found = sorted(names[module] for module, _ in products._forwards)
+        found = sorted(names[module] for module in products.last)
         assert found == FOUND[kind]
         assert all("forward" not in vars(module) for module in names)
 
@@ -137,8 +137,28 @@ def test_a_product_that_somebody_reads_is_made() -> None:
     watch = ProductWatch(layer)
     with watch.watching():
         output = layer(torch.randn(2, 4, requires_grad=True))
-    found = [module for module, _ in watch.last(output)._forwards]
+    found = watch.products(output).last
     assert found == [layer.third, layer.second] or found == [layer.second, layer.third]
+
+
+def test_products_whose_weight_is_read_elsewhere_keep_their_gradient() -> None:
+    """Gradients of several uses are added up in autograd's order."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alone, self.tied = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.read, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.other.weight = self.tied.weight
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.other(self.tied(self.alone(hidden)))
+            return self.read(hidden) + hidden @ self.read.weight
+
+    watch = ProductWatch(layer := Layer())
+    with watch.watching():
+        output = layer(torch.randn(2, 4, requires_grad=True))
+    assert watch.products(output).handing_over == [layer.alone]
 
 
 def test_a_module_that_runs_twice_or_is_no_plain_linear_is_left_alone() -> None:
@@ -157,4 +177,4 @@ def test_a_module_that_runs_twice_or_is_no_plain_linear_is_left_alone() -> None:
     watch = ProductWatch(layer := Layer())
     with watch.watching():
         output = layer(torch.randn(2, 4, requires_grad=True))
-    assert watch.last(output)._forwards == []
+    assert watch.products(output).last == []

@@ -62,16 +62,18 @@ def test_gpus_compile_and_cpus_do_not() -> None:
 
 
 def test_plans_that_need_layers_as_they_are_say_so() -> None:
-    assert guess(config(passes=["split-backward"])) == (
+    assert guess(config(recompute="selective", drop=["norm"])) == (
         False,
         [
-            "model.compile: auto leaves the layers as they are: the plan splits the backward, and"
+            "model.compile: auto leaves the layers as they are: the plan drops operators, and"
             " compiled layers cannot"
         ],
     )
 
 
-def test_plans_that_bind_weights_anew_compile() -> None:
+def test_plans_that_split_the_backward_or_bind_weights_anew_compile() -> None:
+    assert guess(config(passes=["split-backward"])) == (True, [])
+    assert guess(config(scheme="zb-h1")) == (True, [])
     mobius = config(scheme="mobius", recompute="none", stages_per_device=3)
     assert plan_of(mobius).rebinds_weights
     assert guess(mobius) == (True, [])

@@ -75,12 +75,13 @@ def test_a_recipe_follows_the_plan_and_the_software_alone(
     assert kernels.stat().st_mtime_ns > made, "another torch may choose other kernels"
 
 
-def test_compiled_layers_are_those_that_the_plan_does_not_watch(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_layers_are_compiled_in_plans_that_drop_no_operators(tmp_path: Path, corpus: str) -> None:
     """Written as after a trial of the compiler, which takes a minute."""
-    splits = ("schedule.scheme=zb-h1", "train.eval_every=2")
-    cases = [((), True, False), (("train.eval_every=2",), True, True), (splits, False, True)]
+    evaluates = "train.eval_every=2"
+    splits = ("schedule.scheme=zb-h1", evaluates)
+    selective = ("schedule.recompute=selective", "schedule.drop=[norm]")
+    drops = ("schedule.scheme=gpipe", *selective, evaluates)
+    cases = [((), True, False), (splits, True, True), (drops, False, True)]
     for index, (overrides, training, evaluation) in enumerate(cases):
         run = prepare_run(config(corpus, *overrides), tmp_path / f"run-{index}")
         compiled, before = with_compile(run.config, compiled=True), run.numerics_digest
@@ -90,9 +91,11 @@ def test_compiled_layers_are_those_that_the_plan_does_not_watch(
         assert found == (training, evaluation), overrides
         assert recipe.compiler is not None
         assert recipe.compiler.options == {
+            "allow_buffer_reuse": "False",
             "compile_threads": "1",
             "deterministic": "True",
             "fallback_random": "True",
+            "inplace_buffers": "False",
         }
         assert recipe.digest != before
         assert recipe_of(run.path) == recipe

@@ -1,5 +1,5 @@
 """Compiled layers have the same bits in every plan: what they save is kept, made again, swapped or
-bound anew, in stages of any size.
+bound anew, and their backward is whole or split, in stages of any size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ WAYS = {
     "recomputed": (INPUT, "", "R {}", "B", ""),
     "swapped": (ALL, "SO {} fraction=0.5", "SI {} fraction=0.5", "B", ""),
     "swapped whole": (ALL, "SO {} fraction=1.0", "SI {} fraction=1.0", "B", ""),
+    "split": (ALL, "", "", "BI", "BW {s} 0,1"),
+    "split, recomputed": (INPUT, "", "R {}", "BI", "BW {s} 0; BW {s} 1"),
+    "split, swapped": (ALL, "SO {} fraction=1.0", "SI {} fraction=1.0", "BI", "BW {s} 0,1"),
 }
 
 

@@ -189,8 +189,8 @@ def keep_defaults(config: Config, previous: Config | None) -> Config:
 
 def keep_recomputation(config: Config, previous: Config | None) -> Config:
     """Returns the configuration with the recomputation of the run until now, where the user sets
-    none: layers that are watched run uncompiled, so bits depend on it. Another scheme, a schedule
-    of a file and a search bring their own.
+    none: layers that drop operators run uncompiled, so bits depend on it. Another scheme, a
+    schedule of a file and a search bring their own.
     """
     schedule, unset = config.schedule, {"recompute", "drop"} - config.schedule.model_fields_set
     if previous is None or schedule.scheme == AUTO or previous.schedule.asked is not None:

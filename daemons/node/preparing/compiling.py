@@ -15,7 +15,7 @@ from penstock.daemons.preload.starting import Starter
 from penstock.protocol.config.schema import Config
 from penstock.protocol.config.values import AUTO
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.instructions import BackwardInput, Forward
+from penstock.protocol.plan.instructions import Forward
 from penstock.protocol.plan.plan import Plan
 
 _GRAPHS = ("model.", "data.", "train.micro_batch", "train.freeze", "cluster.device")
@@ -102,7 +102,5 @@ def leaves_layers(plan: Plan) -> bool:
 def _objections(plan: Plan) -> Iterator[str]:
     """Yields what a plan does that needs layers as they are."""
     for instruction in (one for program in plan.programs for one in program):
-        if isinstance(instruction, BackwardInput):
-            yield "splits the backward"
-        elif isinstance(instruction, Forward) and instruction.drop:
+        if isinstance(instruction, Forward) and instruction.drop:
             yield "drops operators"
