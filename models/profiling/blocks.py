@@ -3,13 +3,15 @@
 Every quantity is the median of repeated runs (:class:`Stopwatch`) for a few micro-batch sizes at
 the configured sequence length, and a line through them. Layers run one and two at a time: what does
 not double is the overhead of an instruction (Mario, section 5.2: y = a n + b in the number of
-blocks n). BACKWARD_INPUT is autograd asked for the gradients of the inputs only, BACKWARD_WEIGHT
-the rest of a whole backward. What the machine itself can do is measured in
-:mod:`penstock.models.profiling.machine`.
+blocks n). BACKWARD_INPUT is autograd asked for the gradients of the inputs only, or of compiled
+layers that instruction itself; BACKWARD_WEIGHT is the rest of a whole backward. Operators are told
+apart, and workspaces counted, in layers that are not compiled. What the machine itself can do is
+measured in :mod:`penstock.models.profiling.machine`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,10 +123,14 @@ class BlockBench:
         sequence_length: int,
         budget_s: float,
         objective: Objective | None = None,
+        plain: ModelRuntime | None = None,
     ) -> None:
-        """``objective``: a function of the user's that makes micro-batches, None: next tokens."""
+        """``objective``: a function of the user's that makes micro-batches, None: next tokens.
+        ``plain``: a runtime of the same model that compiles nothing, where ``runtime`` compiles.
+        """
         self._objective = objective
         self._runtime = runtime
+        self._plain = plain or runtime
         self._device = device
         self._dtype = compute_dtype
         self._sequence_length = sequence_length
@@ -146,21 +152,63 @@ class BlockBench:
 
         output = forward()
         seeds = {name: torch.ones_like(value) for name, value in output.tensors.items()}
+        storing = self._storing_forward(bound, inputs, batch)
+        compiled = self._runtime.compiles(blocks.start)
+        backward_input_s = (
+            self._split_input_s(storing, seeds)
+            if compiled
+            else self._backward_input_s(forward, seeds)
+        )
+        memory = self._memory(bound, inputs, batch)
         return StageMeasure(
             num_blocks=len(blocks),
             tokens=micro_batch * self._sequence_length,
             forward_s=self._watch.median(lambda: forward(autograd=False)),
             recompute_s=self._watch.median(forward),
-            backward_input_s=self._backward_input_s(forward, seeds),
+            backward_input_s=backward_input_s,
             backward_s=self._watch.median_after(
                 forward, lambda made: self._runtime.backward(made, seeds)
             ),
-            memory=measure_memory(
-                self._storing_forward(bound, inputs, batch),
-                self._runtime.backward,
-                self._runtime.called_with(batch) if blocks.start else (),
-            ),
+            memory=self._of_graph(memory, storing, seeds) if compiled else memory,
         )
+
+    def _memory(
+        self, bound: Sequence[BoundBlock], inputs: Mapping[str, torch.Tensor], batch: MicroBatch
+    ) -> MemoryMeasure:
+        """Returns the bytes of blocks that are not compiled."""
+        self._forward(bound, inputs, batch, autograd=True, plain=True)  # fills the caches
+        return measure_memory(
+            self._storing_forward(bound, inputs, batch, plain=True),
+            self._plain.backward,
+            self._plain.called_with(batch) if bound[0].index else (),
+        )
+
+    def _of_graph(
+        self, memory: MemoryMeasure, forward: RunForward, seeds: Mapping[str, torch.Tensor]
+    ) -> MemoryMeasure:
+        """Returns the measure with what a compiled graph saves, and what BACKWARD_INPUT leaves."""
+        output = forward(policy=SavePolicy(), split=True)
+        stored = output.stored
+        assert stored is not None and stored.activations is not None
+        assert stored.deferred is not None
+        saved_bytes = stored.activations.bytes
+        self._runtime.backward(output, seeds)
+        return dataclasses.replace(
+            memory,
+            activation_bytes=float(saved_bytes),
+            deferred_bytes=float(stored.deferred.bytes),
+        )
+
+    def compile(self, micro_batch: int) -> None:
+        """Compiles the layers: runs the first block of each kind forward and backward."""
+        for stages in _representatives(self._runtime.table).values():
+            blocks = stages[0]
+            if self._runtime.compiles(blocks.start):
+                bound = [self._bind(blocks.start)]
+                batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
+                output = self._forward(bound, inputs, batch, autograd=True)
+                seeds = {name: torch.ones_like(t) for name, t in output.tensors.items()}
+                self._runtime.backward(output, seeds)
 
     def operators(self, block: int, micro_batch: int) -> OperatorsMeasure:
         """Returns the operators of one block, see :mod:`penstock.models.profiling.operators`."""
@@ -170,7 +218,7 @@ class BlockBench:
         probe = OperatorProbe(self._watch.device)
         for _ in range(1 + _LEAST_REPEATS):
             with probe.watching():
-                self._forward(bound, inputs, batch, autograd=True)
+                self._forward(bound, inputs, batch, autograd=True, plain=True)
         given = [tensor.untyped_storage().data_ptr() for tensor in inputs.values()]
         with self._dropping(block, micro_batch, probe.seconds) as activations:
             drops = measure_drops(activations, given)
@@ -207,8 +255,9 @@ class BlockBench:
         *,
         autograd: bool,
         storing: Storing | None = None,
+        plain: bool = False,
     ) -> StageOutput:
-        return self._runtime.forward(
+        return (self._plain if plain else self._runtime).forward(
             bound,
             inputs,
             batch,
@@ -233,8 +282,19 @@ class BlockBench:
 
         return self._watch.median_after(forward, run)
 
+    def _split_input_s(self, forward: RunForward, seeds: Mapping[str, torch.Tensor]) -> float:
+        """Returns the seconds of BACKWARD_INPUT: a compiled graph always has its whole backward."""
+        return self._watch.median_after(
+            lambda: forward(split=True), lambda output: self._runtime.backward(output, seeds)
+        )
+
     def _storing_forward(
-        self, bound: Sequence[BoundBlock], inputs: Mapping[str, torch.Tensor], batch: MicroBatch
+        self,
+        bound: Sequence[BoundBlock],
+        inputs: Mapping[str, torch.Tensor],
+        batch: MicroBatch,
+        *,
+        plain: bool = False,
     ) -> RunForward:
         weights = BoundWeights()
         weights.bind(bound)
@@ -242,10 +302,11 @@ class BlockBench:
         def forward(
             *, autograd: bool = True, split: bool = False, policy: SavePolicy | None = None
         ) -> StageOutput:
-            storing = Storing(weights=weights, policy=policy, split=split)
-            plain = policy is None and not split
+            storing = None
+            if split or policy is not None:
+                storing = Storing(weights=weights, policy=policy, split=split)
             return self._forward(
-                bound, inputs, batch, autograd=autograd, storing=None if plain else storing
+                bound, inputs, batch, autograd=autograd, storing=storing, plain=plain
             )
 
         return forward

@@ -5,7 +5,8 @@ Runs the real blocks with random weights (:mod:`penstock.models.profiling.blocks
 machine's copies, messages and optimizer sweeps (:mod:`penstock.models.profiling.machine`), one
 after the other on an otherwise idle machine: what workers, optimizer and copies take from each
 other while they run together is not in it. Works with the number of threads that a worker will
-have. Makes no run directory and needs no data.
+have. Makes no run directory and needs no data. Layers are compiled where those of a run would be
+(``model.compile``); the profile says so.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.models.binding import TORCH_DTYPES
+from penstock.models.compiled import Compiler
 from penstock.models.data.objectives import own_objective
 from penstock.models.data.tokenizer import open_tokenizer
 from penstock.models.profiling.blocks import BlockBench, Progress, measure_kinds
@@ -31,13 +35,19 @@ from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.models.torch_device import first_device, torch_device
+from penstock.models.torch_internals import compilation_error
 from penstock.protocol.config.schema import Config, load_config
+from penstock.protocol.config.values import AUTO
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
 from penstock.protocol.plan.sweep_rates import measure_optimizer
 from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.process import tool_main
 from penstock.shm.cgroup import memory_limits, usable_cpus
+from penstock.shm.table import BlockTable
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BUDGET_S = 0.25
 """Seconds that each median may take, beyond its least number of runs."""
@@ -55,35 +65,99 @@ def measure(
         ConfigError: the model is impossible, or there is no such device.
     """
     device = _device(config)
-    tokenizer = open_tokenizer(config)
-    hf_config = resolve_hf_config(
-        config,
-        tokenizer_vocab_size=None if tokenizer is None else tokenizer.vocab_size,
-        eos=None if tokenizer is None else tokenizer.eos,
-    )
-    table = build_table(config, hf_config)
-    own_memory = torch_device(device).own_memory
-    compute_dtype = TORCH_DTYPES[table.weight_dtype] if own_memory else torch.float32
+    model = _Model.of(config, device, budget_s)
     micro_batches = sorted({1, 2, config.train.micro_batch or 1})
     with _threads(config) as num_threads:
-        bench = BlockBench(
-            ModelRuntime(hf_config, table, device=device, compute_dtype=compute_dtype, seed=0),
-            device=device,
-            compute_dtype=compute_dtype,
-            sequence_length=config.data.sequence_length,
-            budget_s=budget_s,
-            objective=own_objective(config),
-        )
-        blocks = measure_kinds(bench, table, micro_batches, progress)
+        bench = _compiled_bench(config, model, progress)
+        compiled = bench is not None
+        bench = bench or model.bench(None)
+        blocks = measure_kinds(bench, model.table, micro_batches, progress)
         machine = _machine(config, device, blocks.instruction_s, progress)
     return Profile(
-        device=_description(device, num_threads),
+        device=_description(device, num_threads, compiled=compiled),
         sequence_length=config.data.sequence_length,
         micro_batch=config.train.micro_batch or 1,
         machine=machine,
         kinds=blocks.kinds,
-        table=table,
+        table=model.table,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """The model of a configuration on one device, to be measured."""
+
+    config: Config
+    hf_config: PretrainedConfig
+    table: BlockTable
+    device: torch.device
+    compute_dtype: torch.dtype
+    budget_s: float
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device, budget_s: float) -> _Model:
+        tokenizer = open_tokenizer(config)
+        hf_config = resolve_hf_config(
+            config,
+            tokenizer_vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+            eos=None if tokenizer is None else tokenizer.eos,
+        )
+        table = build_table(config, hf_config)
+        own_memory = torch_device(device).own_memory
+        return cls(
+            config=config,
+            hf_config=hf_config,
+            table=table,
+            device=device,
+            compute_dtype=TORCH_DTYPES[table.weight_dtype] if own_memory else torch.float32,
+            budget_s=budget_s,
+        )
+
+    def bench(self, compiler: Compiler | None) -> BlockBench:
+        """Returns a bench of the model, whose layers ``compiler`` compiles, if any."""
+        return BlockBench(
+            self._runtime(compiler),
+            device=self.device,
+            compute_dtype=self.compute_dtype,
+            sequence_length=self.config.data.sequence_length,
+            budget_s=self.budget_s,
+            objective=own_objective(self.config),
+            plain=None if compiler is None else self._runtime(None),
+        )
+
+    def _runtime(self, compiler: Compiler | None) -> ModelRuntime:
+        return ModelRuntime(
+            self.hf_config,
+            self.table,
+            device=self.device,
+            compute_dtype=self.compute_dtype,
+            seed=0,
+            compiler=compiler,
+        )
+
+
+def _compiled_bench(config: Config, model: _Model, progress: Progress) -> BlockBench | None:
+    """Returns a bench whose layers are compiled; None if those of a run would not be.
+
+    Raises:
+        ConfigError: the user asks for compiled layers, and a kind of layer is not one graph.
+    """
+    choice = config.model.compile
+    if choice is False or (choice == AUTO and not torch_device(model.device).own_memory):
+        return None
+    progress("the time of the compiler (model.compile)")
+    bench = model.bench(Compiler(deterministic=config.model.deterministic))
+    try:
+        bench.compile(config.train.micro_batch or 1)
+    except (compilation_error(), RuntimeError) as error:
+        if choice is True:
+            raise ConfigError(
+                f"model.compile = true: the layers cannot be compiled ({type(error).__name__}); set"
+                " model.compile to false"
+            ) from error
+        progress(f"layers that are not compiled, which they cannot be ({type(error).__name__})")
+        return None
+    return bench
 
 
 def _machine(
@@ -139,10 +213,11 @@ def _threads(config: Config) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _description(device: torch.device, num_threads: int) -> str:
+def _description(device: torch.device, num_threads: int, *, compiled: bool) -> str:
     found = torch_device(device)
     threads = "" if found.own_memory else f", compute threads of a worker: {num_threads}"
-    return f"{found.name}{threads}"
+    layers = "compiled" if compiled else "not compiled"
+    return f"{found.name}{threads}, layers {layers}"
 
 
 def _say(message: str) -> None:

@@ -62,6 +62,29 @@ def test_every_kind_of_block_is_measured(measured: tuple[Profile, list[str]]) ->
     ]
 
 
+def test_the_profile_says_that_layers_are_not_compiled(
+    measured: tuple[Profile, list[str]],
+) -> None:
+    assert measured[0].device.endswith(", layers not compiled")
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_measured_where_a_run_has_them(
+    config: Config, measured: tuple[Profile, list[str]]
+) -> None:
+    """A compiled graph saves less, and BACKWARD_INPUT leaves the same rows and gradients."""
+    model = config.model.model_copy(update={"compile": True})
+    found = profile.measure(config.model_copy(update={"model": model}), budget_s=0.0)
+    assert found.device.endswith(", layers compiled")
+    layer, plain = (each.kinds["LlamaDecoderLayer"] for each in (found, measured[0]))
+    for name in ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s"):
+        assert getattr(layer, name).at(LENGTH) >= 0.0
+    assert 0.0 < layer.activation_bytes.at(LENGTH) < plain.activation_bytes.at(LENGTH)
+    assert layer.deferred_bytes.at(LENGTH) == plain.deferred_bytes.at(LENGTH)
+    assert layer.operators and layer.output_bytes == plain.output_bytes
+    assert from_json(to_json(found)) == found
+
+
 def test_bytes_are_exact(measured: tuple[Profile, list[str]]) -> None:
     """In fp32: the hidden states, one id a token, and what each operator makes."""
     found, _ = measured
