@@ -1,7 +1,7 @@
 """Penstock's operator for the matrix products of layers, ``penstock::product``.
 
 A compiled graph calls the operator as it is. So one graph serves forwards and recomputations,
-which leave the last product of a layer out (:mod:`penstock.models.last_products`), and whole and
+which leave the last product of a layer out (:mod:`penstock.models.layer_products`), and whole and
 split backwards. The operator's backward makes the gradient of the product's input. It hands the
 gradient of the product's output and the input to a *sink*, which makes the gradient of the weight
 at once (BACKWARD) or later (BACKWARD_WEIGHT), by the same kernels.

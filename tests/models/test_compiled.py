@@ -1,4 +1,4 @@
-"""Compiled layers: one graph for all layers of a kind, the same numbers, nothing while watched."""
+"""Compiled layers: one graph for all layers of a kind and all backwards, the same numbers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from penstock.models.binding import summing
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.runtime import HIDDEN, ModelRuntime
 from penstock.models.saved_activations import BoundWeights, SavePolicy
+from penstock.models.split_backward.split import DeferredWeights, run_together
 from penstock.models.storing import Storing
 from tests.compiler import QUIET, fresh_compiler, graphs
 
@@ -154,6 +155,46 @@ def test_a_split_backward_is_the_same_graph_with_the_same_bits(
     assert deferred.bytes == 0 and not product_operators._receivers
     assert all(torch.equal(case.grads[block][0], wanted[block]) for block in blocks)
     assert graphs() == 1
+
+
+FROZEN = (r"layers\.1\.", "q_proj")
+
+
+@pytest.mark.parametrize(
+    ("kind", "freeze", "changes"), [("llama", FROZEN, {}), ("gpt2", (), DROPOUT)]
+)
+def test_split_backwards_of_frozen_layers_and_dropout_have_the_same_bits(
+    make_case: Any, make_batch: Any, kind: str, freeze: tuple[str, ...], changes: dict[str, float]
+) -> None:
+    """Weights are looked up in the backward. One product over the rows of two micro-batches rounds
+    otherwise.
+    """
+    case, batch, blocks = make_case(kind, freeze=freeze, **changes), make_batch(), range(5)
+    use(case, "inductor", torch.bfloat16)
+    case.frozen = [frozen.to(torch.bfloat16) for frozen in case.frozen]
+
+    def taken() -> list[torch.Tensor]:
+        found = [case.grads[block][0].clone() for block in blocks if case.grads[block]]
+        for contributions in case.grads:
+            for gradients in contributions:
+                gradients.zero_()
+        return found
+
+    def deferred() -> DeferredWeights:
+        bound = case.bind(blocks)
+        storing = Storing(weights=BoundWeights(bound), split=True, policy=SavePolicy(rebind=True))
+        output = storing_forward(case, batch, storing, bound)
+        case.runtime.backward(output, {})
+        store: DeferredWeights = output.stored.deferred
+        return store
+
+    case.runtime.backward(case.forward(blocks, {}, batch, autograd=True), {})
+    wanted = taken()
+    deferred().run()
+    assert all(map(torch.equal, taken(), wanted))
+    run_together([deferred(), deferred()], concatenate=True)
+    for made, once in zip(taken(), wanted, strict=True):
+        assert (made - 2 * once).norm() <= 1e-2 * once.norm()
 
 
 @pytest.mark.slow

@@ -18,6 +18,10 @@ from penstock.protocol.errors import ExitCode
 from penstock.protocol.plan.profile import Profile, from_json, load_profile, to_json
 from penstock.protocol.plan.sweep_rates import measure_optimizer
 from penstock.shm.table import DType
+from tests.compiler import QUIET, fresh_compiler
+
+__all__ = ["fresh_compiler"]
+pytestmark = QUIET
 
 HIDDEN, INNER, HEADS, LENGTH = 32, 48, 4, 16
 

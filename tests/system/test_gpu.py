@@ -27,6 +27,7 @@ pytestmark = [
         ("1f1b", 2, {"dtype": "bf16"}),
         ("mobius", 2, {"dtype": "fp16"}),
         ("1f1b", 1, {"dtype": "bf16", "compile": True}),
+        ("zb-h1", 2, {"dtype": "bf16", "compile": True}),
     ],
 )
 def test_a_killed_worker_is_replaced(
