@@ -2,14 +2,17 @@
 
 A tool process runs one layer of each kind on the meta device, without weights, and notes how the
 layer calls attention. The same call, on small tensors of the run's device, shows the kernel that
-torch chooses for a forward and for a backward.
+torch chooses for a forward and for a backward, and whether the kernel that ``model.attention``
+names can compute the call.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,13 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from penstock.models.attention import (
+    CUDNN,
+    CUDNN_FLASH,
+    OPERATOR,
+    attend,
+    choose_attention,
+)
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.compiled import Compiler
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall
@@ -26,6 +36,8 @@ from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.torch_device import first_device, repeat_bits
 from penstock.models.torch_internals import TorchDispatchMode
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO, SDPA
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.numerics import (
     KERNELS,
     Arithmetic,
@@ -39,16 +51,45 @@ OWN, UNKNOWN, COMPOSED = "model", "unknown", "math"
 _ROWS = 256
 """Positions of the small tensors: torch chooses by head size, type, mask and device."""
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a call of attention."""
+_HOPPER = 9
+"""Major compute capability of GPUs whose cuDNN attention is about twice as fast as flash."""
+
+_WORDS = 300
+"""Most characters of torch's reasons in an error."""
+
+Progress = Callable[[str], None]
 
 
-def observe_kernels(config: Config, run_dir: Path) -> None:
-    """Writes ``model/kernels.json`` of a prepared run. Torch's settings of the process change, so
-    the process computes nothing afterwards.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of attention by a layer: ``run`` is torch's function or Penstock's."""
+
+    run: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Calls:
+    """Calls of one kind of layer in training and in evaluation; a word for a layer without."""
+
+    trained: Call | str
+    evaluated: Call | str
+
+
+class _RefusedError(Exception):
+    """Kernels that cannot compute a call; says why."""
+
+
+def observe_kernels(
+    config: Config, run_dir: Path, progress: Progress = lambda message: None
+) -> None:
+    """Writes ``model/kernels.json`` of a prepared run, with the attention that ``auto`` stands for.
+    Torch's settings of the process change, so the process computes nothing afterwards.
 
     Raises:
-        ConfigError: the model cannot be built.
+        ConfigError: the model cannot be built, or a layer cannot use the attention that
+            ``model.attention`` names.
     """
     if config.model.deterministic:
         repeat_bits()
@@ -57,8 +98,14 @@ def observe_kernels(config: Config, run_dir: Path) -> None:
     first = first_device(config.cluster.platform.name)
     device = torch.device("cpu") if first is None else first.device
     compiler = Compiler(deterministic=config.model.deterministic)
+    names = _candidates(config, None if first is None else device)
+    choose_attention(names[0])
+    calls = _calls(config, run_dir, device, dtype)
+    choice, attention = _settled(config.model.attention, names, calls, device, progress)
     kernels = Kernels(
-        attention=_attention(config, run_dir, device, dtype),
+        asked=config.model.attention,
+        choice=choice,
+        attention=attention,
         arithmetic=_arithmetic(dtype),
         compiler=CompilerChoice(
             backend=compiler.backend,
@@ -67,6 +114,75 @@ def observe_kernels(config: Config, run_dir: Path) -> None:
         ),
     )
     write_atomically(run_dir / KERNELS, kernels.to_json())
+
+
+def _candidates(config: Config, device: torch.device | None) -> tuple[str, ...]:
+    """Returns the values of ``model.attention`` to try, in this order. ``device``: None where the
+    machine has none of the run's platform.
+    """
+    model = config.model
+    if model.attention != AUTO:
+        return (model.attention,)
+    if model.deterministic or not config.cluster.platform.own_memory or device is None:
+        return (SDPA,)
+    major, _ = torch.cuda.get_device_capability(device)
+    return (CUDNN, SDPA) if major == _HOPPER else (SDPA,)
+
+
+def _settled(
+    asked: str,
+    names: tuple[str, ...],
+    calls: Mapping[str, _Calls],
+    device: torch.device,
+    progress: Progress,
+) -> tuple[str, Mapping[str, Attention]]:
+    """Returns the first attention that all layers can use, and its kernels by kind of layer.
+
+    Raises:
+        ConfigError: there is none; names the kind of layer and the reason.
+    """
+    reason = ""
+    for name in names:
+        choose_attention(name)
+        try:
+            kernels = _kernels(name, calls, device)
+        except _RefusedError as error:
+            reason = str(error)
+            continue
+        if reason:
+            progress(f"warning: model.attention: auto takes {name}, not {names[0]}: {reason}")
+        return name, kernels
+    raise ConfigError(
+        f"model.attention = {asked!r}: {reason}; set model.attention to auto, or to a kernel that"
+        " all layers can use"
+    )
+
+
+def _kernels(
+    name: str, calls: Mapping[str, _Calls], device: torch.device
+) -> Mapping[str, Attention]:
+    """Returns the kernels by kind of layer with the attention of the process, called ``name``.
+
+    Raises:
+        _RefusedError: a layer cannot use it, or no layer calls attention.
+    """
+    noted = [call for kind in calls.values() for call in (kind.trained, kind.evaluated)]
+    if name != SDPA and not any(isinstance(call, Call) for call in noted):
+        raise _RefusedError("no layer calls attention through torch (soft caps, models' own code)")
+    kinds: dict[str, Attention] = {}
+    for kind, both in calls.items():
+        try:
+            forward, backward = _chosen(both.trained, name, device, trains=True)
+            evaluation, _ = _chosen(both.evaluated, name, device, trains=False)
+        except _RefusedError as error:
+            if name != SDPA:
+                raise _RefusedError(
+                    f"layers of kind {kind!r} cannot use {name}: {error}"
+                ) from error
+            # A model whose layers cannot run: its first forward says why.
+            forward = backward = evaluation = UNKNOWN
+        kinds[kind] = Attention(forward=forward, backward=backward, evaluation=evaluation)
+    return kinds
 
 
 def _arithmetic(dtype: torch.dtype) -> Arithmetic:
@@ -84,10 +200,10 @@ def _arithmetic(dtype: torch.dtype) -> Arithmetic:
     )
 
 
-def _attention(
+def _calls(
     config: Config, run_dir: Path, device: torch.device, dtype: torch.dtype
-) -> Mapping[str, Attention]:
-    """Returns the attention kernels by kind of layer."""
+) -> Mapping[str, _Calls]:
+    """Returns the calls of attention by kind of layer."""
     skeleton = build_skeleton(load_run_config(run_dir))
     length = min(config.data.sequence_length, _ROWS)
     positions = None
@@ -101,16 +217,15 @@ def _attention(
     calls = parts.layer_calls(BatchTensors(shape=(1, length), position_ids=positions))
     size = int(skeleton.model.config.hidden_size)
     hidden = torch.empty(1, length, size, dtype=dtype, device="meta")
-    kinds: dict[str, Attention] = {}
+    kinds: dict[str, _Calls] = {}
     for part in skeleton.parts:
         if part.layer_index is not None and part.kind not in kinds:
             layer = copy.deepcopy(skeleton.layers[part.layer_index]).to("meta", dtype)
             call = _on_meta(calls[part.layer_index])
-            trained = _noted(partial(call.run, layer.train(), hidden))
-            evaluated = _noted(partial(call.run, layer.eval(), hidden))
-            forward, backward = _chosen(trained, device, trains=True)
-            evaluation, _ = _chosen(evaluated, device, trains=False)
-            kinds[part.kind] = Attention(forward=forward, backward=backward, evaluation=evaluation)
+            kinds[part.kind] = _Calls(
+                trained=_noted(partial(call.run, layer.train(), hidden)),
+                evaluated=_noted(partial(call.run, layer.eval(), hidden)),
+            )
     return kinds
 
 
@@ -125,8 +240,8 @@ class _Notes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self.call is None:
-            self.call = args, kwargs
+        if func in (F.scaled_dot_product_attention, attend) and self.call is None:
+            self.call = Call(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -151,27 +266,46 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = str(func.name()).removeprefix("aten::").lstrip("_")
-        if name.startswith("scaled_dot_product_"):
+        name = str(func.name()).partition("::")[2].lstrip("_")
+        if name.startswith(("scaled_dot_product_", OPERATOR)):
             self.names.append(name.removeprefix("scaled_dot_product_"))
         return func(*args, **(kwargs or {}))
 
 
-def _chosen(call: Call | str, device: torch.device, *, trains: bool) -> tuple[str, str]:
-    """Returns the kernels of a noted call on ``device``: of its forward and its backward."""
+def _chosen(call: Call | str, name: str, device: torch.device, *, trains: bool) -> tuple[str, str]:
+    """Returns the kernels of a noted call on ``device``: of its forward and its backward.
+
+    Raises:
+        _RefusedError: no kernel that the attention ``name`` allows can compute the call.
+    """
     if isinstance(call, str):
         return call, call
-    args, kwargs = _moved(call, lambda tensor: _filled(tensor, device, trains=trains))
-    with _Operators() as forward, torch.set_grad_enabled(trains):
+    if name == CUDNN_FLASH and call.run is not attend:
+        raise _RefusedError("they call torch's attention past transformers' interface")
+    args, kwargs = _moved(
+        (call.args, call.kwargs), lambda tensor: _filled(tensor, device, trains=trains)
+    )
+    forward, backward = _Operators(), _Operators()
+    with warnings.catch_warnings(record=True) as reasons:
+        warnings.simplefilter("always")
         try:
-            output = F.scaled_dot_product_attention(*args, **kwargs)
-        except RuntimeError:  # a model whose layers cannot run: its first forward says why
-            return UNKNOWN, UNKNOWN
-    with _Operators() as backward:
-        if trains:
-            torch.autograd.backward(output, torch.zeros_like(output))
+            with forward, torch.set_grad_enabled(trains):
+                output = call.run(*args, **kwargs)
+            with backward:
+                if trains:
+                    torch.autograd.backward(output, torch.zeros_like(output))
+        except (RuntimeError, ValueError) as error:
+            raise _RefusedError(_reason(error, [str(one.message) for one in reasons])) from error
     names = (next(iter(seen.names), COMPOSED) for seen in (forward, backward))
     return next(names), next(names)
+
+
+def _reason(error: Exception, messages: list[str]) -> str:
+    """Returns torch's reasons against the kernels that are switched on, else the error's."""
+    texts = (message.partition(" (Triggered internally")[0] for message in messages)
+    told = [text for text in texts if not text.endswith(("because:", "runtime disabled."))]
+    words = " ".join(dict.fromkeys(told)) or str(error)
+    return " ".join(words.split())[:_WORDS].rstrip(".")
 
 
 def _filled(tensor: torch.Tensor, device: torch.device, *, trains: bool) -> torch.Tensor:

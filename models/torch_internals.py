@@ -29,6 +29,8 @@ __all__ = [
     "TCPStore",
     "TorchDispatchMode",
     "Work",
+    "cudnn_attention",
+    "flash_attention_backward",
     "gloo_group",
     "has_hooks",
     "innermost_saved_tensor_hooks",
@@ -78,6 +80,44 @@ def reads_first_factor(product: Node) -> bool:
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether somebody asked to be called when a leaf of any shape gets its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def cudnn_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns output, (batch, heads, rows, size), and natural log-sum-exps, (batch, heads, rows),
+    of cuDNN's attention. Versions of torch differ in a last dimension of one of the latter.
+    """
+    output, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return output, sums.reshape(query.shape[:3]).contiguous()
+
+
+def flash_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    sums: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query, key and value by FlashAttention-2; ``sums``: natural
+    log-sum-exps, contiguous.
+    """
+    # Unread without dropout.
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+    offset = torch.empty((), dtype=torch.uint64, device=query.device)
+    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(gradient, query, key, value, output, sums),
+        *(None, None, query.shape[2], key.shape[2]),
+        *(0.0, is_causal, seed, offset),
+        scale=scale,
+    )
+    return of_query, of_key, of_value
 
 
 def schema_of(kernel: OpOverload[..., Any]) -> torch.FunctionSchema:

@@ -128,8 +128,12 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels(_Stored):
-    """Facts that need torch: attention kernels by kind of layer, settings, compiler."""
+    """Facts that need torch: attention kernels by kind of layer, settings, compiler. ``asked``:
+    the value of ``model.attention``; ``choice``: the value that ``auto`` stands for, or the same.
+    """
 
+    asked: str
+    choice: str
     attention: Mapping[str, Attention]
     arithmetic: Arithmetic
     compiler: CompilerChoice

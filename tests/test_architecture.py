@@ -70,7 +70,7 @@ FLOORS = {
         configured
         tuning step_costs""",
     "models": """torch_internals
-        data device_facts step gpu products
+        attention data device_facts step gpu products
         torch_device
         loss layer_products
         surgery

@@ -113,9 +113,10 @@ def _prepare_model(
     eos = None if tokenizer is None else tokenizer.eos
     if marks is not None and marks.after:
         eos = marks.after[0]
-    model = config.model.model_dump(mode="json", exclude={"imports", "import_path"})
+    model = config.model.model_dump(mode="json", exclude={"imports", "import_path", "attention"})
     fingerprint = fingerprint_of(
-        model | {"compile": False},  # it changes no file; runs of older versions have this value
+        # Keys that change no file, with the values that runs of older versions have.
+        model | {"compile": False},
         file_stamps([config.model.path / "config.json"]) if config.model.path else None,
         [config.data.sequence_length, list(config.train.freeze), vocab_size, eos],
         config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),
@@ -160,13 +161,13 @@ def _prepare_model(
     write_atomically(directory / "meta.json", json.dumps(meta))
 
 
-def observe(config: Config, run_dir: Path) -> None:
+def observe(config: Config, run_dir: Path, progress: Progress) -> None:
     """Notes the kernels that the run's workers compute with, where they compute with torch's."""
     if config.cluster.platform.brings_model:
         return
     from penstock.models.kernels import observe_kernels
 
-    observe_kernels(config, run_dir)
+    observe_kernels(config, run_dir, progress)
 
 
 def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             review_weights(config, run_dir, _say)
             return
         if options.kernels:
-            observe(config, run_dir)
+            observe(config, run_dir, _say)
             return
         bounds = Bounds(alone=options.parent_pid is not None)
         prepare(
@@ -331,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bounds=bounds,
         )
         if not (options.table_only or options.config_only):
-            observe(config, run_dir)
+            observe(config, run_dir, _say)
 
     return tool_main(work, run_dir, options.parent_pid)
 

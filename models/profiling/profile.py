@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.models.attention import choose_attention
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.compiled import Compiler
 from penstock.models.data.objectives import own_objective
@@ -65,6 +66,7 @@ def measure(
         ConfigError: the model is impossible, or there is no such device.
     """
     device = _device(config)
+    choose_attention(config.model.attention)
     model = _Model.of(config, device, budget_s)
     micro_batches = sorted({1, 2, config.train.micro_batch or 1})
     with _threads(config) as num_threads:

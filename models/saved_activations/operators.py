@@ -47,7 +47,13 @@ _KERNELS = {
 """Kernels that are an operator wherever a module with children calls them (None: its own name)."""
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
-_CORE_PREFIXES = ("_scaled_dot_product", "_softmax", "_safe_softmax", "_flash_attention")
+_CORE_PREFIXES = (
+    "_scaled_dot_product",
+    "_softmax",
+    "_safe_softmax",
+    "_flash_attention",
+    "cudnn_flash",
+)
 
 
 class _Role(Enum):

@@ -25,6 +25,7 @@ from penstock.protocol.config.execution import (
 )
 from penstock.protocol.config.reading import Place, read_mapping
 from penstock.protocol.config.training import (
+    ON_GPUS,
     ONE_MODEL,
     DataConfig,
     ModelConfig,
@@ -114,6 +115,16 @@ class Config(Section):
                 " stepped in place no arithmetic brings back; use rollback exact, or bf16"
             )
         return self
+
+    @model_validator(mode="after")
+    def _attention_of_the_device(self) -> Config:
+        platform, attention = self.cluster.platform, self.model.attention
+        if platform.own_memory or platform.brings_model or attention not in ON_GPUS:
+            return self
+        raise ValueError(
+            f"model.attention {attention} runs on GPUs alone, and cluster.device is"
+            f" {self.cluster.device!r}; use attention auto, flash or math, or device cuda"
+        )
 
     @model_validator(mode="after")
     def _modelled_or_real(self) -> Config:

@@ -43,6 +43,11 @@ from penstock.shm.table import DType
 
 ONE_MODEL = "give exactly one of model.hf and model.path"
 
+AttentionName = Literal["auto", "sdpa", "flash", "efficient", "cudnn", "math", "cudnn-flash"]
+
+ON_GPUS = ("efficient", "cudnn", "cudnn-flash")
+"""Values of `model.attention` that CPUs have no kernels for."""
+
 
 MAX_RUN_NAME = 64
 """Most characters of `run.name`."""
@@ -118,6 +123,15 @@ class ModelConfig(Section):
         " operators; plans that do, and CPUs, run the layers as they are. A run keeps what auto"
         " chose. true: for every device.",
     )
+    attention: AttentionName = Field(
+        default="auto",
+        description="Kernels of attention, chosen before the first step; a run keeps its choice."
+        " auto: sdpa, and with `deterministic: false` cudnn on Hopper if all layers can use it."
+        " sdpa: torch chooses for each call. flash (FlashAttention-2), efficient, cudnn, math: one"
+        " kernel of torch for all calls. cudnn-flash: cuDNN's forward with the deterministic"
+        " backward of FlashAttention-2. A start is refused if a layer cannot use the named kernel."
+        " CPUs have sdpa, flash and math.",
+    )
     deterministic: bool = Field(
         default=True,
         description="Computes with kernels that give the same bits each time, so that a repeated"
@@ -131,6 +145,16 @@ class ModelConfig(Section):
             raise ValueError(ONE_MODEL)
         if self.hf is not None and "model_type" not in self.hf:
             raise ValueError("model.hf needs model_type, such as llama, gpt2, qwen2, mistral")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_that_repeats_bits(self) -> ModelConfig:
+        if self.attention == "cudnn" and self.deterministic:
+            raise ValueError(
+                "model.attention cudnn: the backward of cuDNN repeats no bits, and"
+                " model.deterministic is true; use attention cudnn-flash or auto, or deterministic"
+                " false"
+            )
         return self
 
 

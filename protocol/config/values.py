@@ -25,6 +25,9 @@ MASKED = "masked"
 AUTO = "auto"
 """Value of keys that Penstock decides; as ``schedule.scheme``, the tuner does."""
 
+SDPA = "sdpa"
+"""Value of `model.attention` that leaves kernels to torch, as runs older than the key did."""
+
 _TOKEN = "a token's text or number"
 _ENDS = f"auto, false, {_TOKEN}, or a list of tokens such as [<|eot_id|>, 128001]"
 _CORES = "auto, a list of CPU numbers, or ranges such as 0-3,8"

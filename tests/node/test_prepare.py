@@ -272,7 +272,7 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
     assert said == ["preparing the model's block table and the data"]
     files = ("run.json", "resolved.yaml", "table.json", "plan.json", "data/meta.json")
     assert [name for name in files if not (run_dir / name).exists()] == []
-    named = config(corpus, "data.tokenizer=byte", "model.compile=false")
+    named = config(corpus, "data.tokenizer=byte", "model.compile=false", "model.attention=sdpa")
     assert directory.config == named, "what is unset is named"
 
     said.clear()

@@ -33,7 +33,13 @@ ARITHMETIC = Arithmetic(
 )
 ATTENTION = Attention(forward="flash_attention", backward="flash_attention_backward", evaluation="")
 COMPILER = CompilerChoice(backend="inductor", deterministic=True, options={"fallback_random": "1"})
-KERNELS = Kernels(attention={"LlamaBlock": ATTENTION}, arithmetic=ARITHMETIC, compiler=COMPILER)
+KERNELS = Kernels(
+    asked="auto",
+    choice="sdpa",
+    attention={"LlamaBlock": ATTENTION},
+    arithmetic=ARITHMETIC,
+    compiler=COMPILER,
+)
 RECIPE = Numerics(
     plan="feed",
     batch=Batch(

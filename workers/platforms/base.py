@@ -23,7 +23,6 @@ from penstock.models.storing import Storing
 from penstock.models.torch_device import SwapStreams
 from penstock.protocol import world
 from penstock.protocol.config.schema import Config
-from penstock.protocol.run.rundir import COMPILED
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
 
@@ -225,12 +224,13 @@ class WorkerSite:
             ConfigError: the model is impossible.
         """
         # Imported here: with transformers it takes seconds, and not every platform needs it.
+        from penstock.models.attention import graphs_folder
         from penstock.models.checkpoints.constants import read_constants
         from penstock.models.compiled import Compiler
         from penstock.models.surgery.hf import load_run_config
 
         hf_config, model = load_run_config(self.run_dir), self.config.model
-        cache = self.run_dir / COMPILED
+        cache = graphs_folder(self.run_dir, model.attention)
         compiler = Compiler(deterministic=model.deterministic, cache=cache)
         return ModelRuntime(
             hf_config,

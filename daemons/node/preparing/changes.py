@@ -31,8 +31,8 @@ FIXED = {
 """Keys (and all keys below them) that saved state or data order depend on, and how."""
 
 FREE = (
-    *("data.eval_path", "data.passes", "data.cache_limit", "model.compile"),
-    "model.import_path",
+    *("data.eval_path", "data.passes", "data.cache_limit"),
+    *("model.attention", "model.compile", "model.import_path"),
 )
 """Exceptions to :data:`FIXED`."""
 
@@ -56,6 +56,7 @@ NOTES = {
     "optimizer.min_lr": _CURVE,
     "train.steps": _CURVE,
     "train.clip_grad_norm": "from the next step on",
+    "model.attention": _ROUNDING,
     "model.compile": _ROUNDING,
     "schedule.recompute": _COMPILED,
     "schedule.drop": _COMPILED,

@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.daemons.node.preparing.compiling import leaves_layers
 from penstock.daemons.node.preparing.software import Software
 from penstock.protocol.config.schema import Config
+from penstock.protocol.config.values import AUTO, SDPA
 from penstock.protocol.errors import StateError
 from penstock.protocol.numerics import (
     KERNELS,
@@ -35,17 +36,31 @@ _UNSEEN = Attention(forward="unknown", backward="unknown", evaluation="unknown")
 
 
 def knows_kernels(config: Config, run_dir: Path, software: Software) -> bool:
-    """Returns whether ``model/kernels.json`` was made by the same software, as far as the recipe of
-    the last start says.
+    """Returns whether ``model/kernels.json`` was made for the attention of the configuration, and
+    by the same software, as far as the recipe of the last start says.
     """
     if config.cluster.platform.brings_model:
         return True
     try:
         before = RunDirectory(run_dir).numerics
-        _kernels(run_dir)
+        kernels = _kernels(run_dir)
     except (OSError, StateError):
         return False
+    if config.model.attention not in (kernels.asked, kernels.choice):
+        return False
     return before is None or before.software == _rounding(config, software)
+
+
+def chosen_attention(config: Config, run_dir: Path) -> str:
+    """Returns the value of ``model.attention`` that the kernels of a prepared run are of. Devices
+    that bring their model have no kernels.
+
+    Raises:
+        StateError: ``model/kernels.json`` is damaged.
+    """
+    if config.cluster.platform.brings_model:
+        return SDPA if config.model.attention == AUTO else config.model.attention
+    return _kernels(run_dir).choice
 
 
 def write_numerics(

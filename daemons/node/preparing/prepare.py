@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.daemons.memory.states import refuse_damage, saved_steps
@@ -23,6 +23,7 @@ from penstock.daemons.node.home import (
     prepare_lock_path,
     settle_home,
 )
+from penstock.daemons.node.preparing.attention import keep_attention, with_attention
 from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.changes import (
     Change,
@@ -44,7 +45,7 @@ from penstock.daemons.node.preparing.compiling import (
 )
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.machine import check_machine
-from penstock.daemons.node.preparing.numerics import knows_kernels, write_numerics
+from penstock.daemons.node.preparing.numerics import chosen_attention, knows_kernels, write_numerics
 from penstock.daemons.node.preparing.places import (
     follow_move,
     move_tokens,
@@ -61,7 +62,7 @@ from penstock.daemons.preload.starting import Starter
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.config.reading import read_mapping
 from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.config.values import AUTO, BYTE, CHOSEN_LATER
+from penstock.protocol.config.values import AUTO, BYTE, CHOSEN_LATER, SDPA
 from penstock.protocol.errors import StateError
 from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.placement import check_cores
@@ -141,6 +142,7 @@ def _prepare(
     config = keep_compile(config, previous)
     config = keep_defaults(config, previous)
     started = RunDirectory(run_dir).has_started
+    config = keep_attention(config, previous if started else None)
     config = keep_recomputation(config, previous if started else None).with_recomputation()
     config = keep_micro_batch(config, previous, progress, started=started)
     config = keep_choice(config, previous, progress)
@@ -203,9 +205,11 @@ def _make_ready(
             config, run_dir, "--review", progress=progress, lock=lock, starter=starter
         )
     if not makes_inputs and not knows_kernels(config, run_dir, software):
+        _write(directory, config, {"resolved.yaml": config.to_yaml()})  # the tool reads attention
         run_models_prepare(
             config, run_dir, "--kernels", progress=progress, lock=lock, starter=starter
         )
+    config = with_attention(config, chosen_attention(config, run_dir))
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
     # Read anew: a cached attribute may stem from before the inputs were made.
     directory = RunDirectory(run_dir)
@@ -231,7 +235,10 @@ def _make_ready(
 
 def _write_plan(directory: RunDirectory, config: Config, plan: Plan) -> None:
     """Writes configuration and plan where they changed, and seals what the run is made from."""
-    texts = {"resolved.yaml": config.to_yaml(), "plan.json": plan.to_json()}
+    _write(directory, config, {"resolved.yaml": config.to_yaml(), "plan.json": plan.to_json()})
+
+
+def _write(directory: RunDirectory, config: Config, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         if not holds_text(directory.path / name, text):
             directory.unseal()
@@ -309,7 +316,9 @@ def _previous(run_dir: Path, progress: Progress) -> Config | None:
             raise StateError(f"{run_dir} holds a run, but its resolved.yaml is missing")
         return None
     previous = load_config(path)
-    if not _knows_marks(path):
+    if started and not _knows(path, "model", "attention"):
+        previous = with_attention(previous, SDPA)
+    if not _knows(path, "data", "bos"):
         # An older Penstock made the data: it put no token in front of documents.
         data = previous.data.model_copy(update={"bos": False})
         previous = previous.model_copy(update={"data": data})
@@ -351,10 +360,10 @@ def _name_tokenizer(
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
 
 
-def _knows_marks(resolved: Path) -> bool:
-    """Returns whether a written configuration has ``data.bos``; those of older versions lack it."""
-    data = read_mapping(resolved).value.get("data")
-    return isinstance(data, dict) and "bos" in data
+def _knows(resolved: Path, section: str, key: str) -> bool:
+    """Returns whether a written configuration has a key; those of older versions may lack it."""
+    values = read_mapping(resolved).value.get(section)
+    return isinstance(values, dict) and key in values
 
 
 def _keep_bos(config: Config, previous: Config | None, run_dir: Path, progress: Progress) -> Config:
@@ -399,7 +408,7 @@ def _inputs_changed(changes: Sequence[Change]) -> bool:
     """Returns whether the block table or the token files follow from another configuration."""
     keys = ("model.", "data.", "optimizer.grad_dtype", "optimizer.name")
     return any(
-        (change.key.startswith(keys) and change.key != "model.compile")
+        (change.key.startswith(keys) and change.key not in ("model.attention", "model.compile"))
         or change.key in ("run.seed", "train.freeze", "train.eval_every")
         or change.key in ("cluster.device", "emulation.scale")
         for change in changes

@@ -4,6 +4,7 @@ to.
 
 from __future__ import annotations
 
+from penstock.models.attention import choose_attention
 from penstock.models.runtime import ModelRuntime
 from penstock.models.torch_device import repeat_bits
 from penstock.protocol.plan.plan import Plan
@@ -31,9 +32,12 @@ class CpuPlatform:
         self.meter = StorageMeter() if site.config.observability.memory else NoMeter()
 
     def set_up_process(self) -> None:
-        """Choose deterministic kernels: a repeated attempt gives the same bits."""
+        """Chooses deterministic kernels, with which a repeated attempt gives the same bits, and the
+        attention of the run.
+        """
         if self._site.config.model.deterministic:
             repeat_bits()
+        choose_attention(self._site.config.model.attention)
 
     def runtime(self) -> ModelRuntime:
         """Returns the run's model."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from penstock.models.attention import choose_attention
 from penstock.models.gpu import Gpu
 from penstock.models.runtime import ModelRuntime
 from penstock.models.torch_device import repeat_bits
@@ -83,9 +84,10 @@ class CudaPlatform:
         self.meter = CudaMeter(self._gpu)
 
     def set_up_process(self) -> None:
-        """Choose deterministic kernels: attention's backward, for one, adds up in any order."""
+        """Chooses deterministic kernels, which add in one order, and the attention of the run."""
         if self._site.config.model.deterministic:
             repeat_bits()
+        choose_attention(self._site.config.model.attention)
 
     def runtime(self) -> ModelRuntime:
         """Returns the run's model."""
