@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers.models.llama import modeling_llama  # noqa: F401  seconds that forks need not take
 
+from bench.gpu.measures.attention import attention
 from bench.gpu.measures.timing import Timer
 from bench.gpu.measures.trained import Recipe
 from bench.gpu.memory import waken
@@ -252,4 +253,5 @@ MEASUREMENTS = (
     Measurement(name="layers", deadline_s=40, run=layers),
     Measurement(name="layers that repeat their bits", deadline_s=40, run=repeating_layers),
     Measurement(name="update", deadline_s=75, run=update),
+    Measurement(name="attention", deadline_s=90, run=attention),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from bench.gpu.measures.attention import CANDIDATES, MASKS
 from bench.gpu.measures.kernels import SHARES
 from bench.gpu.page.tables import (
     GIB,
@@ -145,9 +146,33 @@ def _kernels(results: PartResults | None) -> Lines:
         cells = " | ".join(f"{rates[share]:.3g}" for share in parts)
         yield f"| billions of parameters a second | {cells} |"
         yield ""
+    if "attention" in known:
+        yield from _attention(known["attention"].figures)
     for name, outcome in known.items():
         if note := note_of(outcome):
             yield from wrapped(f"* {name}: {note}", "  ")
+
+
+def _attention(figures: Figures) -> Lines:
+    """Yields a table for each mask; a cell has forward, backward, and repetitions of equal bits."""
+    known = {name: figures[name] for name in CANDIDATES if name in figures}
+    for mask in MASKS:
+        keys = dict.fromkeys(key for rows in known.values() for key in rows if key.startswith(mask))
+        if keys:
+            lengths = " | ".join(f"{key.split()[1]} tokens" for key in keys)
+            yield f"| attention, {mask}: forward, backward TFLOP/s, equal bits | {lengths} |"
+            yield "| --- " * (len(keys) + 1) + "|"
+            for name, rows in known.items():
+                if any("error" not in rows.get(key, {"error": ""}) for key in keys):
+                    yield f"| {name} | " + " | ".join(_cell(rows.get(key)) for key in keys) + " |"
+            yield ""
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None or "error" in row:
+        return "none"
+    rates = f"{row['forward_tflops']:.4g}, {row['backward_tflops']:.4g}"
+    return f"{rates}, {row['equal']} of {row['repeats']}"
 
 
 SPEED = (
