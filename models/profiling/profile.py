@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,7 @@ from penstock.models.surgery.table import build_table
 from penstock.models.torch_device import first_device, torch_device
 from penstock.models.torch_internals import compilation_error
 from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.config.values import AUTO
+from penstock.protocol.config.values import AUTO, SDPA
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
 from penstock.protocol.plan.sweep_rates import measure_optimizer
@@ -69,8 +70,8 @@ def measure(
     choose_attention(config.model.attention)
     model = _Model.of(config, device, budget_s)
     micro_batches = sorted({1, 2, config.train.micro_batch or 1})
-    with _threads(config) as num_threads:
-        bench = _compiled_bench(config, model, progress)
+    with _threads(config) as num_threads, _graphs(config) as cache:
+        bench = _compiled_bench(config, model, cache, progress)
         compiled = bench is not None
         bench = bench or model.bench(None)
         blocks = measure_kinds(bench, model.table, micro_batches, progress)
@@ -138,7 +139,21 @@ class _Model:
         )
 
 
-def _compiled_bench(config: Config, model: _Model, progress: Progress) -> BlockBench | None:
+@contextmanager
+def _graphs(config: Config) -> Iterator[Path | None]:
+    """Yields a folder for the graphs of a named attention, None for torch's own, which would
+    return graphs of another attention.
+    """
+    if config.model.attention in (AUTO, SDPA):
+        yield None
+        return
+    with TemporaryDirectory(prefix="penstock-graphs-") as folder:
+        yield Path(folder)
+
+
+def _compiled_bench(
+    config: Config, model: _Model, cache: Path | None, progress: Progress
+) -> BlockBench | None:
     """Returns a bench whose layers are compiled; None if those of a run would not be.
 
     Raises:
@@ -148,7 +163,9 @@ def _compiled_bench(config: Config, model: _Model, progress: Progress) -> BlockB
     if choice is False or (choice == AUTO and not torch_device(model.device).own_memory):
         return None
     progress("the time of the compiler (model.compile)")
-    bench = model.bench(Compiler(deterministic=config.model.deterministic))
+    compiler = Compiler(deterministic=config.model.deterministic, cache=cache)
+    compiler.set_up_process()
+    bench = model.bench(compiler)
     try:
         bench.compile(config.train.micro_batch or 1)
     except (compilation_error(), RuntimeError) as error:
