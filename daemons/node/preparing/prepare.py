@@ -390,6 +390,8 @@ def _changes(
         config = config.model_copy(update={"schedule": previous.schedule})
     if config.train.micro_batch == CHOSEN_LATER:
         config = config.with_micro_batch(previous.train.micro_batch)
+    if config.model.attention == AUTO:
+        config = with_attention(config, previous.model.attention)
     changes = find_changes(previous, config)
     directory = RunDirectory(run_dir)
     if not directory.has_started:
