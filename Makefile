@@ -7,6 +7,7 @@ CONFIG ?= examples/tiny.yaml
 ARGS ?=
 PARTS ?=
 THERE ?=
+SEEDS ?= 200
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,8 +18,8 @@ PAIR = build/versions/$(notdir $(PYTHON))-$(subst =,,$(TORCH))
 PAIR_TESTS := $(addprefix tests/,data models native planner shm worker)
 PYTHON_PATHS := client daemons deploy grafana models planner protocol shm workers src tests bench
 
-.PHONY: train test check versions integration soak bench gpu gpu-wheels papers pictures docs dashboards \
-  proto format clean
+.PHONY: train test check pins versions integration soak bench gpu gpu-wheels papers pictures docs \
+  dashboards proto format clean
 .DELETE_ON_ERROR:
 
 ## Train the example (CONFIG=file ARGS='--set train.steps=50' for another run).
@@ -36,6 +37,11 @@ check: $(STAMP)
 	$(BIN)/ruff check $(PYTHON_PATHS)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+## Outcomes that no move and no new name may change, each compared with its stored one; SEEDS=2000 at
+## the end of a larger change. ARGS=--rewrite stores new outcomes, ARGS='--only names' takes a part.
+pins: $(STAMP)
+	$(BIN)/python -m tests.pins --seeds $(SEEDS) $(ARGS)
 
 ## What depends on Python and torch, with a pair of them: make versions PYTHON=python3.13
 ## TORCH=torch==2.15.0 (docs/VERSIONS.md). A wheel is built and installed into build/versions/.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import random
 import sqlite3
+import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,20 @@ class Disk:
         """The machine with the disk was switched off."""
         for file in self.files.values():
             file.lose_power(dice)
+
+    def rows(self, path: Path) -> dict[str, list[tuple[Any, ...]]]:
+        """Returns the rows of each table of the database at ``path``, in order of their columns."""
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            copy = Path(folder) / path.name
+            for ending in ("", "-wal"):
+                file = self.files.get(f"{path}{ending}", File())
+                copy.with_name(f"{path.name}{ending}").write_bytes(file.current)
+            with closing(sqlite3.connect(copy)) as connection:
+                names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+                return {
+                    name: sorted(connection.execute(f"SELECT * FROM {name}"), key=repr)
+                    for (name,) in sorted(names)
+                }
 
     def refuse(self) -> None:
         """A write was refused."""

@@ -143,6 +143,26 @@ def undisturbed_runs(begins: Callable[[str], None] = lambda shape: None) -> Any:
         laboratory.close()
 
 
+def digests_without_faults(names: Iterable[str]) -> dict[str, str]:
+    """Returns a digest of the states and metrics that each named shape leaves without faults; empty
+    where a shape keeps no bits. A violation stands in the place of its digest.
+    """
+    from tests.simulation.simulate import SHAPES, Laboratory, simulate
+    from tests.simulation.simulated import replaced
+
+    shapes = {shape.name: shape for shape in SHAPES}
+    laboratory, digests = Laboratory(), {}
+    try:
+        for name in names:
+            with replaced(), contextlib.redirect_stderr(io.StringIO()):
+                outcome = simulate(laboratory, shapes[name], 0, ())
+            result = outcome.result
+            digests[name] = outcome.violations[0] if result is None else result.digest
+    finally:
+        laboratory.close()
+    return digests
+
+
 def _run_undisturbed(laboratory: Any, shapes: Collection[str], totals: Totals) -> None:
     """Until one leaves something else than it is known to leave, or does what it must not."""
     from tests.simulation.simulate import SHAPES, run_plan

@@ -54,6 +54,8 @@ class Outcome:
     switches: int = 0
     plan: tuple[Fault, ...] = ()
     metrics: str = ""
+    rows: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+    """Rows of the journal at the end of the run, by table; empty after a violation."""
     result: Result | None = None
 
     @property
@@ -144,6 +146,7 @@ def simulate(laboratory: Laboratory, shape: Shape, seed: int, plan: tuple[Fault,
         if not kernel.violations:
             outcome.result = Result.of(run.path, cluster.vouched.seen, keeps_bits=shape.keeps_bits)
             outcome.metrics = (run.path / "metrics.jsonl").read_text()  # times, too
+            outcome.rows = cluster.disk.rows(run.path / "journal.sqlite")
             _nothing_left(kernel, run)
             _was_soon_over(kernel, cluster, injector)
             history, metrics = cluster.history, run.path / "metrics.jsonl"

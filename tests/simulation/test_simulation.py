@@ -37,10 +37,9 @@ def run(*arguments: str, timeout_s: float = 1500.0) -> str:
     return found.stdout
 
 
-@pytest.mark.parametrize("first", [0, 1_000_000])
-def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones(first: int) -> None:
-    """About a minute together; ``make soak`` lives through seeds that nobody has seen."""
-    said = run("run", "--seeds", f"{first}:{first + 12}")
+def test_clusters_under_faults_leave_the_bytes_of_undisturbed_ones() -> None:
+    """Takes half a minute; the pins (tests/pins) have the first seeds, ``make soak`` new ones."""
+    said = run("run", "--seeds", "1000000:1000012")
     assert said.startswith("12 seeds") and " 0 violations" in said
 
 
