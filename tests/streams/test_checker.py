@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.models.products import product, ticket_for
 from tests.streams.checker import Checker
 from tests.streams.gpu import CheckedGpu, gpu_of
 from tests.streams.threads import watching
@@ -52,6 +53,27 @@ def test_work_that_does_not_wait_for_a_copy(gpu: CheckedGpu, waits: bool) -> Non
     total = (there * 2.0).sum()
     assert float(total) == (16.0 if waits else 0.0), "late streams show it in the bytes, too"
     assert bool(races(gpu)) != waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_layer_product_reads_what_its_schema_says(gpu: CheckedGpu, waits: bool) -> None:
+    """The operators of compiled layers, called as their graphs call them: a weight that is still
+    being copied is found in the forward, and in the backward that makes the rows' gradient.
+    """
+    weight, stream = copy_in(gpu, registered(gpu))
+    if waits:
+        gpu.current_stream().wait_stream(stream)
+    rows = torch.ones(3, 4, device=gpu.device, requires_grad=True)
+    handed: list[torch.Size] = []
+    leaf = weight.view(2, 4).requires_grad_()
+    ticket = ticket_for(leaf, lambda gradient, kept: handed.extend((gradient.shape, kept.shape)))
+    made = product(rows, leaf, None, ticket, False, False)
+    assert made.sum().item() == (24.0 if waits else 0.0)
+    made.sum().backward()
+    assert handed == [(3, 2), (3, 4)] and leaf.grad is None and rows.grad is not None
+    assert bool(races(gpu)) != waits
+    operators = ("penstock::product", "aten::mm")
+    assert waits or all(any(o in race for race in races(gpu)) for o in operators)
 
 
 @pytest.mark.parametrize("waits", [True, False])
