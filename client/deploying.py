@@ -37,7 +37,7 @@ def systemd(
     user: Annotated[
         str,
         typer.Option(
-            metavar="USER", help="Whom the node runs as; penstock is a system user made for it."
+            metavar="USER", help="User that the node runs as. Default: the system user penstock."
         ),
     ] = "penstock",
     cores: Annotated[
@@ -172,7 +172,7 @@ def kubernetes(
         bool,
         typer.Option(
             "--older-cluster",
-            help="For Kubernetes before 1.35: containers restart whatever their exit code.",
+            help="For Kubernetes before 1.35: containers restart after every exit code.",
         ),
     ] = False,
 ) -> None:

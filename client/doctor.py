@@ -209,8 +209,8 @@ def _bytecode() -> str:
         return "found"
     place = Path(spec.origin).parents[1]
     return (
-        "none of torch's: whatever starts takes some ten seconds to compile what it imports; once,"
-        f" as somebody who may write there: {sys.executable} -m compileall -q -j 0 {place}"
+        "none of torch's: each process compiles its imports for some ten seconds; once,"
+        f" as a user with write access: {sys.executable} -m compileall -q -j 0 {place}"
     )
 
 
@@ -246,7 +246,7 @@ def _sockets(run_dir: Path | None) -> Iterable[Finding]:
             yield Finding(
                 kind="sockets",
                 name=str(folder),
-                detail="of a node that was killed; its next start makes them anew",
+                detail="of a node that was killed; its next start makes new ones",
                 removable=True,
             )
 

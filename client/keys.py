@@ -92,8 +92,8 @@ def show(folder: FolderArgument) -> None:
 
 
 @app.command(
-    epilog="Running processes read the new files when they next connect, or somebody connects to"
-    " them. Copy the folders of nodes to where the nodes read them."
+    epilog="Running processes read the new files at their next connection, incoming or outgoing."
+    " Copy the folders of nodes to where the nodes read them."
 )
 def renew(
     folder: FolderArgument,

@@ -389,7 +389,7 @@ def doctor(
         ),
     ] = None,
     run_dir: RunDirOption = None,
-    remove: Annotated[bool, typer.Option("--clean", help="Remove what nobody uses.")] = False,
+    remove: Annotated[bool, typer.Option("--clean", help="Remove unused entries.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="With --clean: also memory with steps not saved.")
     ] = False,

@@ -273,7 +273,7 @@ def _check_used(config: Config) -> None:
     ):
         if value and not set(users) & set(schedule.passes):
             raise ConfigError(
-                f"schedule.{key} = {value}: no pass looks at it; leave it out, or have"
+                f"schedule.{key} = {value}: no pass uses the key; leave it out, or have"
                 f" {' or '.join(users)} in schedule.passes"
             )
 

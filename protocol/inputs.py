@@ -124,9 +124,7 @@ def _read(descriptor: int, limit: int, *, pipe: bool) -> bytes:
         left_s = deadline_s - time.monotonic()
         # A pipe without a writer reads as empty: poll waits until there was one.
         if pipe and (left_s <= 0 or not poll.poll(left_s * 1000)):
-            raise OSError(
-                errno.ETIMEDOUT, f"it is a pipe, and nobody wrote it to its end within {PIPE_S:g} s"
-            )
+            raise OSError(errno.ETIMEDOUT, f"it is a pipe without an end after {PIPE_S:g} s")
         chunk = os.read(descriptor, min(_CHUNK_BYTES, limit - len(content)))
         if not chunk:
             break

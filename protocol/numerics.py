@@ -20,7 +20,7 @@ from penstock.protocol.errors import StateError
 NUMERICS = "numerics.json"
 KERNELS = "model/kernels.json"
 FORMAT = 1
-REMEDY = "the next penstock train writes it anew"
+REMEDY = "the next penstock train writes a new one"
 
 _DIGITS = 16
 """Hexadecimal digits of a recipe's digest."""

@@ -46,7 +46,7 @@ GraceOption = Annotated[
         "--grace-seconds",
         metavar="N",
         min=1.0,
-        help="Whoever asks the run to stop kills it N seconds later: save within that, or keep the"
+        help="Seconds between a stop request and the external kill: save within them, or keep the"
         " memory. Default: cluster.grace_seconds, SLURM_JOB_END_TIME.",
     ),
 ]

@@ -337,7 +337,7 @@ def _lane(model: Model, name: str, glyphs: Glyphs, width: int) -> Text:
 def _lanes_title(model: Model, glyphs: Glyphs) -> str:
     marks = glyphs.doing
     return (
-        f"who does what: busy in the last step, lately ({marks[Doing.WORKING]} works"
+        f"work of each member: busy in the last step, lately ({marks[Doing.WORKING]} works"
         f" {marks[Doing.WAITING]} waits), now"
     )
 

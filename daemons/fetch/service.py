@@ -90,7 +90,7 @@ class FetchService:
                 now_s = time.monotonic()
                 if now_s >= self._next_chore_s:
                     if not self._serving.is_current:
-                        _log.info("the node's memory is another one now: beginning anew")
+                        _log.info("the node's memory was replaced: the service starts again")
                         return
                     self._do_chores(now_s)
                 self._turn(now_s)

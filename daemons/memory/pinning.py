@@ -41,11 +41,11 @@ class PinnedVersion:
         """Returns whether the block's state is at the version, and stays so while it is pinned.
 
         Raises:
-            StateError: it went past the version, or the memory was filled anew.
+            StateError: it went past the version, or the memory was filled again.
         """
         control = self.memory.control
         if control.incarnation != self._incarnation:
-            raise self._contradiction("the memory was filled anew")
+            raise self._contradiction("the memory was filled again")
         if control.committed < self.version:
             return False
         if block not in self._trained:

@@ -184,7 +184,7 @@ def _knows(header: str, path: Path) -> bool:
     except (binascii.Error, ValueError):
         return False
     except ConfigError as error:
-        _log.warning("nobody gets metrics: %s", error)
+        _log.warning("metrics are not served: %s", error)
         return False
     given = hashlib.sha256(password).hexdigest()
     return (

@@ -71,7 +71,7 @@ class ServiceManager:
                 sender.sendto(text.encode(), address)
         except OSError as error:
             if not self._failed:
-                _log.warning("the service manager at %s hears nothing: %s", self._address, error)
+                _log.warning("the service manager at %s gets no messages: %s", self._address, error)
             self._failed = True
             return False
         self._failed = False

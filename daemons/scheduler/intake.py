@@ -221,7 +221,9 @@ class Guard:
         name = method.rpartition("/")[2]
         if party is None:
             self._complaints.say(f"{name}: called by a stranger from {context.peer()}")
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "who calls is not known here")
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the caller has no key of this run"
+            )
         elif not party.roles & allowed:
             names, own = ", ".join(sorted(allowed)), ", ".join(sorted(party.roles))
             words = f"{name} is for the role {names}; these keys: {own}"

@@ -88,7 +88,7 @@ def _shared() -> Panels:
         lines(
             "Used, and the limit",
             "Bytes in /dev/shm by node, of all and of this run. The run's are constant while it"
-            " trains; growth of the others is another run, or files that somebody puts there.",
+            " trains; other growth comes from another run, or from other files in /dev/shm.",
             each(highest(SHARED_USED, NODES, "node"), "{{node}} used"),
             each(highest("penstock_node_shm_run_bytes", NODES, "node"), "{{node}} by this run"),
             each(highest(SHARED_LIMIT, NODES, "node"), "{{node}} limit"),
@@ -199,7 +199,7 @@ def _daemon() -> Panels:
         ),
         lines(
             "Leases",
-            "Versions of blocks that a reader or a save holds, so that nobody writes over them.",
+            "Versions of blocks that a reader or a save protects from being overwritten.",
             each(total("penstock_memoryd_leases", NODES, "node"), "{{node}}"),
             unit="none",
             limits=(0, None),

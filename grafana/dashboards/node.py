@@ -148,8 +148,8 @@ def _disks() -> Panels:
         lines(
             "Clock against other nodes",
             "How far this node's clock is ahead of another's, and the error of that estimate."
-            " Traces of several nodes are no better than this. One node has nobody to compare"
-            " with.",
+            " Traces of several nodes are no better than this. A single node has"
+            " no value.",
             each(
                 highest("penstock_clock_offset_seconds", NODES, "node, peer"),
                 "{{node}} before {{peer}}",

@@ -139,7 +139,7 @@ def _broken() -> Panels:
         stacked(
             "Broken attempts by cause",
             "Lost member: a process died. Silent: its heartbeat stopped. Hung: it did not do what"
-            " it should in time. Failed: it reported an error. Asked: somebody stopped or paused.",
+            " it should in time. Failed: it reported an error. Asked: a user stopped or paused.",
             each(increase("penstock_attempts_broken_total", RUN, "cause", "$window"), "{{cause}}"),
             unit="none",
             bars=True,

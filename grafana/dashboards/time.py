@@ -122,7 +122,7 @@ def _devices() -> Panels:
             "Computation over what was expected",
             "Seconds that each device computed in a step, over what profile or simulation expect of"
             " it. Around 1 is right. One device far above the others is slow (heat, clocks,"
-            " somebody else on it); all of them above: the costs are too low.",
+            " another process); all of them above: the costs are too low.",
             last(_over_expected(), "device {{device}}"),
             unit="none",
             steps=((None, "green"), (1.3, "orange"), (1.6, "red")),
@@ -163,7 +163,7 @@ def _ends() -> Panels:
             "Time outside of computation",
             "Share of the run's time in which no device has work of a step: the optimizer's tail"
             " after the last gradient, the scheduler between attempts, evaluations, waiting for a"
-            " save to get room, pauses that somebody asked for.",
+            " save to get room, pauses on request.",
             *(each(rate(metric, RUN), name) for metric, name in parts.items()),
             unit="percentunit",
             size=(8, 8),

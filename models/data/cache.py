@@ -101,7 +101,7 @@ class TokenCache:
         except UntrustedError as error:
             self._progress(f"kept tokens are not used: {error}")
         except (OSError, StateError, *DAMAGED) as error:
-            self._progress(f"kept tokens are damaged and made anew ({folder}: {error})")
+            self._progress(f"kept tokens are damaged and made again ({folder}: {error})")
             shutil.rmtree(folder, ignore_errors=True)
         for path in (tokens, sums):
             path.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ _MAX_THREADS = 8
 
 _REMEDY = "Restore it and start again; for other data start a new run in another run.dir"
 _REMEDY_OWN = (
-    "Restore it, or delete {} and start again: it is made anew from the same text; for another text"
+    "Restore it, or delete {} and start again, which makes it from the same text; for another text"
     " start a new run in another run.dir"
 )
 

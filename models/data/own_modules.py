@@ -24,6 +24,4 @@ def import_own(name: str, config: Config) -> ModuleType:
 
 def import_hint(config: Config) -> str:
     """Returns where modules of the user's are looked for, for errors."""
-    return (
-        f"modules of yours are looked for in model.import_path = {str(config.model.import_path)!r}"
-    )
+    return f"your modules are searched in model.import_path = {str(config.model.import_path)!r}"

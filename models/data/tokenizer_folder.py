@@ -48,7 +48,9 @@ _COMPANIONS = (
 _PROBES = ("a", "0", "text", "\u4e00")
 """Short texts; every usual tokenizer has a token for one of them."""
 
-_HOW_TO_SET = "get its files anew, or set data.tokenizer to a tokenizer.json or the folder of one"
+_HOW_TO_SET = (
+    "download its files again, or set data.tokenizer to a tokenizer.json or the folder of one"
+)
 
 
 class FolderTokenizer:

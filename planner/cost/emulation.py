@@ -364,7 +364,7 @@ def _check_options(text: str, source: AnalyticSource) -> None:
     }
     for option, key in elsewhere.items():
         if f"{option}=" in text:
-            raise ConfigError(f"cluster.device: {option} is said by {key}; leave it out here")
+            raise ConfigError(f"cluster.device: {option} is set by {key}; leave it out here")
 
 
 def _published(block: BlockCost, table: BlockTable) -> BlockCost:

@@ -93,7 +93,7 @@ def order_times(
         if awaited is not None:
             waiting[awaited].append(device)
     if any(len(clock.ends) < len(clock.steps) for clock in clocks):
-        raise ValueError("compute orders wait for each other in a circle, or for work nobody does")
+        raise ValueError("compute orders wait for each other in a circle, or for work of no device")
     return OrderTimes(
         starts=tuple(tuple(clock.starts) for clock in clocks),
         ends=tuple(tuple(clock.ends) for clock in clocks),

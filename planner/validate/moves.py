@@ -66,7 +66,7 @@ def _check(world: World, device: DeviceState, tensor: Tensor, peer: int, *, send
         raise RuleBroken(f"there is no {tensor}")
     stage, m = tensor.stage, tensor.micro_batch
     if tensor.kind is TensorKind.ACTIVATION and not world.is_run(stage + 1, m):
-        raise RuleBroken(f"nobody uses the {tensor}: FORWARD {stage + 1} {m} is missing")
+        raise RuleBroken(f"no device uses the {tensor}: FORWARD {stage + 1} {m} is missing")
     here, there = places if sends else places[::-1]
     if places[0] == places[1]:
         raise RuleBroken(f"the {tensor} is produced and used on device {here}: nothing to transfer")

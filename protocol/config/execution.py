@@ -137,7 +137,7 @@ class ScheduleConfig(Section):
         default=DeviceUpdates.PREVIEW,
         description="What devices do with the blocks that interleave-updates or device-update give"
         " them: preview, write their next weights, and the CPU takes the step into their state"
-        " after the commit; flush, write their next state as well, beside the committed one, so"
+        " after the commit; flush, write their next state as well, next to the committed one, so"
         " that the CPU has nothing to do with them, for a second copy of their state in host memory"
         " (Deep Optimizer States; docs/OPTIMIZER.md); auto, what makes the simulated step shorter,"
         " which may be no updates on devices if no stride or share is given.",
@@ -229,8 +229,8 @@ class ClusterConfig(Section):
     )
     security: Literal["none", "tls"] = Field(
         default="none",
-        description="With tls, whatever goes over the network is encrypted, and who has no key of"
-        " the run is turned away (docs/SECURITY.md). With none, addresses other than loopback are"
+        description="With tls, all traffic is encrypted, and callers without a key of the run are"
+        " rejected (docs/SECURITY.md). With none, addresses other than loopback are"
         " refused, and a token in the run directory keeps other users of the machine away.",
     )
     keys: Path | None = Field(
@@ -240,17 +240,17 @@ class ClusterConfig(Section):
     )
     insecure: bool = Field(
         default=False,
-        description="Allows addresses other than loopback without `security: tls`. Whoever reaches"
-        " them may read and change the run.",
+        description="Allows addresses other than loopback without `security: tls`. Everybody on"
+        " the network may read and change the run.",
     )
     trusted_fabric: bool = Field(
         default=False,
-        description="Says that nobody else reaches the network that RDMA, and process groups of"
-        " torch.distributed, use: they are plain, and refused with `security: tls` otherwise.",
+        description="States that the network of RDMA and of torch.distributed's process groups is"
+        " private. Both are unencrypted, and refused with `security: tls` otherwise.",
     )
     pin_memory: bool = Field(
         default=True,
-        description="GPUs copy shared memory that the driver has pinned, beside the computation."
+        description="GPUs copy shared memory that the driver has pinned, during the computation."
         " Without, where a driver refuses that (WSL, some virtual GPUs): through the driver's own"
         " memory, more slowly, while the worker waits.",
     )
@@ -278,9 +278,9 @@ class ClusterConfig(Section):
     attempt_timeout_s: Seconds = Field(
         default=600.0,
         gt=0.0,
-        description="An attempt or evaluation in which nobody gets on for so long is broken off,"
-        " and who holds it up is killed and replaced, as is a process that has not joined the run"
-        " at that age. Longer than any single instruction takes.",
+        description="An attempt or evaluation without progress for this time is aborted, and"
+        " the member that blocks it is killed and replaced. So is a process that has not joined the"
+        " run at that age. Longer than any single instruction takes.",
     )
     start_timeout_s: Seconds = Field(
         default=1800.0,
@@ -318,13 +318,13 @@ class ClusterConfig(Section):
         if self.security == "tls" and self.fetch != "zmq" and not self.trusted_fabric:
             raise ValueError(
                 f"cluster.fetch {self.fetch} reads memory without encryption, and its software"
-                " paths check no keys; with cluster.security: tls use zmq, or say that nobody else"
-                " reaches that network (trusted_fabric: true)"
+                " paths check no keys; with cluster.security: tls use zmq, or declare the network"
+                " private (trusted_fabric: true)"
             )
         if self.transport != "auto" and not self.may_use(self.transport):
             raise ValueError(
-                f"cluster.transport {self.transport} is plain, and who reaches its ports can join;"
-                " with cluster.security: tls use zmq, or say that nobody else reaches that network"
+                f"cluster.transport {self.transport} is unencrypted, and its ports admit everybody;"
+                " with cluster.security: tls use zmq, or declare the network private"
                 " (trusted_fabric: true)"
             )
         *others, last = "auto", *self.platform.transports

@@ -106,14 +106,14 @@ class ModelConfig(Section):
     )
     imports: Annotated[tuple[str, ...], Accepts("a list of modules such as [fla]")] = Field(
         default=(),
-        description="Python modules that everybody who needs the model imports first: those that"
-        " register types of model of their own with transformers. Every machine has them.",
+        description="Python modules that every process with the model imports first: those that"
+        " register new types of model with transformers. Every machine has them.",
     )
     import_path: Path | None = Field(
         default=None,
         description="The folder of your modules, those of `model.imports` and `data.objective`:"
-        " relative to the configuration file, by default the folder of that file. Python looks"
-        " there last, after its own folders. The folder from which you start Penstock is not"
+        " relative to the configuration file, by default the folder of that file. Python searches"
+        " it last, after its own folders. The folder from which you start Penstock is not"
         " searched.",
     )
     compile: Literal["auto"] | bool = Field(
@@ -210,7 +210,7 @@ class DataConfig(Section):
         default=NEXT_TOKEN,
         pattern=rf"^({NEXT_TOKEN}|{MASKED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         description="What is predicted of a sequence: each next token; with encoders such as bert,"
-        " masked tokens (drawn anew in each pass); or what a function says that is given token"
+        " masked tokens (drawn again in each pass); or what a function says that is given token"
         " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
         " (models/data/batch.py).",
     )

@@ -64,7 +64,7 @@ PROCESS: tuple[Metric, ...] = (
 """What metricsd says of each process of its node, under that process's labels."""
 
 RESOURCES: tuple[Metric, ...] = (
-    gauge("penstock_node_shm_used_bytes", "Used of /dev/shm, by whoever it is."),
+    gauge("penstock_node_shm_used_bytes", "Bytes used in /dev/shm by all processes."),
     gauge("penstock_node_shm_limit_bytes", "Size of /dev/shm."),
     gauge("penstock_node_shm_run_bytes", "Size of this run's segments on this node."),
     gauge(
@@ -92,12 +92,12 @@ RESOURCES: tuple[Metric, ...] = (
     ),
     counter(
         "penstock_node_network_receive_bytes",
-        "Received over an interface, by whoever it is.",
+        "Received over an interface by all processes.",
         {"interface": _INTERFACES},
     ),
     counter(
         "penstock_node_network_transmit_bytes",
-        "Sent over an interface, by whoever it is.",
+        "Sent over an interface by all processes.",
         {"interface": _INTERFACES},
     ),
     gauge(

@@ -20,7 +20,7 @@ OBSERVER: tuple[Metric, ...] = (
     counter("penstock_analysed_attempts", "Attempts that were analysed."),
     counter(
         "penstock_analysis_failures",
-        "Sampled attempts that could not be analysed: broken off or without somebody's events"
+        "Sampled attempts that could not be analysed: broken off or without the events of a member"
         " (incomplete), of another plan, or by an error, which the log has.",
         {"reason": ("incomplete", "other_plan", "error")},
     ),

@@ -66,7 +66,7 @@ TRAINING = (
     gauge("penstock_step", "Committed step."),
     gauge(
         "penstock_standstill_seconds",
-        "For how long no member has got on with what the run is doing; 0 while nothing is to do.",
+        "Seconds without progress of any member; 0 while nothing is to do.",
     ),
     gauge("penstock_steps", "Steps that the run is to take (train.steps)."),
     gauge(
@@ -99,7 +99,7 @@ ATTEMPTS = (
     ),
     counter(
         "penstock_optimizer_tail_seconds",
-        "From the last gradient of an attempt to its decision: what the optimizer does beside no"
+        "From the last gradient of an attempt to its decision: work of the optimizer without"
         " computation. Part of the attempts' seconds.",
     ),
     counter(

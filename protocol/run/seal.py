@@ -121,12 +121,12 @@ def read_sealed(run_dir: Path, name: str) -> bytes:
     return content
 
 
-_REMEDY = "Restore it; or delete it and start again, then it is made anew from the run's inputs"
+_REMEDY = "Restore it; or delete it and start again, which makes it from the run's inputs"
 _REMEDIES = {
     "resolved.yaml": "Restore it, and make changes in your own configuration or with --set; the"
-    " next penstock train writes it anew",
-    "plan.json": "The next penstock train writes it anew",
-    "numerics.json": "The next penstock train writes it anew",
+    " next penstock train writes a new one",
+    "plan.json": "The next penstock train writes a new one",
+    "numerics.json": "The next penstock train writes a new one",
 }
 
 

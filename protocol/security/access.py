@@ -126,7 +126,7 @@ def keys_of_node(config: Config, node: str) -> KeyFolder:
     alone = all(is_loopback(entry.host) for entry in config.cluster.nodes)
     if authority.exists() and not alone:
         raise ConfigError(
-            f"{authority}: lies on a node, and whoever has it can make keys for anybody: give nodes"
+            f"{authority}: lies on a node, and can make keys for every role: give nodes"
             " only what they need (penstock keys pack), or move the folder authority elsewhere"
             " (penstock keys renew DIR --authority ELSEWHERE)"
         )

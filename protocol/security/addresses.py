@@ -8,8 +8,8 @@ from penstock.protocol.config.schema import Config
 from penstock.protocol.errors import ConfigError
 
 _REMEDY = (
-    "set cluster.security: tls (penstock keys make), or say cluster.insecure: true if everybody who"
-    " reaches it may read and change the run"
+    "set cluster.security: tls (penstock keys make), or set cluster.insecure: true if everybody on"
+    " the network may read and change the run"
 )
 
 

@@ -204,7 +204,7 @@ def checked_folder(keys: Path, expected: Identity) -> KeyFolder:
     found = folder.load().identity
     if found != expected:
         raise ConfigError(
-            f"{folder.path}: these are keys of {found or 'somebody else'}, and {expected} needs its"
+            f"{folder.path}: these are keys of {found or 'another owner'}, and {expected} needs its"
             " own; take those that penstock keys make made for it (cluster.keys)"
         )
     return folder
@@ -259,7 +259,7 @@ def check_mode(path: Path, status: os.stat_result, *, secret: bool = True) -> No
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
             f"{path}: belongs to user {status.st_uid}, and this process is user {os.geteuid()};"
-            " keys belong to who uses them: chown"
+            " keys belong to the user of the process: chown"
         )
     allowed = 0o750 if status.st_uid == 0 else 0o700
     forbidden = ~allowed & 0o777 if secret else 0o022

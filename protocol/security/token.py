@@ -77,7 +77,7 @@ def check_listener(address: str) -> None:
         LostMemberError: nobody listens there, or another user does.
     """
     if _loopback_place(address) and not refuse_foreign_listener(address):
-        raise LostMemberError(f"nobody listens on {address}")
+        raise LostMemberError(f"no process listens on {address}")
 
 
 def refuse_foreign_listener(address: str) -> bool:
@@ -92,7 +92,7 @@ def refuse_foreign_listener(address: str) -> bool:
     if foreign := owners - {0, os.geteuid()}:
         raise LostMemberError(
             f"{address}: a process of user {min(foreign)} listens there, and this run is of user"
-            f" {os.geteuid()}: nothing is said to it"
+            f" {os.geteuid()}: nothing is sent to it"
         )
     return bool(owners)
 
@@ -137,7 +137,7 @@ def refuse_foreign_owner(name: str) -> None:
     if user not in (0, os.geteuid()):
         raise LostMemberError(
             f"{name}: process {pid} of user {user} listens there, and this run is of user"
-            f" {os.geteuid()}: nothing is said to it"
+            f" {os.geteuid()}: nothing is sent to it"
         )
 
 

@@ -225,7 +225,7 @@ class Guard:
             host, port = connection.socket.getpeername()
             peer = f"{host}:{port}"
         except OSError:
-            peer = "somebody who has gone"
+            peer = "a closed peer"
         _abort(connection.socket)
         self._forget(descriptor)
         self._complaints.say(f"port {self._port}: cut the connection of {peer}: {reason}")

@@ -71,7 +71,7 @@ def test_the_commit_may_come_after_the_order_to_save(behind: NodeMemory, tmp_pat
     ("change", "message"),
     [
         (lambda control: control.set_state_version(1, 8), "state of block 1 is at 8"),
-        (lambda control: control.set_incarnation(9), "the memory was filled anew"),
+        (lambda control: control.set_incarnation(9), "the memory was filled again"),
         (lambda control: control.set_pin(1, None), "the pin of block 1 is None"),
         (
             lambda control: control.begin_sweep(SweepIntent(block=1, state_version=8)),

@@ -71,7 +71,7 @@ def test_a_resume_keeps_the_choice() -> None:
 def test_a_choice_is_made_anew_for_a_reason_that_is_said(new: Config, words: str) -> None:
     scheme, said = kept(new, resolved({}))
     assert scheme == "auto"
-    assert said[0].startswith(f"schedule: auto chooses anew, because of {words}")
+    assert said[0].startswith(f"schedule: auto chooses again, because of {words}")
 
 
 def test_nothing_to_keep() -> None:
@@ -100,7 +100,7 @@ def test_a_run_directory_from_the_first_choice_to_another(tmp_path: Path) -> Non
     said.clear()
     other = prepare_run(config(workers=1, steps=9), run_dir, said.append)
     assert other.plan.num_devices == 1
-    assert said[0].startswith("schedule: auto chooses anew, because of cluster.workers: 2 -> 1")
+    assert said[0].startswith("schedule: auto chooses again, because of cluster.workers: 2 -> 1")
     assert said[1] == "changed: cluster.workers: 2 -> 1"
     assert said[-1].startswith("schedule: auto chose ")
 

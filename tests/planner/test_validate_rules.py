@@ -252,7 +252,7 @@ def test_a_forward_that_somebody_needs_may_not_be_missing() -> None:
         device 1: {} R 1 0; B 1 0
         """
     validate(plan_of(orders.format("F 1 0 keep=input;"), stages, backward, micro_batches=1))
-    with pytest.raises(ValueError, match="for work nobody does"):
+    with pytest.raises(ValueError, match="for work of no device"):
         plan_of(orders.format(""), stages, backward, micro_batches=1)
 
 

@@ -212,7 +212,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, silent_pipe: Path) -> None:
         (tmp_path, "it is a folder"),
         (Path("/dev/zero"), "it is a character device"),
         (tmp_path / "socket", "it is a socket"),
-        (silent_pipe, "nobody wrote it to its end"),
+        (silent_pipe, "a pipe without an end"),
         (tmp_path / "missing", "No such file"),
     ):
         for read in (load_config, load_profile):

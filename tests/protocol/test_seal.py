@@ -47,7 +47,7 @@ def test_sealed_files_are_noticed_when_they_change(sealed: RunDirectory) -> None
     remedies = {
         "table.json": "Restore it; or delete it and start again",
         "model/config.json": "Restore it; or delete it and start again",
-        "plan.json": "The next penstock train writes it anew",
+        "plan.json": "The next penstock train writes a new one",
         "resolved.yaml": "make changes in your own configuration or with --set",
     }
     for name, remedy in remedies.items():

@@ -267,7 +267,7 @@ def test_a_token_is_shown_to_nobody_else(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(LostMemberError, match="a process of user 33 listens there"):
             known.check()
         monkeypatch.setattr(Path, "read_text", lambda path: "")
-        with pytest.raises(LostMemberError, match="nobody listens"):
+        with pytest.raises(LostMemberError, match="no process listens"):
             known.check()
         known.channel.close()
     finally:

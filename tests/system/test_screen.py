@@ -108,7 +108,7 @@ def test_two_watch_a_run_and_one_is_killed(runner: Runner) -> None:
         small.process.send_signal(signal.SIGTERM)
         assert small.end() == 128 + signal.SIGTERM and given_back(small)
         large.resize(120, 40)
-        large.until("who does what")
+        large.until("work of each member")
         members = run.members()
         os.kill(members["worker.1"], signal.SIGKILL)
         large.until("worker.1 was lost (killed by signal 9)")

@@ -64,7 +64,7 @@ from penstock.daemons.optimizer.machine.sweeps import FinishSettle, Settle
 from penstock.protocol.errors import ExitCode
 from penstock.protocol.plan.step import OptimizerStep
 
-BEGINS_ANEW = "the journal does not know this replica: it is removed, and begun anew"
+BEGINS_ANEW = "the journal does not know this replica: it is removed, and a new one is begun"
 
 
 class MirrorPhase(Enum):
@@ -233,7 +233,7 @@ class MirrorMachine:
         self._cut_short = self._cut_short if cut_short is None else cut_short
         lost = len(before) - len(self.replica.present)
         if lost:
-            text = f"{lost} of {len(self.replica.blocks)} blocks do not fit the journal: read anew"
+            text = f"{lost} of {len(self.replica.blocks)} blocks do not fit the journal: read again"
             self._out.append(Say(text=text, warning=True))
 
     def _abandon(self, farewell: Callable[[], Effect]) -> None:

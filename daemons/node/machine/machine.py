@@ -386,11 +386,11 @@ class NodeMachine:
             for child in members:
                 if child.pid is None and not child.starting and child.start_at_s is None:
                     child.start_at_s = now_s
-            return [Say(text="the scheduler is heard again: members are started")]
+            return [Say(text="the scheduler answers again: members are started")]
         for child in members:
             child.start_at_s = None
         text = (
-            f"no scheduler is heard for {silent_s:.1f} s: this node's members are killed, since"
+            f"no answer of a scheduler for {silent_s:.1f} s: this node's members are killed, since"
             " another machine may take its place now; their memory is kept"
         )
         return [Say(text=text), *(Kill(name=c.name) for c in members if c.pid is not None)]

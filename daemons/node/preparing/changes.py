@@ -233,7 +233,7 @@ def keep_choice(config: Config, previous: Config | None, progress: Callable[[str
     differing = [key for key in after if before[key] != after[key]]
     if differing:
         words = "; ".join(f"{key}: {before[key]!r} -> {after[key]!r}" for key in differing)
-        progress(f"schedule: auto chooses anew, because of {words}")
+        progress(f"schedule: auto chooses again, because of {words}")
         return config
     progress(
         f"schedule: auto keeps what it chose for this run: {describe(previous.schedule)} (for a new"

@@ -161,7 +161,7 @@ class JournalMirror:
 
     def replaced(self, memoryds: Iterable[str]) -> JournalGenerations:
         """Memory of these is going to be filled from partners: what they had before is void."""
-        assert self.record is not None, "nobody mirrors nothing"
+        assert self.record is not None, "no replica is recorded"
         for name in memoryds:
             self.generations[name] = self.generations.get(name, 0) + 1
         return JournalGenerations(

@@ -43,7 +43,7 @@ class Leases:
             return ""
         return (
             f"{node} was on another machine, which may still run for"
-            f" {lease.until_s - now_s:.1f} s without hearing from here; come again then"
+            f" {lease.until_s - now_s:.1f} s without an answer from this scheduler; join again then"
         )
 
     def taken(self, node: str) -> None:
