@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.planner.schemes import SCHEMES
 from tests.node import test_planned_runs as planned_runs
 from tests.pins.comparing import Comparison, compared, counted, read, shared_out
 from tests.planner import test_same_plans as same_plans
@@ -53,7 +54,7 @@ def flattened(content: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def _plans() -> dict[str, Any]:
-    texts = shared_out(_schemes, tuple(same_plans.SCHEMES))
+    texts = shared_out(_schemes, tuple(SCHEMES))
     configurations = same_plans.configurations().items()
     return {
         "schemes": {scheme: json.loads(text) for scheme, text in texts.items()},

@@ -119,6 +119,25 @@ def test_a_seed_differs_by_a_digit_a_violation_or_without_a_stored_digest() -> N
     )
 
 
+def test_a_seed_that_is_left_out_is_named_and_not_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated: list[int] = []
+
+    def record(chosen: list[int]) -> dict[str, str]:
+        simulated.extend(chosen)
+        return {str(seed): f"{seed:08x}" for seed in chosen}
+
+    monkeypatch.setattr(seeds, "GOLDEN", tmp_path / "seeds.txt")
+    monkeypatch.setattr(seeds, "LEFT_OUT", {1: "does not end", 9: "does not end"})
+    monkeypatch.setattr(seeds, "simulated", record)
+    seeds.rewrite(3)
+    assert seeds.GOLDEN.read_text() == "00000000 -------- 00000002\n"
+    comparison = seeds.compare(3)
+    assert comparison.holds and comparison.notes == ["seed 1 is left out: does not end"]
+    assert simulated == [0, 2, 0, 2]
+
+
 def outcome(run_id: str, version: int, state: Any) -> SimpleNamespace:
     rows = {"meta": [("run_id", run_id), ("format", "1")], "decisions": [(1, version, 0.5)]}
     result = SimpleNamespace(states={"step-1": state})
