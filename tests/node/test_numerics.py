@@ -146,7 +146,9 @@ def test_an_edited_recipe_is_refused_and_written_anew(tmp_path: Path, corpus: st
     prepare_run(config(corpus), run_dir)
     recipe, path = recipe_of(run_dir), run_dir / "numerics.json"
     path.write_text(path.read_text().replace("AVX", "SSE").replace('"threads": ', '"threads": 1'))
-    with pytest.raises(StateError, match=r"numerics\.json: .* next penstock train writes a new one"):
+    with pytest.raises(
+        StateError, match=r"numerics\.json: .* next penstock train writes a new one"
+    ):
         _ = RunDirectory(run_dir).numerics
     prepare_run(config(corpus), run_dir)
     assert recipe_of(run_dir) == recipe
