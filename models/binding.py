@@ -225,7 +225,7 @@ class BlockModules:
         layer_index: int | None,
         constants: Mapping[str, torch.Tensor],
     ) -> Iterator[None]:
-        """Put the block's leaves into the modules while the context lasts.
+        """Puts the block's leaves into the modules while the context lasts.
 
         ``prefix`` starts the names of this block's tensors; ``layer_index`` is what its modules
         know as their number; ``constants`` are the model's. Blocks of one kind take turns: contexts
@@ -295,7 +295,7 @@ class SkeletonModules:
 
     @contextmanager
     def installed(self, bound: BoundBlock, training: bool) -> Iterator[None]:
-        """Keep the leaves of a block in the modules of its kind while the context lasts.
+        """Keeps the leaves of a block in the modules of its kind while the context lasts.
 
         ``training`` switches their dropout. Contexts of blocks of one kind must not overlap.
         """

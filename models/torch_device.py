@@ -41,7 +41,7 @@ class CopyStream(Protocol):
         """Copies asked for from now on come after that point, on whatever stream it is."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start a copy between flat tensors of equal size.
+        """Starts a copy between flat tensors of equal size.
 
         It comes after everything that the compute stream was given so far. The caller may drop both
         tensors at once: memory of the device must stay untouched till the copy is over.

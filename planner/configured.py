@@ -279,7 +279,7 @@ def _check_used(config: Config) -> None:
 
 
 def _load(path: Path, config: Config) -> Plan:
-    """Read a plan file. It says everything, so nothing else may be asked for."""
+    """Reads a plan file. It says everything, so nothing else may be asked for."""
     schedule = config.schedule
     sums = (schedule.reduce_gradients, schedule.weight_gradients)
     if schedule.replicas != 1 or schedule.passes or sums != ("auto", "looped"):

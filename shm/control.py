@@ -290,7 +290,7 @@ class ControlView:
         )
 
     def set_owner(self, identity: ProcessIdentity) -> None:
-        """Record the memoryd that owns the segments now."""
+        """Records the memoryd that owns the segments now."""
         self._store(_OWNER_PID, identity.pid)
         self._store(_OWNER_START, identity.start_ticks)
         self._buffer[_OWNER_BOOT : _OWNER_BOOT + 16] = identity.boot.bytes
@@ -349,7 +349,7 @@ class ControlView:
         return self._load(_EPOCH)
 
     def set_epoch(self, epoch: int) -> None:
-        """Enter an epoch."""
+        """Enters an epoch."""
         self._store(_EPOCH, epoch)
 
     @property

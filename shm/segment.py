@@ -201,7 +201,7 @@ class Segment:
             return
 
     def unlink(self) -> None:
-        """Remove the name. Processes that have it mapped keep their mapping."""
+        """Removes the name. Processes that have it mapped keep their mapping."""
         unlink(self.name)
 
     @property

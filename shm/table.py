@@ -154,7 +154,7 @@ class BlockTable:
         return self.loss_rows or max(1, LOGITS_BYTES // (4 * self.vocab_size))
 
     def validate(self) -> None:
-        """Check the table's own invariants.
+        """Checks the table's own invariants.
 
         Raises:
             ValueError: naming the number, or the block and the tensor whose place is impossible.

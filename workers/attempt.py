@@ -261,7 +261,7 @@ class Attempt:
         )
 
     def keep_graph(self, stage: int, micro_batch: int, output: StageOutput) -> None:
-        """Leave an autograd graph for BACKWARD of the stage."""
+        """Leaves an autograd graph for BACKWARD of the stage."""
         assert (stage, micro_batch) not in self._graphs, f"graph of {stage} {micro_batch} exists"
         self._graphs[stage, micro_batch] = output
 

@@ -51,7 +51,7 @@ class TokenDataset:
         objective: Objective | None = None,
         checksums: Checksums | None = None,
     ) -> None:
-        """Map the file of little-endian ids of ``token_dtype``. With ``checksums`` what is read is
+        """Maps the file of little-endian ids of ``token_dtype``. With ``checksums`` what is read is
         held against them; ``objective`` makes micro-batches, of next tokens by default. Pages are
         read when a batch asks for them.
 

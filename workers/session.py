@@ -36,7 +36,7 @@ class Link(Protocol):
     """What the session needs of :class:`penstock.protocol.wire.member.MemberLink`."""
 
     def send(self, message: pb.MemberMessage) -> None:
-        """Queue a message."""
+        """Queues a message."""
 
     def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
         """The next message, None after the timeout."""

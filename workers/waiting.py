@@ -69,7 +69,7 @@ class WaitBudget:
         self._last = world.monotonic()
 
     def spend(self, what: str) -> None:
-        """Count the seconds since the last call.
+        """Counts the seconds since the last call.
 
         Raises:
             LostMemberError: the deadline passed; ``what`` was awaited.

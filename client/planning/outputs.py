@@ -50,7 +50,7 @@ def _actions(plan: Plan) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write one file.
+    """Writes one file.
 
     Raises:
         ConfigError: it cannot be written; names the path and says why.

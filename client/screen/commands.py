@@ -51,7 +51,7 @@ class Commands:
         self._thread.start()
 
     def close(self) -> None:
-        """End a call that is under way."""
+        """Ends a call that is under way."""
         if self._client is not None:
             self._client.close()
         if self._thread is not None:

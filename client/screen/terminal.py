@@ -115,7 +115,7 @@ class Terminal:
             self._modes, self._lent, self.resumed = modes, True, True
 
     def give_back(self) -> None:
-        """Make the terminal what it was."""
+        """Makes the terminal what it was."""
         with self._locked():
             if not self._lent:
                 return

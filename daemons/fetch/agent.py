@@ -62,7 +62,7 @@ class Agent:
     """One NIXL agent with UCX. Belongs to one thread."""
 
     def __init__(self, name: str) -> None:
-        """Open the library.
+        """Opens the library.
 
         Raises:
             ConfigError: it is not installed, or has no UCX.
@@ -149,7 +149,7 @@ class Agent:
         return True
 
     def hint(self, peer: str) -> None:
-        """Tell a peer that reads are on their way."""
+        """Tells a peer that reads are on their way."""
         self._call(self._agent.send_notif, peer, b"reading")
 
     def progress(self) -> bool:

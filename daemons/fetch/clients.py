@@ -38,7 +38,7 @@ class Client:
     """A connection and its memory, registered with the agent."""
 
     def __init__(self, agent: Agent, connection: sockets.socket, generation: int) -> None:
-        """Hand the staging memory over.
+        """Hands the staging memory over.
 
         Raises:
             OSError: there is no memory for it, or the client is gone.

@@ -136,7 +136,7 @@ class Peers:
             self._forget(peer)
 
     def hint(self, peer: Peer, now_s: float) -> None:
-        """Keep the peer lively while its bytes are on their way."""
+        """Keeps the peer lively while its bytes are on their way."""
         if now_s - peer.hinted_s > HINT_S:
             peer.hinted_s = now_s
             self._agent.hint(peer.name)

@@ -26,7 +26,7 @@ class Machine(Protocol):
         """React to ``event`` at ``now_s`` (any monotonic clock, seconds)."""
 
     def validate(self) -> None:
-        """Check the invariants.
+        """Checks the invariants.
 
         Raises:
             ValueError: naming what contradicts what.

@@ -54,7 +54,7 @@ class Sender(Protocol):
     """The sending half of :class:`penstock.protocol.wire.member.MemberLink`."""
 
     def send(self, message: pb.MemberMessage) -> None:
-        """Queue a message."""
+        """Queues a message."""
 
 
 class JobThread:
@@ -83,7 +83,7 @@ class JobThread:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Ask the job to stop soon."""
+        """Asks the job to stop soon."""
         self._cancel.set()
 
     def answer(self) -> Event | None:

@@ -19,7 +19,7 @@ class PinnedVersion:
     """The blocks of a node's memory at one version, until each has been let go."""
 
     def __init__(self, memory: NodeMemory, version: int) -> None:
-        """Pin all blocks that train.
+        """Pins all blocks that train.
 
         Raises:
             StateError: memory has no model, or is not at this version or on the way to it.

@@ -40,7 +40,7 @@ def refill(
     cancelled: Callable[[], bool],
     cores: Sequence[int],
 ) -> None:
-    """Fill the memory of all blocks the node owns with the state that is committed.
+    """Fills the memory of all blocks the node owns with the state that is committed.
 
     ``record``: of that commit; ``generation``: that the memory begins; ``load_initial``,
     ``cancelled`` and ``cores`` as in :func:`penstock.daemons.memory.restore.restore`.

@@ -62,7 +62,7 @@ def restore(
     cancelled: Callable[[], bool],
     cores: Sequence[int],
 ) -> None:
-    """Fill the memory of all blocks the node owns.
+    """Fills the memory of all blocks the node owns.
 
     ``load_initial(cancelled)`` writes master and frozen weights of a new model, at version 0.
     ``cores``: those of the optimizer's threads, which have nothing to do meanwhile; the pages of

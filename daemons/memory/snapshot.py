@@ -192,7 +192,7 @@ def load_block(
     version: int,
     places: Mapping[str, TensorPlace],
 ) -> None:
-    """Copy the checked file of a block at ``version`` into memory.
+    """Copies the checked file of a block at ``version`` into memory.
 
     Raises:
         StateError: the file changed since it was checked.

@@ -55,7 +55,7 @@ class Exchange:
 
 
 def compare(url: str, context: ssl.SSLContext | None) -> Exchange:
-    """Ask the metricsd at ``url`` for its time.
+    """Asks the metricsd at ``url`` for its time.
 
     Raises:
         OSError, http.client.HTTPException, ValueError: it does not answer, or with no time.

@@ -87,7 +87,7 @@ def listen(app: App, config: Config, node: str, former: int = 0) -> Exporter:
 
 
 def check_port(config: Config, node: str) -> None:
-    """Refuse a configured port that something else on this machine has.
+    """Refuses a configured port that something else on this machine has.
 
     Raises:
         ConfigError: names the key.

@@ -38,7 +38,7 @@ class SeedOrders(Protocol):
     """What :class:`MirrorEffects` asks of :class:`penstock.daemons.mirror.seeds.Seeder`."""
 
     def order(self, seed: Seed) -> None:
-        """Queue a seed."""
+        """Queues a seed."""
 
     def cancel(self) -> None:
         """Give up all seeds ordered so far."""

@@ -58,7 +58,7 @@ class Seeder:
         self._thread = world.thread(target=self._run, name="seeder")
 
     def start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         self._thread.start()
 
     def set_address(self, address: str) -> None:
@@ -66,7 +66,7 @@ class Seeder:
         self._address = address
 
     def order(self, seed: Seed) -> None:
-        """Queue a seed."""
+        """Queues a seed."""
         self._orders.put((self._generation, self._address, seed))
 
     def cancel(self) -> None:

@@ -85,7 +85,7 @@ class ReplicaSweeps:
         }
 
     def run(self, work: Sweep) -> SweepStatus | None:
-        """Run one settle to its end.
+        """Runs one settle to its end.
 
         Raises:
             ValueError, RuntimeError: from the native module: arrays, hyper-parameters or the undo

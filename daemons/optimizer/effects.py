@@ -138,11 +138,11 @@ class SweepThread:
         self._thread = world.thread(target=self._run, name="sweeps")
 
     def start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         self._thread.start()
 
     def order(self, work: Sweep) -> None:
-        """Start a sweep as soon as the one before has ended."""
+        """Starts a sweep as soon as the one before has ended."""
         self._orders.put(work)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class PullOrders(Protocol):
     """What :class:`OptimizerEffects` asks of :class:`penstock.daemons.optimizer.pulls.Puller`."""
 
     def order(self, pull: Pull) -> None:
-        """Queue a pull."""
+        """Queues a pull."""
 
     def cancel(self) -> None:
         """Give up all pulls ordered so far."""

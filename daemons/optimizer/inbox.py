@@ -62,7 +62,7 @@ class Takes(Protocol):
     """An inbox that takes what comes from the scheduler."""
 
     def put(self, item: pb.SchedulerMessage | Lost) -> None:
-        """Add an item."""
+        """Adds an item."""
 
 
 class LinkReader:
@@ -75,11 +75,11 @@ class LinkReader:
         self._thread = world.thread(target=self._run, name="link-reader")
 
     def start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self._closing.set()
         self._thread.join()
 
@@ -145,7 +145,7 @@ class GradientSocket:
         return "" if self._home is None else self._home.endpoint
 
     def start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:

@@ -220,7 +220,7 @@ class Kernels:
         after: int,
         spans: list[tuple[int, int]] | None,
     ) -> None:
-        """Bring the state from version ``before`` to ``after`` with the update's gradients."""
+        """Brings the state from version ``before`` to ``after`` with the update's gradients."""
         arrays = self._arrays[work.block]
         run(
             self._pool,

@@ -66,7 +66,7 @@ class Puller:
         self._thread = world.thread(target=self._run, name="puller")
 
     def start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         self._thread.start()
 
     @property
@@ -83,7 +83,7 @@ class Puller:
         self._addresses = dict(addresses)
 
     def order(self, pull: Pull) -> None:
-        """Queue a pull."""
+        """Queues a pull."""
         address = self._addresses.get(self._source[(pull.block, pull.contribution)], "")
         self._orders.put((self._generation, address, pull))
 

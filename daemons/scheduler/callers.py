@@ -67,7 +67,7 @@ class Caller:
         return task.result()
 
     async def end(self) -> None:
-        """End the call of somebody who was sent away.
+        """Ends the call of somebody who was sent away.
 
         Raises:
             grpc.aio.AbortError: always, as gRPC wants it.

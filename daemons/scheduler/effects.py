@@ -254,7 +254,7 @@ class SchedulerEffects:
 
 
 def leave_word(run_dir: Path, end: NoteEnd) -> None:
-    """Write the note of the run's end. Without room for it only those who are there hear of it."""
+    """Writes the note of the run's end. Without room for it only those who are there hear of it."""
     note = RunEnd(
         reason=end.reason,
         code=end.code,

@@ -200,7 +200,7 @@ class Journal:
         self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
-        """Close the files."""
+        """Closes the files."""
         self._connection.close()
         if self._count is not None:
             self._count.close()

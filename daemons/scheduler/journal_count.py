@@ -58,7 +58,7 @@ class JournalCount:
             self._complained = True
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         os.close(self._descriptor)
 
 

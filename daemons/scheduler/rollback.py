@@ -21,7 +21,7 @@ from penstock.protocol.run.rundir import RunDirectory
 
 
 def go_back(run: RunDirectory, directory: Path, version: int) -> None:
-    """Have the next start go on from the saved state in ``directory``.
+    """Makes the next start go on from the saved state in ``directory``.
 
     The journal is last, since it is the truth: metrics that were cut back are completed from a
     journal that was not.

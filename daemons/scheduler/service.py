@@ -212,7 +212,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             stream.finish()
 
     def disconnect(self, number: int) -> None:
-        """End a stream now."""
+        """Ends a stream now."""
         stream = self.streams.get(number)
         if stream is not None:
             stream.caller.send_away()
@@ -436,7 +436,7 @@ class SchedulerServer:
         self._do(self._servicer.refuse, stream, reason)
 
     def disconnect(self, stream: int) -> None:
-        """End a stream now."""
+        """Ends a stream now."""
         self._do(self._servicer.disconnect, stream)
 
     def bid_farewell(self, status: pb.StatusReply) -> None:
@@ -445,7 +445,7 @@ class SchedulerServer:
         asyncio.run_coroutine_threadsafe(told, self._loop).result()
 
     def answer(self, effect: Reply | ReplyError) -> None:
-        """Answer a control call."""
+        """Answers a control call."""
         result = effect.reply if isinstance(effect, Reply) else _CallFailed(effect.error)
         self._do(self._servicer.answer, effect.ticket, result)
 

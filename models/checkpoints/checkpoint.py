@@ -53,7 +53,7 @@ class Checkpoint:
             self.headers |= headers
 
     def check_repeated(self) -> None:
-        """Refuse a tensor that two files have with different numbers.
+        """Refuses a tensor that two files have with different numbers.
 
         Raises:
             StateError: names the tensor and the files.

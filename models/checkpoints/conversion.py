@@ -187,7 +187,7 @@ class Weights:
         }
 
     def check(self, table: BlockTable) -> None:
-        """Hold all that a model needs against what there is.
+        """Holds all that a model needs against what there is.
 
         Raises:
             StateError: tensors are missing, or one is of another shape or type.

@@ -83,7 +83,7 @@ def read_record(run_dir: Path) -> tuple[str, ...] | None:
 
 
 def write_record(run_dir: Path, files: Sequence[str]) -> None:
-    """Add the files that hold a run's initial weights to ``RUN_DIR/model/meta.json``."""
+    """Adds the files that hold a run's initial weights to ``RUN_DIR/model/meta.json``."""
     path = run_dir / "model" / "meta.json"
     fields = parse_json(path.read_bytes())
     write_atomically(path, json.dumps({**fields, WEIGHT_FILES: list(files)}))

@@ -44,7 +44,7 @@ class FolderWeights:
     def find(
         cls, directory: Path, hf_config: PretrainedConfig, say: Callable[[str], None]
     ) -> FolderWeights:
-        """Choose the files as transformers does. Sets ``tie_word_embeddings`` of ``hf_config`` to
+        """Chooses the files as transformers does. Sets ``tie_word_embeddings`` of ``hf_config`` to
         false where the files have two different tensors for one that it ties.
 
         Raises:

@@ -36,7 +36,7 @@ _ELEMENT_BYTES = 16
 
 
 def load_node(run_dir: Path, node_name: str) -> None:
-    """Write the initial weights of the blocks that a node owns.
+    """Writes the initial weights of the blocks that a node owns.
 
     Raises:
         ConfigError: no such node, or see

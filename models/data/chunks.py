@@ -55,7 +55,7 @@ class ChunkHasher:
         self._num_bytes = 0
 
     def update(self, content: bytes) -> None:
-        """Take the next bytes of the file."""
+        """Takes the next bytes of the file."""
         rest = memoryview(content)
         while rest:
             part = rest[: CHUNK_BYTES - self._num_bytes % CHUNK_BYTES]

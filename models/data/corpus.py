@@ -66,7 +66,7 @@ def write_tokens(
 
 
 def _check_ids(part: Encoded, length: int, vocab_size: int) -> None:
-    """Refuse a token without a row in the model. Tokenizers of published models may have such
+    """Refuses a token without a row in the model. Tokenizers of published models may have such
     tokens, which no text uses. ``length``: tokens of the document up to the end of ``part``.
     """
     ids = part.ids

@@ -46,7 +46,7 @@ def prepare(
     progress: Progress = lambda message: None,
     bounds: Bounds | None = None,
 ) -> None:
-    """Make the files of a run directory. ``table_only`` leaves the data out; ``config_only`` does,
+    """Makes the files of a run directory. ``table_only`` leaves the data out; ``config_only`` does,
     and reads only ``config.json`` of a model folder. ``progress`` is told about what takes long;
     ``bounds`` are those of this process.
 
@@ -297,7 +297,7 @@ def _recorded(meta: Path) -> str | None:
 
 
 def _say(message: str) -> None:
-    """Write a line for whoever started this process."""
+    """Writes a line for whoever started this process."""
     sys.stdout.write(f"{message}\n")
     sys.stdout.flush()
 

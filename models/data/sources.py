@@ -174,12 +174,12 @@ class _Walk:
         )
 
     def match(self, pattern: Path) -> None:
-        """Take the files that match a glob."""
+        """Takes the files that match a glob."""
         start = Path(pattern.anchor)
         self.follow(start, pattern.relative_to(start).parts)
 
     def follow(self, folder: Path, parts: Sequence[str]) -> None:
-        """Take the files below ``folder`` that match ``parts``."""
+        """Takes the files below ``folder`` that match ``parts``."""
         if parts and parts[-1] == "**":
             parts = (*parts, "*")
         # A row of ** means the same as one.

@@ -28,7 +28,7 @@ class RunForward(Protocol):
     def __call__(
         self, *, autograd: bool = True, split: bool = False, policy: SavePolicy | None = None
     ) -> StageOutput:
-        """Run the forward. ``split``: for a backward in two halves; ``policy``: what a store of
+        """Runs the forward. ``split``: for a backward in two halves; ``policy``: what a store of
         activations saves, None for autograd alone.
         """
 

@@ -55,7 +55,7 @@ class StorageLedger:
                 self.peak_bytes, self.at_peak = self.live_bytes, dict(self._by_use)
 
     def adopt(self, storage: torch.UntypedStorage, use: str) -> None:
-        """Count the bytes of a storage for this use.
+        """Counts the bytes of a storage for this use.
 
         One that was not counted is taken to have been there since the peak began anew: the peak
         grows by all of its bytes.

@@ -107,7 +107,7 @@ class RecordedKernel:
     changes: list[tuple[StorageSlot, weakref.ref[StorageSlot]]] = field(default_factory=list)
 
     def make(self) -> None:
-        """Run all recorded kernels again that the block still needs."""
+        """Runs all recorded kernels again that the block still needs."""
         self.tape.run_again()
 
     def run(self) -> None:

@@ -110,7 +110,7 @@ class _Lookups(TorchFunctionMode):
 
 @contextmanager
 def _zeros_in(skeleton: Skeleton) -> Iterator[None]:
-    """Give the parameters of the embedding's block zeros that take no memory."""
+    """Gives the parameters of the embedding's block zeros that take no memory."""
     places = [
         place
         for name, first in skeleton.parts[0].tensors.items()

@@ -32,7 +32,7 @@ def simulate(
     stops_early: bool = False,
     peaks: tuple[DevicePeak, ...] | None = None,
 ) -> Simulation:
-    """Run one attempt of a valid plan.
+    """Runs one attempt of a valid plan.
 
     ``stops_early``: a forward of the last stage with ``keep=input`` ends at the last checkpoint it
     leaves, weights that another node owns come from there, and gradients are published (and blocks

@@ -139,11 +139,11 @@ class MetricPage(Collector):
         self._of(name, labels).inc(amount)  # type: ignore[attr-defined]
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Set a gauge."""
+        """Sets a gauge."""
         self._of(name, labels).set(value)  # type: ignore[attr-defined]
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Add an observation to a histogram."""
+        """Adds an observation to a histogram."""
         self._of(name, labels).observe(value)  # type: ignore[attr-defined]
 
     def say(self, name: str, values: dict[str, str]) -> None:
@@ -151,11 +151,11 @@ class MetricPage(Collector):
         self._of(name, ()).info(values)  # type: ignore[attr-defined]
 
     def ask(self, name: str, value: Callable[[], float], *labels: str) -> None:
-        """Have a gauge say what ``value`` returns at the time."""
+        """Makes a gauge say what ``value`` returns at the time."""
         self._of(name, labels).set_function(value)  # type: ignore[attr-defined]
 
     def forget(self, name: str) -> None:
-        """Make a metric absent until it is set again."""
+        """Makes a metric absent until it is set again."""
         with self._lock:
             self._made.pop(name, None)
 

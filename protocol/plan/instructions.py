@@ -503,7 +503,7 @@ def format_instruction(instruction: Instruction) -> str:
 
 
 def parse_instruction(text: str, *, line: int | None = None) -> Instruction:
-    """Read the text form of one instruction. ``line`` is used in error messages.
+    """Reads the text form of one instruction. ``line`` is used in error messages.
 
     Raises:
         ProtocolError: unknown opcode, missing, surplus or impossible field; names line and token.

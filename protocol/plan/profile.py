@@ -226,7 +226,7 @@ def from_json(text: str | bytes) -> Profile:
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile file.
+    """Reads a profile file.
 
     Raises:
         ConfigError: it cannot be read, or :func:`from_json` refuses it; names the file.

@@ -198,7 +198,7 @@ def is_locked(descriptor: int) -> bool:
 
 
 def sync_directory(directory: Path) -> None:
-    """Force the names in a directory to disk.
+    """Forces the names in a directory to disk.
 
     Raises:
         OSError: the disk does not take them.

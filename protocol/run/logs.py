@@ -73,7 +73,7 @@ class LogFile(logging.Handler):
             self._unmentioned = 0
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Render one record."""
+        """Renders one record."""
         fields: dict[str, Any] = {
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
@@ -48,7 +48,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(process: str, run_dir: Path, level: str) -> None:
-    """Send all log records to ``RUN_DIR/logs/<process>.jsonl`` (appended).
+    """Sends all log records to ``RUN_DIR/logs/<process>.jsonl`` (appended).
 
     Raises:
         PenstockError: see :func:`penstock.protocol.run.logs.open_log`.

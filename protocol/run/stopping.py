@@ -217,7 +217,7 @@ class StopSignal:
         return self._is_set
 
     def set(self) -> None:
-        """Ask the process to stop."""
+        """Asks the process to stop."""
         self._is_set = True
         self._wakeups.put(None)
 

@@ -53,7 +53,7 @@ class TokenAdmission:
     """Everybody who has the run's token may do everything."""
 
     def __init__(self, path: Path) -> None:
-        """Read the token.
+        """Reads the token.
 
         Raises:
             ConfigError: as :func:`~penstock.protocol.security.token.read_token`.

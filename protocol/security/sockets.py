@@ -83,7 +83,7 @@ class SocketAccess(Protocol):
         """Returns whether somebody who shows this is let in; called by a door's thread."""
 
     def check(self, address: str, node: str) -> None:
-        """Refuse an announced address on TCP that is not a place of ``node``.
+        """Refuses an announced address on TCP that is not a place of ``node``.
 
         Raises:
             ProtocolError: says why.
@@ -191,7 +191,7 @@ class CurveAccess:
     said_to_strangers: int | None = 64 + 170 + 12
 
     def __init__(self, folder: Path) -> None:
-        """Read the keys in ``folder`` (``KEYS/node.NAME``).
+        """Reads the keys in ``folder`` (``KEYS/node.NAME``).
 
         Raises:
             ConfigError: a file is missing, damaged, or readable for others; or the two keys are no

@@ -24,7 +24,7 @@ class HomeAddress:
     """The IPv4 number of a host name of this machine."""
 
     def __init__(self, host: str) -> None:
-        """Resolve the name.
+        """Resolves the name.
 
         Raises:
             OSError: it means nothing.

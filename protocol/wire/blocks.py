@@ -207,7 +207,7 @@ class BlockClient:
             self._pace(len(view), cancelled)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         for address in list(self._connections):
             self._drop(address)
 

@@ -142,7 +142,7 @@ class ControlClient:
         return reply
 
     def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         self._channel.close()
 
     def __enter__(self) -> ControlClient:

@@ -44,7 +44,7 @@ class Fetcher(Protocol):
         """See :meth:`penstock.protocol.wire.blocks.BlockClient.fetch`."""
 
     def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
 
 
 OpenFetcher = Callable[[zmq.Context[Any]], Fetcher]

@@ -333,7 +333,7 @@ def encode(header: Header) -> bytes:
 
 
 def decode(data: bytes | memoryview, *expected: type[H]) -> H:
-    """Parse a header frame that must be one of ``expected``.
+    """Parses a header frame that must be one of ``expected``.
 
     Raises:
         ProtocolError: too large, not msgpack, another message, a missing, unknown or mistyped

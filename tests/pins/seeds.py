@@ -1,7 +1,7 @@
 """Journal rows and saved bytes at the end of simulated seeds: golden/seeds.txt.
 
-The file has 8 hexadecimal digits for each seed, in order, ten seeds a line, and dashes in the place
-of a seed that is left out.
+The file has 8 hexadecimal digits for each seed, in order, ten seeds a line. Dashes stand in the
+place of a seed that is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEFT_OUT: Mapping[int, str] = {
     194: "does not end",
     533: "violates a promise: other bytes than a word vouches for",
 }
-"""Seeds that have no outcome to pin, with the reason. Each is a fault to look into."""
+"""Seeds that have no outcome to pin, with the reason. Each is a fault to examine."""
 NO_DIGEST = "--------"
 OF_THE_DIRECTORY = {"run_id"}
 """Keys of the journal's table ``meta`` that are drawn for each run directory."""

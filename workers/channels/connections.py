@@ -146,7 +146,7 @@ class Connections:
 
 
 def _end_when_silent(socket: zmq.Socket[Any], timeout_s: float) -> None:
-    """Have the kernel end a connection that the other end does not acknowledge."""
+    """Makes the kernel end a connection that the other end does not acknowledge."""
     socket.set(zmq.TCP_MAXRT, round(timeout_s * 1000))
     socket.set(zmq.TCP_KEEPALIVE, 1)
     socket.set(zmq.TCP_KEEPALIVE_IDLE, max(1, round(timeout_s / 4)))

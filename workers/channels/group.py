@@ -174,11 +174,11 @@ class GroupChannel:
         return posted + self._others.leftovers(phase, attempt)
 
     def check(self) -> None:
-        """Ask the wire."""
+        """Asks the wire."""
         self._wire.check()
 
     def close(self) -> None:
-        """Break the connections."""
+        """Breaks the connections."""
         # The wire first: it may write into the buffers until its connections are broken.
         self._wire.close()
         self._buffers.clear()

@@ -189,7 +189,7 @@ class NcclWire:
             raise LostMemberError(self._overdue)
 
     def close(self) -> None:
-        """End the kernels of what is under way."""
+        """Ends the kernels of what is under way."""
         # The watching thread ends first: it breaks the same groups.
         self._closed.set()
         self._watch.join(_JOIN_S)

@@ -214,7 +214,7 @@ class Transport:
     def tell(
         self, peer: int, notice: GroupAddress | TransferShape, abort: Abort, timeout_s: float
     ) -> None:
-        """Tell a peer what it needs to know of the epoch's process group.
+        """Tells a peer what it needs to know of the epoch's process group.
 
         Raises:
             Interrupted: the work was aborted.

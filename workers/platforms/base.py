@@ -266,6 +266,6 @@ class BufferPool:
             self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
 
     def clear(self) -> None:
-        """Free the unused ones."""
+        """Frees the unused ones."""
         with self._lock:
             self._free.clear()

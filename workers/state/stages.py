@@ -53,7 +53,7 @@ class Stages:
         self._weights.fetch(key, self.blocks(key), self._scope)
 
     def release(self, key: StageKey) -> None:
-        """Give a stage's weights back."""
+        """Gives a stage's weights back."""
         self._bound.pop((key, False), None)
         if self._bound.pop((key, True), None) is not None:
             self._bind_places(key.stage)

@@ -271,7 +271,7 @@ class NativePreviewer:
         return PreviewedBlock(status=status, start_s=start_s, end_s=world.perf_counter())
 
     def close(self) -> None:
-        """End the threads."""
+        """Ends the threads."""
         self._arrays.clear()
         self._copies.clear()
         self._pool.close()
@@ -300,7 +300,7 @@ class NativePreviewer:
         return replace(shared, states=copy.states)
 
     def _flush(self, arrays: BlockArrays, step: OptimizerStep) -> None:
-        """Write the state that ``step`` leads to beside the one that it was read from."""
+        """Writes the state that ``step`` leads to beside the one that it was read from."""
         arrays.copy_of(step.version).fill(arrays.copy_of(step.version - 1))
         _native.settle(
             self._pool,

@@ -198,7 +198,7 @@ class RemoteBlocks:
         self._pool.give(torch.from_numpy(array))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         self._client.close()
         self._context.term()
 

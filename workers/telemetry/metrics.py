@@ -37,7 +37,7 @@ class WorkerMetrics:
             self._page.add("penstock_transfer_seconds", sums.seconds, direction, kind)
 
     def add_flops(self, model: float, recomputed: float) -> None:
-        """Add the work of one attempt."""
+        """Adds the work of one attempt."""
         self._page.add("penstock_device_model_flops", model)
         self._page.add("penstock_device_recomputed_flops", recomputed)
 
@@ -55,7 +55,7 @@ class WorkerMetrics:
         self._page.add("penstock_fetches", 1, way)
 
     def add_instructions(self, counts: Mapping[Opcode, int]) -> None:
-        """Add one attempt's instructions."""
+        """Adds one attempt's instructions."""
         for opcode, count in counts.items():
             self._page.add("penstock_instructions", count, opcode.name.lower())
 

@@ -112,7 +112,7 @@ class MirrorMachine:
         return self._running is None and self._seeding is None
 
     def validate(self) -> None:
-        """Check the replica.
+        """Checks the replica.
 
         Raises:
             ValueError: naming what contradicts what.

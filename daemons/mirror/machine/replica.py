@@ -182,7 +182,7 @@ class Replica:
         self.record, self.committed = record, record.version
 
     def void(self, block: int) -> None:
-        """Forget a block."""
+        """Forgets a block."""
         self._states.pop(block, None)
         self._held = {key: attempt for key, attempt in self._held.items() if key[0] != block}
         self._effects.append(VoidBlock(block=block))

@@ -72,7 +72,7 @@ class ArithmeticSteps:
         self._HANDLERS[type(event)](self, event)
 
     def start(self, blocks: Iterable[int]) -> None:
-        """Plan the update of blocks whose gradients are all there."""
+        """Plans the update of blocks whose gradients are all there."""
         self.epoch.plan(WorkKind.UPDATE, blocks)
 
     def choose(self, work: QueuedWork) -> Sweep | None:

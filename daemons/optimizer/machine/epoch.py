@@ -264,7 +264,7 @@ class Epoch:
     def report(
         self, attempt: AttemptProgress, block: int, status: SweepStatus, seconds: float
     ) -> None:
-        """Tell the scheduler about a block's gradients."""
+        """Tells the scheduler about a block's gradients."""
         attempt.reported.add(block)
         self._out.append(
             SendBlockStatus(

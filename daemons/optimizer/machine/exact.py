@@ -58,7 +58,7 @@ class ExactSteps:
         self._HANDLERS[type(event)](self, event)
 
     def start(self, blocks: Iterable[int]) -> None:
-        """Plan the update of blocks whose gradients are all there."""
+        """Plans the update of blocks whose gradients are all there."""
         elsewhere = self._on_devices()
         self.epoch.plan(WorkKind.UPDATE, [b for b in blocks if b not in elsewhere])
 

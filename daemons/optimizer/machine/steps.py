@@ -31,7 +31,7 @@ class Steps(Protocol):
         """React to the scheduler or a worker; only after recovery."""
 
     def start(self, blocks: Iterable[int]) -> None:
-        """Plan the update of blocks whose gradients are all there."""
+        """Plans the update of blocks whose gradients are all there."""
 
     def choose(self, work: QueuedWork) -> Sweep | None:
         """Returns the sweep that brings work forward; None if nothing is left to do."""
@@ -43,7 +43,7 @@ class Steps(Protocol):
         """Forget what is planned: the epoch is over."""
 
     def validate(self) -> None:
-        """Check the invariants.
+        """Checks the invariants.
 
         Raises:
             ValueError: naming what contradicts what.

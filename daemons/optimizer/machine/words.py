@@ -189,7 +189,7 @@ class WordsMirror:
             self.next_record = None
 
     def set_state(self, block: int, version: int) -> None:
-        """Set a block's state version."""
+        """Sets a block's state version."""
         if self.state_version(block) != version:
             self._blocks[block].state_version = version
             self.changed.add(block)
@@ -224,7 +224,7 @@ class WordsMirror:
         return pin is not None and settled is not None and settled != pin
 
     def open_sweep(self, work: Sweep) -> None:
-        """Write the words that must stand before a sweep starts."""
+        """Writes the words that must stand before a sweep starts."""
         written = _weights_version(work)
         if written is not None:
             self._write_slot(work.block, written % 2, INVALID_VERSION)

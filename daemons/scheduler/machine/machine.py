@@ -129,7 +129,7 @@ class SchedulerMachine:
         return effects if not cause else [with_cause(effect, cause) for effect in effects]
 
     def validate(self) -> None:
-        """Check the invariants of all parts.
+        """Checks the invariants of all parts.
 
         Raises:
             ValueError: naming what contradicts what.

@@ -216,7 +216,7 @@ class JournalMirror:
         )
 
     def validate(self) -> None:
-        """Check the conservation rules.
+        """Checks the conservation rules.
 
         Raises:
             ValueError: naming what does not fit.

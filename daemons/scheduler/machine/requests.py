@@ -125,7 +125,7 @@ class Requests:
         return [Reply(ticket=event.ticket, reply=pb.ControlReply(message=said))]
 
     def stop(self, reason: str, within_s: float | None, now_s: float) -> None:
-        """Stop the run. Of several reasons the first counts, of several deadlines the earliest."""
+        """Stops the run. Of several reasons the first counts, of several deadlines the earliest."""
         if not self.stop_reason:
             self.stop_reason = reason
             self.stop_by_s = now_s + self.patience_s

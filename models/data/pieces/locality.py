@@ -130,7 +130,7 @@ class _Parts:
     other_letters: bool = False
 
     def add_normalizer(self, part: Any) -> None:
-        """Add a normalizer.
+        """Adds a normalizer.
 
         Raises:
             CannotTell: it may look at the whole text.
@@ -147,7 +147,7 @@ class _Parts:
             raise CannotTell(kind)
 
     def add_split(self, part: Any) -> None:
-        """Add a pre-tokenizer.
+        """Adds a pre-tokenizer.
 
         Raises:
             CannotTell: it may look at the whole text.

@@ -60,7 +60,7 @@ class CpuDevice:
         """Nothing to prepare."""
 
     def detach(self) -> None:
-        """Free the pooled buffers."""
+        """Frees the pooled buffers."""
         self._pool.clear()
 
     def start_clock(self) -> None:

@@ -243,7 +243,7 @@ class CudaDevice:
         return isinstance(stamp, float) or bool(stamp.query())
 
     def load(self, arrays: Sequence[HostArray]) -> CudaStageBuffer:
-        """Start the copies of a stage into the free buffer."""
+        """Starts the copies of a stage into the free buffer."""
         self._gpu.make_current()
         buffer = self._free_buffer()
         tensors, offset = [], 0

@@ -321,7 +321,7 @@ class EmulatedDevice:
         return self._fetches, self._fetch_bandwidth, 0.0
 
     def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
-        """Start the thread that writes gradients."""
+        """Starts the thread that writes gradients."""
         self._publisher = _Publisher(self._publish)
 
     def detach(self) -> None:

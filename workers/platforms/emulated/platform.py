@@ -136,7 +136,7 @@ class EmulatedPreviewer:
         return replace(done, start_s=start, end_s=end)
 
     def close(self) -> None:
-        """End the threads."""
+        """Ends the threads."""
         self._stored.close()
         self._device.staging_bytes = self._device.state_bytes = 0.0
 
