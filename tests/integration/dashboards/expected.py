@@ -101,7 +101,7 @@ CHANGES: Mapping[str, tuple[str, Shown]] = {
         "killed worker",
         _more("lost_member", 0.0),
     ),
-    "recovery: Epochs": ("killed worker", _grows()),
+    "recovery: Memberships": ("killed worker", _grows()),
     "recovery: Restarts by process": ("killed worker", _present),
     "recovery: Fenced processes": ("stopped worker", _present),
     "recovery: Share of decisions": ("clipping", _more("amend", 0.5)),
