@@ -5,13 +5,16 @@ Ours, for schedules whose forward and backward stages are coupled. Obscura's int
 newest rule of paging decides: of what is on a device, that goes whose backward is furthest away
 (Belady), and it comes back as early as a copy takes. What is cheap to make again is not copied: the
 operators to drop are chosen so that neither compute nor the copies take longer than they must,
-within the host's memory. One choice holds for all stages, so that they stay equally long.
+within the host's memory. One choice holds for all stages, or every other stage of each device drops
+one operator more: devices stay equally busy.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import ceil, inf
 
 from penstock.planner.cost.costs import BlockCost
@@ -46,8 +49,8 @@ _TRIES = 6
 def keep_or_swap(schedule: Schedule, context: PassContext) -> Schedule:
     """Drops the operators that are cheapest to make again, swaps what then does not fit.
 
-    Dropping none, the cheapest, the two cheapest, … operators are compared by the longest of all
-    devices' compute and copies; the first that fits is taken.
+    Dropping none, the cheapest, the two cheapest, … operators, and steps halfway between, are
+    compared by the longest of all devices' compute and copies; the first that fits is taken.
 
     Raises:
         ConfigError: stages are not coupled, costs name no operators, activations are swapped
@@ -55,9 +58,14 @@ def keep_or_swap(schedule: Schedule, context: PassContext) -> Schedule:
     """
     require_operators(schedule, context, "keep-or-swap")
     worth = operators_by_worth(context.costs.of(range(schedule.layout.num_blocks)))
+    sets = [frozenset(worth[kept:]) for kept in range(len(worth), -1, -1)]
+    second = _every_other_stage(schedule)
+    pairs = [(sets[0], sets[0])]
+    for fewer, more in pairwise(sets):
+        pairs += [(fewer, more)] * any(second) + [(more, more)]
     choices = [
-        with_drops(schedule, [frozenset(worth[kept:])] * len(schedule.layout.forward))
-        for kept in range(len(worth), -1, -1)
+        with_drops(schedule, [more if other else fewer for other in second])
+        for fewer, more in pairs
     ]
     rooms = _rooms(choices[-1], context)
     compared = [(_longest_s(choice, rooms, context), index) for index, choice in enumerate(choices)]
@@ -70,6 +78,16 @@ def keep_or_swap(schedule: Schedule, context: PassContext) -> Schedule:
         f"passes: keep-or-swap: {schedule.scheme} fits neither the devices nor the hosts; use more"
         " stages, smaller micro-batches, or a scheme with recompute full"
     )
+
+
+def _every_other_stage(schedule: Schedule) -> list[bool]:
+    """Returns of each forward stage whether it is the second, fourth, … of its device."""
+    counts = Counter[int]()
+    second = []
+    for stage in schedule.layout.forward:
+        counts[stage.device] += 1
+        second.append(counts[stage.device] % 2 == 0)
+    return second
 
 
 def _rooms(schedule: Schedule, context: PassContext) -> list[float]:

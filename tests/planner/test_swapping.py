@@ -139,3 +139,26 @@ def test_what_fits_nowhere_is_refused() -> None:
     context = PassContext(costs=costs, cluster=Cluster(devices_per_node=4))
     with pytest.raises(ConfigError, match="keep-or-swap: mobius: costs name no operators"):
         PASSES["keep-or-swap"].run(schedule_of("mobius"), context)
+
+
+def test_every_other_stage_of_a_device_may_drop_more() -> None:
+    """Where a host has no room for the swaps of one choice of operators, and more than the next one
+    needs: half of each device's stages have the one, half the other.
+    """
+    schedule, seconds = schedule_of("mobius"), []
+    whole = peak(PASSES["keep-what-fits"].run(schedule, context_of(1e6)))
+    chosen = []
+    for host in (330.0, 450.0, 650.0):
+        context = context_of(0.5 * whole, host=host)
+        made = swapped(schedule, context)
+        drops = {i.stage: i.drop for i in instructions(made, Forward) if isinstance(i, Forward)}
+        of_devices = [
+            tuple(drops[stage] for stage in made.layout.forward_stages_on(device))
+            for device in range(4)
+        ]
+        assert len(set(of_devices)) == 1, "devices stay equally busy"
+        chosen.append(of_devices[0])
+        seconds.append(simulate(lower(made), COSTS, context.cluster).makespan_s)
+    dear, cheap = ("norm", "qkv"), ("norm",)
+    assert chosen == [(dear, dear), (cheap, dear), (cheap, cheap)]
+    assert seconds[0] > seconds[1] > seconds[2]

@@ -63,12 +63,9 @@ class Candidate:
 _SPLIT = ("split-backward", "keep-or-swap")
 
 CANDIDATES = (
-    Candidate(scheme="mobius", stages_each=4, passes=("keep-or-swap",)),
-    Candidate(scheme="mobius", stages_each=6, passes=("keep-or-swap",)),
-    Candidate(scheme="megatron-offload", stages_each=2, passes=_SPLIT),
-    Candidate(scheme="megatron-offload", stages_each=3, passes=_SPLIT),
-    Candidate(scheme="megatron-offload", stages_each=4, passes=_SPLIT),
-    Candidate(scheme="interleaved", stages_each=2, passes=_SPLIT),
+    *(Candidate(scheme="mobius", stages_each=n, passes=_SPLIT) for n in (4, 6, 8, 12)),
+    *(Candidate(scheme="megatron-offload", stages_each=n, passes=_SPLIT) for n in (3, 4, 6, 8)),
+    *(Candidate(scheme="interleaved", stages_each=n, passes=_SPLIT) for n in (2, 3, 4)),
     Candidate(scheme="dualpipe-v", stages_each=None, passes=("keep-or-swap",)),
     Candidate(scheme="zb-v", stages_each=None, passes=("keep-or-swap",)),
 )

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from bench.papers.page import PaperTable
 from bench.papers.spipe_cluster.measured import Workload, measured
 from bench.papers.spipe_cluster.ours import (
+    CANDIDATES,
     FULL,
     Found,
     analytic_ours,
@@ -151,6 +152,8 @@ def same_step_table(*, blocking: bool) -> PaperTable:
             f"**{mean_best(blocking=blocking):.3f}**",
             "",
             f"{100 * fmean(one.recomputed for one in of):.0f} %",
+            f"{100 * fmean(_again_share(one) for one in of):.0f} %",
+            f"{100 * fmean(_idle_share(one) for one in of):.0f} %",
             "",
             "",
             f"{mean_bound('kernels_full_s', blocking=blocking):.3f}",
@@ -165,12 +168,15 @@ def same_step_table(*, blocking: bool) -> PaperTable:
             " workloads, all simulated. Mobius and SPipe have a fused step in place, ours preview"
             f" and settle; on both sides {kind}"
             + ("" if blocking else ", and half a millisecond for each instruction")
-            + ". *Full*: everything recomputed. *Best*: the fastest of eight schemes with"
-            " keep-or-swap within the memory that a V100 32GB has for tensors (29.4 GB), and of"
+            + f". *Full*: everything recomputed. *Best*: the fastest of {len(CANDIDATES)} plans"
+            " with keep-or-swap within what a V100 32GB has for tensors (29.4 GB), and of"
             " *full*; *again* is the share of the forwards that it makes again, *host* what the"
-            " fullest device has swapped there. The bounds are kernels alone, shared out equally,"
-            " with everything recomputed and with nothing. Recorded by `python -m"
-            " bench.papers.spipe_cluster.search`."
+            " fullest device has swapped there. Two parts of a step separate *best* from the bound"
+            " without recomputation: seconds of the forwards made again, because the node's memory"
+            " beside the model's state has no room for more, and *idle*, seconds in which a device"
+            " waits for the pipeline or for a copy, or launches. The bounds are kernels alone,"
+            " shared out equally, with everything recomputed and with nothing. Recorded by `python"
+            " -m bench.papers.spipe_cluster.search`."
         ),
         columns=(
             "model",
@@ -181,6 +187,8 @@ def same_step_table(*, blocking: bool) -> PaperTable:
             "best",
             "plan",
             "again",
+            "made again, of the step",
+            "idle, of the step",
             "host, GB",
             "peak, GB",
             "bound, full",
@@ -188,6 +196,16 @@ def same_step_table(*, blocking: bool) -> PaperTable:
         ),
         rows=tuple(rows),
     )
+
+
+def _again_share(one: Found) -> float:
+    """Returns the share of the best plan's step that goes into forwards made again."""
+    return one.recomputed * (one.kernels_full_s - one.kernels_none_s) / one.best_s
+
+
+def _idle_share(one: Found) -> float:
+    """Returns the share of the best plan's step in which a device runs no kernels."""
+    return 1.0 - one.kernels_none_s / one.best_s - _again_share(one)
 
 
 def _same_step_row(one: Found) -> tuple[str, ...]:
@@ -200,6 +218,8 @@ def _same_step_row(one: Found) -> tuple[str, ...]:
         f"{one.mobius_s / one.best_s:.3f}",
         one.best,
         f"{100 * one.recomputed:.0f} %",
+        f"{100 * _again_share(one):.0f} %",
+        f"{100 * _idle_share(one):.0f} %",
         f"{one.swapped_bytes / 1e9:.0f}",
         f"{one.peak_bytes / 1e9:.1f}",
         f"{one.mobius_s / one.kernels_full_s:.3f}",
