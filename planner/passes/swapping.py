@@ -49,8 +49,8 @@ _TRIES = 6
 def keep_or_swap(schedule: Schedule, context: PassContext) -> Schedule:
     """Drops the operators that are cheapest to make again, swaps what then does not fit.
 
-    Dropping none, the cheapest, the two cheapest, … operators, and steps halfway between, are
-    compared by the longest of all devices' compute and copies; the first that fits is taken.
+    Each choice drops one operator more; steps halfway lie between two choices. Choices are
+    compared by the longest compute or copies of a device. The first that fits is taken.
 
     Raises:
         ConfigError: stages are not coupled, costs name no operators, activations are swapped

@@ -142,8 +142,8 @@ def test_what_fits_nowhere_is_refused() -> None:
 
 
 def test_every_other_stage_of_a_device_may_drop_more() -> None:
-    """Where a host has no room for the swaps of one choice of operators, and more than the next one
-    needs: half of each device's stages have the one, half the other.
+    """A host lacks room for the swaps of one choice, and has more than the next choice needs. So
+    half of each device's stages take the first, half the next.
     """
     schedule, seconds = schedule_of("mobius"), []
     whole = peak(PASSES["keep-what-fits"].run(schedule, context_of(1e6)))
