@@ -405,6 +405,8 @@ class History:
             if attempt in self._attempts:
                 self.violation(f"attempt {attempt} was decided twice")
             self._attempts.add(attempt)
+            if name == "SKIP" and self.vouched is not None:
+                self.vouched.skipped(attempt)
             self._look_at_stops()
             self._look_at_deadline(attempt)
             digest = self.cluster.run.numerics_digest

@@ -55,6 +55,7 @@ class Vouched:
         self._mapped: dict[str, _Mapped] = {}
         self._attempts: dict[int, tuple[int, int]] = {}
         """Attempt -> its first sample, and the version that its gradients lead to."""
+        self._skipped: set[int] = set()
         self._whole: dict[tuple[int, int, int, int], tuple[int, int]] = {}
         """Node, block, copy, contribution -> attempt whose gradients are whole there, and inode of
         that memory.
@@ -65,6 +66,15 @@ class Vouched:
     def begins(self, attempt: int, first_sample: int, version: int) -> None:
         """An attempt that leads to a version is announced."""
         self._attempts[attempt] = first_sample, version
+
+    def skipped(self, attempt: int) -> None:
+        """The scheduler skips an attempt: no commit reads its gradients.
+
+        The next attempt leads to the same version, so its owner overwrites them. A replica that has
+        not heard of the decision may be copying them just then, and says that it holds the skipped
+        attempt. It pulls the gradients of the next attempt before it says that it holds these.
+        """
+        self._skipped.add(attempt)
 
     def stored(
         self, node: int, kind: str, name: str, args: tuple[Any, ...], named: Mapping[str, Any]
@@ -222,6 +232,8 @@ class Vouched:
     def _held(
         self, replica: NodeMemory, block: int, copy: int, contribution: int, attempt: int
     ) -> Iterator[str]:
+        if attempt in self._skipped:
+            return
         array = replica.grads(block, copy, contribution)
         yield from self._gradients(replica, attempt, block, contribution, array)
 
