@@ -40,7 +40,7 @@ check: $(STAMP)
 
 ## Outcomes that no move and no new name may change, each compared with its stored one; SEEDS=2000 at
 ## the end of a larger change. ARGS=--rewrite stores new outcomes, ARGS='--only names' takes a part.
-## 200 seeds take about 5 minutes of CPU, which all cores share; the other parts take 2.
+## 200 seeds take about 7 minutes of CPU, which all cores share; the other parts take 4.
 pins: $(STAMP)
 	$(BIN)/python -m tests.pins --seeds $(SEEDS) $(ARGS)
 

@@ -70,9 +70,9 @@ class Vouched:
     def skipped(self, attempt: int) -> None:
         """The scheduler skips an attempt: no commit reads its gradients.
 
-        The next attempt leads to the same version, so its owner overwrites them. A replica that has
-        not heard of the decision may be copying them just then, and says that it holds the skipped
-        attempt. It pulls the gradients of the next attempt before it says that it holds these.
+        The next attempt leads to the same version, so its owner overwrites them. A replica may copy
+        them just then, before the decision arrives, and say that it holds the skipped attempt. It
+        pulls the gradients of the next attempt before it says that it holds these.
         """
         self._skipped.add(attempt)
 
