@@ -80,7 +80,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "models.data.token_sources.TokenSources.__init__": _OWN,
         "models.data.prepare._prepare_data": _OWN,
         "models.data.tokenizer.ByteTokenizer.encode_documents": "takes any bytes, one token each",
-        "models.profiling.machine._shared": _OWN,
+        "protocol.plan.sweep_rates._shared": _OWN,
         "models.runtime.ModelRuntime._reseed": _OWN,
         "models.surgery.hf._read_by_type": _NAMED_SO,
         "planner.simulate.weights._read_from_owners": _NAMED_SO,

@@ -312,8 +312,8 @@ def test_a_stage_that_is_missing_in_a_plan_file_is_marked(
     idle = tuple(i for i in second if not isinstance(i, (Forward, Backward)))
     lines = complaint(programs=(first, idle)).splitlines()
     assert lines[0] == (
-        f"schedule.file = {str(path)!r}: plan: device 0, instruction 2 (SA 0 0 peer=1): nobody uses"
-        " the activation of stage 0, micro-batch 0: FORWARD 1 0 is missing"
+        f"schedule.file = {str(path)!r}: plan: device 0, instruction 2 (SA 0 0 peer=1): no device"
+        " uses the activation of stage 0, micro-batch 0: FORWARD 1 0 is missing"
     )
     [marked] = [line for line in lines if ">>" in line]
     assert marked.split() == ["2", ">>SA", "0", "0", "peer=1<<", "RA", "0", "1", "peer=0"]

@@ -235,7 +235,7 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
             "tensor_parallel = 2: workers run whole layers; plans with it can be simulated only",
         ),
         ("emulated:nothing", {}, "'emulated:nothing': accepted are emulated:analytic"),
-        ("emulated:analytic:V100-32:spipe-10b:micro_batch=4", {}, "said by train.micro_batch"),
+        ("emulated:analytic:V100-32:spipe-10b:micro_batch=4", {}, "is set by train.micro_batch"),
         ("emulated:missing.json", {}, "missing.json"),
         (
             "emulated:analytic:V100-32:spipe-10b",

@@ -394,7 +394,7 @@ def test_nonsense_is_refused(config_of: Any) -> None:
         ({"transport": "gloo", "device": "emulated:x"}, "gloo is for cluster.device: cpu, cuda"),
         (
             {"transport": "gloo", "security": "tls"},
-            r"gloo is plain, .*; with cluster.security: tls use zmq, .*trusted_fabric",
+            r"gloo is unencrypted, .*; with cluster.security: tls use zmq, .*trusted_fabric",
         ),
         (
             {"transport": "smoke"},
