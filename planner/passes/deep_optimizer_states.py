@@ -159,12 +159,13 @@ def device_update(schedule: Schedule, context: PassContext) -> Schedule:
 
 def _device_updated(schedule: Schedule, context: PassContext, *, flush: bool) -> Schedule:
     chosen: set[int] = set()
-    for node in _nodes(schedule, context):
+    nodes = _nodes(schedule, context)
+    for node in nodes:
         chosen.update(_balanced(schedule.layout, node, context, flush=flush))
     if not chosen:
         return schedule
     updated = _with_updates(schedule, chosen, (), flush=flush)
-    last = {s for node in _nodes(schedule, context) for s in node.last_stages.values()}
+    last = {stage for node in nodes for stage in node.last_stages.values()}
     if not all(set(schedule.layout.backward[s].blocks) <= chosen for s in last):
         return updated
     return _extended(schedule, updated, chosen, context, flush=flush)

@@ -13,7 +13,7 @@ micro-batches of a stage, with swaps; here nothing is swapped.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.planner.cost.costs import BlockCost
 from penstock.planner.layout import Order, OrderedInstruction, Residency
-from penstock.planner.memory.footprint import device_peaks, footprints
+from penstock.planner.memory.footprint import Footprint, device_peaks, footprints
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.schedule import Schedule, lower
 from penstock.protocol.errors import ConfigError
@@ -36,6 +36,7 @@ from penstock.protocol.plan.instructions import (
     SwapIn,
     SwapOut,
 )
+from penstock.protocol.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,30 +106,38 @@ def keep_graphs(schedule: Schedule, context: PassContext) -> Schedule:
         ConfigError: stages are not coupled, or there is too little memory even without any graph.
     """
     _refuse(schedule, "keep-graphs", [_uncoupled(schedule)])
-    limit = context.device_limit_bytes
-    for device, peak in enumerate(device_peaks(lower(schedule), context.costs)):
-        if peak.total_bytes > limit:
+    plan, limit = lower(schedule), context.device_limit_bytes
+    memory = footprints(plan, context.costs)
+    for device, footprint in enumerate(memory):
+        if footprint.peak.total_bytes > limit:
             raise ConfigError(
-                f"passes: keep-graphs: device {device} needs {peak.total_bytes:.4g} bytes with"
-                f" everything recomputed, the limit is {limit:.4g}; use more stages or smaller"
+                f"passes: keep-graphs: device {device} needs {footprint.peak.total_bytes:.4g} bytes"
+                f" with everything recomputed, the limit is {limit:.4g}; use more stages or smaller"
                 " micro-batches"
             )
-    return with_kept_graphs(schedule, context)
+    return _filled(schedule, plan, memory, context)
 
 
 def with_kept_graphs(schedule: Schedule, context: PassContext) -> Schedule:
     """Returns :func:`keep_graphs` of a schedule; the schedule itself where stages are not coupled,
     or memory has no room for a graph.
     """
-    layout, limit = schedule.layout, context.device_limit_bytes
     uncoupled, _ = _uncoupled(schedule)
     if uncoupled:
         return schedule
+    plan = lower(schedule)
+    return _filled(schedule, plan, footprints(plan, context.costs), context)
+
+
+def _filled(
+    schedule: Schedule, plan: Plan, memory: Sequence[Footprint], context: PassContext
+) -> Schedule:
+    """Returns the schedule with the graphs that fit; ``memory``: that of its ``plan``."""
+    layout, limit = schedule.layout, context.device_limit_bytes
     measured = all(block.operators for block in context.costs.blocks[: layout.num_blocks])
     margin = 1.0 if measured else _GUESS_MARGIN
     kept: set[Work] = set()
-    plan = lower(schedule)
-    for device, footprint in enumerate(footprints(plan, context.costs)):
+    for device, footprint in enumerate(memory):
         totals = np.array(footprint.total_bytes)
         for span, work in _recomputed(plan.programs[device]):
             blocks = layout.forward[work[0]].blocks
