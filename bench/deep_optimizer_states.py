@@ -30,7 +30,7 @@ from typing import Any
 
 from bench import emulated
 from bench.papers.deep_optimizer_states.rates import H100_BUSY
-from penstock.planner.configured import build_plan
+from penstock.config.schema import Config, parse_config
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.sources import Prices
@@ -41,8 +41,8 @@ from penstock.planner.cost.update_rates import (
     preview_throughput,
     resident_throughput,
 )
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.simulate import Simulation, simulate
-from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
 

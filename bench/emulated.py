@@ -35,12 +35,12 @@ import yaml
 from bench.papers.obscura import testbed as obscura_testbed
 from bench.papers.spipe_cluster import systems, testbed
 from bench.papers.spipe_cluster.measured import Workload, measured
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.config.schema import parse_config
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.schedule import lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.simulate import simulate
-from penstock.protocol.config.schema import parse_config
 from penstock.protocol.plan.plan import Plan
 
 Made = Callable[[Emulation], Plan]

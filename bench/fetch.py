@@ -46,9 +46,9 @@ from penstock.protocol.metrics.fetch import FETCH
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.security.authority import make
-from penstock.protocol.security.sockets import OPEN, CurveAccess, SocketAccess
 from penstock.protocol.wire.blocks import BlockClient, connect
 from penstock.protocol.wire.frames import BlockRequest
+from penstock.protocol.wire.sockets import OPEN, CurveAccess, SocketAccess
 from penstock.protocol.wire.staged import AwayError, StagedClient, socket_address
 from penstock.shm.layout import NodeLayout, Ownership, Storage
 from penstock.shm.memory import MemorySpec, NodeMemory

@@ -33,7 +33,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.metrics.targets import addresses
+from penstock.daemons.monitor.metrics.targets import addresses
 from penstock.protocol.plan.instructions import Opcode, Program
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import TraceLane, TraceLog

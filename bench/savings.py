@@ -28,11 +28,11 @@ from bench.papers.spipe_cluster.measured import Workload
 from bench.papers.spipe_cluster.systems import SYSTEMS, plan_of
 from bench.papers.spipe_cluster.testbed import analytic
 from penstock.client.watching.step_report import StepReport
+from penstock.config.schema import parse_config
 from penstock.planner.cost.emulation import Emulation
-from penstock.planner.traces.causes import Resource
+from penstock.planner.traces.dependency_graph import Resource
 from penstock.planner.traces.measured import measure
 from penstock.planner.traces.traced import TracedRun
-from penstock.protocol.config.schema import parse_config
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace_reading import read_traces
 

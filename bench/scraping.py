@@ -27,8 +27,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.daemons.metrics.collection import FRESH_S
-from penstock.daemons.metrics.targets import addresses
+from penstock.daemons.monitor.metrics.collection import FRESH_S
+from penstock.daemons.monitor.metrics.targets import addresses
 
 SAMPLES = "penstock_metrics_cpu_seconds_total"
 PROCESS = "penstock_process_cpu_seconds_total"

@@ -28,9 +28,9 @@ from penstock.client.screen.layout import compose
 from penstock.client.screen.model import Model
 from penstock.client.screen.panels import UNICODE
 from penstock.client.screen.screen import keys_line
-from penstock.client.watching.snapshots import Observer
+from penstock.client.watching.run_view import Observer
+from penstock.host.process_identity import ProcessUsage
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.shm.process import ProcessUsage
 
 SIZES = ((80, 24), (120, 36), (200, 60))
 SETTINGS = (

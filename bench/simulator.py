@@ -30,11 +30,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.layout import OrderedInstruction, StageLayout
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.layout import OrderedInstruction, StageLayout
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
 from penstock.protocol.plan.plan import Plan, StageRange

@@ -46,13 +46,13 @@ from typing import Any
 
 from bench.emulated import trained
 from penstock.client.watching.trace import TraceOutputs, make_trace_report
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.cluster import ADVANCE, IN_PLACE, SYNCHRONOUS, OptimizerModel
 from penstock.planner.cost.sources import Prices
-from penstock.planner.pipeline import PlanContext
-from penstock.planner.schedule import lower
-from penstock.planner.settling import choose_settled_early
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.planning.pipeline import PlanContext
+from penstock.planner.planning.settling import choose_settled_early
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.plan.plan import Plan
 

@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.protocol.config.schema import Config
+from penstock.config.schema import Config
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol.config.schema import parse_config
+from penstock.config.platforms import TransportName
+from penstock.config.schema import parse_config
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
-from penstock.protocol.platforms.registry import TransportName
 from penstock.shm.table import DType
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox, TransferKey

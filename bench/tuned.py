@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from penstock.config.schema import Config, parse_config
 from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import guess_of_gpu
-from penstock.planner.tuning.auto import choose
-from penstock.protocol.config.schema import Config, parse_config
+from penstock.planner.planning.auto import choose
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import DType
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 from penstock.client.train import TrainResult, run_training
 from penstock.client.watching.display import Display, Plain, Silent
 from penstock.client.watching.programs import Bar, OnStep, check_function
-from penstock.protocol.config.schema import Config, load_config, parse_config
-from penstock.protocol.config.words import apply_overrides
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config, load_config, parse_config
+from penstock.config.words import apply_overrides
+from penstock.host.errors import ConfigError
 from penstock.protocol.run.rundir import run_of
 
 __all__ = ["TrainResult", "train"]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config.execution import NodeConfig
+from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import Need, check_capacity, render_needs
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
@@ -19,14 +21,12 @@ from penstock.daemons.node.preparing.planned_run import (
 )
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.deploy.kubernetes.manifests import PodNeeds
-from penstock.protocol.config.execution import NodeConfig
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.plan.cpus import check_cpus, cpu_shortage, cpus_needed
+from penstock.host.cgroup import CpuLimit, cpu_limit
+from penstock.host.errors import ConfigError, PenstockError
+from penstock.host.logind_check import logout_risk
+from penstock.protocol.run.hardware.cpus import check_cpus, cpu_shortage, cpus_needed
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.rundir import RunDirectory, run_of
-from penstock.shm.cgroup import CpuLimit, cpu_limit
-from penstock.shm.logout import logout_risk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import penstock
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, reason
+from penstock.host.errors import ConfigError, ExitCode, PenstockError, reason
 
 if TYPE_CHECKING:
+    from penstock.config.schema import Config
     from penstock.daemons.preload.starting import Preloading
-    from penstock.protocol.config.schema import Config
 
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration; see penstock config.")
@@ -85,10 +85,10 @@ def load(config: Path, settings: list[str] | None) -> Config:
     """Reads a configuration with its overrides.
 
     Raises:
-        ConfigError: as :func:`penstock.protocol.config.schema.load_config`; where an example was
+        ConfigError: as :func:`penstock.config.schema.load_config`; where an example was
             meant, says how to get it.
     """
-    from penstock.protocol.config.schema import load_config
+    from penstock.config.schema import load_config
 
     if not config.exists() and config.suffix in (".yaml", "") and config.stem in example_names():
         raise ConfigError(
@@ -209,8 +209,8 @@ def bare_settings(words: list[str], own: Collection[str] = ()) -> list[str]:
 def _configuration_key(word: str) -> str:
     """Returns ``train.steps`` for itself or for ``steps``; empty for what is no key."""
     # Imported here: pydantic takes a while, and most command lines have no such word.
-    from penstock.protocol.config.schema import Config
-    from penstock.protocol.config.words import keys_of
+    from penstock.config.schema import Config
+    from penstock.config.words import keys_of
 
     known = keys_of(Config)
     section = word.partition(".")[0]

@@ -1,6 +1,6 @@
 """``penstock config`` shows the keys of the configuration as text, a page or a JSON schema.
 
-All of it follows from the fields of :mod:`penstock.protocol.config`, and from
+All of it follows from the fields of :mod:`penstock.config`, and from
 :mod:`penstock.daemons.node.preparing.changes` for what a resume may change.
 """
 
@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from penstock.config.schema import Config
+from penstock.config.words import Form, unknown_key
 from penstock.daemons.node.preparing.changes import resume_rule
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.words import Form, unknown_key
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 _WIDTH = 100
 """Of the page's lines."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.client.cli import command_group, errors_explained, load
-from penstock.protocol.errors import ConfigError, reason
+from penstock.host.errors import ConfigError, reason
 
 if TYPE_CHECKING:
-    from penstock.protocol.config.schema import Config
+    from penstock.config.schema import Config
 
 app = command_group(
     "deploy",
@@ -179,9 +179,9 @@ def kubernetes(
     """Write manifests that run one pod a node on Kubernetes (JobSet)."""
     with errors_explained():
         from penstock.client.capacity import pod_needs
+        from penstock.config.reading import read_mapping
         from penstock.deploy.kubernetes.manifests import Order, manifests, next_commands, pod_config
-        from penstock.protocol.config.reading import read_mapping
-        from penstock.protocol.run.files import write_atomically
+        from penstock.host.files import write_atomically
 
         loaded = load(config, None)
         order = Order(

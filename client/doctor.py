@@ -24,22 +24,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.client.placement import PlacementFacts, PlacementReport
-from penstock.client.watching.snapshots import saved_states
-from penstock.daemons.node.home import original_of
+from penstock.client.watching.run_view import saved_states
+from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import human_bytes
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ExitCode, PenstockError
-from penstock.protocol.requirements import PYTHON, TORCH, installed_torch, torch_objection
+from penstock.daemons.node.run_lock import original_of
+from penstock.host.cgroup import cpu_limit, tightest_memory
+from penstock.host.errors import ExitCode, PenstockError
+from penstock.host.logind_check import logout_risk
+from penstock.host.process_identity import start_ticks
+from penstock.host.requirements import PYTHON, TORCH, installed_torch, torch_objection
+from penstock.host.trust import user_text
 from penstock.protocol.run.names import FOLDER_PREFIX
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.token_cache import kept_tokens, token_cache_folder
+from penstock.protocol.run.token_cache import kept_tokens, token_cache_folder
 from penstock.protocol.wire.local_names import left_folders
-from penstock.shm.cgroup import cpu_limit, tightest_memory
 from penstock.shm.inventory import NodeSegments, inventory, shm_names
-from penstock.shm.logout import logout_risk
-from penstock.shm.process import start_ticks
 from penstock.shm.segment import SHM_ROOT, unlink
-from penstock.shm.trust import user_text
 
 if TYPE_CHECKING:
     from penstock.client.capacity import CapacityReport

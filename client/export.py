@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.client.watching.snapshots import StateFolder, saved_states
+from penstock.client.watching.run_view import StateFolder, saved_states
 from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.memory.tensorfile import sha256_of
 from penstock.daemons.node.preparing.tool import run_tool
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.host.errors import ConfigError, StateError
 from penstock.protocol.run.rundir import RunDirectory
 
 

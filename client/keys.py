@@ -11,7 +11,7 @@ import typer
 from penstock.client.cli import command_group, errors_explained, load
 
 if TYPE_CHECKING:
-    from penstock.protocol.config.schema import Config
+    from penstock.config.schema import Config
 
 app = command_group("keys", "Make and renew the keys of a run (cluster.security: tls).")
 
@@ -127,7 +127,7 @@ def pack(
 ) -> None:
     """Write a tar archive of what one node needs: nobody else's keys, not the authority's."""
     with errors_explained():
-        from penstock.protocol.errors import ConfigError, reason
+        from penstock.host.errors import ConfigError, reason
         from penstock.protocol.security.authority import pack as pack_keys
         from penstock.protocol.security.folders import write_private
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.protocol.run.logs import forgive_streams
-from penstock.protocol.run.stopping import block_stop_signals
+from penstock.host.logs import forgive_streams
+from penstock.host.stopping import block_stop_signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,11 @@ PROCESSES = {
     ),
     "mirrord": ProcessKind(module="penstock.daemons.mirror.main", arguments=("node", "scheduler")),
     "fetchd": ProcessKind(module="penstock.daemons.fetch.main", arguments=("node",)),
-    "observerd": ProcessKind(module="penstock.daemons.observer.main", arguments=()),
+    "observerd": ProcessKind(module="penstock.daemons.monitor.observer.main", arguments=()),
     "metricsd": ProcessKind(
-        module="penstock.daemons.metrics.main", arguments=("node", "processes")
+        module="penstock.daemons.monitor.metrics.main", arguments=("node", "processes")
     ),
-    "tracker": ProcessKind(
-        module="penstock.daemons.observer.trackers.main", arguments=("tracker",)
-    ),
+    "tracker": ProcessKind(module="penstock.daemons.monitor.trackers.main", arguments=("tracker",)),
     "schedulerd": ProcessKind(
         module="penstock.daemons.scheduler.main", arguments=("port", "grace_seconds")
     ),

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from penstock.daemons.node.service_manager import ServiceManager
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.wire.control import SNAPSHOT_TIMEOUT_S, ControlClient
 
 _ASK_TIMEOUT_S = 20.0

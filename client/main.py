@@ -37,8 +37,8 @@ from penstock.client.planning import commands as plan_commands
 from penstock.client.processes import commands as process_commands
 from penstock.client.processes.commands import GraceOption, StrictOption, strict_setting
 from penstock.client.watching import state_commands
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.stopping import interrupted_by_stop_signals
+from penstock.host.errors import ConfigError
+from penstock.host.stopping import interrupted_by_stop_signals
 
 imported()
 
@@ -130,7 +130,7 @@ def train(
 ) -> None:
     """Train on this machine: starts every process, shows progress, ends with the run."""
     with errors_explained(), interrupted_by_stop_signals(), ExitStack() as stack:
-        from penstock.protocol.run.logs import forgive_streams
+        from penstock.host.logs import forgive_streams
 
         forgive_streams()  # first of all: the terminal may be gone while the run is saved
         preloading = begin_to_import()

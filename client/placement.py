@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import human_bytes
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.placement import place
-from penstock.shm.cgroup import cpu_limit
+from penstock.host.cgroup import cpu_limit
+from penstock.host.errors import ConfigError
+from penstock.host.topology import Topology, format_cpus
+from penstock.protocol.run.hardware.placement import place
 from penstock.shm.layout import PAGE_BYTES
 from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes
 from penstock.shm.segment import SHM_ROOT
-from penstock.shm.topology import Topology, format_cpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,20 +16,18 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.client.watching.display import Display
-from penstock.client.watching.snapshots import Observer, RunView
+from penstock.client.watching.run_view import Observer, RunView
+from penstock.config.schema import Config
 from penstock.daemons.node.endpoint import remove_endpoint
-from penstock.daemons.node.home import remove_empty_memory, remove_memory, wait_until_dead
 from penstock.daemons.node.machine.budget import RestartBudget
 from penstock.daemons.node.main import LAUNCHER
+from penstock.daemons.node.run_lock import remove_empty_memory, remove_memory, wait_until_dead
 from penstock.daemons.preload.kinds import NODE, PLAIN, TORCH
 from penstock.daemons.preload.owner import ChildProcess
 from penstock.daemons.preload.starting import Starter
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError, failure_code, reason
-from penstock.protocol.run.ended import RunEnd, forget_end
-from penstock.protocol.run.files import make_directory, reserve, writing
-from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import (
+from penstock.host.errors import ExitCode, LostMemberError, PenstockError, failure_code, reason
+from penstock.host.files import make_directory, reserve, writing
+from penstock.host.stopping import (
     STOP_ORDER,
     Demand,
     Grace,
@@ -38,6 +36,8 @@ from penstock.protocol.run.stopping import (
     Stillness,
     stopping_signals,
 )
+from penstock.protocol.run.run_result import RunEnd, forget_end
+from penstock.protocol.run.rundir import RunDirectory
 
 LOOK_INTERVAL_S = 0.5
 """Nodes are looked at so often, and the scheduler is asked every other time: a status takes it some

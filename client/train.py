@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.client.supervision import Interruptions, Supervision, console_path, empty_console
 from penstock.client.watching.display import Display
 from penstock.client.watching.programs import OnStep, Stepping
-from penstock.client.watching.snapshots import (
+from penstock.client.watching.run_view import (
     Metrics,
     Observer,
     StateFolder,
@@ -27,18 +27,18 @@ from penstock.client.watching.snapshots import (
     saved_states,
 )
 from penstock.client.watching.summary import Summary
-from penstock.daemons.node.home import RunLock, kept_words, node_lock_path, train_lock_path
+from penstock.config.schema import Config
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.preparing.prepare import is_complete, prepare_run
+from penstock.daemons.node.run_lock import RunLock, kept_words, node_lock_path, train_lock_path
 from penstock.daemons.preload.kinds import TORCH
 from penstock.daemons.preload.starting import Preloading, Spawning, Starter
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import FAILURES, ExitCode
-from penstock.protocol.passes import TrainingData, epochs
-from penstock.protocol.requirements import check_torch
-from penstock.protocol.run.ended import forget_end
+from penstock.host.errors import FAILURES, ExitCode
+from penstock.host.requirements import check_torch
+from penstock.host.stopping import Grace
+from penstock.protocol.run.data_size import TrainingData, epochs
+from penstock.protocol.run.run_result import forget_end
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import Grace
 from penstock.shm.inventory import inventory
 
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
@@ -50,7 +50,7 @@ class TrainResult:
     """How a training ended. ``metrics`` are all lines of the run's metrics file.
 
     ``exit_code``: 0 only when all steps are done and saved; 5 after a stop by command
-    (:class:`~penstock.protocol.errors.ExitCode`). ``first``: index in ``metrics`` of the first line
+    (:class:`~penstock.host.errors.ExitCode`). ``first``: index in ``metrics`` of the first line
     of this start. ``seconds``: duration of this start, preparation included.
     """
 

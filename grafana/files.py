@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.run.files import write_atomically
+from penstock.host.errors import ConfigError, reason
+from penstock.host.files import write_atomically
 
 _HERE = Path(__file__).parent
 _TARGETS = "targets"

@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from penstock.config.values import AUTO, SDPA
 from penstock.models.torch_internals import cudnn_attention, flash_attention_backward
-from penstock.protocol.config.values import AUTO, SDPA
 from penstock.protocol.run.rundir import COMPILED
 
 CUDNN, CUDNN_FLASH = "cudnn", "cudnn-flash"

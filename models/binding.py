@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from penstock.host.errors import ConfigError
 from penstock.models.surgery.skeleton import EMBEDDING_KIND, LAYER_NUMBERS, Part, Skeleton
-from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec
 
 TORCH_DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(

@@ -10,9 +10,9 @@ is out of reach.
 
 Forwards that drop operators (:mod:`penstock.models.storing`) run uncompiled: a mode would see one
 opaque function. Whole and split backwards are one graph, whose products hand their tensors to a
-sink (:mod:`penstock.models.products`). Saved tensors of compiled layers are swapped, and their
-weights bound anew, like those of any graph. Embedding and head, which are calls of a whole decoder
-around stubs, run uncompiled, too.
+sink (:mod:`penstock.models.split_backward.products`). Saved tensors of compiled layers are swapped,
+and their weights bound anew, like those of any graph. Embedding and head, which are calls of a
+whole decoder around stubs, run uncompiled, too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Compiler:
         The calling process compiles, not a pool of processes or threads. Random numbers come from
         torch's own kernels: dropout of a recomputation must hit the elements of its forward.
         Graphs free their buffers and write no buffer twice: a sink may keep the tensors that a
-        product handed over (:mod:`penstock.models.products`).
+        product handed over (:mod:`penstock.models.split_backward.products`).
         """
         if self.backend != "inductor":
             return {}

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from penstock.protocol.config.schema import Config
+from penstock.config.schema import Config
 
 Facts = list[tuple[str, str]]
 """Names and values of facts, in the order in which errors show them."""

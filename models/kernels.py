@@ -21,6 +21,10 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from penstock.config.schema import Config
+from penstock.config.values import AUTO, SDPA
+from penstock.host.errors import ConfigError
+from penstock.host.files import write_atomically
 from penstock.models.attention import (
     CUDNN,
     CUDNN_FLASH,
@@ -35,17 +39,13 @@ from penstock.models.surgery.hf import load_run_config
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.torch_device import first_device, repeat_bits
 from penstock.models.torch_internals import TorchDispatchMode
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO, SDPA
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.numerics import (
+from penstock.protocol.run.numerics import (
     KERNELS,
     Arithmetic,
     Attention,
     CompilerChoice,
     Kernels,
 )
-from penstock.protocol.run.files import write_atomically
 
 OWN, UNKNOWN, COMPOSED = "model", "unknown", "math"
 _ROWS = 256

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
+from penstock.host.errors import ConfigError, StateError
 from penstock.models.binding import (
     TORCH_DTYPES,
     Borrowed,
@@ -28,18 +29,17 @@ from penstock.models.binding import (
 )
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
-from penstock.models.layer_products import LayerProducts, ProductWatch
 from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy
-from penstock.models.products import NoSink, Sink, ticket_memory
 from penstock.models.saved_activations import let_go
 from penstock.models.saved_activations.tape import tensors_in
 from penstock.models.split_backward.deferred_entries import AtOnce
+from penstock.models.split_backward.layer_products import LayerProducts, ProductWatch
+from penstock.models.split_backward.products import NoSink, Sink, ticket_memory
 from penstock.models.storing import Stored, Storing
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall, LayerCalls
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
 from penstock.models.torch_device import torch_device
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.seal import CONSTANTS
+from penstock.protocol.run.checksums import CONSTANTS
 from penstock.shm.table import BlockTable
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class ModelRuntime:
         blocks (numbers in the model) whose inputs are wanted. ``storing``: how to save what the
         backward needs; a store of activations makes the inputs' leaves let go of their values.
         ``output_read``: False leaves out products that only make the last layer's output, which is
-        then of no use (:mod:`penstock.models.layer_products`).
+        then of no use (:mod:`penstock.models.split_backward.layer_products`).
 
         Raises:
             ConfigError: documents are to be kept apart, and the model cannot.

@@ -17,8 +17,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from penstock.protocol.config.optimizers import OptimizerName
-from penstock.protocol.config.training import OptimizerConfig
+from penstock.config.optimizers import OptimizerName
+from penstock.config.training import OptimizerConfig
 from penstock.protocol.plan.step import OptimizerStep
 
 

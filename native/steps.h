@@ -1,5 +1,5 @@
 // The arithmetic of the optimizers, one vector of 16 parameters at a time. What else there is to
-// know about an optimizer (hyper-parameters, names of its arrays) is in protocol/config/optimizers.py.
+// know about an optimizer (hyper-parameters, names of its arrays) is in config/optimizers.py.
 //
 // Every operation rounds once, to float32, on every vector path, so all paths give the same bits. A
 // step is a class, listed in Optimizers at the end of this file, with

@@ -14,7 +14,7 @@
 
 namespace penstock {
 
-// Hyper-parameters of one step, with the names they have in the papers; protocol/config/optimizers.py
+// Hyper-parameters of one step, with the names they have in the papers; config/optimizers.py
 // says which keys of a configuration they come from. An optimizer ignores those it does not have.
 struct Hyper {
   std::size_t optimizer;  // index in Optimizers (steps.h)

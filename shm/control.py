@@ -77,8 +77,8 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock._native import load_u64, store_u64
+from penstock.host.process_identity import ProcessIdentity
 from penstock.shm.layout import PAGE_BYTES, WEIGHT_SLOTS, SegmentKind
-from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import (
     TOKEN_BYTES,
     BadHeaderError,

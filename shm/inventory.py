@@ -13,9 +13,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.host.process_identity import ProcessIdentity
+from penstock.host.trust import kind_of, printable
 from penstock.shm.control import ControlView
 from penstock.shm.layout import PAGE_BYTES, SegmentKind
-from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import (
     SHM_ROOT,
     SegmentError,
@@ -26,7 +27,6 @@ from penstock.shm.segment import (
     path_of,
     status_of,
 )
-from penstock.shm.trust import kind_of, printable
 
 _NODE = "[a-z0-9][a-z0-9-]{0,15}"
 _NAME = re.compile(

@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 import posix_ipc
 
-from penstock.shm.cgroup import MemoryLimit, MemoryUnknownError, tightest_memory, usable_cpus
+from penstock.host.cgroup import MemoryLimit, MemoryUnknownError, tightest_memory, usable_cpus
+from penstock.host.trust import UntrustedError, objection, open_own
 from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes_if_granted
-from penstock.shm.trust import UntrustedError, objection, open_own
 
 
 class SegmentError(Exception):

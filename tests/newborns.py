@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from penstock.shm.process import parent_of, start_ticks
+from penstock.host.process_identity import parent_of, start_ticks
 
 CONT, DETACH, SYSCALL, SEIZE, EVENT_MESSAGE, INTERRUPT = 7, 17, 24, 0x4206, 0x4201, 0x4207
 FORK, VFORK, EXEC, STOP = 1, 2, 4, 128

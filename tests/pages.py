@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from penstock.daemons.metrics.asking import ask
+from penstock.daemons.monitor.metrics.asking import ask
 from penstock.protocol.run.pages import page_address
 
 

@@ -16,11 +16,13 @@ from typing import TypeGuard
 
 import pytest
 
-from penstock.protocol.platforms.registry import PLATFORMS
+from penstock.config.platforms import PLATFORMS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
+    "host",
     "shm",
+    "config",
     "protocol",
     "planner",
     "daemons",
@@ -32,59 +34,58 @@ FOLDERS = (
 )
 
 MAY_IMPORT = {
-    "shm": set(),
-    "protocol": {"shm"},
-    "planner": {"shm", "protocol"},
-    "models": {"shm", "protocol"},
-    "daemons": {"shm", "protocol", "planner"},
-    "workers": {"shm", "protocol", "planner", "models"},
-    "deploy": {"shm", "protocol"},
-    "grafana": {"protocol"},
-    "client": {"shm", "protocol", "planner", "daemons", "deploy", "grafana"},
+    "host": set(),
+    "shm": {"host"},
+    "config": {"host", "shm"},
+    "protocol": {"host", "shm", "config"},
+    "planner": {"host", "shm", "config", "protocol"},
+    "models": {"host", "shm", "config", "protocol"},
+    "daemons": {"host", "shm", "config", "protocol", "planner"},
+    "workers": {"host", "shm", "config", "protocol", "planner", "models"},
+    "deploy": {"host", "shm", "config", "protocol"},
+    "grafana": {"host", "config", "protocol"},
+    "client": {
+        "host",
+        "shm",
+        "config",
+        "protocol",
+        "planner",
+        "daemons",
+        "deploy",
+        "grafana",
+    },
 }
-"""Beside itself. The client starts what needs torch (workers, models) as processes."""
+"""Packages that each package may import, beside itself. The client starts the packages that need
+torch (workers, models) as processes.
+"""
 
 FLOORS = {
-    "protocol": """errors
-        inputs numerics requirements sums token_cache world
-        platforms.registry
-        config
-        plan security
+    "protocol": """plan security
         metrics
         run
-        security.sockets
-        passes plan.cpus plan.executable plan.placement platforms wire
-        plan.sweep_rates""",
-    "planner": """layout
-        tensors cost schemes partition
-        orders.timing
-        lowering
+        wire""",
+    "planner": """cost
         schedule
-        memory
-        orders
-        validate simulate
-        passes render replicas torch_actions traces
-        build
-        pipeline
-        settling
-        configured
-        tuning step_costs""",
+        schemes memory
+        orders validate simulate
+        passes render traces
+        planning""",
     "models": """torch_internals
-        attention data device_facts step gpu products
+        attention data device_facts step gpu
         torch_device
-        loss layer_products
+        loss
         surgery
         binding
         checkpoints compiled saved_activations split_backward
         kernels
-        data.prepare storing
+        prepare storing
         runtime
         profiling""",
     "daemons": """kit preload
-        memory fetch metrics observer
+        memory fetch monitor
         node optimizer scheduler
         mirror""",
-    "workers": """waiting data platforms.base
+    "workers": """device waiting data
         telemetry
         state channels
         attempt
@@ -130,13 +131,13 @@ LIGHT_MODULES = (
     "penstock.client.export",
     "penstock.daemons.memory.main",
     "penstock.daemons.fetch.main",
-    "penstock.daemons.metrics.main",
+    "penstock.daemons.monitor.metrics.main",
     "penstock.daemons.node.main",
-    "penstock.daemons.observer.main",
+    "penstock.daemons.monitor.observer.main",
     "penstock.daemons.node.preparing.prepare",
     "penstock.daemons.optimizer.main",
     "penstock.daemons.scheduler.main",
-    "penstock.planner.configured",
+    "penstock.planner.planning.configured",
     "penstock.planner.simulate",
     "penstock.protocol.wire.control",
     "penstock.protocol.wire.member",
@@ -258,8 +259,7 @@ def floor(module: str) -> tuple[int, str]:
 
 
 MAY_KNOW_PLATFORMS = (
-    "protocol/platforms/registry.py",
-    "protocol/config/",
+    "config/",
     "workers/platforms/",
     "models/gpu.py",
     "models/torch_device.py",
@@ -271,7 +271,7 @@ measures one of them.
 
 
 def test_nobody_else_asks_which_platform_it_is() -> None:
-    """Others ask for a capability (:mod:`penstock.protocol.platforms.registry`)."""
+    """Others ask for a capability (:mod:`penstock.config.platforms`)."""
     platforms = re.compile(r"^(Cpu|Cuda|Gpu|Host|Emulated)[A-Z]")
     wrong = []
     for path, tree in sources().items():
@@ -396,7 +396,7 @@ def test_machines_are_pure() -> None:
         "time",
         "zmq",
     }
-    ours = {"penstock.protocol.run.files", "penstock.protocol.run.rundir"}
+    ours = {"penstock.host.files", "penstock.protocol.run.rundir"}
 
     def acts(name: str) -> bool:
         daemons = name.startswith("penstock.daemons.")

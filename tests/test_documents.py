@@ -13,8 +13,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GENERATED = {"PAPERS.md"}
 """Written by ``make papers``, with tables of many columns."""
 FOLDERS = (
-    "bench|client|daemons|docs|examples|grafana|models|native|planner|protocol|shm|src|tests"
-    "|workers"
+    "bench|client|config|daemons|docs|examples|grafana|host|models|native|planner|protocol|shm|src"
+    "|tests|workers"
 )
 LONGEST, LONGEST_IN_TABLES = 110, 150
 

@@ -20,7 +20,7 @@ import pytest
 from penstock import _ceiling, _native
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("client", "daemons", "models", "planner", "protocol", "shm", "workers")
+FOLDERS = tuple("client config daemons host models planner protocol shm workers".split())
 
 USES = {
     "Schedule": """
@@ -45,7 +45,7 @@ USES = {
         assert {wait.name for wait in waits} == {"GRADIENT"}, waits
     """,
     "Optimizer": """
-        from penstock.protocol.config.schema import parse_config
+        from penstock.config.schema import parse_config
         config = parse_config({"model": {"hf": {"model_type": "llama"}}, "data": {"path": "x"},
                                "optimizer": {"name": "signum"}})
         traits = config.optimizer.name.traits
@@ -56,9 +56,9 @@ USES = {
     "Platform": """
         from pathlib import Path
         from types import SimpleNamespace
-        from penstock.protocol.config.schema import parse_config
+        from penstock.config.schema import parse_config
         from penstock.shm.table import DType
-        from penstock.workers.platforms.base import WorkerSite
+        from penstock.workers.device import WorkerSite
         from penstock.workers.platforms.cpu.device import CpuDevice
         from penstock.workers.platforms.meters import StorageMeter
         from penstock.workers.platforms.registry import open_platform
@@ -72,7 +72,7 @@ USES = {
         penstock("config cluster.device", "cpu, counted, cuda")
     """,
     "Transport": """
-        from penstock.protocol.config.schema import parse_config
+        from penstock.config.schema import parse_config
         from penstock.workers.channels.opening import group_module, transport_here
         config = parse_config({"model": {"hf": {"model_type": "llama"}}, "data": {"path": "x"},
                                "cluster": {"transport": "loud"}})
@@ -94,8 +94,8 @@ USES = {
     """,
     "Key": """
         from penstock.client.configuration import json_schema
-        from penstock.protocol.config.schema import parse_config
-        from penstock.protocol.errors import ConfigError
+        from penstock.config.schema import parse_config
+        from penstock.host.errors import ConfigError
         given = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "x"}}
         penstock("config log_lines", "a whole number, 0 or more (lines); default 0")
         assert "any number" in json_schema()

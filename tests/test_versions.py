@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.errors import ExitCode
-from penstock.protocol.requirements import (
+from penstock.host.errors import ExitCode
+from penstock.host.requirements import (
     PYTHON,
     TORCH,
     python_objection,
@@ -72,7 +72,7 @@ def test_other_pythons_are_named_with_what_would_do() -> None:
 
 
 def test_an_older_python_says_so_before_anything_else_fails() -> None:
-    for name in ("src/penstock/__init__.py", "protocol/__init__.py", "protocol/requirements.py"):
+    for name in ("src/penstock/__init__.py", "protocol/__init__.py", "host/requirements.py"):
         ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 8))
     program = "import sys; sys.version_info = (3, 10, 13, 'final', 0); import penstock"
     done = subprocess.run(

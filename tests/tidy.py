@@ -23,16 +23,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = (
-    "client",
-    "daemons",
-    "deploy",
-    "grafana",
-    "models",
-    "planner",
-    "protocol",
-    "shm",
-    "workers",
+PRODUCT = tuple(
+    "client config daemons deploy grafana host models planner protocol shm workers".split()
 )
 FOLDERS = (*PRODUCT, "bench", "tests")
 ALLOWED = ROOT / "tests" / "tidy.json"

@@ -14,19 +14,19 @@ from typing import Literal
 
 import torch
 
+from penstock.host import world
+from penstock.host.errors import LostMemberError, PenstockError
+from penstock.host.sums import added
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import StageOutput
 from penstock.models.saved_activations import SavedActivations, SavePolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.storing import Storing
 from penstock.models.torch_device import SwapStreams
-from penstock.protocol import world
-from penstock.protocol.errors import LostMemberError, PenstockError
 from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.trace import TraceLane
-from penstock.protocol.sums import added
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, TransferKind
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
@@ -34,7 +34,7 @@ from penstock.shm.table import BlockTable
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.transport import Transport
-from penstock.workers.platforms.base import Device, Runtime, Stamp
+from penstock.workers.device import Device, Runtime, Stamp
 from penstock.workers.state.flow import Flow, tensor_taken, tensors_awaited, tensors_left
 from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.stages import Stages

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 
+from penstock.config.schema import Config
+from penstock.host.cgroup import usable_cpus
+from penstock.host.errors import ConfigError
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import HIDDEN, BoundBlock, ModelRuntime
 from penstock.models.torch_internals import compilation_error, num_compiled_graphs
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.cpus import threads_per_worker
+from penstock.protocol.run.hardware.cpus import threads_per_worker
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import usable_cpus
 from penstock.shm.table import BlockSpec
 from penstock.workers.data import TokenDataset, micro_batches
-from penstock.workers.platforms.base import WorkerSite
+from penstock.workers.device import WorkerSite
 from penstock.workers.platforms.registry import open_platform
 
 _REASON_LETTERS = 300

@@ -4,7 +4,7 @@ A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``; w
 them is the objective's (:mod:`penstock.models.data.objectives`). Sample ``k`` of the run is a
 sequence of pass ``k // n`` over all ``n``; each pass has its own order. At the end of the file are
 the numbers of evaluations' jobs: each global batch of an evaluation is a job with messages of its
-own. No torch here; who writes token files is in :mod:`penstock.models.data.prepare`.
+own. No torch here; who writes token files is in :mod:`penstock.models.prepare`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.schema import Config
+from penstock.config.values import MASKED
+from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import DAMAGED, parse_json
 from penstock.models.data.batch import MicroBatch
 from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import MASKED
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.files import DAMAGED, parse_json
-from penstock.protocol.run.seal import read_sealed
+from penstock.protocol.run.checksums import read_sealed
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 6
@@ -81,7 +81,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls, data_dir: Path, split: str, config: Config) -> TokenDataset:
-        """Returns the ``train`` or ``eval`` split that ``penstock.models.data.prepare`` left in
+        """Returns the ``train`` or ``eval`` split that ``penstock.models.prepare`` left in
         ``RUN_DIR/data``.
 
         Raises:

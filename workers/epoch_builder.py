@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Set
 
 import zmq
 
+from penstock.config.schema import Config
+from penstock.host import world
+from penstock.host.errors import ConfigError, ProtocolError, StateError
 from penstock.models.runtime import ModelRuntime
-from penstock.protocol import world
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.plan.executable import check_executable
 from penstock.protocol.plan.instructions import Program
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.executable import check_executable
 from penstock.protocol.run.names import (
     ipc_address,
     memoryd_name,
@@ -24,9 +24,9 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import TraceLog
-from penstock.protocol.security.sockets import OPEN, SocketAccess, checked_places
 from penstock.protocol.wire.blocks import LeaseCancelledError, attach
 from penstock.protocol.wire.fetching import fetchers
+from penstock.protocol.wire.sockets import OPEN, SocketAccess, checked_places
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import status_of
@@ -38,8 +38,8 @@ from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.compiling import LayerCompilation
 from penstock.workers.data import TokenDataset, micro_batches
+from penstock.workers.device import ALIGNMENT_BYTES, Runtime
 from penstock.workers.peers import Peers
-from penstock.workers.platforms.base import ALIGNMENT_BYTES, Runtime
 from penstock.workers.platforms.registry import WorkerPlatform
 from penstock.workers.session import Batches
 from penstock.workers.state.flow import Flow, collective_receives

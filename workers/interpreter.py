@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.protocol import world
-from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.host import world
+from penstock.host.errors import ExitCode, PenstockError
 from penstock.protocol.plan.instructions import Instruction, Opcode, Program
 from penstock.workers.attempt import Attempt, EpochContext, Job
 from penstock.workers.handlers import HANDLERS, Handler

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from prometheus_client import CollectorRegistry
 
+from penstock.host import world
+from penstock.host.cgroup import usable_cpus
+from penstock.host.errors import ExitCode, LostMemberError, PenstockError, RefusedError
+from penstock.host.stopping import StopSignal
 from penstock.models.device_facts import device_facts
-from penstock.protocol import world
-from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError, RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.plan.cpus import threads_per_worker
-from penstock.protocol.plan.placement import place
+from penstock.protocol.run.hardware.cpus import threads_per_worker
+from penstock.protocol.run.hardware.placement import place
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     node_of_device,
@@ -25,17 +27,15 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.security.access import member_access
-from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.member import MemberLink
-from penstock.shm.cgroup import usable_cpus
+from penstock.protocol.wire.sockets import socket_access
 from penstock.workers.channels.inbox import Inbox
 from penstock.workers.channels.opening import transport_here
 from penstock.workers.channels.transport import Transport
+from penstock.workers.device import WorkerSite
 from penstock.workers.epoch_builder import EpochBuilder, bind_transport
 from penstock.workers.peers import Peers
-from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.registry import open_platform
 from penstock.workers.session import Session, fence_listener
 from penstock.workers.telemetry.metrics import WorkerMetrics

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.protocol.config.schema import Config
+from penstock.config.platforms import TransportName
+from penstock.config.schema import Config
 from penstock.protocol.plan.instructions import SendActivation, SendCheckpoint, SendGradient
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.platforms.registry import TransportName
 from penstock.protocol.run.names import (
     memoryd_name,
     node_of_device,

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from penstock.host import world
+from penstock.host.errors import RefusedError
 from penstock.models.data.batch import MicroBatch
-from penstock.protocol import world
-from penstock.protocol.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Opcode, Program
 from penstock.protocol.plan.step import OptimizerStep

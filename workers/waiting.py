@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.protocol import world
-from penstock.protocol.errors import LostMemberError
+from penstock.host import world
+from penstock.host.errors import LostMemberError
 
 POLL_S = 0.05
 """Longest single sleep of a wait; an abort is noticed after this long at the latest."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from penstock.planner.build import ScheduleRequest, with_stages
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.sources import UnitCosts
-from penstock.planner.pipeline import PlanContext, price, try_out
+from penstock.planner.planning.build import ScheduleRequest, with_stages
+from penstock.planner.planning.pipeline import PlanContext, price, try_out
 from penstock.planner.render import ABSTRACT, Caption, svg
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import RecomputeAfter
 
 
@@ -206,9 +206,10 @@ def schemes_table() -> PaperTable:
             "One model for all: a quarter of it takes 1 forward, 1 for each half of its backward"
             " (p1 and p2), and 1 to recompute; transfers and the optimizer take nothing. A scheme"
             " with more stages has smaller ones. *Bound*: no order of the same instructions on the"
-            " same devices is faster (`planner/orders/bounds.py`). *Kept*: activations of a device"
-            " at its peak, in units of a quarter of the model and one micro-batch. Schemes that"
-            " stream weights recompute fully by default; their checkpoints count as nothing here."
+            " same devices is faster (`planner/schedule/bounds.py`). *Kept*: activations of a"
+            " device at its peak, in units of a quarter of the model and one micro-batch. Schemes"
+            " that stream weights recompute fully by default; their checkpoints count as nothing"
+            " here."
         ),
         columns=("scheme", "stages", "recompute", "time", "bound", "bubbles", "kept"),
         rows=tuple(_scheme_row(name) for name in SCHEMES),

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.planner.configured import build_plan
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.run.files import write_atomically
+from penstock.config.schema import Config, parse_config
+from penstock.host.files import write_atomically
+from penstock.planner.planning.configured import build_plan
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from penstock.client.chaos.checks import Trained, check, check_nothing_left
 from penstock.client.chaos.command import TrainCommand
 from penstock.client.chaos.disks import Disk, own_disks
-from penstock.client.chaos.disturbed import DisturbedRun, Suffered
+from penstock.client.chaos.faulted_run import DisturbedRun, Suffered
 from penstock.client.chaos.faults import Cast, FaultKind, draw, draw_last
+from penstock.config.schema import Config
 from penstock.daemons.node.endpoint import NodeSettings
-from penstock.daemons.node.home import remove_memory, wait_until_dead
 from penstock.daemons.node.main import child_specs
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, LostMemberError, PenstockError
+from penstock.daemons.node.run_lock import remove_memory, wait_until_dead
+from penstock.host.errors import ConfigError, LostMemberError, PenstockError
 from penstock.protocol.run.names import node_member_name
 from penstock.protocol.run.rundir import RunDirectory
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.chaos.processes import survivors
-from penstock.client.watching.snapshots import all_metrics
-from penstock.protocol.errors import LostMemberError, StateError
+from penstock.client.watching.run_view import all_metrics
+from penstock.host.errors import LostMemberError, StateError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.control import Decision
 from penstock.shm.segment import list_segments

@@ -22,12 +22,12 @@ from penstock.client.cli import (
     load,
     terminal_width,
 )
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError
+from penstock.host.errors import ConfigError, ExitCode, PenstockError
 
 if TYPE_CHECKING:
     from penstock.client.chaos.campaign import Campaign, Wish
     from penstock.client.chaos.faults import FaultKind
-    from penstock.protocol.config.schema import Config
+    from penstock.config.schema import Config
 
 WIDTH = 120
 PATIENCE_S = 300.0

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 _PIDFD_GETFD = 438
 _SO_ATTACH_FILTER = 26

@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.shm.segment import SHM_ROOT
 
 _CLONE_NEWNS = 0x00020000

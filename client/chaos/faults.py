@@ -1,6 +1,6 @@
 """Faults of whole runs: what is done to which process, when, and how one is drawn at random.
 
-Only values and the draw are here; :mod:`penstock.client.chaos.disturbed` carries faults out.
+Only values and the draw are here; :mod:`penstock.client.chaos.faulted_run` carries faults out.
 """
 
 from __future__ import annotations

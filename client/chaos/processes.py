@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.daemons.node.main import LAUNCHER
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
+from penstock.host.process_identity import parent_of, start_ticks
 from penstock.protocol.run.names import preloader_name
-from penstock.shm.process import parent_of, start_ticks
 
 STOP_TIMEOUT_S = 10.0
 _LAUNCHER = LAUNCHER[-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from penstock.client.chaos.disturbed import Aftermath
+from penstock.client.chaos.faulted_run import Aftermath
 from penstock.client.chaos.faults import FaultKind, Moment
 
 _BY_TARGET = (FaultKind.KILL, FaultKind.PAUSE, FaultKind.STOP)
@@ -24,7 +24,7 @@ _HEADINGS = {
 }
 
 Entry = Mapping[str, Any]
-"""A fault as :meth:`penstock.client.chaos.disturbed.Suffered.to_dict` writes it."""
+"""A fault as :meth:`penstock.client.chaos.faulted_run.Suffered.to_dict` writes it."""
 
 
 def row_of(entry: Entry) -> str:

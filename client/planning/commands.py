@@ -1,7 +1,7 @@
 """The planning commands: ``plan``, ``simulate``, ``profile``, ``tune`` and ``estimate``.
 
 Each only reads its options; what they do is in :mod:`penstock.client.planning.configured` (a
-configuration), :mod:`penstock.client.planning.laboratory` (schemes and costs by name),
+configuration), :mod:`penstock.client.planning.plan_command` (schemes and costs by name),
 :mod:`penstock.client.planning.profiling`, :mod:`penstock.client.planning.tuning` and
 :mod:`penstock.client.planning.estimate`.
 """
@@ -26,8 +26,8 @@ from penstock.client.planning import options
 
 if TYPE_CHECKING:
     from penstock.client.planning.configured import PlanReport
-    from penstock.client.planning.laboratory import LabReport
     from penstock.client.planning.outputs import Outputs
+    from penstock.client.planning.plan_command import LabReport
 
 
 def plan(
@@ -60,7 +60,7 @@ def plan(
     Of a configuration (with the memory it needs and the machine has), or of a scheme by name.
     """
     with errors_explained():
-        from penstock.client.planning import configured, laboratory
+        from penstock.client.planning import configured, plan_command
         from penstock.client.planning.outputs import Outputs
 
         wanted: dict[str, Any] = {
@@ -81,13 +81,13 @@ def plan(
         else:
             options.require_configuration(settings)
             wanted["recompute_after"] = options.recompute_after(recompute_after)
-            conditions = laboratory.Conditions(
+            conditions = plan_command.Conditions(
                 costs=costs or "unit",
                 optimizer=options.optimizer_name(optimizer),
                 memory_limit_bytes=options.size("--memory", memory),
                 search_s=search,
             )
-            report = laboratory.make_lab_report(laboratory.request_of(**wanted), conditions)
+            report = plan_command.make_lab_report(plan_command.request_of(**wanted), conditions)
         outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         _finish(report, outputs, as_json, show)
 
@@ -109,8 +109,8 @@ def simulate(
 ) -> None:
     """Validate a plan, and show how long it takes and where it waits; passes can improve it."""
     with errors_explained():
-        from penstock.client.planning.laboratory import Conditions, make_simulation_report
         from penstock.client.planning.outputs import Outputs
+        from penstock.client.planning.plan_command import Conditions, make_simulation_report
 
         conditions = Conditions(
             costs=options.costs_text(costs, profile),

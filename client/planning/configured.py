@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.planning.outputs import blocks_text, heading, rates_of, stages_text
+from penstock.config.execution import DeviceUpdates
+from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
@@ -16,16 +18,14 @@ from penstock.daemons.node.preparing.planned_run import (
     plan_run,
 )
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.planner.configured import build_plan
 from penstock.planner.memory.table import MemoryRow
-from penstock.planner.pipeline import try_plan
+from penstock.planner.planning.configured import build_plan
+from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.settling import settled
 from penstock.planner.render import Caption, timeline
-from penstock.planner.settling import settled
 from penstock.planner.simulate import Simulation
 from penstock.planner.validate.check import program_grid
-from penstock.protocol.config.execution import DeviceUpdates
-from penstock.protocol.config.schema import Config
-from penstock.protocol.plan.placement import check_cores
+from penstock.protocol.run.hardware.placement import check_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

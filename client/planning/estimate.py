@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.config.schema import Config, parse_config
+from penstock.config.values import parse_size
+from penstock.config.words import apply_overrides
 from penstock.daemons.memory.snapshot import saved_bytes
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.daemons.node.preparing.planned_run import (
@@ -20,15 +23,12 @@ from penstock.daemons.node.preparing.planned_run import (
     plan_run,
 )
 from penstock.daemons.node.preparing.prepare import table_of
+from penstock.host.errors import ConfigError
+from penstock.host.files import DAMAGED, parse_json
 from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.profile import guess_of_gpu
 from penstock.planner.memory.table import MemoryKind
 from penstock.planner.render.units import SECONDS
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.config.values import parse_size
-from penstock.protocol.config.words import apply_overrides
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.files import DAMAGED, parse_json
 from penstock.protocol.run.rundir import memory_spec
 from penstock.shm.layout import SegmentKind
 from penstock.shm.table import DType

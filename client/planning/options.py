@@ -9,7 +9,7 @@ from typing import Annotated, Literal, cast, get_args
 
 import typer
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.instructions import RecomputeAfter
 
 RecomputeMode = Literal["none", "full", "selective"]
@@ -162,7 +162,7 @@ TorchOption = Annotated[
 
 def _list_names(wanted: bool) -> None:
     if wanted:
-        from penstock.client.planning.laboratory import names_known
+        from penstock.client.planning.plan_command import names_known
 
         typer.echo(names_known())
         raise typer.Exit
@@ -320,7 +320,7 @@ def size(option: str, text: str | None) -> int | None:
     Raises:
         ConfigError: no size.
     """
-    from penstock.protocol.config.values import parse_size
+    from penstock.config.values import parse_size
 
     if text is None:
         return None
@@ -336,7 +336,7 @@ def optimizer_name(text: str) -> str:
     Raises:
         ConfigError: no such optimizer.
     """
-    from penstock.planner.pipeline import OPTIMIZER_WAYS
+    from penstock.planner.planning.pipeline import OPTIMIZER_WAYS
 
     if text not in OPTIMIZER_WAYS:
         raise ConfigError(f"--optimizer {text!r}: accepted: {', '.join(OPTIMIZER_WAYS)}")

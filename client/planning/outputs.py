@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError, ProtocolError, reason
+from penstock.host.inputs import read_bytes
+from penstock.planner.planning.torch_actions import actions_of_schedule, format_actions
 from penstock.planner.render import Caption, png, svg
-from penstock.planner.schedule import schedule_of
+from penstock.planner.schedule.schedule import schedule_of
 from penstock.planner.simulate import Simulation
-from penstock.planner.torch_actions import actions_of_schedule, format_actions
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, ProtocolError, reason
-from penstock.protocol.inputs import read_bytes
 from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan, StageRange
 
 

@@ -7,7 +7,7 @@ from math import isinf
 from pathlib import Path
 
 from penstock.daemons.node.preparing.tool import run_tool
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.profile import Profile, load_profile
 
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.config.editing import edited
+from penstock.config.execution import ScheduleConfig
+from penstock.config.reading import MAX_BYTES, read_mapping
+from penstock.config.schema import parse_config
+from penstock.config.words import apply_overrides
 from penstock.daemons.node.preparing.places import FILES, PLACES, with_absolute_paths
-from penstock.protocol.config.editing import edited
-from penstock.protocol.config.execution import ScheduleConfig
-from penstock.protocol.config.reading import MAX_BYTES, read_mapping
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.config.words import apply_overrides
-from penstock.protocol.inputs import read_text
+from penstock.host.inputs import read_text
 
 _PATHS = (*PLACES, *FILES, "cluster.device")
 """Keys with a path as their value, or inside of it."""

@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from penstock.client.planning.laboratory import options_named
 from penstock.client.planning.outputs import rates_of, write_file
+from penstock.client.planning.plan_command import options_named
 from penstock.client.planning.tuned_file import tuned_text
+from penstock.config.execution import ScheduleConfig
+from penstock.config.schema import Config
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
     RunRequest,
@@ -27,19 +29,22 @@ from penstock.daemons.node.preparing.planned_run import (
     search_run,
 )
 from penstock.daemons.node.preparing.prepare import table_of
+from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.sources import AnalyticSource
-from penstock.planner.pipeline import OPTIMIZER_WAYS, PlanContext, make_plan, operators_named
+from penstock.planner.planning.auto import TunedConfig, describe, trainable_schemes
+from penstock.planner.planning.pipeline import (
+    OPTIMIZER_WAYS,
+    PlanContext,
+    make_plan,
+    operators_named,
+)
+from penstock.planner.planning.plan_search import Outcome, Search, fragment, host_bytes
+from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.planner.tuning.auto import TunedConfig, describe, trainable_schemes
-from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
-from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
-from penstock.protocol.config.execution import ScheduleConfig
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.plan.executable import check_executable
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.executable import check_executable
 
 _HEAD = "# penstock tune: "
 
@@ -253,7 +258,8 @@ def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """A model and GPUs by name to be tuned (:class:`~penstock.planner.tuning.search.Tunable`).
+    """A model and GPUs by name to be tuned
+    (:class:`~penstock.planner.planning.plan_search.Tunable`).
 
     Its optimizer is Adam, whose choice of blocks that are settled early nobody has asked for.
     """

@@ -19,11 +19,11 @@ from penstock.client.cli import (
     load,
     say_preparation,
 )
-from penstock.protocol.errors import ConfigError, ExitCode
-from penstock.protocol.run.stopping import ignore_stop_signals, interrupted_by_stop_signals
+from penstock.host.errors import ConfigError, ExitCode
+from penstock.host.stopping import ignore_stop_signals, interrupted_by_stop_signals
 
 if TYPE_CHECKING:
-    from penstock.protocol.config.schema import Config
+    from penstock.config.schema import Config
 
 ProcessConfig = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="RUN_DIR/resolved.yaml of a prepared run.")
@@ -110,7 +110,7 @@ def node(
     """Run one node of several (Slurm, systemd, Kubernetes): the same command on each machine."""
     with interrupted_by_stop_signals():
         with errors_explained(interrupted=ExitCode.STOPPED):
-            from penstock.protocol.run.logs import forgive_streams
+            from penstock.host.logs import forgive_streams
 
             forgive_streams()
             if config.name == "resolved.yaml":

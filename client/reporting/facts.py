@@ -19,17 +19,17 @@ from penstock.client.reporting.incidents import History, read_history
 from penstock.client.reporting.readings import Readings, read_metrics
 from penstock.client.watching.trace import TraceOutputs, make_trace_report
 from penstock.client.watching.trace_report import TraceReport
+from penstock.config.schema import Config
 from penstock.daemons.node.endpoint import read_endpoint
 from penstock.daemons.node.preparing.software import Software
-from penstock.planner.configured import config_prices
+from penstock.host.errors import ConfigError, PenstockError
+from penstock.host.files import is_number, parse_json
+from penstock.host.process_identity import start_ticks
 from penstock.planner.memory.table import MemoryRow, memory_table
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.passes import epochs
-from penstock.protocol.run.ended import RunEnd
-from penstock.protocol.run.files import is_number, parse_json
+from penstock.planner.planning.configured import config_prices
+from penstock.protocol.run.data_size import epochs
+from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.process import start_ticks
 
 MAX_TRACE_BYTES = 24 << 20
 """Reading more takes longer than people wait; ``penstock trace`` does."""

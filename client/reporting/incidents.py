@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.run.files import is_number, parse_json
+from penstock.host.files import is_number, parse_json
 from penstock.protocol.run.names import SCHEDULERD
 
 MAX_LOG_BYTES = 2 << 20

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from penstock.protocol.errors import StateError, reason
-from penstock.protocol.run.files import is_number, parse_json
+from penstock.host.errors import StateError, reason
+from penstock.host.files import is_number, parse_json
 
 WHOLE_LINES = 40_000
 """Reading so many takes a few tenths of a second."""

@@ -26,8 +26,8 @@ from penstock.client.reporting.blocks import (
 from penstock.client.reporting.charts import Mark, Series, curves, short
 from penstock.client.reporting.facts import RunFacts, changed_keys, flat_config
 from penstock.client.reporting.incidents import IncidentKind
+from penstock.config.training import MAX_RUN_NAME
 from penstock.planner.render.units import format_bytes
-from penstock.protocol.config.training import MAX_RUN_NAME
 
 SHOWN_INCIDENTS = 200
 SHOWN_STEPS = 12

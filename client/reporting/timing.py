@@ -16,10 +16,10 @@ from penstock.client.reporting.charts import Bar, bars
 from penstock.client.reporting.facts import RunFacts
 from penstock.client.watching.trace import panels
 from penstock.client.watching.trace_report import TraceReport
+from penstock.host.files import is_number
 from penstock.planner.render import SECONDS
 from penstock.planner.render.as_files import compared_svg
-from penstock.planner.traces.causes import Resource
-from penstock.protocol.run.files import is_number
+from penstock.planner.traces.dependency_graph import Resource
 
 MAX_PICTURE_BYTES = 3 << 20
 """Pages with larger pictures are slow to open."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from types import MappingProxyType
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 
 END_TIMEOUT_S = 2.0

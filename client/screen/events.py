@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import PurePath
 
-from penstock.client.watching.snapshots import Metrics
+from penstock.client.watching.run_view import Metrics
 from penstock.daemons.scheduler.machine.status import Kind
 from penstock.protocol.generated import scheduler_pb2 as pb
 

@@ -14,15 +14,15 @@ from types import FrameType
 from penstock.client.screen.events import Limits
 from penstock.client.screen.model import Facts
 from penstock.client.watching.display import Display
-from penstock.client.watching.snapshots import (
+from penstock.client.watching.run_view import (
     ABSENCE_S,
     ENDED_PHASES,
     MetricsTail,
     RunView,
     saved_states,
 )
-from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.errors import ExitCode, LostMemberError
+from penstock.config.schema import Config, load_config
+from penstock.host.errors import ExitCode, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient, is_stale
 

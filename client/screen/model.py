@@ -13,8 +13,8 @@ from penstock.client.screen.events import Events, Limits
 from penstock.client.screen.resources import Amount, devices, machine
 from penstock.client.screen.words import Doing, Lane, lane
 from penstock.client.watching.display import Smoothed
-from penstock.client.watching.snapshots import Metrics, RunView, numbers
-from penstock.daemons.observer.analysed import Analysed
+from penstock.client.watching.run_view import Metrics, RunView, numbers
+from penstock.daemons.monitor.observer.analysed import Analysed
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 LANE_SAMPLES = 120

@@ -21,7 +21,7 @@ from penstock.client.screen.model import Model
 from penstock.client.screen.resources import Amount, fullest, short_bytes
 from penstock.client.screen.words import GLOSSARY, PHASES, Doing
 from penstock.client.watching.display import duration, epochs_of_run
-from penstock.client.watching.snapshots import ABSENCE_S, numbers
+from penstock.client.watching.run_view import ABSENCE_S, numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from penstock.client.screen.model import Facts, Model
 from penstock.client.screen.panels import ASCII, UNICODE, joined
 from penstock.client.screen.terminal import Terminal, speaks_unicode, usable
 from penstock.client.watching.display import Display, Plain, describe
-from penstock.client.watching.snapshots import RunView
+from penstock.client.watching.run_view import RunView
 from penstock.protocol.wire.control import ControlClient
 
 MESSAGE_S = 8.0

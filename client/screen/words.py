@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from penstock.client.watching.snapshots import ENDED_PHASES
-from penstock.protocol.errors import ProtocolError
+from penstock.client.watching.run_view import ENDED_PHASES
+from penstock.host.errors import ProtocolError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Opcode, by_opcode, parse_instruction
 

@@ -20,7 +20,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
-from penstock.planner.tensors import Tensor, taken_by, transferred
+from penstock.planner.schedule.tensors import Tensor, taken_by, transferred
 from penstock.planner.traces.traced import (
     SENDS,
     AttemptTrace,

@@ -19,8 +19,8 @@ from penstock.client.watching.display import (
     member_table,
 )
 from penstock.daemons.kit.waits import waits
-from penstock.daemons.metrics.targets import addresses
-from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.daemons.monitor.metrics.targets import addresses
+from penstock.host.errors import ConfigError, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.security.access import named_access
 from penstock.protocol.security.identity import Role

@@ -13,8 +13,8 @@ from typing import IO, Any, Protocol
 from rich.table import Table
 from rich.text import Text
 
-from penstock.client.watching.snapshots import Metrics, RunView, numbers
-from penstock.protocol.passes import epochs
+from penstock.client.watching.run_view import Metrics, RunView, numbers
+from penstock.protocol.run.data_size import epochs
 from penstock.protocol.run.names import SCHEDULERD
 
 PLAIN_FIRST_STEPS = 3

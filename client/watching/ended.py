@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.watching.display import describe
-from penstock.client.watching.snapshots import Metrics, StateFolder, all_metrics, saved_states
-from penstock.daemons.node.home import kept_words
-from penstock.protocol.errors import ConfigError, ExitCode
-from penstock.protocol.run.ended import RunEnd
+from penstock.client.watching.run_view import Metrics, StateFolder, all_metrics, saved_states
+from penstock.daemons.node.run_lock import kept_words
+from penstock.host.errors import ConfigError, ExitCode
+from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import is_stale
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.client.watching.display import Display
-from penstock.client.watching.snapshots import RunView, numbers
-from penstock.protocol.errors import ConfigError, ExitCode
-from penstock.protocol.passes import epochs
+from penstock.client.watching.run_view import RunView, numbers
+from penstock.host.errors import ConfigError, ExitCode
+from penstock.protocol.run.data_size import epochs
 
 OnStep = Callable[[dict[str, Any]], object]
 """A function of the user's: it gets one line of metrics.jsonl, and returns True to stop."""

@@ -21,13 +21,13 @@ from rich.text import Text
 
 from penstock.daemons.node.main import LAUNCHER
 from penstock.daemons.node.preparing.capacity import human_bytes
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
+from penstock.host.process_identity import start_ticks
+from penstock.host.topology import format_cpus, parse_cpus
+from penstock.host.trust import printable, user_name
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
 from penstock.shm.inventory import Junk, NodeSegments, shm_names
-from penstock.shm.process import start_ticks
-from penstock.shm.topology import format_cpus, parse_cpus
-from penstock.shm.trust import printable, user_name
 
 ASK_TIMEOUT_S = 2.0
 LEFTOVER = "left behind"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.client.cli import JsonOption, errors_explained
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 
 def snapshots(

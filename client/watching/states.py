@@ -13,15 +13,15 @@ from typing import Any
 
 from penstock.daemons.memory.snapshot import MANIFEST_NAME, read_manifest
 from penstock.daemons.memory.states import checked_manifest, saved_steps, verify
-from penstock.daemons.node.home import (
+from penstock.daemons.node.run_lock import (
     RunLock,
     node_lock_path,
     prepare_lock_path,
     train_lock_path,
 )
 from penstock.daemons.scheduler.rollback import go_back
-from penstock.protocol.errors import ConfigError, PenstockError, StateError
-from penstock.protocol.run.files import make_directory, sync_directory, writing
+from penstock.host.errors import ConfigError, PenstockError, StateError
+from penstock.host.files import make_directory, sync_directory, writing
 from penstock.protocol.run.rundir import RunDirectory
 
 LOCK_WAIT_S = 5.0

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.planner.planning.step_costs import given_pricing, judge_step
 from penstock.planner.render import SECONDS
-from penstock.planner.step_costs import given_pricing, judge_step
-from penstock.planner.traces.causes import Resource
-from penstock.planner.traces.critical import CriticalPath
+from penstock.planner.traces.critical_path import CriticalPath
+from penstock.planner.traces.dependency_graph import Resource
 from penstock.planner.traces.measured import MeasuredAttempt
-from penstock.planner.traces.savings import Savings
+from penstock.planner.traces.what_if import Savings
 from penstock.protocol.run.rundir import RunDirectory
 
 _WORST_PLACES = 2

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.client.watching.display import duration
-from penstock.client.watching.snapshots import Metrics, numbers
+from penstock.client.watching.run_view import Metrics, numbers
 
 COMPARED_STEPS = 20
 """Most steps at either end of a run over which the summary takes a mean loss."""

@@ -16,7 +16,8 @@ from penstock.client.planning.outputs import heading, write_file
 from penstock.client.watching.chrome_trace import Range, chrome_trace
 from penstock.client.watching.step_report import StepReport
 from penstock.client.watching.trace_report import TraceReport, compare_memory, typical_of
-from penstock.planner.configured import config_prices, optimizer_of
+from penstock.host.errors import ConfigError
+from penstock.planner.planning.configured import config_prices, optimizer_of
 from penstock.planner.render import Caption
 from penstock.planner.render.as_files import compared_png, compared_svg
 from penstock.planner.render.chart import Panel
@@ -24,7 +25,6 @@ from penstock.planner.simulate import Simulation, simulate
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, Measurement, measure
 from penstock.planner.traces.traced import TracedRun
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace_reading import read_traces
 

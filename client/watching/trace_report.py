@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.client.planning.outputs import heading
 from penstock.client.watching.step_report import StepReport
-from penstock.planner.configured import config_prices
 from penstock.planner.memory.footprint import device_peaks
+from penstock.planner.planning.configured import config_prices
 from penstock.planner.render import SECONDS
 from penstock.planner.render.lanes import Picturable
 from penstock.planner.render.units import format_bytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.host.errors import ConfigError, PenstockError
 
 MODULES = ("nixl_cu12", "nixl_cu13")
 """The package's name in the wheels for each CUDA; neither needs a GPU here."""

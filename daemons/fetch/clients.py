@@ -16,7 +16,7 @@ from typing import Any
 from penstock.daemons.fetch.agent import Agent
 from penstock.daemons.fetch.reads import SCRATCH_BYTES, Target
 from penstock.daemons.fetch.serving import address_of
-from penstock.protocol.errors import ProtocolError, StateError
+from penstock.host.errors import ProtocolError, StateError
 from penstock.protocol.security.token import peer_process
 from penstock.protocol.wire.frames import (
     MAX_HEADER_BYTES,

@@ -14,16 +14,16 @@ from penstock.daemons.fetch.clients import Listener
 from penstock.daemons.fetch.peers import Peers
 from penstock.daemons.fetch.service import FetchService
 from penstock.daemons.fetch.serving import SERVED, Serving, draw_generation
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
+from penstock.host.stopping import StopSignal
 from penstock.protocol.metrics.fetch import FETCH
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import fetchd_name, ipc_address, node_index
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
-from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.blocks import MEMORY_SOCKET, attach, connect
+from penstock.protocol.wire.sockets import socket_access
 from penstock.shm.memory import NodeMemory
 
 LEASE_TIMEOUT_S = 1.0

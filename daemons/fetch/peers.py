@@ -14,12 +14,12 @@ import zmq
 
 from penstock.daemons.fetch.agent import Agent, TransferError
 from penstock.daemons.fetch.reads import Places
-from penstock.protocol.errors import PenstockError, ProtocolError
+from penstock.host.errors import PenstockError, ProtocolError
 from penstock.protocol.run.names import node_index
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.blocks import connect
 from penstock.protocol.wire.frames import AgentReply, AgentRequest, decode, encode
+from penstock.protocol.wire.sockets import OPEN, SocketAccess
 
 LOOKUP_TIMEOUT_S = 2.0
 AWAY_S = 0.5

@@ -7,7 +7,7 @@ from enum import Enum
 
 from penstock.daemons.fetch.agent import Piece
 from penstock.daemons.fetch.serving import IDENTITY_BYTES, identity_of
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
 from penstock.protocol.wire.frames import AgentOffer, BlockRequest, ReadReply
 from penstock.protocol.wire.onesided import Verdict, is_complete, judge, sequence
 from penstock.shm.control import BLOCK_BYTES

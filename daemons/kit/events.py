@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 
 # ---- events ----
 

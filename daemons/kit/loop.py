@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from penstock.daemons.kit.events import Exit
 from penstock.daemons.kit.story import Story
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.run.process import monotonic_s
 
 _log = logging.getLogger("penstock.story")

@@ -15,7 +15,7 @@ from penstock.daemons.kit.events import (
     SendReady,
     ShutdownAsked,
 )
-from penstock.protocol.errors import ProtocolError, ending_code
+from penstock.host.errors import ProtocolError, ending_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import RECORD_FIELDS, CommitRecord
 

@@ -11,8 +11,8 @@ import os
 import time
 from pathlib import Path
 
-from penstock.protocol.errors import PenstockError
-from penstock.protocol.run.files import make_directory, write_atomically
+from penstock.host.errors import PenstockError
+from penstock.host.files import make_directory, write_atomically
 
 FOLDER = "waits"
 VALID_S = 60.0

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.protocol.run.files import make_directory, sync_directory
+from penstock.host.files import make_directory, sync_directory
 
 
 class Disk:

@@ -35,8 +35,8 @@ from penstock.daemons.memory.pinning import PinnedVersion
 from penstock.daemons.memory.refill import Partner, refill
 from penstock.daemons.memory.restore import Filling, restore
 from penstock.daemons.memory.tensorfile import CancelledError, DamagedError
-from penstock.protocol import world
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
+from penstock.host import world
+from penstock.host.errors import ConfigError, ExitCode, PenstockError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.member import Doing
 from penstock.shm.memory import NodeMemory

@@ -24,19 +24,19 @@ from penstock.daemons.preload.birth import PYTHON_MODULE
 from penstock.daemons.preload.heirs import take_heirs
 from penstock.daemons.preload.kinds import TORCH
 from penstock.daemons.preload.owner import Preloader
-from penstock.protocol import world
-from penstock.protocol.errors import PenstockError
+from penstock.host import world
+from penstock.host.errors import PenstockError
+from penstock.host.stopping import StopSignal
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.plan.placement import page_places, place
+from penstock.protocol.run.hardware.placement import page_places, place
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import ipc_address, memoryd_name, node_index, partner_of
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.security.access import member_access
-from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.blocks import MEMORY_SOCKET
 from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.sockets import socket_access
 from penstock.shm.memory import NodeMemory
 
 REPORT_TIMEOUT_S = 5.0

@@ -11,7 +11,7 @@ settled, of the same filling, with no sweep under way that leads the block elsew
 
 from __future__ import annotations
 
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.shm.memory import NodeMemory
 
 

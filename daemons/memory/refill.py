@@ -13,9 +13,9 @@ import numpy as np
 
 from penstock.daemons.memory.restore import finish, invalidate
 from penstock.daemons.memory.tensorfile import CancelledError
-from penstock.protocol import world
-from penstock.protocol.security.sockets import SocketAccess
+from penstock.host import world
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
+from penstock.protocol.wire.sockets import SocketAccess
 from penstock.protocol.wire.states import StateReader
 from penstock.shm.control import CommitRecord
 from penstock.shm.memory import NodeMemory

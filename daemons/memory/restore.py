@@ -21,10 +21,10 @@ from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
 from penstock.daemons.preload.birth import PYTHON_MODULE, Birth
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
-from penstock.protocol import world
-from penstock.protocol.errors import ExitCode, PenstockError, failure_code
+from penstock.host import world
+from penstock.host.errors import ExitCode, PenstockError, failure_code
+from penstock.host.stopping import Stillness
 from penstock.protocol.plan.step import WEIGHTS_DTYPES
-from penstock.protocol.run.stopping import Stillness
 from penstock.shm.control import INVALID_VERSION, CommitRecord
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory

@@ -20,8 +20,8 @@ from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.pinning import PinnedVersion
 from penstock.daemons.memory.snapshot import block_file, block_tensors, in_parallel
 from penstock.daemons.memory.tensorfile import CancelledError, write_tensors
-from penstock.protocol import world
-from penstock.protocol.run.files import writing
+from penstock.host import world
+from penstock.host.files import writing
 
 SYNC_POLL_S = 0.005
 

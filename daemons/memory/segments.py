@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.daemons.memory.pinning import let_go_of_all
-from penstock.protocol import world
-from penstock.protocol.errors import CapacityError, StateError
-from penstock.shm.cgroup import MemoryLimit
+from penstock.host import world
+from penstock.host.cgroup import MemoryLimit
+from penstock.host.errors import CapacityError, StateError
+from penstock.host.process_identity import ProcessIdentity
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import ANYWHERE, MemorySpec, NodeMemory
 from penstock.shm.pages import NodeRange
-from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import (
     NoSpaceError,
     Segment,

@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 
 import zmq
 
-from penstock.protocol import world
-from penstock.protocol.errors import ConfigError, ProtocolError, StateError
-from penstock.protocol.security.sockets import ENCRYPTION_BYTES, OPEN, Door, SocketAccess
+from penstock.host import world
+from penstock.host.errors import ConfigError, ProtocolError, StateError
+from penstock.host.process_identity import ProcessIdentity
 from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
@@ -42,10 +42,10 @@ from penstock.protocol.wire.frames import (
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.local_names import LocalName
 from penstock.protocol.wire.neighbours import Neighbours
+from penstock.protocol.wire.sockets import ENCRYPTION_BYTES, OPEN, Door, SocketAccess
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import ArrayKey
 from penstock.shm.memory import NodeMemory
-from penstock.shm.process import ProcessIdentity
 
 HOLD_S = 0.05
 HOLD_POLL_S = 0.001

@@ -13,9 +13,9 @@ from penstock.daemons.memory.effects import MemoryEffects
 from penstock.daemons.memory.machine.events import Event, ReplicaSource, RestoreAsked, SaveAsked
 from penstock.daemons.memory.machine.machine import MemoryMachine
 from penstock.daemons.memory.server import BlockServer
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
+from penstock.host.stopping import StopSignal
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.stopping import StopSignal
 
 IDLE_POLL_S = 0.1
 BUSY_POLL_S = 0.005

@@ -29,10 +29,10 @@ from penstock.daemons.memory.tensorfile import (
     read_into,
     sha256_of,
 )
-from penstock.protocol import world
-from penstock.protocol.errors import StateError
-from penstock.protocol.run.seal import check_object
-from penstock.shm.cgroup import usable_cpus
+from penstock.host import world
+from penstock.host.cgroup import usable_cpus
+from penstock.host.errors import StateError
+from penstock.protocol.run.checksums import check_object
 from penstock.shm.memory import Halves, NodeMemory
 from penstock.shm.table import BlockSpec, BlockTable, DType
 

@@ -18,7 +18,7 @@ from penstock.daemons.memory.snapshot import (
     read_manifest,
 )
 from penstock.daemons.memory.tensorfile import DamagedError, read_header, sha256_of
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.protocol.run.rundir import SHARED, RunDirectory
 from penstock.shm.table import BlockTable
 

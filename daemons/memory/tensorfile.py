@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.daemons.memory.disk import Disk
 from penstock.daemons.memory.machine.events import WrittenFile
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.shm.memory import Halves
 
 CHUNK_BYTES = 8 << 20

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from penstock import _native
+from penstock.config.schema import Config
 from penstock.daemons.memory.segments import acquire
 from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.mirror.effects import MirrorEffects
@@ -24,10 +25,10 @@ from penstock.daemons.mirror.sweeps import (
 from penstock.daemons.optimizer.effects import SweepThread
 from penstock.daemons.optimizer.inbox import LinkReader, PullOutcome
 from penstock.daemons.optimizer.pulls import Puller
+from penstock.host import world
+from penstock.host.stopping import StopSignal
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol import world
-from penstock.protocol.config.schema import Config
-from penstock.protocol.plan.placement import place
+from penstock.protocol.run.hardware.placement import place
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     ipc_address,
@@ -39,12 +40,11 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.security.access import member_access
-from penstock.protocol.security.sockets import SocketAccess, socket_access
 from penstock.protocol.wire.blocks import MEMORY_SOCKET, Pace
 from penstock.protocol.wire.fetching import fetchers
 from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.sockets import SocketAccess, socket_access
 from penstock.shm.memory import NodeMemory
 
 MIRROR_SOCKET = "mirror"

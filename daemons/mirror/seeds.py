@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.mirror.machine.events import Seed, Seeded
-from penstock.protocol import world
-from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError
-from penstock.protocol.security.sockets import SocketAccess
+from penstock.host import world
+from penstock.host.errors import LostMemberError, PenstockError, ProtocolError
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, Pace
 from penstock.protocol.wire.frames import StateWords
+from penstock.protocol.wire.sockets import SocketAccess
 from penstock.protocol.wire.states import StateReader
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.memory import NodeMemory

@@ -26,11 +26,11 @@ from penstock.daemons.optimizer.machine.events import (
     SweepDone,
 )
 from penstock.daemons.optimizer.pulls import Puller
-from penstock.protocol import world
-from penstock.protocol.errors import ExitCode, LostMemberError, PenstockError
+from penstock.host import world
+from penstock.host.errors import ExitCode, LostMemberError, PenstockError
+from penstock.host.stopping import StopSignal
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.names import memoryd_name
-from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.wire.member import Doing
 
 _log = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import _native
+from penstock.config.training import OptimizerConfig
 from penstock.daemons.mirror.machine.events import MirroredBlock, ReplicaFacts
 from penstock.daemons.mirror.machine.replica import COPIES
 from penstock.daemons.optimizer.machine.events import UndoWords
 from penstock.daemons.optimizer.machine.sweeps import FinishSettle, Settle, Sweep, sweep_tag
-from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.protocol.plan.step import SweepStatus
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.memory import Array, NodeMemory

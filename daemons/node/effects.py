@@ -30,18 +30,18 @@ from penstock.daemons.node.machine.events import (
     StopUnheard,
     Terminate,
 )
-from penstock.protocol import world
-from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.host import world
+from penstock.host.errors import ExitCode, PenstockError
+from penstock.host.process_identity import boot_id
+from penstock.host.stopping import STOP_ORDER
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.node import NODE, RestartCause
 from penstock.protocol.metrics.page import MetricPage
-from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.names import SCHEDULERD
-from penstock.protocol.run.stopping import STOP_ORDER
+from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.security.access import Access
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
-from penstock.shm.process import boot_id
 
 _log = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.schema import Config
 from penstock.daemons.kit.waits import WaitNote
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError, PenstockError
-from penstock.protocol.run.ended import EndWatch
-from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
-from penstock.protocol.run.logs import Complaints
+from penstock.host.core_locks import Claim
+from penstock.host.errors import ConfigError, ExitCode, LostMemberError, PenstockError
+from penstock.host.files import DAMAGED, parse_json, write_atomically
+from penstock.host.logs import Complaints
+from penstock.host.process_identity import start_ticks
+from penstock.host.stopping import STOP_ORDER
 from penstock.protocol.run.names import node_member_name
-from penstock.protocol.run.stopping import STOP_ORDER
+from penstock.protocol.run.run_result import EndWatch
 from penstock.protocol.security.token import describe_listener
-from penstock.shm.claims import Claim
-from penstock.shm.process import start_ticks
 
 CHOSEN_PORTS = range(20_000, 32_000)
 """Below the range from which the system serves port 0 (32768 and up by default): nobody can get

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.config.schema import Config
 from penstock.daemons.fetch.agent import why_not
 from penstock.daemons.memory.states import saved_steps
-from penstock.daemons.metrics.serving import check_port
-from penstock.daemons.metrics.targets import remove_targets
+from penstock.daemons.monitor.metrics.serving import check_port
+from penstock.daemons.monitor.metrics.targets import remove_targets
+from penstock.daemons.monitor.observer.need import is_observed
 from penstock.daemons.node.children import Children, ProcessSpec
 from penstock.daemons.node.effects import LinkSettings, NodeMetrics
 from penstock.daemons.node.endpoint import (
@@ -21,22 +23,20 @@ from penstock.daemons.node.endpoint import (
     remove_endpoint,
     write_endpoint,
 )
-from penstock.daemons.node.home import (
+from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
+from penstock.daemons.node.run_lock import (
     RunLock,
     kept_words,
     node_lock_path,
     remove_empty_memory,
     remove_memory,
 )
-from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine
 from penstock.daemons.node.service import StopSettings, Supervisor
 from penstock.daemons.node.service_manager import NodeReports, ServiceManager
-from penstock.daemons.observer.need import is_observed
 from penstock.daemons.preload.birth import PYTHON_MODULE
 from penstock.daemons.preload.kinds import PLAIN, TORCH
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import FAILURES, ConfigError, ExitCode
-from penstock.protocol.run.ended import EndWatch, RunEnd, forget_end
+from penstock.host.errors import FAILURES, ConfigError, ExitCode
+from penstock.host.stopping import Grace
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     OBSERVERD,
@@ -53,8 +53,8 @@ from penstock.protocol.run.names import (
     worker_name,
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.run_result import EndWatch, RunEnd, forget_end
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import Grace
 from penstock.protocol.security.access import member_access
 from penstock.protocol.wire.local_names import prepare_folder
 

@@ -33,10 +33,10 @@ from penstock.daemons.node.machine.events import (
 )
 from penstock.daemons.node.machine.machine import NodeMachine, NodePhase
 from penstock.daemons.node.service_manager import NodeReports, NodeView
-from penstock.protocol.run.ended import EndWatch
+from penstock.host.stopping import Demand, Grace, StopRequests
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.process import monotonic_s
-from penstock.protocol.run.stopping import Demand, Grace, StopRequests
+from penstock.protocol.run.run_result import EndWatch
 
 LONGEST_SLEEP_S = 1.0
 RECEIVE_TIMEOUT_S = 1.0

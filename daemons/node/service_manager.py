@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.protocol.run.files import DAMAGED, parse_json
+from penstock.host.files import DAMAGED, parse_json
 
 STATUS_INTERVAL_S = 2.0
 SAY_INTERVAL_S = 5.0

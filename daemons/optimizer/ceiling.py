@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from penstock import _ceiling
-from penstock.protocol.errors import PenstockError
-from penstock.protocol.run.files import DAMAGED, parse_json, write_atomically
+from penstock.host.errors import PenstockError
+from penstock.host.files import DAMAGED, parse_json, write_atomically
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec
 

@@ -1,9 +1,9 @@
 """The optimizer's threads on their cores, unless another run has those.
 
 Each core that a thread is to have for itself is claimed on the machine
-(:mod:`penstock.shm.claims`). Two runs that pinned threads to the same core would each have half of
-it while other cores are idle; so whoever comes second leaves its threads, as many as ever, to the
-kernel.
+(:mod:`penstock.host.core_locks`). Two runs that pinned threads to the same core would each have
+half of it while other cores are idle; so whoever comes second leaves its threads, as many as ever,
+to the kernel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock._native import Pool
-from penstock.shm.claims import Claim
-from penstock.shm.topology import format_cpus
+from penstock.host.core_locks import Claim
+from penstock.host.topology import format_cpus
 
 _log = logging.getLogger("penstock.optimizer")
 

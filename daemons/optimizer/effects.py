@@ -38,8 +38,8 @@ from penstock.daemons.optimizer.machine.events import (
     WriteRecord,
 )
 from penstock.daemons.optimizer.machine.sweeps import Sweep
-from penstock.protocol import world
-from penstock.protocol.errors import StateError
+from penstock.host import world
+from penstock.host.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.step import SweepStatus
 from penstock.shm.control import ControlView, SweepIntent

@@ -1,17 +1,17 @@
 """Sweeps of an emulated node: the same arithmetic on what is stored, in the time of the whole.
 
 Copies of the node's devices go through the same memory; sweeps have what these leave
-(:mod:`penstock.protocol.platforms.bandwidth_log`).
+(:mod:`penstock.protocol.run.hardware.bandwidth_log`).
 """
 
 from __future__ import annotations
 
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import Sweep
+from penstock.host import world
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol import world
 from penstock.protocol.plan.step import SweepStatus
-from penstock.protocol.platforms.bandwidth_log import BandwidthLog, finish_at
+from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog, finish_at
 
 TURN_S = 5e-3
 """A sweep that is ordered so soon after the last one ended was waiting for its turn: it starts

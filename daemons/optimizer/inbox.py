@@ -16,16 +16,16 @@ from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.optimizer.effects import FinishedSweep
 from penstock.daemons.optimizer.machine.events import Pulled
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
-from penstock.protocol import world
-from penstock.protocol.errors import ConfigError, ProtocolError, StateError
+from penstock.host import world
+from penstock.host.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.security.sockets import OPEN, Door, SocketAccess
 from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.local_names import LocalName
 from penstock.protocol.wire.member import MemberLink
 from penstock.protocol.wire.neighbours import Neighbours
+from penstock.protocol.wire.sockets import OPEN, Door, SocketAccess
 
 POLL_S = 0.2
 RECEIVE_HIGH_WATER = 1024

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock import _native
+from penstock.config.training import OptimizerConfig
 from penstock.daemons.optimizer.machine.events import OwnedBlock, UpdatePolicy
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
@@ -31,9 +32,8 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Sweep,
     sweep_tag,
 )
-from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.plan.placement import Placement, array_places
 from penstock.protocol.plan.step import BlockArrays, SweepStatus
+from penstock.protocol.run.hardware.placement import Placement, array_places
 from penstock.shm.memory import NUMPY_TYPES, Array, NodeMemory
 from penstock.shm.pages import prefer_nodes_if_granted
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from penstock.config.training import OptimizerConfig
 from penstock.daemons.optimizer.ceiling import ceiling_of
 from penstock.daemons.optimizer.cores import open_pool
 from penstock.daemons.optimizer.effects import OptimizerEffects, SweepRunner, SweepThread
@@ -20,12 +21,12 @@ from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.metrics import OptimizerMetrics, local_ratio
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import OptimizerService, ServiceParts
+from penstock.host import world
+from penstock.host.stopping import StopSignal
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol import world
-from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.plan.placement import Placement, place
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.platforms.bandwidth_log import BandwidthLog
+from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog
+from penstock.protocol.run.hardware.placement import Placement, place
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     ipc_address,
@@ -36,13 +37,12 @@ from penstock.protocol.run.names import (
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.security.access import member_access
-from penstock.protocol.security.sockets import SocketAccess, socket_access
 from penstock.protocol.wire.blocks import LeaseCancelledError, attach
 from penstock.protocol.wire.fetching import fetchers
 from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.sockets import SocketAccess, socket_access
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol import world
+from penstock.host import world
 from penstock.protocol.metrics.optimizer import OPTIMIZER
 from penstock.protocol.metrics.page import MetricPage
-from penstock.protocol.plan.placement import Placement, page_places
+from penstock.protocol.run.hardware.placement import Placement, page_places
 from penstock.shm.layout import PAGE_BYTES, SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.pages import NodeRange, nodes_of_pages

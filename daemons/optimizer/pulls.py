@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from penstock.daemons.kit.events import EffectFailed
 from penstock.daemons.optimizer.machine.events import Pull, Pulled
-from penstock.protocol import world
-from penstock.protocol.errors import LostMemberError, PenstockError
-from penstock.protocol.security.sockets import OPEN, SocketAccess
+from penstock.host import world
+from penstock.host.errors import LostMemberError, PenstockError
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import Fetcher, OpenFetcher
 from penstock.protocol.wire.frames import BlockRequest
+from penstock.protocol.wire.sockets import OPEN, SocketAccess
 from penstock.shm.memory import Array
 
 ATTEMPT_TIMEOUT_S = 30.0

@@ -44,16 +44,16 @@ from penstock.daemons.optimizer.machine.machine import OptimizerMachine
 from penstock.daemons.optimizer.machine.sweeps import Sweep
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.daemons.optimizer.pulls import Puller
-from penstock.protocol import world
-from penstock.protocol.errors import (
+from penstock.host import world
+from penstock.host.errors import (
     ExitCode,
     LostMemberError,
     PenstockError,
     StateError,
 )
+from penstock.host.stopping import StopSignal
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.step import SweepStatus
-from penstock.protocol.run.stopping import StopSignal
 from penstock.protocol.run.trace import TraceLane, TraceLog, now_s
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady
 from penstock.protocol.wire.member import Doing

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from penstock.host.stopping import HEARD_SIGNALS, STOP_ORDER
 from penstock.protocol.run.process import die_with_parent
-from penstock.protocol.run.stopping import HEARD_SIGNALS, STOP_ORDER
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 """The command line of a module begins so. Python does not look for modules in the current folder,

@@ -16,8 +16,8 @@ MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "penstock.daemons.memory.main",
             "penstock.daemons.mirror.main",
             "penstock.daemons.optimizer.main",
-            "penstock.daemons.metrics.main",
-            "penstock.daemons.observer.main",
+            "penstock.daemons.monitor.metrics.main",
+            "penstock.daemons.monitor.observer.main",
         ),
         TORCH: (
             "penstock.workers.main",

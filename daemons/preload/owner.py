@@ -18,8 +18,8 @@ from penstock.daemons.preload.birth import NAMED_BYTES, Birth
 from penstock.daemons.preload.heirs import Heir
 from penstock.daemons.preload.kinds import QUIET
 from penstock.daemons.preload.server import GO, REFUSED, command_line
-from penstock.protocol.run.stopping import HEARD_SIGNALS
-from penstock.shm.process import group_of, is_stopped
+from penstock.host.process_identity import group_of, is_stopped
+from penstock.host.stopping import HEARD_SIGNALS
 
 FORK_WITHIN_S = 20.0
 """A preloader takes some 30 ms, and seconds on a machine that does much else. One that is stopped
@@ -90,7 +90,7 @@ def spawn(
     the interpreter's lock all others, until the child runs its program: for ever if a signal stops
     it before that. So the child is known from its first instruction on. One that stands still
     before its program begins is killed and replaced here; one that does so later, or again, is left
-    to its watcher (:class:`penstock.protocol.run.stopping.Stillness`).
+    to its watcher (:class:`penstock.host.stopping.Stillness`).
 
     Raises:
         OSError: the kernel would not, or said within :data:`REPORTS_WITHIN_S` that it cannot run

@@ -36,8 +36,8 @@ from penstock.daemons.preload.birth import (
 )
 from penstock.daemons.preload.heirs import Heir, announce
 from penstock.daemons.preload.kinds import MODULES, QUIET, STAGES
+from penstock.host.stopping import STOP_ORDER, STOP_SIGNALS
 from penstock.protocol.run.process import die_with_parent
-from penstock.protocol.run.stopping import STOP_ORDER, STOP_SIGNALS
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 16

@@ -42,11 +42,11 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol import world
-from penstock.protocol.errors import PenstockError
+from penstock.host import world
+from penstock.host.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.ended import RunEnd
 from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.run_result import RunEnd
 
 _log = logging.getLogger("penstock.scheduler")
 

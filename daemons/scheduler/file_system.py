@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 
-from penstock.protocol.errors import ConfigError
-from penstock.shm.cgroup import Mount, parse_mounts
+from penstock.host.cgroup import Mount, parse_mounts
+from penstock.host.errors import ConfigError
 
 MOUNTS = Path("/proc/self/mountinfo")
 

@@ -21,9 +21,9 @@ import grpc
 
 from penstock.daemons.scheduler.callers import Caller, SentAway
 from penstock.daemons.scheduler.machine.events import Event
-from penstock.protocol import world
+from penstock.host import world
+from penstock.host.logs import Complaints
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.logs import Complaints
 from penstock.protocol.security.admission import Admission, Party
 from penstock.protocol.security.identity import Role
 

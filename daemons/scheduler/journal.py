@@ -65,12 +65,12 @@ from penstock.daemons.scheduler.machine.events import (
 )
 from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
-from penstock.protocol import world
-from penstock.protocol.errors import PenstockError, StateError
-from penstock.protocol.run.files import DAMAGED, no_room
-from penstock.protocol.run.seal import CHECKSUM, check_object, with_checksum
+from penstock.host import world
+from penstock.host.errors import PenstockError, StateError
+from penstock.host.files import DAMAGED, no_room
+from penstock.host.trust import FOR_OTHERS, objection, owners_in
+from penstock.protocol.run.checksums import CHECKSUM, check_object, with_checksum
 from penstock.shm.control import RECORD_FIELDS, CommitRecord, Decision
-from penstock.shm.trust import FOR_OTHERS, objection, owners_in
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 1.0

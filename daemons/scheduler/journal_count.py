@@ -15,8 +15,8 @@ import os
 import re
 from pathlib import Path
 
-from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import cannot_write, writing
+from penstock.host.errors import StateError
+from penstock.host.files import cannot_write, writing
 
 TRANSACTIONS = "transactions"
 """The key of the count in the journal's table ``meta``."""

@@ -33,12 +33,13 @@ from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates, saved_at_s
 from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.daemons.scheduler.trace import DecisionTrace
-from penstock.protocol import world
-from penstock.protocol.errors import ConfigError, ExitCode, PenstockError, StateError
+from penstock.host import world
+from penstock.host.errors import ConfigError, ExitCode, PenstockError, StateError
+from penstock.host.logs import Complaints
+from penstock.host.stopping import Demand, Grace, StopRequests
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.passes import TrainingData
-from penstock.protocol.run.ended import RunEnd, forget_end
-from penstock.protocol.run.logs import Complaints
+from penstock.protocol.run.checksums import seal_digest
+from penstock.protocol.run.data_size import TrainingData
 from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     SCHEDULERD,
@@ -49,9 +50,8 @@ from penstock.protocol.run.names import (
     place_of_member,
 )
 from penstock.protocol.run.process import configure_logging, die_with_parent, monotonic_s, run_main
+from penstock.protocol.run.run_result import RunEnd, forget_end
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import seal_digest
-from penstock.protocol.run.stopping import Demand, Grace, StopRequests
 from penstock.protocol.run.trace import TraceLog
 from penstock.protocol.security.admission import scheduler_admission
 from penstock.protocol.wire.addresses import HomeAddress

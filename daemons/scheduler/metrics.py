@@ -9,13 +9,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from penstock.config.schema import Config
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.status import BreakCause, Observable, Tally, step_seconds
-from penstock.protocol.config.schema import Config
+from penstock.host.files import DAMAGED, parse_json
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.page import MetricPage
 from penstock.protocol.metrics.scheduler import MEMBER_STATES, PHASES, SCHEDULER
-from penstock.protocol.run.files import DAMAGED, parse_json
 from penstock.shm.table import DType
 
 _log = logging.getLogger(__name__)

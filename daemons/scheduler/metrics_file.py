@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 from penstock.daemons.scheduler.journal import Journal
-from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import append_whole, cannot_write, is_no_room, writing
+from penstock.host.errors import StateError
+from penstock.host.files import append_whole, cannot_write, is_no_room, writing
 
 _TAIL_BYTES = 2**16
 _LINE_BYTES = 4096
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 class MetricsFile:
     """The open file. It holds whole lines only, whatever the disk does: see
-    :func:`penstock.protocol.run.files.append_whole`.
+    :func:`penstock.host.files.append_whole`.
     """
 
     def __init__(self, path: Path, journal: Journal) -> None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.daemons.memory.snapshot import MANIFEST_NAME, read_manifest
-from penstock.daemons.observer.trackers.following import Bookmark
+from penstock.daemons.monitor.trackers.following import Bookmark
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.position import Position
-from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import parse_json, write_atomically
+from penstock.host.errors import StateError
+from penstock.host.files import parse_json, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 
 

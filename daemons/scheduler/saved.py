@@ -24,10 +24,10 @@ from penstock.daemons.memory.states import check_files, checked_manifest, saved_
 from penstock.daemons.memory.tensorfile import DamagedError
 from penstock.daemons.scheduler.machine.events import CompleteSave, SavedState
 from penstock.daemons.scheduler.machine.position import Position
-from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import writing
+from penstock.host.errors import StateError
+from penstock.host.files import writing
+from penstock.protocol.run.checksums import with_checksum
 from penstock.protocol.run.names import SCHEDULERD
-from penstock.protocol.run.seal import with_checksum
 
 TEMPORARY_PREFIX = ".tmp-step-"
 REPLACED_PREFIX = ".replaced-"

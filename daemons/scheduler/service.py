@@ -42,10 +42,10 @@ from penstock.daemons.scheduler.machine.events import (
     ReplyError,
     StreamClosed,
 )
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
+from penstock.host.logs import Complaints
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.run.logs import Complaints
 from penstock.protocol.security.admission import Admission, Party
 from penstock.protocol.security.token import describe_listener
 

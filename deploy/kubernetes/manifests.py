@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
+from penstock.config.schema import Config
 from penstock.deploy.templates import fill
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.security.addresses import is_loopback
 
 FOLDER = Path(__file__).parent

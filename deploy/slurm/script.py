@@ -7,9 +7,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.schema import Config
 from penstock.deploy.templates import fill
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 _TEMPLATE = Path(__file__).with_name("train.sbatch")
 _TIME = re.compile(r"[0-9]+(-[0-9]+)?(:[0-9]+){0,2}")

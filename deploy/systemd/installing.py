@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.deploy.systemd.units import OWN_USER, NodeUnit
-from penstock.protocol.errors import CapacityError, ConfigError, PenstockError, reason
-from penstock.shm.logout import logout_risk
+from penstock.host.errors import CapacityError, ConfigError, PenstockError, reason
+from penstock.host.logind_check import logout_risk
 
 SYSTEM = Path("/")
 _RUNS_SYSTEMD = Path("/run/systemd/system")

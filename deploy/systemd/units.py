@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.deploy.templates import fill
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 OWN_USER = "penstock"
 """The system user that the files bring along; other users must exist."""

@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.config.schema import Config
+from penstock.host.errors import StateError
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.models.data.tokenizer_folder import tokenizer_files
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import StateError
 
 _FOLDER = "tokenizer"
 _GENERATION = "generation_config.json"

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.inputs import is_pointer
-from penstock.protocol.run.files import DAMAGED, parse_json
+from penstock.host.errors import ConfigError
+from penstock.host.files import DAMAGED, parse_json
+from penstock.host.inputs import is_pointer
 
 _READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _WRAPPERS = {

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from penstock.host.errors import StateError
+from penstock.host.files import is_file
 from penstock.models.binding import TORCH_DTYPES
-from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import is_file
 from penstock.shm.table import DType
 
 _FLOATS = ("F64", "F32", "F16", "BF16")

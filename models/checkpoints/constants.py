@@ -16,14 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from transformers import PretrainedConfig
 
+from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import write_atomically
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.conversion import Weights, folded
 from penstock.models.checkpoints.files import few
 from penstock.models.surgery.skeleton import Skeleton, loaded_dtypes
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.checksums import CONSTANTS, read_sealed
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import CONSTANTS, read_sealed
 from penstock.shm.table import BlockTable, DType
 
 Constants = Mapping[str, torch.Tensor]

@@ -24,11 +24,11 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from penstock.host.errors import StateError, reason
 from penstock.models.checkpoints.checkpoint import Checkpoint, Header
 from penstock.models.checkpoints.files import few
 from penstock.models.surgery.composite import Composite
 from penstock.models.surgery.skeleton import Skeleton
-from penstock.protocol.errors import StateError, reason
 from penstock.shm.table import BlockSpec, BlockTable, DType
 
 _FIRST_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")

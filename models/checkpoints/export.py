@@ -25,6 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import free_bytes, no_room
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.carried import read_carried, write_files
 from penstock.models.checkpoints.constants import Constants, read_constants
@@ -33,11 +35,9 @@ from penstock.models.checkpoints.older_readers import with_older_keys
 from penstock.models.checkpoints.whole import write_whole
 from penstock.models.surgery.hf import load_run_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton, loaded_dtypes
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.files import free_bytes, no_room
+from penstock.protocol.run.checksums import CONSTANTS
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import CONSTANTS
 from penstock.shm.table import BlockTable, DType
 
 SHARD_BYTES = 2 * 2**30

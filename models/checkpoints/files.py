@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.files import DAMAGED, is_file, parse_json, write_atomically
+from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import DAMAGED, is_file, parse_json, write_atomically
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from penstock.host.errors import ConfigError, PenstockError, StateError
 from penstock.models.checkpoints.causes import cause_of_misfit
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights, folded
@@ -23,7 +24,6 @@ from penstock.models.checkpoints.files import (
 )
 from penstock.models.surgery.hf import folder_composite, load_run_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
-from penstock.protocol.errors import ConfigError, PenstockError, StateError
 from penstock.shm.table import BlockTable
 
 _NAMES = 8

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.models.binding import pack, unpack
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights
 from penstock.models.checkpoints.files import chosen_files
 from penstock.models.surgery.hf import folder_composite
 from penstock.models.surgery.skeleton import Part, Skeleton, build_skeleton
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockSpec, BlockTable
 
 __all__ = ["initial_blocks", "pack", "unpack"]

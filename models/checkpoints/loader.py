@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from penstock.host.cgroup import tightest_memory, usable_cpus
 from penstock.models.checkpoints.files import recorded_files
 from penstock.models.checkpoints.initial import initial_blocks, pack
 from penstock.models.surgery.hf import load_run_config
 from penstock.protocol.run.loading import INITIAL_VERSION, memory_to_fill, run_loader
 from penstock.protocol.run.process import die_with_parent
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import tightest_memory, usable_cpus
 from penstock.shm.memory import Array, NodeMemory
 from penstock.shm.table import BlockTable, DType
 

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from penstock.host.errors import ConfigError, StateError
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights
 from penstock.models.checkpoints.files import files_beside, recorded_files
 from penstock.models.surgery.hf import folder_composite, load_run_config
 from penstock.models.surgery.skeleton import build_skeleton
-from penstock.protocol.errors import ConfigError, StateError
 from penstock.protocol.run.rundir import RunDirectory
 
 ReadTensors = Callable[[int], Mapping[str, torch.Tensor]]

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.host.cgroup import tightest_memory
+from penstock.host.errors import ConfigError, PenstockError, reason
 from penstock.models.data.pieces.encoding import Encoded, Guard, unbounded
 from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer import Tokenizer
-from penstock.protocol.errors import ConfigError, PenstockError, reason
-from penstock.shm.cgroup import tightest_memory
 
 OPENING_S = 300.0
 """CPU seconds to open a tokenizer; the largest take some 10."""

@@ -20,12 +20,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from penstock.host.errors import StateError
+from penstock.host.files import DAMAGED, parse_json, sync_directory
+from penstock.host.trust import UntrustedError, open_own
 from penstock.models.data.chunks import Checksums, Progress
 from penstock.models.data.reading.opening import COMPRESSED, CountBytes, ignore_bytes
 from penstock.models.data.sources import Source, format_of
-from penstock.protocol.errors import StateError
-from penstock.protocol.run.files import DAMAGED, parse_json, sync_directory
-from penstock.protocol.token_cache import (
+from penstock.protocol.run.token_cache import (
     ENTRY,
     SUMS,
     TOKENS,
@@ -33,7 +34,6 @@ from penstock.protocol.token_cache import (
     kept_tokens,
     token_cache_folder,
 )
-from penstock.shm.trust import UntrustedError, open_own
 
 _FORMAT = 1
 """Version of entries, and of what text becomes: a change gives every text another key."""

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.host.errors import ConfigError
+from penstock.host.files import cannot_write
 from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.marks import Marks
 from penstock.models.data.pieces.encoding import Encoded
 from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer import Tokenizer
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.files import cannot_write
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.schema import Config
+from penstock.config.values import AUTO
+from penstock.host.errors import ConfigError
 from penstock.models.data.tokenizer import Tokenizer
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO
-from penstock.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError, reason
 from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
 from penstock.models.data.own_modules import import_hint, import_own
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, reason
 
 _REPLACED, _ANY = 0.8, 0.9
 """Of the tokens to be predicted: up to which share the mask stands for them, and up to which any

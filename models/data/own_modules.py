@@ -10,7 +10,7 @@ import importlib
 import sys
 from types import ModuleType
 
-from penstock.protocol.config.schema import Config
+from penstock.config.schema import Config
 
 
 def import_own(name: str, config: Config) -> ModuleType:

@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.config.values import UTF8
+from penstock.host.errors import ConfigError, reason
+from penstock.host.inputs import is_pointer
 from penstock.models.data.reading.csv_files import csv_rows
 from penstock.models.data.reading.json_files import json_objects
 from penstock.models.data.reading.opening import COMPRESSED, ignore_bytes
 from penstock.models.data.reading.record import TEXT, Reader
 from penstock.models.data.reading.saved_datasets import check_complete, kind_in_dataset
-from penstock.protocol.config.values import UTF8
-from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.inputs import is_pointer
 
 STDLIB = "@stdlib"
 MAX_STDLIB_BYTES = 30 * 10**6

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.host.errors import ConfigError
 from penstock.models.data.chunks import Bytes
-from penstock.protocol.errors import ConfigError
 
 _MAGIC = (
     (b"\x93NUMPY", "a NumPy .npy file"),

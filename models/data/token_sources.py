@@ -15,6 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from penstock.config.schema import Config
+from penstock.config.values import BYTE, MASKED, UTF8
+from penstock.host.errors import ConfigError, reason
 from penstock.models.data.cache import TokenCache, key_of
 from penstock.models.data.chunks import SAY_EVERY_S, ChunkHasher, Progress, write_sums
 from penstock.models.data.corpus import token_dtype, write_tokens
@@ -23,9 +26,6 @@ from penstock.models.data.reading.records import documents
 from penstock.models.data.sources import Source, find_source
 from penstock.models.data.token_file import TokenFile
 from penstock.models.data.tokenizer import Tokenizer
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import BYTE, MASKED, UTF8
-from penstock.protocol.errors import ConfigError, reason
 from penstock.protocol.run.rundir import RunDirectory
 
 _NOT_IN_FILES = {

@@ -16,13 +16,13 @@ import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.config.schema import Config
+from penstock.config.values import AUTO, BYTE, MASKED
+from penstock.host.errors import ConfigError, reason
+from penstock.host.files import DAMAGED, is_file, parse_json
 from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, end_of, unbounded
 from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer_folder import FolderTokenizer, added_in_front
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO, BYTE, MASKED
-from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.run.files import DAMAGED, is_file, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 

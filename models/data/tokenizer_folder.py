@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
+from penstock.host.errors import ConfigError, reason
+from penstock.host.files import DAMAGED, is_file, parse_json
 from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, unbounded, whole
 from penstock.models.data.reading.records import Document
-from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.run.files import DAMAGED, is_file, parse_json
 
 _VOCABULARIES = (
     "tokenizer.json",

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import zmq
 
+from penstock.config.optimizers import OptimizerName
+from penstock.config.schema import Config
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.models.torch_device import TorchDevice, torch_device
-from penstock.protocol.config.optimizers import OptimizerName
-from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.step import OptimizerStep
-from penstock.protocol.plan.sweep_rates import OptimizerRates, median_seconds
 from penstock.protocol.plan.updating import PIECE_ELEMENTS
+from penstock.protocol.run.hardware.sweep_rates import OptimizerRates, median_seconds
 from penstock.shm.table import DType
 
 _COPY_BYTES = 64 << 20

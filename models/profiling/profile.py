@@ -22,6 +22,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.config.schema import Config, load_config
+from penstock.config.values import AUTO, SDPA
+from penstock.host.cgroup import memory_limits, usable_cpus
+from penstock.host.errors import ConfigError
+from penstock.host.files import write_atomically
 from penstock.models.attention import choose_attention
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.compiled import Compiler
@@ -38,14 +43,9 @@ from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.models.torch_device import first_device, torch_device
 from penstock.models.torch_internals import compilation_error
-from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.config.values import AUTO, SDPA
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import MachineProfile, Profile, to_json
-from penstock.protocol.plan.sweep_rates import measure_optimizer
-from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.hardware.sweep_rates import measure_optimizer
 from penstock.protocol.run.process import tool_main
-from penstock.shm.cgroup import memory_limits, usable_cpus
 from penstock.shm.table import BlockTable
 
 if TYPE_CHECKING:

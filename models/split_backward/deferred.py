@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.models.products import Receive
 from penstock.models.split_backward.deferred_entries import (
     DeferredTensor,
     Entry,
@@ -27,6 +26,7 @@ from penstock.models.split_backward.deferred_entries import (
     ProductEntry,
     record_of_trained,
 )
+from penstock.models.split_backward.products import Receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class DeferredWeights:
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
     ) -> Receive:
         """Returns what takes output gradient and input of the forward's next product: the sink of
-        compiled layers (:class:`penstock.models.products.Sink`).
+        compiled layers (:class:`penstock.models.split_backward.products.Sink`).
         """
         records = [record_of_trained(leaf) for leaf in (weight, bias)]
         self._records += filter(None, records)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from penstock.models.products import Receive
+from penstock.models.split_backward.products import Receive
 from penstock.models.torch_internals import SavedTensorHooks, has_hooks
 
 
@@ -314,7 +314,7 @@ class ProductEntry:
 
 class AtOnce:
     """The sink of compiled layers whose backward is whole: weight gradients are made when a product
-    hands its tensors over (:class:`penstock.models.products.Sink`).
+    hands its tensors over (:class:`penstock.models.split_backward.products.Sink`).
     """
 
     def product(

@@ -15,8 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from penstock.host.errors import ConfigError, reason
 from penstock.models.surgery.probe import refused
-from penstock.protocol.errors import ConfigError, reason
 
 
 def text_part(hf_config: PretrainedConfig) -> PretrainedConfig | None:

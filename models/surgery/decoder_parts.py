@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.host.errors import ConfigError
 from penstock.models.data.batch import MicroBatch
 from penstock.models.surgery.probe import ModuleStub, WeightlessStub, layer_stubs, shell
 from penstock.models.surgery.skeleton import Skeleton
-from penstock.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,16 +18,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
+from penstock.config.schema import Config
+from penstock.config.values import MASKED, NEXT_TOKEN
+from penstock.host.errors import ConfigError, StateError, reason
+from penstock.host.files import is_file, parse_json
 from penstock.models.data.own_modules import import_hint, import_own
 from penstock.models.surgery.composite import Composite, text_part
 from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import predicts_masked
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import MASKED, NEXT_TOKEN
-from penstock.protocol.errors import ConfigError, StateError, reason
-from penstock.protocol.run.files import is_file, parse_json
+from penstock.protocol.run.checksums import check_sealed
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import check_sealed
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
@@ -157,7 +157,7 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
 
 def load_run_config(run_dir: Path) -> PretrainedConfig:
     """Returns the configuration in ``RUN_DIR/model/config.json``, which
-    ``penstock.models.data.prepare`` wrote.
+    ``penstock.models.prepare`` wrote.
 
     Raises:
         StateError: it is missing, damaged, or not what it was when the run was started.
@@ -171,9 +171,7 @@ def load_run_config(run_dir: Path) -> PretrainedConfig:
     try:
         return read_hf_config(run_dir / "model")
     except ConfigError as error:
-        raise StateError(
-            f"{error} (written by penstock.models.data.prepare; start again)"
-        ) from error
+        raise StateError(f"{error} (written by penstock.models.prepare; start again)") from error
 
 
 def _from_mapping(

@@ -16,10 +16,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
 
 _LENGTH = "max_position_embeddings"
 _TRIAL_TOKENS = 3

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.protocol.errors import ConfigError, PenstockError, reason
+from penstock.host.errors import ConfigError, PenstockError, reason
 
 LayerSink = Callable[[int, tuple[Any, ...], dict[str, Any]], torch.Tensor]
 """Called in place of a layer with its index and arguments; returns the hidden states after it,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from penstock.host.errors import ConfigError, reason
 from penstock.models.surgery.probe import children_around, observe_order, refused
-from penstock.protocol.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

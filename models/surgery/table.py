@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.models.loss import loss_rows
 from penstock.models.surgery.positions import check_positions
 from penstock.models.surgery.skeleton import (
@@ -22,8 +24,6 @@ from penstock.models.surgery.skeleton import (
     build_skeleton,
     predicts_masked,
 )
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
 

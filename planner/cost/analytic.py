@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.block_maker import BANDWIDTH_SHARE, BlockMaker, TensorGroup
 from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
 from penstock.planner.cost.cluster import Cluster
@@ -25,7 +26,6 @@ from penstock.planner.cost.frameworks import IDEAL, Framework
 from penstock.planner.cost.kernels.work import Shape
 from penstock.planner.cost.language_models import LanguageModel
 from penstock.planner.cost.operators import OPERATOR_SETS, operator_set
-from penstock.protocol.errors import ConfigError
 
 _Entry = TypeVar("_Entry")
 

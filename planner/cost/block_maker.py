@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.host.sums import added
 from penstock.planner.cost.catalogue import Gpu
 from penstock.planner.cost.costs import BlockCost, OperatorCost
 from penstock.planner.cost.frameworks import Framework, tile_efficiency
@@ -18,7 +19,6 @@ from penstock.planner.cost.operators import (
     head_kernels,
     mixer_kernels,
 )
-from penstock.protocol.sums import added
 
 BANDWIDTH_SHARE = 0.85
 """Share of the memory bandwidth that element-wise kernels reach (STREAM-like kernels: 0.8-0.9)."""

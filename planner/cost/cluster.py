@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from penstock.protocol.config.optimizers import OPTIMIZERS, OptimizerName
+from penstock.config.optimizers import OPTIMIZERS, OptimizerName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

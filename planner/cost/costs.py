@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 
+from penstock.host.sums import added
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -21,7 +22,6 @@ from penstock.protocol.plan.instructions import (
     Keep,
     Recompute,
 )
-from penstock.protocol.sums import added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

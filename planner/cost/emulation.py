@@ -21,18 +21,18 @@ from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
+from penstock.config.schema import Config
+from penstock.config.training import OptimizerConfig
+from penstock.config.values import CHOSEN_LATER
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.cluster import Cluster, OptimizerModel, OptimizerStart, SweepBytes
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.frameworks import FRAMEWORKS
 from penstock.planner.cost.profile import block_costs, cluster_of
 from penstock.planner.cost.sources import AnalyticSource, parse_costs
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.config.values import CHOSEN_LATER
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import Profile, load_profile
-from penstock.protocol.platforms.bandwidth_log import NicReservations, NodeReads
+from penstock.protocol.run.hardware.bandwidth_log import NicReservations, NodeReads
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
 _TOKENS = "tokens"

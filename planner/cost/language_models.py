@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 
 class Mixer(StrEnum):

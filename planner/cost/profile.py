@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.config.platforms import Platform
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.block_maker import BANDWIDTH_SHARE
 from penstock.planner.cost.catalogue import GPUS, gpu_called
 from penstock.planner.cost.cluster import Cluster
@@ -20,9 +22,7 @@ from penstock.planner.cost.costs import (
     RecomputeSource,
     Workspaces,
 )
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import KindProfile, MachineProfile, Profile
-from penstock.protocol.platforms.registry import Platform
 from penstock.shm.table import BlockSpec, BlockTable, DType
 
 _GRADIENT_ITEMSIZE = 4

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.frameworks import FRAMEWORKS, IDEAL
 from penstock.planner.cost.profile import cluster_of, table_costs
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import Profile, load_profile
 
 COSTS_SYNTAX = (

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from penstock.host.sums import added
 from penstock.planner.cost.costs import Costs
-from penstock.planner.layout import OrderedInstruction, StageLayout
-from penstock.planner.memory.arrivals import early_arrivals
-from penstock.planner.memory.books import MemoryBooks, Sizes, Swapped
-from penstock.planner.orders.timing import order_times, unit_costs
+from penstock.planner.memory.allocation_ledger import MemoryBooks, Sizes, Swapped
+from penstock.planner.memory.early_receives import early_arrivals
+from penstock.planner.schedule.layout import OrderedInstruction, StageLayout
+from penstock.planner.schedule.timing import order_times, unit_costs
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.sums import added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 
+from penstock.config.schema import Config
+from penstock.host.sums import added
 from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.footprint import DevicePeak, Footprint, footprints, inbox_peaks
-from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.names import mirrored_by, ownership, storage
-from penstock.protocol.sums import added
 from penstock.shm.layout import (
     GRADIENT_COPIES,
     NodeLayout,

@@ -1,7 +1,7 @@
 """How far orders are from the best possible ones, as a number.
 
 For the instructions of a schedule on their devices, :func:`search` looks for the order with the
-least makespan when only compute takes time (:func:`penstock.planner.orders.timing.order_times`),
+least makespan when only compute takes time (:func:`penstock.planner.schedule.timing.order_times`),
 under a limit of what each device holds. Two simple rules and a beam search find good orders; then
 branch and bound, best bound first, goes on until the best is proved or a limit ends it. Up to a few
 dozen instructions that is usually at once, because the bound meets the order that was found. The
@@ -18,14 +18,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from penstock.host.errors import ConfigError
+from penstock.host.sums import added
 from penstock.planner.cost.costs import Costs
-from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
-from penstock.planner.memory.orders import peak_bytes
 from penstock.planner.orders.sequencing import Problem, State
-from penstock.planner.orders.timing import order_times
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import ComputeInstruction, Order, Residency, StageLayout
+from penstock.planner.schedule.memory_order import peak_bytes
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import order_times
 from penstock.planner.schemes.base import Recomputation, RecomputeMode, backward_weight
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -33,7 +34,6 @@ from penstock.protocol.plan.instructions import (
     Forward,
     Recompute,
 )
-from penstock.protocol.sums import added
 
 _Rank = tuple[float, int, float, int]
 
@@ -112,7 +112,7 @@ def search(
 
     ``split_backward``: backwards are BACKWARD_INPUT and BACKWARD_WEIGHT. ``recompute``, ``drop``:
     what all forwards keep. ``memory_limit_bytes``: of each device, counted by
-    :mod:`penstock.planner.memory.orders`; ``hop_s``: from one device to another.
+    :mod:`penstock.planner.schedule.memory_order`; ``hop_s``: from one device to another.
 
     Raises:
         ConfigError: no order within the memory limit was found.

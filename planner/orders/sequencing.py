@@ -28,10 +28,10 @@ from math import inf
 from typing import TypeVar
 
 from penstock.planner.cost.costs import Costs
-from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
-from penstock.planner.memory.orders import OrderMemory
-from penstock.planner.orders.bounds import dependencies, needs_first, one_machine_s
-from penstock.planner.orders.timing import seconds_of
+from penstock.planner.schedule.bounds import dependencies, needs_first, one_machine_s
+from penstock.planner.schedule.layout import ComputeInstruction, Order, Residency, StageLayout
+from penstock.planner.schedule.memory_order import OrderMemory
+from penstock.planner.schedule.timing import seconds_of
 from penstock.protocol.plan.instructions import BackwardWeight
 from penstock.protocol.plan.resources import PlanFacts
 

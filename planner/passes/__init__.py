@@ -1,6 +1,6 @@
 """Optimising passes by name; each module of this folder holds those of one paper.
 
-A pass works on a :class:`~penstock.planner.schedule.Schedule`, before lowering.
+A pass works on a :class:`~penstock.planner.schedule.schedule.Schedule`, before lowering.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from penstock.planner.passes import (
+    activation_budget,
+    decoupled,
     deep_optimizer_states,
-    keeping,
     mario,
     obscura,
-    own,
+    offload_or_recompute,
     spipe,
-    swapping,
     two_bp,
 )
 from penstock.planner.passes.base import Pass, PassContext
@@ -26,9 +26,9 @@ _ALL: tuple[Pass, ...] = (
     *obscura.PASSES,
     *spipe.PASSES,
     *deep_optimizer_states.PASSES,
-    *own.PASSES,
-    *keeping.PASSES,
-    *swapping.PASSES,
+    *decoupled.PASSES,
+    *activation_budget.PASSES,
+    *offload_or_recompute.PASSES,
 )
 
 PASSES: Mapping[str, Pass] = MappingProxyType({one.name: one for one in _ALL})

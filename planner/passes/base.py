@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.config.execution import DeviceUpdates
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, Cluster, OptimizerModel
 from penstock.planner.cost.costs import Costs
-from penstock.planner.schedule import Schedule
-from penstock.protocol.config.execution import DeviceUpdates
+from penstock.planner.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class PassContext:
 
     ``memory_limit_bytes``: of one device; ``None`` where memory is no limit. ``hop_s``: how long a
     tensor takes from one device to the next, for decisions by
-    :func:`penstock.planner.orders.timing.order_times`. ``optimizer``: what the CPU does with the
+    :func:`penstock.planner.schedule.timing.order_times`. ``optimizer``: what the CPU does with the
     blocks that it updates. ``update_stride``: ``interleave-updates`` takes every so many blocks, or
     decides itself (``None``). ``resident_share``: the share of each device's parameters whose
     optimizer state stays there. ``device_updates``: whether devices preview blocks, flush them, or

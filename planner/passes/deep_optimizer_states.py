@@ -31,17 +31,17 @@ from itertools import chain
 from math import floor, inf
 from typing import Protocol
 
+from penstock.config.execution import DeviceUpdates
+from penstock.host.errors import ConfigError
+from penstock.host.sums import added
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.update_rates import device_rate, flushing, host_rate, preview_stride
-from penstock.planner.layout import Order, OrderedInstruction, StageLayout
-from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.base import Pass, PassContext
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.schedule.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.schedule.schedule import Schedule, lower
+from penstock.planner.schedule.timing import order_times
 from penstock.planner.simulate import simulate
-from penstock.protocol.config.execution import DeviceUpdates
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Backward, BackwardInput, BackwardWeight, Update
-from penstock.protocol.sums import added
 
 WORTH_FLUSHING = 0.01
 """What steps must be shorter by, relatively, for spare room for the state of blocks."""

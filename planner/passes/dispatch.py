@@ -8,7 +8,7 @@ order.
 
 What passes make of it: :mod:`penstock.planner.passes.mario` moves forwards and recomputations,
 :mod:`penstock.planner.passes.two_bp` weight gradients. Times are those of
-:mod:`penstock.planner.orders.timing`: compute, and one latency per hop.
+:mod:`penstock.planner.schedule.timing`: compute, and one latency per hop.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import le
 
-from penstock.planner.layout import Order, OrderedInstruction
-from penstock.planner.memory.orders import OrderMemory, peak_bytes
-from penstock.planner.orders.timing import OrderTimes, order_times
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatcher import (
     BACKWARDS,
@@ -29,7 +26,10 @@ from penstock.planner.passes.dispatcher import (
     FillPolicy,
     is_less,
 )
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import Order, OrderedInstruction
+from penstock.planner.schedule.memory_order import OrderMemory, peak_bytes
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import OrderTimes, order_times
 from penstock.protocol.plan.instructions import BackwardWeight, Forward, Recompute
 
 __all__ = ["fill_waits", "is_less", "makespan_s"]

@@ -14,9 +14,9 @@ from enum import StrEnum
 from itertools import count, pairwise
 from typing import Protocol
 
-from penstock.planner.layout import Order, OrderedInstruction, StageLayout
-from penstock.planner.orders.timing import Maker, maker_of, needs, seconds_of
 from penstock.planner.passes.base import PassContext
+from penstock.planner.schedule.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.schedule.timing import Maker, maker_of, needs, seconds_of
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,

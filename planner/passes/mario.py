@@ -6,8 +6,8 @@ nothing gets shorter. None knows the shape of the pipeline: they work on every s
 and backward stages are coupled, and leave alone what already recomputes.
 
 Passes 2 to 4 never make a schedule slower: a rearrangement that would is dropped. With weights that
-are streamed (:class:`~penstock.planner.layout.Residency`) nothing is moved, since leaving a stage
-and coming back costs another fetch.
+are streamed (:class:`~penstock.planner.schedule.layout.Residency`) nothing is moved, since leaving
+a stage and coming back costs another fetch.
 
 Where the paper's step 1 recomputes only when the gradient has arrived (28 units in figure 2), the
 plan says so: ``R s m after=gradient``. Overlapping it is then, first of all, not waiting.
@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from penstock.planner.layout import Order, OrderedInstruction, Residency
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.dispatch import fill_waits
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import Order, OrderedInstruction, Residency
+from penstock.planner.schedule.schedule import Schedule
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,

@@ -9,9 +9,11 @@ The rest of section 3 is no matter of the order of compute instructions, and hol
 schedule:
 
 - Checkpoints leave right after the forward that makes them, and their receives are posted at the
-  matching step (asynchronous checkpoint communication): :mod:`penstock.planner.lowering.transfers`.
+  matching step (asynchronous checkpoint communication):
+  :mod:`penstock.planner.schedule.lowering.transfers`.
 - The next stage's weights arrive while the current one computes, gradients leave when the last
-  micro-batch of their stage is done: :mod:`penstock.planner.lowering.weights` and ``.gradients``.
+  micro-batch of their stage is done: :mod:`penstock.planner.schedule.lowering.weights` and
+  ``.gradients``.
 - Each backward stage's gradients are an optimizer task of their own, which starts as soon as they
   are in host memory (asynchronous CPU optimizer, section 3.2):
   :class:`penstock.planner.cost.cluster.OptimizerStart`.
@@ -23,17 +25,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from penstock.host.errors import ConfigError
+from penstock.host.sums import added
 from penstock.planner.cost.costs import Costs
-from penstock.planner.layout import Residency, StageLayout
-from penstock.planner.partition import partition
 from penstock.planner.passes.base import Pass, PassContext
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import Residency, StageLayout
+from penstock.planner.schedule.partition import partition
+from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, all_forward_all_backward
 from penstock.planner.schemes.spipe import SCHEME
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward, Keep, Recompute
 from penstock.protocol.plan.plan import StageRange
-from penstock.protocol.sums import added
 
 
 def decouple_backward(schedule: Schedule, context: PassContext) -> Schedule:

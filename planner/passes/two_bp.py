@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from penstock.planner.layout import Order, OrderedInstruction, StageLayout
-from penstock.planner.memory.orders import OrderMemory, peak_bytes
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.dispatch import fill_waits, is_less, makespan_s
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.schedule.memory_order import OrderMemory, peak_bytes
+from penstock.planner.schedule.schedule import Schedule
 from penstock.protocol.plan.instructions import Backward, BackwardInput, BackwardWeight, Update
 
 _Work = tuple[int, int]
@@ -184,12 +184,12 @@ def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
     """Takes weight gradients earlier, so that no device exceeds its memory.
 
     The limit is the context's ``memory_limit_bytes``, for what
-    :mod:`penstock.planner.memory.orders` counts. What exceeds it with nothing deferred stays so:
-    this pass gives back what 2BP took. It returns the shortest of three ways. In the first, weight
-    gradients stay where they are, but the oldest run at once whenever memory would not suffice. In
-    the second, each runs as many BACKWARD_INPUT later as memory allows on its device (with a lag of
-    d on device d this is ZB-H1), or earlier where the device waits. In the third, each runs at
-    once.
+    :mod:`penstock.planner.schedule.memory_order` counts. What exceeds it with nothing deferred
+    stays so: this pass gives back what 2BP took. It returns the shortest of three ways. In the
+    first, weight gradients stay where they are, but the oldest run at once whenever memory would
+    not suffice. In the second, each runs as many BACKWARD_INPUT later as memory allows on its
+    device (with a lag of d on device d this is ZB-H1), or earlier where the device waits. In the
+    third, each runs at once.
     """
     limit_bytes = context.memory_limit_bytes
     if limit_bytes is None:

@@ -1,7 +1,7 @@
 """The schemes by name: every :class:`Scheme` that a module of this folder defines.
 
 A new scheme is a module here, and its name among the choices of ``schedule.scheme``
-(:data:`penstock.protocol.config.execution.SchemeName`), whose order is that of :data:`SCHEMES`.
+(:data:`penstock.config.execution.SchemeName`), whose order is that of :data:`SCHEMES`.
 A module's second scheme needs no name there: it can be planned and simulated, not trained with.
 """
 
@@ -13,8 +13,8 @@ from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import get_args
 
+from penstock.config.execution import SchemeName
 from penstock.planner.schemes.base import Recomputation, RecomputeMode, Scheme, StageDevices
-from penstock.protocol.config.execution import SchemeName
 
 
 def _defined() -> Iterator[tuple[Scheme, ...]]:

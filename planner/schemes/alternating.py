@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.planner.layout import ComputeInstruction, Order, StageLayout
+from penstock.planner.schedule.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.schemes.base import Recomputation, backward_weight
 from penstock.protocol.plan.instructions import MAX_INDEX
 

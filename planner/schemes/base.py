@@ -1,9 +1,9 @@
 """What a scheme is: where stages go, and in which order each device computes.
 
 Orders contain compute and swap instructions only; transfers, weights and gradients are inserted by
-:mod:`penstock.planner.lowering`. In every scheme a stage takes its micro-batches in ascending
-order, so that gradients accumulate in one order and schemes agree to the last bit where the cut is
-the same.
+:mod:`penstock.planner.schedule.lowering`. In every scheme a stage takes its micro-batches in
+ascending order, so that gradients accumulate in one order and schemes agree to the last bit where
+the cut is the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
+from penstock.planner.schedule.layout import ComputeInstruction, Order, Residency, StageLayout
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -115,7 +115,7 @@ class Scheme:
 
     ``whole_model_per_device``: a route has all its stages on one device (data parallelism); else
     every device has a share of every route. ``shards_weights`` and ``reduces_gradients`` as in
-    :class:`~penstock.planner.schedule.Schedule`.
+    :class:`~penstock.planner.schedule.schedule.Schedule`.
     """
 
     name: str

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from penstock.planner.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.schedule.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.schemes.alternating import alternating_orders
 from penstock.planner.schemes.base import (
     Recomputation,

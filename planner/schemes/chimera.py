@@ -16,7 +16,7 @@ from p / 2 + 1 to p as in table 1 of the Mario paper. Weights stay on their devi
 
 from __future__ import annotations
 
-from penstock.planner.layout import Order, StageLayout
+from penstock.planner.schedule.layout import Order, StageLayout
 from penstock.planner.schemes.base import (
     Recomputation,
     Scheme,

@@ -14,7 +14,7 @@ stay on their devices (V buffers).
 
 from __future__ import annotations
 
-from penstock.planner.layout import Order, StageLayout
+from penstock.planner.schedule.layout import Order, StageLayout
 from penstock.planner.schemes.base import (
     Complaint,
     Recomputation,

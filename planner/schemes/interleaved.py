@@ -15,7 +15,7 @@ buffers).
 
 from __future__ import annotations
 
-from penstock.planner.layout import Order, StageLayout
+from penstock.planner.schedule.layout import Order, StageLayout
 from penstock.planner.schemes.alternating import alternating_orders, equal_rounds
 from penstock.planner.schemes.base import (
     Recomputation,

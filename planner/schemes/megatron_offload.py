@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.planner.layout import Residency
+from penstock.planner.schedule.layout import Residency
 from penstock.planner.schemes import interleaved
 
 SCHEME = replace(

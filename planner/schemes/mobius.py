@@ -17,7 +17,7 @@ the end is longer by (p - 1) r, and the bubble is (p - 1) / (k m + p - 1): with 
 
 from __future__ import annotations
 
-from penstock.planner.layout import Residency
+from penstock.planner.schedule.layout import Residency
 from penstock.planner.schemes.base import (
     Scheme,
     all_forward_all_backward,

@@ -8,7 +8,7 @@ activations of one micro-batch. Weights stay on their devices (one buffer).
 
 from __future__ import annotations
 
-from penstock.planner.layout import ComputeInstruction, Order, StageLayout
+from penstock.planner.schedule.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.schemes.base import (
     Recomputation,
     Scheme,

@@ -18,7 +18,7 @@ figure 8 (whose 25 % counts weight transfers and the optimizer's tail too).
 
 from __future__ import annotations
 
-from penstock.planner.layout import Residency
+from penstock.planner.schedule.layout import Residency
 from penstock.planner.schemes.base import Complaint, Scheme, StageDevices, all_forward_all_backward
 
 _STAGES_PER_DEVICE = 2

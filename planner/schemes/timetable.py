@@ -14,7 +14,7 @@ The orders are those of equal forward and backward times; with other times they 
 
 from __future__ import annotations
 
-from penstock.planner.layout import ComputeInstruction, Order, StageLayout
+from penstock.planner.schedule.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.schemes.base import Recomputation
 
 

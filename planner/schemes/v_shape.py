@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
-from penstock.planner.layout import ComputeInstruction, Order, StageLayout
+from penstock.planner.schedule.layout import ComputeInstruction, Order, StageLayout
 from penstock.planner.schemes.base import Recomputation, backward_weight
 
 

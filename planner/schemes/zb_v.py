@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.planner.layout import Order, StageLayout
+from penstock.planner.schedule.layout import Order, StageLayout
 from penstock.planner.schemes.base import (
     Recomputation,
     Scheme,

@@ -14,7 +14,7 @@ keeps one micro-batch: input checkpoints of all stages and the activations of on
 
 from __future__ import annotations
 
-from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
+from penstock.planner.schedule.layout import ComputeInstruction, Order, Residency, StageLayout
 from penstock.planner.schemes.base import (
     Complaint,
     Recomputation,

@@ -14,7 +14,7 @@ A plan becomes a graph of tasks (this folder) that an event core in C++ runs
 
 Only a plan that :func:`penstock.planner.validate.check.validate` accepts makes sense here. Not
 here: memory (:mod:`penstock.planner.memory.table`), times of compute instructions alone
-(:mod:`penstock.planner.orders.timing`).
+(:mod:`penstock.planner.schedule.timing`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner.orders.timing import stage_seconds
+from penstock.planner.schedule.timing import stage_seconds
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
 from penstock.planner.simulate.graph import Floats

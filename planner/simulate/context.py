@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.layout import StageLayout
+from penstock.planner.schedule.layout import StageLayout
 from penstock.planner.simulate.columns import Columns, Ints
 from penstock.planner.simulate.graph import GraphBuilder, Queues
 from penstock.planner.simulate.network import Network

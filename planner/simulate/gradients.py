@@ -138,8 +138,9 @@ def _copied(blocks: range, by_block: bool) -> list[range]:
 
 
 def _await_former(context: Context, offloads: Ints, rows: Ints) -> None:
-    """A device holds sums of one stage that leaves, as :mod:`penstock.planner.memory.books` counts
-    them: the first backward of a stage waits for all offloads before it but the last.
+    """A device holds sums of one stage that leaves, as
+    :mod:`penstock.planner.memory.allocation_ledger` counts them: the first backward of a stage
+    waits for all offloads before it but the last.
     """
     columns = context.columns
     backwards = columns.rows(*takers(StateKind.GRAPH))

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.host.sums import added
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel, OptimizerStart
 from penstock.planner.simulate.columns import Ints
 from penstock.planner.simulate.context import Context
@@ -32,7 +33,6 @@ from penstock.planner.simulate.gradients import Offloads
 from penstock.planner.simulate.graph import Label
 from penstock.protocol.plan.instructions import Update
 from penstock.protocol.plan.semantics import Lane
-from penstock.protocol.sums import added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from penstock.host.sums import added
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.footprint import DevicePeak, device_peaks
-from penstock.planner.orders.bounds import lower_bound_s
-from penstock.planner.schedule import schedule_of
+from penstock.planner.schedule.bounds import lower_bound_s
+from penstock.planner.schedule.schedule import schedule_of
+from penstock.planner.schedule.tensors import transferred
 from penstock.planner.simulate.columns import Columns
 from penstock.planner.simulate.graph import Label, Tasks, Times
-from penstock.planner.tensors import transferred
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
-from penstock.protocol.sums import added
 
 
 class Labels:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.footprint import DevicePeak
@@ -19,7 +20,6 @@ from penstock.planner.simulate.optimizer import add_optimizer
 from penstock.planner.simulate.results import Labels, Simulation
 from penstock.planner.simulate.transfers import add_transfers
 from penstock.planner.simulate.weights import add_weights
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
 
 

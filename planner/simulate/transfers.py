@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.host.errors import ConfigError
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context, lookup
 from penstock.planner.simulate.graph import Floats, Label
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.resources import TensorKind
 from penstock.protocol.plan.semantics import COMPUTES, RECEIVES, SEMANTICS, SENDS, Condition, Lane

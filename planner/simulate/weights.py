@@ -10,13 +10,13 @@ from collections import defaultdict
 
 import numpy as np
 
+from penstock.host.sums import added
 from penstock.planner.simulate.columns import CODES, Ints
 from penstock.planner.simulate.context import Context
 from penstock.planner.simulate.graph import Label
 from penstock.planner.simulate.transfers import add_ring
 from penstock.protocol.plan.instructions import FetchWeights, Phase, ReleaseWeights
 from penstock.protocol.plan.semantics import COMPUTES, SEMANTICS, Lane
-from penstock.protocol.sums import added
 
 _FORWARD = [CODES[cls] for cls in COMPUTES if SEMANTICS[cls.opcode].side is Phase.FORWARD]
 """Codes of what computes with a forward stage."""

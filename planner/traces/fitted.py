@@ -38,9 +38,10 @@ from math import inf
 from statistics import fmean, median
 from typing import TypeVar
 
+from penstock.host.sums import added
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.layout import StageLayout
+from penstock.planner.schedule.layout import StageLayout
 from penstock.planner.traces.measured import MeasuredAttempt, offloaded_s
 from penstock.planner.traces.traced import TracedInstruction
 from penstock.protocol.plan.instructions import (
@@ -54,7 +55,6 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.plan.reduction import Reduction
-from penstock.protocol.sums import added
 
 BYTES_PER_S = float(2**30)
 PARAMETERS_PER_S = float(2**30)

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf
 
+from penstock.host.sums import added
 from penstock.planner.simulate import DeviceTimes, Span
 from penstock.planner.traces.traced import (
     AttemptTrace,
@@ -34,7 +35,6 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.semantics import Lane
 from penstock.protocol.run.trace import TraceEvent
-from penstock.protocol.sums import added
 
 _DECISIONS = ("commit", "amend", "skip")
 _SETTLING = ("settle", "finish")

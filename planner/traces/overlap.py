@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock.host.sums import added
 from penstock.planner.simulate import Span
 from penstock.protocol.plan.semantics import Lane
-from penstock.protocol.sums import added
 
 Interval = tuple[float, float]
 

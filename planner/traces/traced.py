@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock.planner.tensors import Tensor, TensorKind, transferred
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
+from penstock.planner.schedule.tensors import Tensor, TensorKind, transferred
 from penstock.protocol.plan.instructions import (
     FetchWeights,
     Instruction,

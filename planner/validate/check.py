@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from math import ceil
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.costs import Costs
-from penstock.planner.layout import StageLayout
 from penstock.planner.memory.footprint import footprints
+from penstock.planner.schedule.layout import StageLayout
 from penstock.planner.validate import AbstractMachine, PlanRules, RuleError
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Program, Update, format_instruction
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction

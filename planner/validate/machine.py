@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from penstock.planner.layout import StageLayout
-from penstock.planner.tensors import Send, transferred
+from penstock.planner.schedule.layout import StageLayout
+from penstock.planner.schedule.tensors import Send, transferred
 from penstock.planner.validate import compute, moves
 from penstock.planner.validate.moves import places_of
 from penstock.planner.validate.world import (

@@ -8,7 +8,14 @@ every device must enter the same ones in the same order.
 
 from __future__ import annotations
 
-from penstock.planner.tensors import Receive, Send, Tensor, TensorKind, endpoints, transferred
+from penstock.planner.schedule.tensors import (
+    Receive,
+    Send,
+    Tensor,
+    TensorKind,
+    endpoints,
+    transferred,
+)
 from penstock.planner.validate.world import Buffer, DeviceState, Event, Graph, RuleBroken, World
 from penstock.protocol.plan.instructions import (
     FetchWeights,

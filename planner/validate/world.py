@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from penstock.planner.layout import StageLayout
-from penstock.planner.tensors import Tensor, TensorKind
+from penstock.planner.schedule.layout import StageLayout
+from penstock.planner.schedule.tensors import Tensor, TensorKind
 from penstock.protocol.plan.instructions import (
     Forward,
     Instruction,

@@ -26,7 +26,7 @@ from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,8 @@
 """Where stages are: both cuts of a model, their devices, and the routes of micro-batches.
 
 Whoever orders, checks or runs instructions asks here which stage comes first or last in its route,
-and who leaves which checkpoint. What schemes and passes order is in :mod:`penstock.planner.layout`.
+and who leaves which checkpoint. What schemes and passes order is in
+:mod:`penstock.planner.schedule.layout`.
 """
 
 from __future__ import annotations

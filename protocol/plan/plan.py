@@ -1,7 +1,8 @@
 """The plan: stages, their devices, and the instruction list of every device for one attempt.
 
 A pure value that travels as JSON (``plan.json``, and inside scheduler messages). Built by
-:func:`penstock.planner.configured.build_plan`; whether its programs make sense is decided by
+:func:`penstock.planner.planning.configured.build_plan`; whether its programs make sense is decided
+by
 :mod:`penstock.planner.validate.check`; here only shapes and numbers are checked.
 """
 
@@ -12,8 +13,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.protocol.errors import ConfigError, ProtocolError
-from penstock.protocol.inputs import unique_keys
+from penstock.host.errors import ConfigError, ProtocolError
+from penstock.host.inputs import unique_keys
 from penstock.protocol.plan.instructions import (
     MAX_INDEX,
     Instruction,

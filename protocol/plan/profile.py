@@ -24,8 +24,8 @@ from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.inputs import read_bytes, unique_keys
+from penstock.host.errors import ConfigError, reason
+from penstock.host.inputs import read_bytes, unique_keys
 from penstock.shm.table import BlockTable
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.instructions import Program, ReduceGradients
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.plan import Plan

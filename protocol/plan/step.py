@@ -1,7 +1,7 @@
 """One optimizer step, and the preview of a block: what optimizerd and workers with UPDATE share.
 
 How sweeps read and write memory is in ``native/sweeps.h``; which optimizers there are is in
-:mod:`penstock.protocol.config.optimizers`.
+:mod:`penstock.config.optimizers`.
 
 A commit record holds what differs from step to step. The keys in :data:`STEP_TERMS` also decide the
 bits of a step, and are the same for all steps of a process; so memory that may hold a committed
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from penstock import _native
-from penstock.protocol.config.optimizers import Hyperparameter
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.training import OptimizerConfig
+from penstock.config.optimizers import Hyperparameter
+from penstock.config.schema import Config
+from penstock.config.training import OptimizerConfig
 from penstock.shm.control import CommitRecord
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory

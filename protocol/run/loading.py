@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.protocol.run.names import node_index
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory

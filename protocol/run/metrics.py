@@ -1,7 +1,7 @@
 """What all processes' Prometheus metrics have in common: who serves them.
 
-A process keeps a registry, and hands its page to metricsd of its node (``daemons/metrics/``), which
-says of every sample whose it is.
+A process keeps a registry, and hands its page to metricsd of its node
+(``daemons/monitor/metrics/``), which says of every sample whose it is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from penstock.protocol.metrics.every import METRICS_CPU
-from penstock.protocol.run.logs import DroppedLines
+from penstock.host.logs import dropped_lines
+from penstock.protocol.metrics.every import LOG_DROPPED, METRICS_CPU
 from penstock.protocol.run.pages import PageServer, page_address
 from penstock.protocol.run.rundir import RunDirectory
 
@@ -27,6 +27,14 @@ def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -
     registry.register(DroppedLines())
     registry.register(RenderTime())
     return PageServer(registry, page_address(run.run_id, member))
+
+
+class DroppedLines(Collector):
+    """Counts the lines that the log files of this process dropped."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the count; called at every scrape."""
+        yield CounterMetricFamily(LOG_DROPPED.name, LOG_DROPPED.text, value=dropped_lines())
 
 
 class RenderTime(Collector):

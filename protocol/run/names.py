@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
 from penstock.shm.layout import Ownership, Storage

@@ -20,7 +20,7 @@ import threading
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 
-from penstock.protocol.run.logs import Complaints
+from penstock.host.logs import Complaints
 from penstock.protocol.security.token import peer_process, user_name
 
 LENGTH_BYTES = 8

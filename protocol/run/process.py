@@ -1,6 +1,6 @@
 """What every process does at birth: JSON-line logs, parent-death signal, metrics, exit codes.
 
-Stop signals are in :mod:`penstock.protocol.run.stopping`.
+Stop signals are in :mod:`penstock.host.stopping`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol import world
-from penstock.protocol.errors import ExitCode, PenstockError
-from penstock.protocol.run.files import is_no_room, unforeseen
-from penstock.protocol.run.logs import open_log
+from penstock.host import world
+from penstock.host.errors import ExitCode, PenstockError
+from penstock.host.files import is_no_room, unforeseen
+from penstock.host.logs import open_log
 
 _PR_SET_PDEATHSIG = 1
 _PR_GET_PDEATHSIG = 2
@@ -51,7 +51,7 @@ def configure_logging(process: str, run_dir: Path, level: str) -> None:
     """Sends all log records to ``RUN_DIR/logs/<process>.jsonl`` (appended).
 
     Raises:
-        PenstockError: see :func:`penstock.protocol.run.logs.open_log`.
+        PenstockError: see :func:`penstock.host.logs.open_log`.
     """
     handler = open_log(run_dir / "logs" / f"{process}.jsonl")
     handler.setFormatter(JsonFormatter(process))

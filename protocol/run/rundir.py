@@ -15,12 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.errors import ConfigError, ProtocolError, StateError, reason
-from penstock.protocol.numerics import KERNELS, NUMERICS, Numerics
-from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.step import step_terms
-from penstock.protocol.run.files import (
+from penstock.config.schema import Config, load_config
+from penstock.host.errors import ConfigError, ProtocolError, StateError, reason
+from penstock.host.files import (
     holds_text,
     is_locked,
     make_directory,
@@ -28,8 +25,11 @@ from penstock.protocol.run.files import (
     parse_json,
     write_atomically,
 )
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.step import step_terms
+from penstock.protocol.run.checksums import CONSTANTS, SEAL, read_sealed, seal_text
 from penstock.protocol.run.names import ownership, partner_of, replica_name, storage
-from penstock.protocol.run.seal import CONSTANTS, SEAL, read_sealed, seal_text
+from penstock.protocol.run.numerics import KERNELS, NUMERICS, Numerics
 from penstock.protocol.security.token import TOKEN_FILE, ensure_token
 from penstock.shm.layout import NodeLayout, replica_layout
 from penstock.shm.memory import MemorySpec

@@ -32,8 +32,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from penstock.protocol import world
-from penstock.protocol.run.files import append_whole
+from penstock.host import world
+from penstock.host.files import append_whole
 
 FORMAT = 1
 MAX_EVENTS = 32768

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.protocol.errors import ConfigError, reason
-from penstock.protocol.run.files import parse_json
+from penstock.host.errors import ConfigError, reason
+from penstock.host.files import parse_json
 from penstock.protocol.run.trace import TraceEvent, TraceOrigin
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import grpc
 
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.security.addresses import check_addresses, is_loopback

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 
 _REMEDY = (
     "set cluster.security: tls (penstock keys make), or set cluster.insecure: true if everybody on"

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.protocol.security.access import TOKEN_KEY, keys_of_node
 from penstock.protocol.security.addresses import check_addresses
 from penstock.protocol.security.folders import Credential, KeyFolder

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from penstock.protocol.errors import ConfigError, reason
+from penstock.host.errors import ConfigError, reason
 from penstock.protocol.security.folders import KeyFolder, read_private, write_private
 from penstock.protocol.security.identity import METRICS_HOST, SCHEDULER_HOST, Identity, Role
 

@@ -33,9 +33,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from penstock.protocol.errors import ConfigError, reason
+from penstock.host.errors import ConfigError, reason
+from penstock.host.trust import kind_of
 from penstock.protocol.security.identity import Identity, Role
-from penstock.shm.trust import kind_of
 
 MAX_FILE_BYTES = 64 * 1024
 WARN_DAYS = 14.0

@@ -18,10 +18,10 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.host.errors import ConfigError, LostMemberError
+from penstock.host.trust import objection
 from penstock.protocol.security.addresses import is_loopback
 from penstock.protocol.security.folders import read_private, write_private
-from penstock.shm.trust import objection
 
 TOKEN_FILE = "token"
 _LISTEN = "0A"

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol import world
+from penstock.host import world
 
 LOOK_S = 1.0
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol import world
-from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError, StateError
+from penstock.host import world
+from penstock.host.errors import LostMemberError, PenstockError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.sockets import ENCRYPTION_BYTES, OPEN, Connection, SocketAccess
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     MAX_RANGE_BYTES,
@@ -29,6 +28,7 @@ from penstock.protocol.wire.frames import (
     decode,
     encode,
 )
+from penstock.protocol.wire.sockets import ENCRYPTION_BYTES, OPEN, Connection, SocketAccess
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import SegmentError, SegmentMissingError

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from penstock.protocol.config.schema import load_config
-from penstock.protocol.errors import (
+from penstock.config.schema import load_config
+from penstock.host.errors import (
     CapacityError,
     ConfigError,
     LostMemberError,
@@ -19,15 +19,15 @@ from penstock.protocol.errors import (
     StateError,
     reason,
 )
+from penstock.host.files import DAMAGED, parse_json
+from penstock.host.process_identity import start_ticks
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.run.files import DAMAGED, parse_json
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.access import Access, client_access
 from penstock.protocol.security.addresses import is_loopback
 from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
-from penstock.shm.process import start_ticks
 
 SNAPSHOT_TIMEOUT_S = 600.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import zmq
 
-from penstock.protocol import world
-from penstock.protocol.config.schema import Config
-from penstock.protocol.security.sockets import OPEN, SocketAccess
+from penstock.config.schema import Config
+from penstock.host import world
 from penstock.protocol.wire.blocks import BlockClient, Pace
 from penstock.protocol.wire.frames import BlockRequest
+from penstock.protocol.wire.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.staged import AwayError, StagedClient, socket_address
 
 RETRY_S = 1.0

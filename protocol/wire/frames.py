@@ -1,7 +1,7 @@
 """Data-plane messages: one msgpack header frame, then raw buffers, over ZeroMQ. Never pickle.
 
 Every header is one frozen dataclass below; the first element on the wire is its name. Decoding
-checks sizes and types and raises :class:`~penstock.protocol.errors.ProtocolError` for anything
+checks sizes and types and raises :class:`~penstock.host.errors.ProtocolError` for anything
 else, so arbitrary bytes never crash a daemon. Which socket carries what: ``docs/INTERNALS.md``.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import msgpack
 
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
 from penstock.shm.layout import ArrayKey
 
 MAX_HEADER_BYTES = 64 * 1024

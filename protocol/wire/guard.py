@@ -30,8 +30,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.protocol import world
-from penstock.protocol.run.logs import Complaints
+from penstock.host import world
+from penstock.host.logs import Complaints
 
 LOOK_S = 0.02
 HANDSHAKE_MS = 10_000
@@ -92,7 +92,7 @@ class Guard:
     ) -> None:
         """Start to watch. ``cut`` is called, on the guard's thread, for each connection cut.
 
-        ``said_to_strangers``: as :class:`penstock.protocol.security.sockets.SocketAccess` says.
+        ``said_to_strangers``: as :class:`penstock.protocol.wire.sockets.SocketAccess` says.
         """
         self.bounds = bounds
         self._said_to_strangers = said_to_strangers

@@ -19,10 +19,10 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.protocol import world
-from penstock.protocol.errors import ConfigError, LostMemberError, StateError
-from penstock.protocol.run.files import is_locked
-from penstock.protocol.run.logs import Complaints
+from penstock.host import world
+from penstock.host.errors import ConfigError, LostMemberError, StateError
+from penstock.host.files import is_locked
+from penstock.host.logs import Complaints
 from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS, socket_folder
 from penstock.protocol.security.token import user_name
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from penstock.protocol import world
-from penstock.protocol.errors import PenstockError, ProtocolError
+from penstock.host import world
+from penstock.host.errors import PenstockError, ProtocolError
+from penstock.host.logs import recover_from
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.logs import recover_from
 from penstock.protocol.security.access import Access, Connection
 
 FIRST_BACKOFF_S = 0.05
@@ -73,7 +73,7 @@ class MemberLink:
     for :meth:`receive`; it must not block. Messages of a stream that broke stay queued, in order,
     before those of the next stream. ``doing`` is asked before every heartbeat, on the heartbeats'
     thread. ``Refused`` is delivered like any message: the process is to
-    exit with :class:`~penstock.protocol.errors.RefusedError`. ``access`` is asked for each stream:
+    exit with :class:`~penstock.host.errors.RefusedError`. ``access`` is asked for each stream:
     keys may be replaced while the process lives.
     """
 

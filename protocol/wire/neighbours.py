@@ -17,11 +17,11 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.protocol import world
-from penstock.protocol.run.logs import Complaints
+from penstock.host import world
+from penstock.host.logs import Complaints
+from penstock.host.process_identity import descends_from
 from penstock.protocol.run.process import parent_to_die_with
 from penstock.protocol.security.token import peer_process
-from penstock.shm.process import descends_from
 
 _LOOK_S = 1.0
 """So often it looks whether it is to end, if nobody comes and the socket's end is not told."""

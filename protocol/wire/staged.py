@@ -15,8 +15,8 @@ import socket as sockets
 from collections import deque
 from collections.abc import Callable
 
-from penstock.protocol import world
-from penstock.protocol.errors import LostMemberError, PenstockError, ProtocolError
+from penstock.host import world
+from penstock.host.errors import LostMemberError, PenstockError, ProtocolError
 from penstock.protocol.run.names import socket_folder
 from penstock.protocol.security.token import peer_process
 from penstock.protocol.wire.blocks import FetchCancelledError

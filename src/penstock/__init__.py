@@ -8,7 +8,7 @@ the optimizer at the same time; a scheduler commits or rolls back every step. St
 import sys
 from typing import TYPE_CHECKING, Any
 
-from penstock.protocol.requirements import python_objection
+from penstock.host.requirements import python_objection
 
 __version__ = "0.1.0"
 __all__ = ["PenstockError", "TrainResult", "__version__", "train"]
@@ -19,7 +19,7 @@ if _objection := python_objection(sys.version_info[:3]):
 
 if TYPE_CHECKING:
     from penstock.client.api import TrainResult, train
-    from penstock.protocol.errors import PenstockError
+    from penstock.host.errors import PenstockError
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     if name == "PenstockError":
-        from penstock.protocol.errors import PenstockError
+        from penstock.host.errors import PenstockError
 
         return PenstockError
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

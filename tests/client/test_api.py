@@ -15,9 +15,9 @@ from penstock.client import api
 from penstock.client.train import TrainResult
 from penstock.client.watching.display import Display, Plain, Silent
 from penstock.client.watching.programs import Bar, Stepping
-from penstock.client.watching.snapshots import RunView
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.client.watching.run_view import RunView
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 
 SECTIONS = {
     "run": {"name": "small"},

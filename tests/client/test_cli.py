@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from penstock.client.cli import bare_settings
 from penstock.client.main import app
-from penstock.daemons.node.home import RunLock, train_lock_path
+from penstock.daemons.node.run_lock import RunLock, train_lock_path
 from penstock.protocol.security.token import ensure_token
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from penstock.client.configuration import Key, describe, json_schema, keys_in, page
 from penstock.client.main import app
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.config.words import keys_of
+from penstock.config.schema import Config, parse_config
+from penstock.config.words import keys_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.client.screen.following import watch
 from penstock.client.watching.display import Plain
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import ADVANCE, Cluster
 from penstock.planner.cost.costs import Costs
-from penstock.planner.schedule import lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.simulate import Simulation, simulate
-from penstock.planner.traces.causes import Resource
-from penstock.planner.traces.critical import CriticalPath, critical_path
+from penstock.planner.traces.critical_path import CriticalPath, critical_path
+from penstock.planner.traces.dependency_graph import Resource
 from penstock.planner.traces.fitted import Fit
-from penstock.planner.traces.savings import CostSource, Pricing, Savings, savings
+from penstock.planner.traces.what_if import CostSource, Pricing, Savings, savings
 from penstock.protocol.plan.plan import Plan
 from tests.client.test_trace import (
     BLOCK,

@@ -20,8 +20,8 @@ from penstock.client.watching.display import (
     duration,
     member_table,
 )
-from penstock.client.watching.snapshots import ABSENCE_S, MetricsTail, Observer, RunView, numbers
-from penstock.protocol.errors import StateError
+from penstock.client.watching.run_view import ABSENCE_S, MetricsTail, Observer, RunView, numbers
+from penstock.host.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient
 

@@ -17,15 +17,15 @@ from penstock.client import capacity
 from penstock.client.capacity import CapacityReport
 from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, clean, examine
 from penstock.client.placement import PlacementFacts, PlacementReport
-from penstock.daemons.node.home import RunLock, train_lock_path
-from penstock.protocol.config.schema import load_config
+from penstock.config.schema import load_config
+from penstock.daemons.node.run_lock import RunLock, train_lock_path
+from penstock.host.cgroup import CpuLimit
+from penstock.host.topology import Topology, format_cpus
 from penstock.protocol.run.names import socket_folder
 from penstock.protocol.wire.local_names import prepare_folder
-from penstock.shm.cgroup import CpuLimit
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.pages import HugePages
 from penstock.shm.segment import Segment, exists, unlink
-from penstock.shm.topology import Topology, format_cpus
 
 DEAD_OWNER = """
 import sys

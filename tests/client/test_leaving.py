@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.client import leaving
-from penstock.protocol.errors import CapacityError
+from penstock.host.errors import CapacityError
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.host.process_identity import start_ticks
 from penstock.shm.inventory import inventory
-from penstock.shm.process import start_ticks
 from penstock.shm.segment import unlink
 from tests.system.conftest import sockets_of
 

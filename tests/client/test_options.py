@@ -92,7 +92,7 @@ FILES = sorted(
 )
 PLACES = {
     "client/planning/tuning.py": {"tune"},
-    "client/planning/laboratory.py": {"plan", "simulate"},
+    "client/planning/plan_command.py": {"plan", "simulate"},
     "client/planning/profiling.py": {"profile"},
     "client/export.py": {"export"},
     "client/doctor.py": {"doctor", "train"},

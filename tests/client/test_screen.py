@@ -23,8 +23,8 @@ from penstock.client.screen.model import Facts, Model
 from penstock.client.screen.panels import ASCII, UNICODE, Glyphs, joined
 from penstock.client.screen.screen import changes, rendered
 from penstock.client.screen.words import Doing, Lane, lane, optimizer_words, worker_words
-from penstock.client.watching.snapshots import PAST_BYTES, MetricsTail, RunView
-from penstock.daemons.observer.analysed import Analysed
+from penstock.client.watching.run_view import PAST_BYTES, MetricsTail, RunView
+from penstock.daemons.monitor.observer.analysed import Analysed
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 START_S = 1.7e9

@@ -24,11 +24,11 @@ from penstock.client.reporting import timing
 from penstock.client.reporting.blocks import Picture, Words
 from penstock.client.watching.trace import TraceOutputs, make_trace_report
 from penstock.client.watching.trace_report import DeviceMemory, memory_lines, typical_of
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
 from penstock.planner.render import Caption, png
-from penstock.planner.schedule import lower
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.simulate import Simulation, Span, simulate
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, measure, overlapping, short_label

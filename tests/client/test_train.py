@@ -22,9 +22,9 @@ from penstock.client.supervision import (
 )
 from penstock.client.train import TrainResult, closing_words, complaints
 from penstock.client.watching.summary import Reading, loss_words
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.preload.owner import ChildProcess, spawn
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 from penstock.client.main import app
 from penstock.client.planning import configured as planning
 from penstock.client.planning import tuning
+from penstock.config.schema import load_config
 from penstock.daemons.node.preparing import tool
 from penstock.daemons.preload.owner import ChildProcess, spawn
 from penstock.daemons.preload.starting import Spawning
-from penstock.planner.configured import config_context, trainable_plan
 from penstock.planner.cost.profile import CPU_GUESS
-from penstock.planner.pipeline import try_plan
+from penstock.planner.planning.auto import trainable_schemes
+from penstock.planner.planning.configured import config_context, trainable_plan
+from penstock.planner.planning.pipeline import try_plan
 from penstock.planner.render.units import SECONDS
 from penstock.planner.schemes import SCHEMES
-from penstock.planner.tuning.auto import trainable_schemes
-from penstock.protocol.config.schema import load_config
 from penstock.protocol.plan.profile import KindProfile, LinearFit, Profile, to_json
 from penstock.shm.table import BlockSpec, BlockTable, DType, TensorSpec
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError, StateError
 from penstock.models.data.batch import MicroBatch
 from penstock.models.data.objectives import Masked, NextToken, Own, own_objective
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError, StateError
 from penstock.workers.data import TokenDataset, micro_batches
 
 EOS = 9

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from penstock.client.capacity import pod_needs
-from penstock.daemons.node.joining.engines import find_place
+from penstock.config.schema import Config, parse_config
+from penstock.daemons.node.joining.launchers import find_place
 from penstock.deploy.kubernetes.manifests import (
     Order,
     PodNeeds,
@@ -21,8 +22,7 @@ from penstock.deploy.kubernetes.manifests import (
     next_commands,
     pod_config,
 )
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "data/kubernetes/jobset.json").read_text())
 NEEDS = PodNeeds(cpus=9, memory_bytes=40 << 30, shm_bytes=24 << 30, gpus=8)

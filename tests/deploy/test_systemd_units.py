@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from penstock.client.main import app
 from penstock.deploy.systemd import installing, units
 from penstock.deploy.systemd.units import NodeUnit
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 UNIT = NodeUnit(
     run="tiny.v2",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("shm", "protocol", "planner", "daemons", "workers", "models", "client")
+FOLDERS = ("host", "shm", "config", "protocol", "planner", "daemons", "workers", "models", "client")
 
 PRIMITIVES = frozenset(
     {

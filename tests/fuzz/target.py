@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from tests.fuzz.census import ROOT
 
 MAX_CPU_S = 2.0

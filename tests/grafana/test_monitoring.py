@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from penstock.grafana import files
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 MOUNTED = {"/etc/prometheus": "prometheus", "/etc/targets": "targets"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from tests.integration.netbed import Host, NetBed, Running, missing
 from tests.system.conftest import newest_state, newest_step
 

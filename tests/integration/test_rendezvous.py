@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from tests.integration.netbed import NetBed, Running, missing
 from tests.shelf import Shelf
 from tests.system import conftest as H

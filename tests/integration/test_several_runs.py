@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from tests.system.conftest import newest_step
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.yaml"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 from tests.integration.slurmbed import HANG_S, SlurmBed, missing
 from tests.shelf import Shelf

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
+from penstock.host.process_identity import start_ticks
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
-from penstock.shm.process import start_ticks
 from tests.shelf import Shelf
 from tests.system import conftest as H
 from tests.system.test_stopped import resumed, wait_until

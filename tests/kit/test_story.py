@@ -26,7 +26,7 @@ from penstock.daemons.memory.machine.events import (
     StartRestore,
 )
 from penstock.daemons.memory.machine.machine import MemoryMachine
-from penstock.protocol.errors import CapacityError
+from penstock.host.errors import CapacityError
 
 RESTORE = RestoreAsked(epoch=1, incarnation=4, source="", version=0)
 

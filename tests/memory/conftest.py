@@ -19,13 +19,13 @@ import grpc
 import numpy as np
 import pytest
 
-from penstock.protocol.config.schema import parse_config
+from penstock.config.schema import parse_config
+from penstock.host.files import write_atomically
+from penstock.host.stopping import stop_signals_blocked
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.plan.plan import Plan, StageRange
-from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import unlink

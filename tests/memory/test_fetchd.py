@@ -25,10 +25,9 @@ from penstock.daemons.fetch.agent import find_module, why_not
 from penstock.daemons.fetch.peers import Peers
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.protocol.errors import LostMemberError, ProtocolError
+from penstock.host.errors import LostMemberError, ProtocolError
+from penstock.host.stopping import stop_signals_blocked
 from penstock.protocol.run.names import ipc_address
-from penstock.protocol.run.stopping import stop_signals_blocked
-from penstock.protocol.security.sockets import OpenAccess, SocketAccess, socket_access
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import OneSidedFetcher
 from penstock.protocol.wire.frames import (
@@ -39,6 +38,7 @@ from penstock.protocol.wire.frames import (
     decode,
     encode,
 )
+from penstock.protocol.wire.sockets import OpenAccess, SocketAccess, socket_access
 from penstock.protocol.wire.staged import SLOT_BYTES, AwayError, StagedClient, socket_address
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.memory import NodeMemory

@@ -15,12 +15,12 @@ import zmq
 from penstock.daemons.memory import saving, snapshot
 from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.pinning import PinnedVersion
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.blocks import BlockClient, attach
 from penstock.protocol.wire.frames import BlockRequest
+from penstock.protocol.wire.sockets import socket_access
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.segment import Segment, list_segments, unlink

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.daemons.fetch.reads import SCRATCH_BYTES, Places, Read, StaleError, Step, Target
 from penstock.daemons.fetch.serving import identity_of
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
 from penstock.protocol.wire.frames import AgentOffer, BlockRequest, ReadReply
 from penstock.shm.control import INVALID_VERSION, ControlView
 from penstock.shm.layout import SegmentKind

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.daemons.memory import saving, snapshot
 from penstock.daemons.memory.pinning import PinnedVersion, let_go_of_all
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.shm.control import SweepIntent
 from penstock.shm.memory import NodeMemory
 

@@ -12,12 +12,12 @@ import pytest
 
 from penstock.daemons.memory import segments
 from penstock.daemons.memory.segments import acquire
-from penstock.protocol.errors import CapacityError, StateError
-from penstock.shm.cgroup import MemoryLimit
+from penstock.host.cgroup import MemoryLimit
+from penstock.host.errors import CapacityError, StateError
+from penstock.host.process_identity import ProcessIdentity
 from penstock.shm.control import ControlView
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
-from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import (
     SHM_ROOT,
     Segment,

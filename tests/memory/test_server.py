@@ -24,10 +24,9 @@ from penstock.daemons.memory import server
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.refill import Partner, refill
 from penstock.daemons.memory.server import BlockServer
-from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError, StateError
+from penstock.host.errors import ConfigError, LostMemberError, ProtocolError, StateError
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.security.authority import make as make_keys
-from penstock.protocol.security.sockets import OPEN, CurveAccess, SocketAccess
 from penstock.protocol.wire import blocks
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError, attach, request_lease
 from penstock.protocol.wire.frames import (
@@ -40,6 +39,7 @@ from penstock.protocol.wire.frames import (
     decode,
     encode,
 )
+from penstock.protocol.wire.sockets import OPEN, CurveAccess, SocketAccess
 from penstock.protocol.wire.states import StateReader
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
 from penstock.shm.layout import SegmentKind

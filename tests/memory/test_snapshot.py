@@ -21,7 +21,7 @@ from penstock.daemons.memory import saving, snapshot
 from penstock.daemons.memory.pinning import PinnedVersion
 from penstock.daemons.memory.restore import Filling, LoaderError, restore, run_loader
 from penstock.daemons.memory.tensorfile import CancelledError, read_header
-from penstock.protocol.errors import CapacityError, ExitCode, StateError
+from penstock.host.errors import CapacityError, ExitCode, StateError
 from penstock.protocol.plan.instructions import Update
 from penstock.protocol.run.loading import INITIAL_VERSION
 from penstock.protocol.run.names import ownership, storage

@@ -15,12 +15,12 @@ from penstock.client.main import app
 from penstock.client.watching import states
 from penstock.daemons.memory import states as memory_states
 from penstock.daemons.memory.snapshot import block_file
-from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path
+from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import JournalDecision, JournalEpoch
 from penstock.daemons.scheduler.machine.position import Position
+from penstock.protocol.run.checksums import with_checksum
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import with_checksum
 from penstock.shm.control import CommitRecord, Decision
 
 

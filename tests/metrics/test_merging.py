@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.daemons.metrics.merging import MergedPage
+from penstock.daemons.monitor.metrics.merging import MergedPage
 from penstock.protocol.run.pages import render
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -16,12 +16,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.daemons.metrics import asking
-from penstock.daemons.metrics.asking import ask
-from penstock.daemons.metrics.collection import Collection
+from penstock.daemons.monitor.metrics import asking
+from penstock.daemons.monitor.metrics.asking import ask
+from penstock.daemons.monitor.metrics.collection import Collection
+from penstock.host.process_identity import ProcessUsage, start_ticks
 from penstock.protocol.run import pages
 from penstock.protocol.run.pages import PageServer, page_address
-from penstock.shm.process import ProcessUsage, start_ticks
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.metrics import resources
-from penstock.daemons.metrics.clocks import Exchange, best_of, clock_page, compare
-from penstock.daemons.metrics.exporter import Exporter
-from penstock.daemons.metrics.network import Interface, interfaces_to
-from penstock.daemons.metrics.resources import NodeResources
-from penstock.daemons.metrics.sheet import Sheet
-from penstock.protocol.config.schema import parse_config
+from penstock.config.schema import parse_config
+from penstock.daemons.monitor.metrics import resources
+from penstock.daemons.monitor.metrics.clocks import Exchange, best_of, clock_page, compare
+from penstock.daemons.monitor.metrics.exporter import Exporter
+from penstock.daemons.monitor.metrics.network import Interface, interfaces_to
+from penstock.daemons.monitor.metrics.resources import NodeResources
+from penstock.daemons.monitor.metrics.sheet import Sheet
+from penstock.host.cgroup import ControlGroups, machine_cpu_s, stolen_s, tightest_memory
 from penstock.protocol.metrics.node import METRICSD
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import ControlGroups, machine_cpu_s, stolen_s, tightest_memory
 from tests.metrics.test_merging import samples
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.metrics.clocks import compare, context_of
-from penstock.daemons.metrics.collection import Collection, labels_of
-from penstock.daemons.metrics.exporter import Exporter
-from penstock.daemons.metrics.serving import application, check_port, listen
-from penstock.daemons.metrics.targets import (
+from penstock.config.schema import Config, parse_config
+from penstock.daemons.monitor.metrics.clocks import compare, context_of
+from penstock.daemons.monitor.metrics.collection import Collection, labels_of
+from penstock.daemons.monitor.metrics.exporter import Exporter
+from penstock.daemons.monitor.metrics.serving import application, check_port, listen
+from penstock.daemons.monitor.metrics.targets import (
     addresses,
     former_port,
     read_targets,
@@ -27,8 +28,7 @@ from penstock.daemons.metrics.targets import (
     renew_targets,
     write_targets,
 )
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.authority import make, renew
 

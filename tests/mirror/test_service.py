@@ -9,7 +9,7 @@ from typing import Any
 from penstock.daemons.kit.events import Exit
 from penstock.daemons.mirror.machine.events import Seeded
 from penstock.daemons.mirror.service import MirrorService, SeedOutcome
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 
 SEEDED = SeedOutcome(event=Seeded(epoch=1, block=0, version=14, incarnation=7), num_bytes=768)
 

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
 from transformers.utils import logging
 
+from penstock.config.schema import Config, parse_config
 from penstock.models.binding import pack
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import BoundBlock, ModelRuntime, StageOutput
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
-from penstock.protocol.config.schema import Config, parse_config
 from penstock.shm.table import BlockTable
 
 VOCAB = 61

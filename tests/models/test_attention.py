@@ -17,7 +17,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.attention import with_attention
+from penstock.host.errors import ConfigError
+from penstock.host.files import write_atomically
 from penstock.models import kernels as kernels_module
 from penstock.models.attention import (
     CUDNN_FLASH,
@@ -27,13 +30,10 @@ from penstock.models.attention import (
     graphs_folder,
 )
 from penstock.models.compiled import CompiledLayer, Compiler
-from penstock.models.data.prepare import prepare
 from penstock.models.kernels import observe_kernels
+from penstock.models.prepare import prepare
 from penstock.models.torch_internals import TorchDispatchMode
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.numerics import Attention, Kernels
-from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.numerics import Attention, Kernels
 from penstock.protocol.run.rundir import RunDirectory
 from tests.compiler import QUIET, fresh_compiler
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.host.errors import ConfigError
 from penstock.models.data.bounds import Bounds
-from penstock.models.data.prepare import prepare
+from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import resolve_hf_config
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import ConfigError
 from tests.folders import save_model
 
 SIZES = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}

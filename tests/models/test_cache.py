@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from penstock.client.doctor import machine_facts
-from penstock.models.data.prepare import prepare
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.token_cache import kept_tokens, token_cache_folder
+from penstock.config.schema import parse_config
+from penstock.models.prepare import prepare
+from penstock.protocol.run.token_cache import kept_tokens, token_cache_folder
 from tests.folders import TEXT, save_model
 
 TAKEN = "takes tokens that were made from the same text before"

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import StateError
 from penstock.models.data.chunks import CHUNK_BYTES, Checksums, ChunkHasher, write_sums
-from penstock.models.data.prepare import prepare
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import StateError
+from penstock.models.prepare import prepare
 from penstock.workers.data import TokenDataset
 
 SIZE = 5 * CHUNK_BYTES // 2

@@ -13,12 +13,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models import products as product_operators
 from penstock.models import runtime
 from penstock.models.binding import summing
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.runtime import HIDDEN, ModelRuntime
 from penstock.models.saved_activations import BoundWeights, SavePolicy
+from penstock.models.split_backward import products as product_operators
 from penstock.models.split_backward.split import DeferredWeights, run_together
 from penstock.models.storing import Storing
 from tests.compiler import QUIET, fresh_compiler, graphs

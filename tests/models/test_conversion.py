@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError, StateError
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights
 from penstock.models.checkpoints.export import export_hf
 from penstock.models.checkpoints.initial import initial_blocks
-from penstock.models.data.prepare import prepare
+from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import read_hf_config
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.surgery.table import build_table
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError, StateError
 from penstock.shm.table import BlockTable, DType
 
 RENAMED = {

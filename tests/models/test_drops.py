@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.schema import parse_config
 from penstock.models.profiling.blocks import BlockBench
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.planner.cost.costs import BlockCost, OperatorCost, RecomputeSource
-from penstock.protocol.config.schema import parse_config
 
 SEQUENCE = 16
 MODELS: dict[str, dict[str, Any]] = {

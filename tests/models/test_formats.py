@@ -16,6 +16,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
+from penstock.host.errors import ConfigError
 from penstock.models.data.cache import key_of
 from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.corpus import write_tokens
@@ -25,7 +26,6 @@ from penstock.models.data.reading.opening import PIECE_BYTES
 from penstock.models.data.reading.records import documents
 from penstock.models.data.sources import Source, find_source
 from penstock.models.data.tokenizer import ByteTokenizer
-from penstock.protocol.errors import ConfigError
 
 TEXTS = [
     "Ädä lifts water; ночь, 水, 😀.\n",

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from penstock.host.errors import ConfigError, StateError
 from penstock.models.checkpoints.export import export_hf, saved_blocks
 from penstock.models.checkpoints.initial import initial_blocks, pack, unpack
 from penstock.models.data.tokenizer import ByteTokenizer
 from penstock.models.surgery.table import build_table
-from penstock.protocol.errors import ConfigError, StateError
 from penstock.shm.table import DType
 
 TESTED = ("llama", "gpt2", "qwen2", "mistral")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock.config.schema import parse_config
+from penstock.host.files import write_atomically
 from penstock.models import kernels as kernels_module
-from penstock.models.data.prepare import prepare
 from penstock.models.kernels import observe_kernels
+from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import load_run_config
 from penstock.models.torch_internals import TorchDispatchMode
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.numerics import Attention, Kernels
-from penstock.protocol.run.files import write_atomically
+from penstock.protocol.run.numerics import Attention, Kernels
 from penstock.protocol.run.rundir import RunDirectory
 
 LLAMA = {

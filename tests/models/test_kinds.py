@@ -11,9 +11,9 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
-from penstock.models.data.prepare import prepare
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import parse_config
+from penstock.host.errors import ConfigError
+from penstock.models.prepare import prepare
 from penstock.protocol.run.rundir import RunDirectory
 
 REFUSED = {

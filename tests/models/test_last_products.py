@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models import products as product_operators
-from penstock.models.layer_products import ProductWatch
+from penstock.models.split_backward import products as product_operators
+from penstock.models.split_backward.layer_products import ProductWatch
 
 FOUND = {
     "llama": ["down_proj"],

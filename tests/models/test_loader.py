@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import write_atomically
 from penstock.models.checkpoints import loader
 from penstock.models.checkpoints.initial import initial_blocks, pack
 from penstock.models.checkpoints.loader import load_node
-from penstock.models.data.prepare import prepare
+from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import load_run_config
-from penstock.planner.configured import build_plan
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.files import write_atomically
+from penstock.planner.planning.configured import build_plan
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.memory import NodeMemory
 

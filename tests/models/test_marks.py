@@ -13,10 +13,10 @@ import yaml
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 from penstock.models.data.objectives import NextToken
-from penstock.models.data.prepare import main, prepare
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.models.prepare import main, prepare
 from penstock.workers.data import TokenDataset, micro_batches
 from tests.folders import END, START, STOP, save_model, trained_tokenizer
 

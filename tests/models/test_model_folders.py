@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import PenstockError
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import folded
 from penstock.models.checkpoints.export import export_hf
 from penstock.models.checkpoints.files import recorded_files
 from penstock.models.checkpoints.initial import initial_blocks
-from penstock.models.data.prepare import main, prepare, review_weights
+from penstock.models.prepare import main, prepare, review_weights
 from penstock.models.surgery.hf import load_run_config
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import PenstockError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 from tests.folders import save_model

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from bench.papers.two_bp.pictures import SEQUENCE_LENGTH, write_digits
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 from penstock.models.data.objectives import own_objective
-from penstock.models.data.prepare import prepare
+from penstock.models.prepare import prepare
 from penstock.models.profiling.blocks import BlockBench
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import load_run_config
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
 
 

@@ -12,13 +12,13 @@ import pytest
 from tokenizers import NormalizedString, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from penstock.host.cgroup import tightest_memory
+from penstock.host.errors import ConfigError
 from penstock.models.data.pieces.encoding import Sizes, check_length, encode_documents
 from penstock.models.data.pieces.locality import locality_of
 from penstock.models.data.pieces.patterns import CannotTell, reach_of
 from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer_folder import FolderTokenizer
-from penstock.protocol.errors import ConfigError
-from penstock.shm.cgroup import tightest_memory
 from tests.models.pipelines import HARD_TEXTS, LLAMA3, PIPELINES, pipeline
 
 SMALL = Sizes(batch=5000, piece=100, overlap=200)

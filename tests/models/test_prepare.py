@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import CapacityError, ConfigError
 from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.corpus import write_tokens
 from penstock.models.data.marks import Marks
-from penstock.models.data.prepare import main, prepare
 from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer import END_OF_TEXT, ByteTokenizer, open_tokenizer
+from penstock.models.prepare import main, prepare
 from penstock.models.surgery.hf import resolve_hf_config
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable
 from penstock.workers.data import TokenDataset, micro_batches
@@ -248,8 +248,8 @@ def test_nothing_to_do_takes_no_torch(tmp_path: Path) -> None:
     prepare(make(tmp_path), tmp_path)
     program = (
         "import sys; from pathlib import Path\n"
-        "from penstock.protocol.config.schema import load_config\n"
-        "from penstock.models.data.prepare import prepare\n"
+        "from penstock.config.schema import load_config\n"
+        "from penstock.models.prepare import prepare\n"
         "import penstock.workers.data\n"
         f"prepare(load_config(Path({str(tmp_path / 'again.yaml')!r})), Path({str(tmp_path)!r}))\n"
         "sys.exit('torch' in sys.modules)"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.config.schema import Config, load_config, parse_config
+from penstock.host.errors import ExitCode
 from penstock.models.profiling import profile
 from penstock.models.profiling.blocks import Stopwatch
 from penstock.models.profiling.machine import measure_copies, measure_messages
 from penstock.planner.cost.profile import block_costs, cluster_of
-from penstock.protocol.config.schema import Config, load_config, parse_config
-from penstock.protocol.errors import ExitCode
 from penstock.protocol.plan.profile import Profile, from_json, load_profile, to_json
-from penstock.protocol.plan.sweep_rates import measure_optimizer
+from penstock.protocol.run.hardware.sweep_rates import measure_optimizer
 from penstock.shm.table import DType
 from tests.compiler import QUIET, fresh_compiler
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.host.errors import ConfigError
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery import table as surgery_table
-from penstock.protocol.errors import ConfigError
 
 TESTED = ("llama", "gpt2", "qwen2", "mistral")
 ALSO = ("qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt", "granite", "starcoder2")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.schema import parse_config
+from penstock.host.errors import ConfigError
 from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.corpus import write_tokens
 from penstock.models.data.marks import Marks
@@ -17,8 +19,6 @@ from penstock.models.data.reading.opening import PIECE_BYTES
 from penstock.models.data.reading.records import documents, records
 from penstock.models.data.sources import MAX_STDLIB_BYTES, Source, find_source
 from penstock.models.data.tokenizer import ByteTokenizer
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import ConfigError
 
 TEXT = "Ädä lifts water; ночь, 水, 😀.\n"
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.config.schema import parse_config
+from penstock.host.errors import ConfigError
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.surgery.table import build_table
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import ConfigError
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.table import BlockTable
 

@@ -17,11 +17,11 @@ import pytest
 import safetensors.numpy
 import torch
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError, StateError
 from penstock.models.data.chunks import write_sums
-from penstock.models.data.prepare import prepare
 from penstock.models.data.token_file import TokenFile
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.models.prepare import prepare
 from penstock.workers.data import TokenDataset
 
 SLAB = 1 << 24

@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 from penstock.models.checkpoints.carried import read_carried, write_files
-from penstock.models.data.prepare import prepare
 from penstock.models.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 from penstock.models.data.tokenizer_folder import FolderTokenizer
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.models.prepare import prepare
 from tests.encoding import encoded
 from tests.folders import END, NUM_TOKENS, START, STOP, TEXT, save_model
 

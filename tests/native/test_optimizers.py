@@ -12,7 +12,7 @@ import torch
 
 from penstock import _ceiling, _native
 from penstock._native import WeightsDtype
-from penstock.protocol.config.optimizers import OPTIMIZERS, OptimizerName
+from penstock.config.optimizers import OPTIMIZERS, OptimizerName
 
 NUM_ELEMENTS = 4096 + 48
 NUM_STEPS = 5

@@ -11,8 +11,8 @@ import signal
 import sys
 import time
 
+from penstock.host.stopping import HEARD_SIGNALS, STOP_ORDER
 from penstock.protocol.run.process import die_with_parent
-from penstock.protocol.run.stopping import HEARD_SIGNALS, STOP_ORDER
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())

@@ -6,10 +6,10 @@ import json
 import sys
 from pathlib import Path
 
+from penstock.config.schema import Config
 from penstock.daemons.node.children import ProcessSpec
 from penstock.daemons.node.endpoint import NodeSettings
 from penstock.daemons.node.main import main
-from penstock.protocol.config.schema import Config
 
 
 def specs(config: Config, settings: NodeSettings) -> tuple[ProcessSpec, ...]:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.config.schema import Config, load_config
 from penstock.daemons.node.preparing.attention import keep_attention, with_attention
 from penstock.daemons.node.preparing.changes import find_changes, fixed_values
 from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.host.errors import ConfigError
+from penstock.host.files import write_atomically
 from penstock.models.kernels import _candidates
-from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 from tests.node.test_prepare import config
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.config.schema import Config, load_config, parse_config
 from penstock.daemons.node.preparing.changes import (
     keep_choice,
     keep_defaults,
     keep_micro_batch,
 )
 from penstock.daemons.node.preparing.prepare import prepare_run
-from penstock.protocol.config.schema import Config, load_config, parse_config
-from penstock.protocol.errors import CapacityError
+from penstock.host.errors import CapacityError
 
 DEVICE = "emulated:analytic:V100-PCIE-32:gpt3-125m"
 

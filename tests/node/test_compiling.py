@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import Config, load_config, parse_config
 from penstock.daemons.node.preparing.changes import find_changes, fixed_values
 from penstock.daemons.node.preparing.compiling import first_guess, is_to_try, keep_compile
 from penstock.daemons.node.preparing.prepare import prepare_run
-from penstock.planner.configured import config_context, plan_within_limit
-from penstock.protocol.config.schema import Config, load_config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
+from penstock.planner.planning.configured import config_context, plan_within_limit
 from penstock.protocol.plan.plan import Plan
 from tests.scheduler.fakes import make_table
 

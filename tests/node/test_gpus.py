@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.preparing import gpus
 from penstock.daemons.node.preparing.gpus import USABLE, FoundGpu, found_gpus, guess_here
 from penstock.planner.cost.profile import GPU_GUESS, Guess, guess_of_gpu
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.plan.sweep_rates import OptimizerRates
+from penstock.protocol.run.hardware.sweep_rates import OptimizerRates
 from penstock.shm.table import DType
 
 SUCCESS, UNKNOWN = 0, 999

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.joining.addresses import addresses_of
-from penstock.daemons.node.joining.engines import Place, expand_hosts, find_place
+from penstock.daemons.node.joining.launchers import Place, expand_hosts, find_place
 from penstock.daemons.node.joining.rendezvous import check_alone, settle
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 STEP = {
     "SLURM_JOB_ID": "5",

@@ -40,8 +40,8 @@ from penstock.daemons.node.machine.events import (
     Watched,
 )
 from penstock.daemons.node.machine.machine import NodeLimits, NodeMachine, NodePhase
-from penstock.protocol.errors import ExitCode
-from penstock.protocol.run.ended import RunEnd
+from penstock.host.errors import ExitCode
+from penstock.protocol.run.run_result import RunEnd
 
 NAMES = ("schedulerd", "memoryd.a", "worker.0")
 PIDS = {"schedulerd": 10, "memoryd.a": 11, "worker.0": 12}

@@ -15,7 +15,7 @@ from penstock.daemons.node.preparing.machine import (
     check_processes,
     check_shared_memory,
 )
-from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.host.errors import CapacityError, ConfigError
 
 
 def test_shared_memory_that_is_missing_or_read_only(

@@ -13,8 +13,8 @@ from penstock.daemons.node.preparing.compiling import with_compile
 from penstock.daemons.node.preparing.numerics import write_numerics
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.daemons.node.preparing.software import Software
-from penstock.protocol.errors import StateError
-from penstock.protocol.numerics import Numerics
+from penstock.host.errors import StateError
+from penstock.protocol.run.numerics import Numerics
 from penstock.protocol.run.rundir import RunDirectory
 from tests.node.test_prepare import config
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
+from penstock.config.schema import load_config
 from penstock.daemons.node.preparing.prepare import prepare_run
-from penstock.protocol.config.schema import load_config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from tests.folders import TEXT, save_model
 
 RUN = Path("runs/p")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.capacity import MachineMemory
 from penstock.daemons.node.preparing.planned_run import HostMachine, RunRequest, plan_run
+from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.profile import GPU_GUESS
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import CapacityError, ConfigError
 from tests.planner.conftest import make_table
 
 GOLDEN = Path(__file__).parent / "golden" / "planned_runs.json"

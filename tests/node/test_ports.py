@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.schema import Config
 from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.kit.waits import WaitNote, waits
 from penstock.daemons.node import endpoint
@@ -18,9 +19,8 @@ from penstock.daemons.node.endpoint import locate_scheduler, own_port, write_end
 from penstock.daemons.scheduler import main as scheduler_main
 from penstock.daemons.scheduler.intake import EventQueue
 from penstock.daemons.scheduler.service import SchedulerServer
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.ended import EndWatch, RunEnd
+from penstock.host.errors import ConfigError
+from penstock.protocol.run.run_result import EndWatch, RunEnd
 
 HOST = "127.0.0.1"
 

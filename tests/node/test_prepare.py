@@ -15,7 +15,9 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from penstock.daemons.node.home import RunLock, prepare_lock_path
+from penstock.config.schema import Config, load_config, parse_config
+from penstock.config.training import OptimizerConfig
+from penstock.config.words import apply_overrides
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
     check_capacity,
@@ -26,16 +28,14 @@ from penstock.daemons.node.preparing.capacity import (
 from penstock.daemons.node.preparing.changes import check_resume, find_changes
 from penstock.daemons.node.preparing.prepare import prepare_run, warn_if_open
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.node.run_lock import RunLock, prepare_lock_path
+from penstock.host.cgroup import MemoryLimit
+from penstock.host.errors import CapacityError, ConfigError, StateError
+from penstock.host.process_identity import start_ticks
 from penstock.planner.memory.table import MemoryKind, MemoryRow
-from penstock.protocol.config.schema import Config, load_config, parse_config
-from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.config.words import apply_overrides
-from penstock.protocol.errors import CapacityError, ConfigError, StateError
 from penstock.protocol.plan.step import STEP_TERMS, OptimizerStep, step_terms
-from penstock.protocol.run.engines import engine_of
+from penstock.protocol.run.hardware.launchers import engine_of
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import MemoryLimit
-from penstock.shm.process import start_ticks
 from tests.folders import save_model
 
 GIB = 2**30
@@ -393,7 +393,7 @@ def test_a_tool_dies_with_its_parent_and_holds_its_lock_until_then(tmp_path: Pat
     )
     program = (
         "import sys; from pathlib import Path\n"
-        "from penstock.daemons.node.home import RunLock, prepare_lock_path\n"
+        "from penstock.daemons.node.run_lock import RunLock, prepare_lock_path\n"
         "from penstock.daemons.node.preparing.tool import run_tool\n"
         "run = Path(sys.argv[1])\n"
         "with RunLock.acquire(prepare_lock_path(run), wait_s=5.0) as lock:\n"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.node.home import (
+from penstock.daemons.node.run_lock import (
     RunLock,
     check_nodes,
     remove_empty_memory,
     train_lock_path,
 )
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import exists, unlink

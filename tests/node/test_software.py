@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.preparing.software import Software, check_software
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 
 def config(*, strict: bool = False, threads: int = 0) -> Config:

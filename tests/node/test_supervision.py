@@ -20,14 +20,14 @@ import grpc
 import pytest
 import yaml
 
-from penstock.daemons.node.home import RunLock, node_lock_path
-from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
+from penstock.daemons.node.run_lock import RunLock, node_lock_path
+from penstock.host.errors import ConfigError, ExitCode, LostMemberError
+from penstock.host.process_identity import is_stopped, start_ticks
+from penstock.host.stopping import SAME_KEY_S, STOP_ORDER, stop_signals_blocked
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import SAME_KEY_S, STOP_ORDER, stop_signals_blocked
-from penstock.shm.process import is_stopped, start_ticks
 
 HERE = Path(__file__).parent
 FOREVER = "600"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.daemons.observer import consumer
-from penstock.daemons.observer.consumer import run_consumers
-from penstock.daemons.observer.need import is_observed
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.run.stopping import StopSignal
+from penstock.config.schema import Config, parse_config
+from penstock.daemons.monitor.observer import consumer
+from penstock.daemons.monitor.observer.consumer import run_consumers
+from penstock.daemons.monitor.observer.need import is_observed
+from penstock.host.stopping import StopSignal
 
 
 @dataclass

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock.daemons.observer.samples import Samples
-from penstock.daemons.observer.sampling import make_sampling
+from penstock.daemons.monitor.observer.samples import Samples
+from penstock.daemons.monitor.observer.sampling import make_sampling
+from penstock.host.stopping import StopSignal
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
 from tests.client.test_trace import PLANS, FakeRun
 
 
@@ -73,7 +73,7 @@ def test_what_goes_wrong_with_a_sample_is_counted_and_ends_nothing(
     run.write(3)
     registry = CollectorRegistry()
     sampling = make_sampling(RunDirectory(run.path), registry)
-    monkeypatch.setattr("penstock.daemons.observer.sampling._born_s", lambda: 0.0)
+    monkeypatch.setattr("penstock.daemons.monitor.observer.sampling._born_s", lambda: 0.0)
     stop = StopSignal()
     stop.set()
     sampling.run(stop)

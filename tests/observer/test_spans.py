@@ -13,15 +13,15 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from penstock.daemons.observer.trackers import spans
-from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path
-from penstock.daemons.observer.trackers.main import TRIES, follow
-from penstock.daemons.observer.trackers.sampled import JsonLines
-from penstock.daemons.observer.trackers.sink import Subject, settings_of
-from penstock.daemons.observer.trackers.spans import SpanSink
-from penstock.protocol.config.schema import Config
+from penstock.config.schema import Config
+from penstock.daemons.monitor.trackers import spans
+from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path
+from penstock.daemons.monitor.trackers.main import TRIES, follow
+from penstock.daemons.monitor.trackers.sampled import JsonLines
+from penstock.daemons.monitor.trackers.sink import Subject, settings_of
+from penstock.daemons.monitor.trackers.spans import SpanSink
+from penstock.host.stopping import StopSignal
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
 
 
 class Collector(HTTPServer):

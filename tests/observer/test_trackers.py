@@ -17,17 +17,17 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from penstock.daemons.observer.need import is_observed
-from penstock.daemons.observer.trackers import registry, supervised
-from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path, read_batch
-from penstock.daemons.observer.trackers.main import TRIES, follow
-from penstock.daemons.observer.trackers.registry import check_trackers, wanted_trackers
-from penstock.daemons.observer.trackers.sink import Reading, settings_of
-from penstock.daemons.observer.trackers.supervised import TrackerConsumer, make_trackers
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config, parse_config
+from penstock.daemons.monitor.observer.need import is_observed
+from penstock.daemons.monitor.trackers import registry, supervised
+from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
+from penstock.daemons.monitor.trackers.main import TRIES, follow
+from penstock.daemons.monitor.trackers.registry import check_trackers, wanted_trackers
+from penstock.daemons.monitor.trackers.sink import Reading, settings_of
+from penstock.daemons.monitor.trackers.supervised import TrackerConsumer, make_trackers
+from penstock.host.errors import ConfigError
+from penstock.host.stopping import StopSignal
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import StopSignal
 
 
 def line(step: int, **changes: Any) -> str:

@@ -23,17 +23,17 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from penstock import _native
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.protocol.config.schema import Config, parse_config
+from penstock.host.stopping import stop_signals_blocked
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.run.names import ipc_address, optimizerd_name
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import stop_signals_blocked
-from penstock.protocol.security.sockets import socket_access
 from penstock.protocol.wire.frames import GradientReady, encode
+from penstock.protocol.wire.sockets import socket_access
 from penstock.shm.control import Decision
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType

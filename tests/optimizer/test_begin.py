@@ -28,7 +28,7 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Hold,
     sweep_tag,
 )
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision, SweepIntent
 from tests.optimizer.machine import (
     DONE,

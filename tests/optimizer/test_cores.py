@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.daemons.optimizer.cores import open_pool
-from penstock.shm import claims
-from penstock.shm.topology import parse_cpus
+from penstock.host import core_locks
+from penstock.host.topology import parse_cpus
 
 
 def pinned() -> list[int]:
@@ -26,7 +26,7 @@ def test_a_second_run_s_threads_are_not_pinned_to_the_same_core(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Names of this test alone: real runs of this machine may have claimed the core.
-    monkeypatch.setattr(claims, "_PREFIX", f"\0penstock-test-{os.getpid()}-")
+    monkeypatch.setattr(core_locks, "_PREFIX", f"\0penstock-test-{os.getpid()}-")
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         pytest.skip("a single CPU: pinned or not is the same")

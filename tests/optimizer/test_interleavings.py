@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from penstock import _native
+from penstock.config.training import OptimizerConfig
 from penstock.daemons.kit.events import DrainAsked, Exit, SendDrained, SendFailed, SendReady
 from penstock.daemons.memory.pinning import PinnedVersion, let_go_of_all
 from penstock.daemons.optimizer.effects import ControlWords, read_facts, read_pins
@@ -45,7 +46,6 @@ from penstock.daemons.optimizer.machine.events import (
 )
 from penstock.daemons.optimizer.machine.machine import OptimizerMachine, OptimizerPhase
 from penstock.daemons.optimizer.machine.sweeps import CastWeights, Preview, Sweep, sweep_tag
-from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep
 from penstock.shm.control import INVALID_VERSION, CommitRecord, Decision
 from penstock.shm.layout import Ownership, Storage

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from penstock import _native
+from penstock.config.optimizers import OptimizerName
+from penstock.config.training import OptimizerConfig
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
@@ -26,8 +28,6 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Settle,
     Sweep,
 )
-from penstock.protocol.config.optimizers import OptimizerName
-from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory

@@ -52,7 +52,7 @@ from penstock.daemons.optimizer.machine.sweeps import (
     Settle,
     sweep_tag,
 )
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.shm.control import INVALID_VERSION, Decision, SweepIntent
 from tests.optimizer.machine import (

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 
 from penstock import _native
+from penstock.host.stopping import STOP_ORDER
+from penstock.host.topology import Topology, format_cpus
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Update
-from penstock.protocol.plan.placement import place
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep
-from penstock.protocol.run.stopping import STOP_ORDER
+from penstock.protocol.run.hardware.placement import place
 from penstock.protocol.wire.frames import (
     BlockUpdated,
     GradientReady,
     encode,
 )
 from penstock.shm.table import BlockTable, DType
-from penstock.shm.topology import Topology, format_cpus
 from tests.optimizer.rig import LEARNING_RATE, WAIT_S, Node, Rig, small_table, wait_until
 from tests.pages import page_of
 

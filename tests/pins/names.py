@@ -98,8 +98,8 @@ def is_accepted(name: str, stored: Mapping[str, str], names: Mapping[str, str]) 
 
 def _parsed(sections: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Returns the resolved text of a small configuration with ``sections``; None if refused."""
-    from penstock.protocol.config.schema import parse_config
-    from penstock.protocol.errors import ConfigError
+    from penstock.config.schema import parse_config
+    from penstock.host.errors import ConfigError
 
     base: dict[str, dict[str, Any]] = {
         "model": {"hf": {"model_type": "llama"}},
@@ -198,7 +198,7 @@ def _of_parameter(parameter: Any) -> str:
 
 
 def _exit_codes() -> Names:
-    from penstock.protocol.errors import ExitCode
+    from penstock.host.errors import ExitCode
 
     return {f"exit code {int(code)}": code.name for code in ExitCode}
 

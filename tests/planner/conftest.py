@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.preparing.capacity import MachineMemory
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
@@ -17,7 +18,6 @@ from penstock.daemons.node.preparing.planned_run import (
 )
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.profile import Guess
-from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,

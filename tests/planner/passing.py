@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.schedule import Schedule, lower, schedule_of
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule, lower, schedule_of
 from penstock.planner.schemes import RecomputeMode
 from penstock.planner.validate.check import validate
 

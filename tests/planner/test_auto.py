@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import Config, parse_config
+from penstock.config.values import CHOSEN_LATER
 from penstock.daemons.node.preparing.changes import keep_recomputation
-from penstock.planner.configured import config_context, trainable_plan
+from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.costs import Costs
-from penstock.planner.pipeline import try_plan
+from penstock.planner.planning.auto import Winner, asked_of, choose
+from penstock.planner.planning.configured import config_context, trainable_plan
+from penstock.planner.planning.pipeline import try_plan
 from penstock.planner.render.units import SECONDS
-from penstock.planner.tuning.auto import Winner, asked_of, choose
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.config.values import CHOSEN_LATER
-from penstock.protocol.errors import CapacityError, ConfigError
 from penstock.protocol.plan.plan import Plan
 from tests.planner.conftest import AnyMachine, make_config, make_table
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.orders.bounds import lower_bound_s, needs_first, one_machine_s
-from penstock.planner.orders.timing import order_times, unit_costs
-from penstock.planner.schedule import Schedule
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.bounds import lower_bound_s, needs_first, one_machine_s
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import order_times, unit_costs
 from penstock.planner.schemes import SCHEMES
 
 

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.configured import build_plan
-from penstock.planner.schedule import lower
+from penstock.config.execution import ScheduleConfig
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.planning.configured import build_plan
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import PlanError, validate
-from penstock.protocol.config.execution import ScheduleConfig
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.executable import check_executable, check_updates
 from penstock.protocol.plan.instructions import Backward, Forward, Opcode, Recompute, Update
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.executable import check_executable, check_updates
 from penstock.shm.table import BlockTable, BorrowedTensor
 
 Tables = Callable[..., BlockTable]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.block_maker import ADAM_STATE_BYTES, LAUNCH_S
 from penstock.planner.cost.catalogue import GPUS, MODELS
@@ -17,7 +18,6 @@ from penstock.planner.cost.kernels.work import Product, Shape
 from penstock.planner.cost.language_models import LanguageModel, LayerKind
 from penstock.planner.cost.operators import mixer_kernels
 from penstock.planner.cost.sources import AnalyticSource, UnitCosts, parse_costs
-from penstock.protocol.errors import ConfigError
 
 
 def _billions(name: str) -> float:

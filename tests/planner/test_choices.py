@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.configured import config_context, trainable_plan
+from penstock.config.schema import Config, parse_config
 from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import guess_of_gpu
-from penstock.planner.pipeline import try_plan
+from penstock.planner.planning import auto
+from penstock.planner.planning import plan_search as tuning
+from penstock.planner.planning.auto import WORK, choose
+from penstock.planner.planning.configured import config_context, trainable_plan
+from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.plan_search import Progress, Search
+from penstock.planner.planning.search_space import Space
 from penstock.planner.simulate import Simulation, simulate
-from penstock.planner.tuning import auto
-from penstock.planner.tuning import search as tuning
-from penstock.planner.tuning.auto import WORK, choose
-from penstock.planner.tuning.search import Progress, Search
-from penstock.planner.tuning.space import Space
-from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable, DType
 from tests.planner.conftest import AnyMachine

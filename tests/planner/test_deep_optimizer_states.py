@@ -9,7 +9,8 @@ from math import inf
 import pytest
 
 from bench.papers.deep_optimizer_states.rates import FIGURE_16, H100, H100_BUSY, V100
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.config.execution import DeviceUpdates
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import ADVANCE, PREVIEW_SETTLE, Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.update_rates import (
@@ -26,11 +27,10 @@ from penstock.planner.cost.update_rates import (
 )
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.deep_optimizer_states import subgroups_on_gpu
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
-from penstock.protocol.config.execution import DeviceUpdates
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Update
 from penstock.protocol.plan.semantics import Lane
 

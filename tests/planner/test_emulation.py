@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from bench.papers.obscura.testbed import SEQUENCE_LENGTH, PaperCase
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.prepare import table_of
-from penstock.planner.configured import build_plan
+from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.cluster import ADVANCE, OptimizerStart, SweepBytes
 from penstock.planner.cost.emulation import Emulation, SweepWork, stored_table
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import CapacityError, ConfigError
+from penstock.planner.planning.configured import build_plan
 from penstock.protocol.plan.profile import (
     KindProfile,
     LinearFit,

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.frameworks import MEGATRON_DEEPSPEED
 from penstock.planner.cost.sources import Prices
 from penstock.planner.memory.footprint import device_peaks
-from penstock.planner.pipeline import PlanContext, make_plan
+from penstock.planner.planning.lower_bounds import Floors, ordered
+from penstock.planner.planning.pipeline import PlanContext, make_plan
+from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
-from penstock.planner.tuning.floors import Floors, ordered
-from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
-from penstock.protocol.errors import ConfigError
 
 
 def context(stops_early: bool) -> PlanContext:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints, swapped_peaks
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.schedule.layout import Residency, StageLayout
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.protocol.plan.instructions import Update, parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.plan.updating import staging_bytes

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.layout import Residency, StageLayout
-from penstock.planner.orders.timing import order_times, unit_costs
-from penstock.planner.schedule import Schedule, lower, schedule_of
-from penstock.planner.tensors import TensorKind, endpoints
+from penstock.planner.schedule.layout import Residency, StageLayout
+from penstock.planner.schedule.schedule import Schedule, lower, schedule_of
+from penstock.planner.schedule.tensors import TensorKind, endpoints
+from penstock.planner.schedule.timing import order_times, unit_costs
 from penstock.planner.validate.check import validate
 from penstock.protocol.plan.instructions import (
     FetchWeights,

@@ -15,22 +15,22 @@ from bench.papers import mario as paper
 from bench.papers.mario.evaluation import Rates
 from bench.papers.mario.recording import load
 from bench.papers.mario.testbed import Run
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.frameworks import MEGATRON_DEEPSPEED
-from penstock.planner.layout import Order, Residency, StageLayout
-from penstock.planner.memory.orders import peak_bytes
-from penstock.planner.orders.bounds import lower_bound_s
-from penstock.planner.orders.timing import order_times
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
 from penstock.planner.passes.dispatcher import Board, Dispatcher, FillPolicy
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.schedule.bounds import lower_bound_s
+from penstock.planner.schedule.layout import Order, Residency, StageLayout
+from penstock.planner.schedule.memory_order import peak_bytes
+from penstock.planner.schedule.schedule import Schedule, lower
+from penstock.planner.schedule.timing import order_times
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward, Recompute, parse_program
 from penstock.protocol.plan.plan import StageRange
 from tests.planner.passing import schedule_for, seconds_after_each, text

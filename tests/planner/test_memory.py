@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.planner.configured import build_plan, config_prices
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.profile import GPU_GUESS, TableCosts, table_costs
 from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints
 from penstock.planner.memory.table import MemoryKind, MemoryRow, memory_table
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.planner.planning.configured import build_plan, config_prices
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable, BorrowedTensor, DType

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.planner.configured import build_plan, config_context
+from penstock.config.schema import Config, parse_config
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.table import MemoryKind, node_rows
-from penstock.planner.pipeline import try_plan
-from penstock.protocol.config.schema import Config, parse_config
+from penstock.planner.planning.configured import build_plan, config_context
+from penstock.planner.planning.pipeline import try_plan
 from penstock.protocol.run.names import ownership
 from penstock.shm.layout import replica_layout
 

@@ -15,8 +15,7 @@ from bench.papers.obscura.units import (
     unit_context,
     unit_schedule,
 )
-from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.orders.timing import order_times
+from penstock.host.errors import ConfigError
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.migrate import (
@@ -35,9 +34,10 @@ from penstock.planner.passes.obscura.shape import (
     stage_orders,
     with_orders,
 )
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule, lower
+from penstock.planner.schedule.timing import order_times
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward, Keep
 
 

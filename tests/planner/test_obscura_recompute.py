@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from bench.papers.obscura.units import unit_schedule
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.memory.footprint import device_peaks
@@ -54,10 +55,9 @@ from penstock.planner.passes.obscura.shape import (
     stage_orders,
     with_orders,
 )
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import StageRange
 
 _OPERATORS = (

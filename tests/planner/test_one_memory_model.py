@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planner.configured import config_context, config_prices, trainable_plan
+from penstock.config.schema import Config
+from penstock.host.errors import CapacityError, ExitCode
 from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
-from penstock.planner.memory.arrivals import early_arrivals
+from penstock.planner.memory.early_receives import early_arrivals
 from penstock.planner.memory.footprint import device_peaks, inbox_peaks
 from penstock.planner.memory.table import MemoryKind
-from penstock.planner.pipeline import try_plan
-from penstock.planner.tensors import Tensor, TensorKind
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import CapacityError, ExitCode
+from penstock.planner.planning.configured import config_context, config_prices, trainable_plan
+from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.schedule.tensors import Tensor, TensorKind
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile, Profile, to_json
 from penstock.shm.table import BlockTable, BorrowedTensor, DType

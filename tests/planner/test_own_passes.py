@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.cost.sources import Prices
-from penstock.planner.layout import ComputeInstruction
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.passes import PASSES, PassContext
+from penstock.planner.passes.decoupled import estimate_s
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.passes.own import estimate_s
-from penstock.planner.pipeline import PlanContext, make_schedule
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.planning.pipeline import PlanContext, make_schedule
+from penstock.planner.schedule.layout import ComputeInstruction
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import (
     Forward,
     Keep,

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from penstock.config.platforms import CPU, CUDA
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import (
     BlockCost,
@@ -29,7 +31,6 @@ from penstock.planner.cost.profile import (
     table_costs,
 )
 from penstock.planner.cost.sources import ProfileSource, parse_costs
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.profile import (
     KindProfile,
     LinearFit,
@@ -40,7 +41,6 @@ from penstock.protocol.plan.profile import (
     from_json,
     to_json,
 )
-from penstock.protocol.platforms.registry import CPU, CUDA
 from penstock.shm.table import BlockTable
 
 Tables = Callable[..., BlockTable]

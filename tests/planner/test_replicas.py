@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.configured import build_plan
-from penstock.planner.layout import Residency, StageLayout
-from penstock.planner.replicas import replicate
-from penstock.planner.schedule import Schedule
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
+from penstock.planner.planning.configured import build_plan
+from penstock.planner.schedule.layout import Residency, StageLayout
+from penstock.planner.schedule.replicas import replicate
+from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.validate.check import validate
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import format_instruction, parse_instruction
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockTable

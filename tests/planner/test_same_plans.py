@@ -27,14 +27,17 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.planner.build import ScheduleRequest, with_stages
-from penstock.planner.configured import build_plan, config_context
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.sources import AnalyticSource, CostSource, UnitCosts
 from penstock.planner.memory.footprint import Footprint, footprints
 from penstock.planner.memory.table import memory_table
 from penstock.planner.passes import PASSES
-from penstock.planner.pipeline import (
+from penstock.planner.planning.auto import choose
+from penstock.planner.planning.build import ScheduleRequest, with_stages
+from penstock.planner.planning.configured import build_plan, config_context
+from penstock.planner.planning.pipeline import (
     OPTIMIZER_WAYS,
     PlanContext,
     apply_passes,
@@ -44,12 +47,9 @@ from penstock.planner.pipeline import (
     try_schedule,
     validated,
 )
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation
-from penstock.planner.tuning.auto import choose
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
 from penstock.shm.table import BlockTable
 from tests.planner.conftest import AnyMachine, make_config, make_table
 

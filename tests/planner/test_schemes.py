@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.configured import build_plan
+from penstock.config.schema import Config
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.validate.check import program_grid
-from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.instructions import (
     Backward,
     Forward,

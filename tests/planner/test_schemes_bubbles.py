@@ -1,7 +1,7 @@
 """The bubble of every scheme is the formula in its docstring, exactly, for many sizes.
 
 Bubble: the makespan without what a device computes, in times of
-:mod:`penstock.planner.orders.timing`.
+:mod:`penstock.planner.schedule.timing`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.orders.timing import OrderTimes, order_times
-from penstock.planner.schedule import Schedule
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import OrderTimes, order_times
 from penstock.planner.schemes import RecomputeMode
 from penstock.protocol.plan.instructions import RecomputeAfter
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.layout import Order
-from penstock.planner.orders.timing import order_times
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.layout import Order
+from penstock.planner.schedule.schedule import Schedule, lower
+from penstock.planner.schedule.timing import order_times
 from penstock.protocol.plan.instructions import Backward, BackwardWeight, Forward, SwapIn, SwapOut
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.schedule import lower
+from penstock.host.errors import ConfigError
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import program_grid, validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
 
 GOLDEN = Path(__file__).parent / "golden" / "orders"

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.sources import UnitCosts
-from penstock.planner.layout import ComputeInstruction, Order, Residency, StageLayout
-from penstock.planner.memory.orders import peak_bytes
 from penstock.planner.orders.search import Effort, gap, search
-from penstock.planner.orders.timing import order_times
-from penstock.planner.schedule import Schedule
-from penstock.protocol.errors import ConfigError
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.layout import ComputeInstruction, Order, Residency, StageLayout
+from penstock.planner.schedule.memory_order import peak_bytes
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import order_times
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,

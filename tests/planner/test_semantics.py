@@ -19,9 +19,9 @@ from typing import Any, get_args
 
 import pytest
 
-from penstock.planner.layout import ComputeInstruction
-from penstock.planner.schedule import lower
-from penstock.planner.tensors import Receive, Send
+from penstock.planner.schedule.layout import ComputeInstruction
+from penstock.planner.schedule.schedule import lower
+from penstock.planner.schedule.tensors import Receive, Send
 from penstock.planner.validate.machine import AbstractMachine
 from penstock.planner.validate.world import DeviceState, PlanRules, RuleBroken, World
 from penstock.protocol.plan import semantics

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.configured import build_plan
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.sources import Prices
-from penstock.planner.pipeline import PlanContext
-from penstock.planner.settling import choose_settled_early, is_to_choose
+from penstock.planner.planning.configured import build_plan
+from penstock.planner.planning.pipeline import PlanContext
+from penstock.planner.planning.settling import choose_settled_early, is_to_choose
 from penstock.planner.simulate import simulate
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.shm.table import BlockTable

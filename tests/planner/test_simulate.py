@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.configured import build_plan, config_context
+from penstock.config.optimizers import OptimizerName
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import ADVANCE, SYNCHRONOUS, Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.pipeline import try_plan
-from penstock.planner.schedule import lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.planning.configured import build_plan, config_context
+from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation, simulate
-from penstock.protocol.config.optimizers import OptimizerName
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.plan.semantics import Lane

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import ADVANCE, Cluster, OptimizerModel, OptimizerStart
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
-from penstock.planner.layout import OrderedInstruction
 from penstock.planner.memory.footprint import footprints
-from penstock.planner.schedule import lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.layout import OrderedInstruction
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut, parse_program
 from penstock.protocol.plan.plan import Plan, StageRange

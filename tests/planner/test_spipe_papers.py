@@ -21,9 +21,9 @@ from bench.papers.spipe_cluster.measured import (
 )
 from bench.papers.spipe_cluster.systems import SYSTEMS, predict, schedule_of
 from bench.papers.spipe_cluster.testbed import CONSTANTS, TEST_BEDS, constants
-from penstock.planner.schedule import lower
+from penstock.host.errors import ConfigError
+from penstock.planner.schedule.schedule import lower
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("SPipe's runs")
 """What they simulate is kept by the process that has it."""

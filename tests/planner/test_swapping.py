@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.memory.footprint import footprints
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.passes.swapping import STATE_BYTES
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.passes.offload_or_recompute import STATE_BYTES
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward, Recompute, SwapIn, SwapOut
 
 BLOCK = BlockCost(

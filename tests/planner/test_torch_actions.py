@@ -28,11 +28,9 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.build import ScheduleRequest, build_schedule
-from penstock.planner.layout import Residency
-from penstock.planner.schedule import Schedule, lower
-from penstock.planner.schemes import Recomputation
-from penstock.planner.torch_actions import (
+from penstock.host.errors import ConfigError, PenstockError, ProtocolError
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.planning.torch_actions import (
     Action,
     ActionKind,
     Actions,
@@ -42,8 +40,10 @@ from penstock.planner.torch_actions import (
     parse_actions,
     schedule_of_actions,
 )
+from penstock.planner.schedule.layout import Residency
+from penstock.planner.schedule.schedule import Schedule, lower
+from penstock.planner.schemes import Recomputation
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError, PenstockError, ProtocolError
 from penstock.protocol.plan.instructions import BackwardWeight
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.sources import Prices
-from penstock.planner.pipeline import PlanContext, make_plan
-from penstock.planner.settling import choose_settled_early
+from penstock.planner.planning.build import ScheduleRequest
+from penstock.planner.planning.pipeline import PlanContext, make_plan
+from penstock.planner.planning.plan_search import Outcome, Search, fragment, host_bytes
+from penstock.planner.planning.search_space import Candidate, Space
+from penstock.planner.planning.settling import choose_settled_early
 from penstock.planner.simulate import simulate
-from penstock.planner.tuning.search import Outcome, Search, fragment, host_bytes
-from penstock.planner.tuning.space import Candidate, Space
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.layout import TWO_COPIES, Storage
 

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.papers.two_bp import theory as paper
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.layout import Residency
-from penstock.planner.memory.orders import peak_bytes
-from penstock.planner.orders.timing import seconds_of
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.schedule.layout import Residency
+from penstock.planner.schedule.memory_order import peak_bytes
+from penstock.planner.schedule.schedule import Schedule, lower
+from penstock.planner.schedule.timing import seconds_of
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.resources import PlanFacts
 from tests.planner.passing import schedule_for, seconds_after_each, text
 

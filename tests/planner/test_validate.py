@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.planner.configured import build_plan
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.profile import GPU_GUESS, table_costs
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.validate.check import PlanError, validate
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Instruction, Program, parse_instruction
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster
-from penstock.planner.layout import Order, OrderedInstruction
-from penstock.planner.orders.timing import unit_costs
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.layout import Order, OrderedInstruction
+from penstock.planner.schedule.schedule import Schedule, lower
+from penstock.planner.schedule.timing import unit_costs
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import PlanError, validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.planner.layout import Residency, StageLayout
-from penstock.planner.schedule import Schedule, lower
+from penstock.host.errors import ConfigError
+from penstock.planner.schedule.layout import Residency, StageLayout
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.validate.check import PlanError, validate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Instruction, parse_instruction, parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
 

@@ -21,7 +21,7 @@ from penstock.daemons.preload.birth import Birth
 from penstock.daemons.preload.kinds import QUIET
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.daemons.preload.server import REFUSED, answer
-from penstock.shm.process import start_ticks
+from penstock.host.process_identity import start_ticks
 
 DEADLINE_S = 600.0
 STREAMS = (0, 1, 2)

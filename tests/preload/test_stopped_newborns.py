@@ -16,7 +16,7 @@ import pytest
 
 from penstock.daemons.preload.birth import Birth
 from penstock.daemons.preload.owner import NotForkedError, Preloader
-from penstock.shm.process import group_of
+from penstock.host.process_identity import group_of
 from tests.newborns import NewbornStopper
 
 DEADLINE_S = 20.0

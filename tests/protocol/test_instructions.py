@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
 from penstock.protocol.plan.instructions import (
     INSTRUCTIONS,
     MAX_INDEX,

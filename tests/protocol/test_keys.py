@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 from penstock.protocol.security.addresses import check_addresses, is_loopback
 from penstock.protocol.security.authority import expiries, make, pack, renew
 from penstock.protocol.security.folders import KeyFolder, expiry_warning, node_folder

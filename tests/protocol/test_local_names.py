@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.protocol.errors import ConfigError, LostMemberError, StateError
+from penstock.host.errors import ConfigError, LostMemberError, StateError
 from penstock.protocol.run.names import ipc_address, socket_folder
-from penstock.protocol.security.sockets import OPEN
 from penstock.protocol.wire import local_names
 from penstock.protocol.wire.local_names import (
     LocalName,
@@ -22,6 +21,7 @@ from penstock.protocol.wire.local_names import (
     prepare_folder,
     remove_folder,
 )
+from penstock.protocol.wire.sockets import OPEN
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.protocol import world
-from penstock.protocol.errors import (
+from penstock.host import world
+from penstock.host.errors import (
     CapacityError,
     ConfigError,
     LostMemberError,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import zmq
 
+from penstock.host.process_identity import descends_from, parent_of
 from penstock.protocol.wire.neighbours import Neighbours
-from penstock.shm.process import descends_from, parent_of
 
 NOBODY = 2**22 + 1
 """No process has a number over PID_MAX_LIMIT."""

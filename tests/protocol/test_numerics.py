@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.errors import StateError
-from penstock.protocol.numerics import (
+from penstock.host.errors import StateError
+from penstock.protocol.run.numerics import (
     Arithmetic,
     Attention,
     Batch,

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from penstock import _native
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import CapacityError, ConfigError
-from penstock.protocol.plan.cpus import check_cpus, cpu_shortage, cpus_needed
-from penstock.protocol.plan.placement import Placement, page_places, pieces, place
-from penstock.shm.cgroup import CpuLimit
+from penstock.config.schema import Config, parse_config
+from penstock.host.cgroup import CpuLimit
+from penstock.host.errors import CapacityError, ConfigError
+from penstock.host.topology import Topology, format_cpus, parse_cpus
+from penstock.protocol.run.hardware.cpus import check_cpus, cpu_shortage, cpus_needed
+from penstock.protocol.run.hardware.placement import Placement, page_places, pieces, place
 from penstock.shm.layout import NodeLayout, Ownership, SegmentKind
 from penstock.shm.pages import NodeRange, nodes_of_pages, prefer_nodes
 from penstock.shm.table import BlockSpec, BlockTable, DType
-from penstock.shm.topology import Topology, format_cpus, parse_cpus
 
 
 def server(nodes: int = 2, cores: int = 4, threads: int = 2) -> Topology:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.errors import ConfigError, ProtocolError
+from penstock.host.errors import ConfigError, ProtocolError
 from penstock.protocol.plan.instructions import Forward, Keep, parse_program
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.plan import Plan, StageRange

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.errors import CapacityError
+from penstock.host.errors import CapacityError
+from penstock.host.process_identity import start_ticks
+from penstock.host.stopping import StopSignal
 from penstock.protocol.run.process import configure_logging, run_main
-from penstock.protocol.run.stopping import StopSignal
-from penstock.shm.process import start_ticks
 
 
 @pytest.fixture

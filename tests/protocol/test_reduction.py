@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.plan import StageRange

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError, StateError
-from penstock.protocol.run.files import write_atomically
+from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import write_atomically
 from penstock.protocol.run.names import (
     devices_of_node,
     expected_members,

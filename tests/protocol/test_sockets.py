@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
+from penstock.host.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.security.authority import make
-from penstock.protocol.security.sockets import (
+from penstock.protocol.wire.blocks import BlockClient
+from penstock.protocol.wire.frames import BlockRequest
+from penstock.protocol.wire.guard import STRANGER_BYTES, Bounds, Guard
+from penstock.protocol.wire.sockets import (
     OPEN,
     Connection,
     CurveAccess,
@@ -24,9 +27,6 @@ from penstock.protocol.security.sockets import (
     PlainAccess,
     SocketAccess,
 )
-from penstock.protocol.wire.blocks import BlockClient
-from penstock.protocol.wire.frames import BlockRequest
-from penstock.protocol.wire.guard import STRANGER_BYTES, Bounds, Guard
 from tests.protocol.hostile import GREETING, HostilePeer
 
 MIB = 2**20

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.run import trace
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceLog, TraceOrigin
 from penstock.protocol.run.trace_reading import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.platforms.bandwidth_log import ENTRIES, BandwidthLog, Copy, finish_at
+from penstock.protocol.run.hardware.bandwidth_log import ENTRIES, BandwidthLog, Copy, finish_at
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.kit.events import Exit, Say, Tick
 from penstock.daemons.scheduler.machine.events import (
     Accept,
@@ -45,7 +46,6 @@ from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.rules import Rules, member_specs
 from penstock.daemons.scheduler.machine.saving.save import Save
 from penstock.daemons.scheduler.machine.status import status_reply
-from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
+from penstock.host.files import write_atomically
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.plan import Plan, StageRange
-from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.names import expected_members
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.access import TOKEN_KEY, TokenAccess

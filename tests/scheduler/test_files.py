@@ -28,9 +28,9 @@ from penstock.daemons.scheduler.machine.mirror import JournalFacts
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.protocol.errors import CapacityError, ExitCode, StateError
-from penstock.protocol.run.ended import RunEnd
-from penstock.protocol.run.seal import with_checksum
+from penstock.host.errors import CapacityError, ExitCode, StateError
+from penstock.protocol.run.checksums import with_checksum
+from penstock.protocol.run.run_result import RunEnd
 from penstock.shm.control import Decision
 from tests.scheduler.conftest import RUN_ID, make_position, make_record
 

@@ -18,7 +18,7 @@ from penstock.daemons.scheduler.file_system import Locks, check_locks
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import JournalTokens
 from penstock.daemons.scheduler.metrics_file import MetricsFile
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.host.errors import ConfigError, StateError
 from tests.scheduler.test_files import RUN_ID, commit
 
 HOLDER = """

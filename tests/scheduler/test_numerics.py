@@ -13,9 +13,9 @@ from penstock.daemons.kit.events import Exit, Say
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import Joined, JournalNumerics, Refuse, Send
 from penstock.daemons.scheduler.machine.rules import Rules
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.numerics import Numerics
+from penstock.protocol.run.numerics import Numerics
 from tests.protocol.test_numerics import RECIPE
 from tests.scheduler.conftest import (
     RUN_ID,

@@ -21,9 +21,9 @@ from penstock.daemons.scheduler.machine.events import (
     Send,
 )
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.run_result import RunEnd
 from tests.scheduler.conftest import (
     Driver,
     facts_at,

@@ -12,11 +12,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.scheduler.intake import EventQueue
 from penstock.daemons.scheduler.machine.events import ControlAsked, Joined, Reply
 from penstock.daemons.scheduler.service import SchedulerServer
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.errors import ConfigError, LostMemberError
+from penstock.host.errors import ConfigError, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.security.access import (

@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.client.screen.following import WATCH_INTERVAL_S
-from penstock.protocol.errors import CapacityError
+from penstock.host.errors import CapacityError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.names import expected_members

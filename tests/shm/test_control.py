@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.host.process_identity import ProcessIdentity
 from penstock.shm.control import (
     INVALID_VERSION,
     CommitRecord,
@@ -17,7 +18,6 @@ from penstock.shm.control import (
     control_bytes,
 )
 from penstock.shm.layout import PAGE_BYTES
-from penstock.shm.process import ProcessIdentity
 from penstock.shm.segment import (
     BadHeaderError,
     ForeignOwnerError,

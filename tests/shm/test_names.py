@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.host.trust import UntrustedError, open_own, printable
 from penstock.shm.inventory import inventory, shm_names
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
@@ -21,7 +22,6 @@ from penstock.shm.segment import (
     exists,
     unlink,
 )
-from penstock.shm.trust import UntrustedError, open_own, printable
 
 NOBODY = 65534
 

@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.host.cgroup import MemoryLimit
+from penstock.host.process_identity import ProcessIdentity, start_ticks
+from penstock.host.topology import Topology
 from penstock.shm import segment as segments
-from penstock.shm.cgroup import MemoryLimit
 from penstock.shm.inventory import inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.pages import NodeRange, nodes_of_pages
-from penstock.shm.process import ProcessIdentity, start_ticks
 from penstock.shm.segment import (
     ForeignOwnerError,
     NoSpaceError,
@@ -30,7 +31,6 @@ from penstock.shm.segment import (
     ShortSegmentError,
     VersionMismatchError,
 )
-from penstock.shm.topology import Topology
 
 
 @pytest.fixture

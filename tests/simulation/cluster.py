@@ -24,9 +24,9 @@ from penstock.daemons.node.machine.machine import NodeMachine
 from penstock.daemons.node.main import _clean_up, _limits, _watch_for_end
 from penstock.daemons.node.service import _EVENTS as NODE_EVENTS
 from penstock.daemons.scheduler.machine.events import ControlCall
-from penstock.protocol import world
-from penstock.protocol.errors import ExitCode, PenstockError
-from penstock.protocol.run.ended import EndWatch, RunEnd
+from penstock.host import world
+from penstock.host.errors import ExitCode, PenstockError
+from penstock.host.stopping import STOP_ORDER, StopSignal
 from penstock.protocol.run.names import (
     SCHEDULERD,
     devices_of_node,
@@ -37,8 +37,8 @@ from penstock.protocol.run.names import (
     optimizerd_name,
     worker_name,
 )
+from penstock.protocol.run.run_result import EndWatch, RunEnd
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import STOP_ORDER, StopSignal
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import SHM_ROOT, exists

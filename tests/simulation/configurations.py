@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.preparing.changes import fixed_values
-from penstock.planner.configured import build_plan
-from penstock.protocol.config.schema import Config, parse_config
+from penstock.planner.planning.configured import build_plan
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
 from tests.protocol.test_numerics import RECIPE

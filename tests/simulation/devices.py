@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from penstock.protocol import world
+from penstock.host import world
 from penstock.protocol.plan.instructions import Opcode
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
+from penstock.workers.device import Copied, HostArray, WorkerSite, as_tensor
 from penstock.workers.handlers import HANDLERS
-from penstock.workers.platforms.base import Copied, HostArray, WorkerSite, as_tensor
 from penstock.workers.platforms.cpu.device import CpuDevice
 from penstock.workers.platforms.meters import NoMeter
 from penstock.workers.state.updates import NativePreviewer, PreviewedBlock, UpdateScope

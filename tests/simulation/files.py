@@ -20,11 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
-import penstock.protocol.run.files as files_module
+import penstock.host.files as files_module
 from penstock.daemons.memory.disk import DISK, Disk
 from penstock.daemons.memory.snapshot import MANIFEST_NAME
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.protocol import world
+from penstock.host import world
 from tests.simulation.disk import Disk as JournalDisk
 from tests.simulation.history import History
 from tests.simulation.kernel import Kernel, Machine, Process

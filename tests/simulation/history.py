@@ -14,8 +14,8 @@ from penstock.daemons.mirror.machine.machine import BEGINS_ANEW
 from penstock.daemons.scheduler.machine.requests import BARRIER_S
 from penstock.daemons.scheduler.machine.rules import RunPhase
 from penstock.daemons.scheduler.machine.status import BreakCause
-from penstock.protocol.errors import ExitCode
-from penstock.protocol.run.ended import RunEnd
+from penstock.host.errors import ExitCode
+from penstock.protocol.run.run_result import RunEnd
 from penstock.shm.inventory import inventory
 from tests.simulation.announced import Announcements
 from tests.simulation.kernel import Kernel, Process

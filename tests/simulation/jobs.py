@@ -11,7 +11,7 @@ import penstock.daemons.memory.saving as saving_module
 import penstock.daemons.memory.snapshot as snapshot_module
 from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.scheduler.machine.saving.save import Save
-from penstock.protocol import world
+from penstock.host import world
 
 LONG, LONG_S, ASKS_S = 0.02, 12.0, 0.5
 """How often a file or a loader takes how long, and how often it asks meanwhile whether to stop."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from penstock.protocol import world
+from penstock.host import world
 
 BEGIN_S = 1000.0
 SCHEDULING_S = 60e-6

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.daemons.kit.events import StopAsked
-from penstock.protocol import world
-from penstock.protocol.run.ended import RunEnd
+from penstock.host import world
 from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.wire.member import MemberLink
 from tests.simulation.kernel import Process
 

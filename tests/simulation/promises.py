@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.config.schema import Config
 from penstock.daemons.node.machine.machine import NodeLimits, NodePhase
 from penstock.daemons.scheduler.machine.requests import is_last
 from penstock.daemons.scheduler.machine.saving.save import Saving
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from tests.simulation.kernel import Kernel, Process
 
 ANSWERED_S = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.protocol import world
+from penstock.host import world
 from penstock.protocol.wire.member import MemberLink
 from tests.simulation.kernel import Process
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.daemons.scheduler.journal import Journal
-from penstock.protocol import world
+from penstock.host import world
 
 INTRUDER = "intruder"
 """A schedulerd that somebody starts beside the run's."""

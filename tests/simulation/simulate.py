@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW
-from penstock.protocol.errors import ExitCode
-from penstock.protocol.run.ended import RunEnd
+from penstock.host.errors import ExitCode
+from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments
 from tests.simulation.cluster import Cluster

@@ -28,16 +28,16 @@ import penstock.daemons.memory.server as server_module
 import penstock.daemons.memory.snapshot as snapshot_module
 import penstock.daemons.mirror.main as mirror_main
 import penstock.daemons.node.effects as node_effects_module
-import penstock.daemons.node.home as home_module
+import penstock.daemons.node.run_lock as home_module
 import penstock.daemons.optimizer.main as optimizer_main
 import penstock.daemons.optimizer.pulls as pulls_module
 import penstock.daemons.scheduler.effects as scheduler_effects_module
 import penstock.daemons.scheduler.journal as journal_module
 import penstock.daemons.scheduler.main as scheduler_main
 import penstock.protocol.metrics.page as page_module
-import penstock.protocol.plan.placement as placement_module
-import penstock.protocol.security.sockets as sockets_module
+import penstock.protocol.run.hardware.placement as placement_module
 import penstock.protocol.wire.blocks as blocks_module
+import penstock.protocol.wire.sockets as sockets_module
 import penstock.shm.control as control_module
 import penstock.shm.inventory as inventory_module
 import penstock.shm.memory as memory_module
@@ -51,10 +51,10 @@ from penstock.daemons.optimizer.machine.sweeps import GradientStatus
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.daemons.scheduler.machine.saving.save import Save
 from penstock.daemons.scheduler.machine.status import BreakCause
-from penstock.protocol import world
-from penstock.protocol.security.sockets import OpenAccess
+from penstock.host import world
+from penstock.host.cgroup import MemoryLimit
 from penstock.protocol.wire.member import MemberLink
-from penstock.shm.cgroup import MemoryLimit
+from penstock.protocol.wire.sockets import OpenAccess
 from penstock.shm.control import ControlView
 from penstock.shm.pages import HugePages
 from penstock.workers.epoch_builder import EpochBuilder
@@ -86,7 +86,7 @@ UNTOUCHED = 0.2
 
 
 class SimWorld(world.World):
-    """See :class:`penstock.protocol.world.World`."""
+    """See :class:`penstock.host.world.World`."""
 
     guards_sockets = False
 
@@ -371,7 +371,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Identity:
-    """See :class:`penstock.shm.process.ProcessIdentity`, of simulated processes."""
+    """See :class:`penstock.host.process_identity.ProcessIdentity`, of simulated processes."""
 
     def __init__(self, process: Process) -> None:
         self._process = process

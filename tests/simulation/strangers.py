@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol import world
+from penstock.host import world
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.member import MemberLink
 from tests.simulation.cluster import PORT

@@ -23,7 +23,7 @@ from penstock.daemons.scheduler.machine.events import (
     ReplyError,
     StreamClosed,
 )
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.simulation.kernel import Process
 from tests.simulation.network import Network, Pipe

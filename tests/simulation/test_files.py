@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.run.files import no_room
+from penstock.host.files import no_room
 from tests.simulation.disk import Disk
 from tests.simulation.files import Files, replace_files
 from tests.simulation.history import History

@@ -14,9 +14,9 @@ from penstock.protocol.plan.plan import Plan
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
 from penstock.workers.attempt import Attempt
+from penstock.workers.device import Copied, HostArray, WorkerSite, as_tensor
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.platforms import registry
-from penstock.workers.platforms.base import Copied, HostArray, WorkerSite, as_tensor
 from penstock.workers.platforms.cuda.device import CudaDevice
 from penstock.workers.platforms.cuda.platform import CudaPlatform
 from penstock.workers.state.updates import PreviewedBlock, Previewer, UpdateScope

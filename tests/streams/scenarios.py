@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from penstock.planner.schedule import lower, schedule_of
+from penstock.planner.schedule.schedule import lower, schedule_of
 from penstock.protocol.plan.instructions import OffloadGradients
 from penstock.workers.data import job_number
 from penstock.workers.interpreter import JobResult

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.products import product, ticket_for
+from penstock.models.split_backward.products import product, ticket_for
 from tests.streams.checker import Checker
 from tests.streams.gpu import CheckedGpu, gpu_of
 from tests.streams.threads import watching

@@ -20,9 +20,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from penstock.client.chaos.processes import command_lines
-from penstock.protocol.config.schema import load_config
+from penstock.config.schema import load_config
+from penstock.host.process_identity import parent_of
 from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS
-from penstock.shm.process import parent_of
 from tests.shelf import Shelf
 
 TINY_LLAMA = {

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+from penstock.config.values import MASKED
 from penstock.daemons.scheduler.machine.position import learning_rate
-from penstock.protocol.config.values import MASKED
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import TokenDataset, micro_batches
 

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.client.chaos.checks import Trained, check
 from penstock.client.chaos.processes import survivors
-from penstock.protocol.errors import LostMemberError, StateError
+from penstock.host.errors import LostMemberError, StateError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments
 from tests.system.conftest import PLAIN

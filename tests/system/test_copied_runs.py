@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.client.main import app
-from penstock.daemons.node.home import settle_home
+from penstock.daemons.node.run_lock import settle_home
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import exists, unlink
 from tests.client.test_doctor import make_dead

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from penstock.client.export import choose_state, verify
 from penstock.client.main import app
-from penstock.client.watching.snapshots import all_metrics
+from penstock.client.watching.run_view import all_metrics
 from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.daemons.scheduler.saved import SavedStates
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.run.rundir import RunDirectory
 
 DEEP = "[" * 100_000

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.planner.configured import config_prices
 from penstock.planner.memory.footprint import device_peaks
+from penstock.planner.planning.configured import config_prices
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system.conftest import Runner
 

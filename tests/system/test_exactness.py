@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 from tests.system import conftest as H
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 from tests.shelf import prepared
 from tests.system.conftest import PLAIN, Runner, merge, segments_of, state_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.wire.control import ControlClient
 
 TIMEOUT_S = 4.0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.protocol.run.rundir import RunDirectory
 from tests.pages import page_of
 from tests.system import conftest as H

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.protocol.wire.control import ControlClient
 from tests.system import conftest as H
 

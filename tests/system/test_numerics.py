@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-from penstock.protocol.numerics import Numerics
+from penstock.protocol.run.numerics import Numerics
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
 from tests.system import conftest as H

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.shm.process import start_ticks
+from penstock.host.process_identity import start_ticks
 from tests.system import conftest as H
 
 

@@ -23,8 +23,8 @@ from penstock.client.reporting.incidents import read_history
 from penstock.client.reporting.page import page_of, render
 from penstock.client.reporting.readings import WHOLE_LINES, read_metrics
 from penstock.client.reporting.sections import another_name
-from penstock.protocol.config.schema import load_config
-from penstock.protocol.config.training import MAX_RUN_NAME
+from penstock.config.schema import load_config
+from penstock.config.training import MAX_RUN_NAME
 
 HOSTILE = "</td><script>alert('x')</script>{{ 7 * 7 }}<img src=http://evil/>&\"'"
 

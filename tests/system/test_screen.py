@@ -74,7 +74,7 @@ from rich.console import Console
 from penstock.client.screen.commands import Commands
 from penstock.client.screen.model import Facts
 from penstock.client.screen.screen import Screen
-from penstock.client.watching.snapshots import RunView
+from penstock.client.watching.run_view import RunView
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 screen = Screen(Facts(run_dir=None), Commands(lambda: None), Console())

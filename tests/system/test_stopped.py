@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.errors import ExitCode, PenstockError
+from penstock.host.errors import ExitCode, PenstockError
+from penstock.host.process_identity import start_ticks
 from penstock.protocol.wire.control import ControlClient
-from penstock.shm.process import start_ticks
 from tests.system import conftest as H
 from tests.system.test_exactness import finish_exact
 

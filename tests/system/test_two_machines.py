@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.config.schema import load_config
-from penstock.protocol.errors import ExitCode
+from penstock.config.schema import load_config
+from penstock.host.errors import ExitCode
 from tests.system import conftest as H
 
 BIN = Path(sys.executable).parent

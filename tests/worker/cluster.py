@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
 
 from penstock._native import undo_bytes
+from penstock.config.schema import Config, parse_config
+from penstock.config.values import MASKED, NEXT_TOKEN
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.models.binding import pack
@@ -25,9 +27,7 @@ from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
-from penstock.planner.configured import build_plan
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.config.values import MASKED, NEXT_TOKEN
+from penstock.planner.planning.configured import build_plan
 from penstock.protocol.plan.instructions import Program
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
@@ -43,8 +43,8 @@ from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
+from penstock.workers.device import ALIGNMENT_BYTES, WorkerSite, as_tensor
 from penstock.workers.interpreter import JobResult, run_job
-from penstock.workers.platforms.base import ALIGNMENT_BYTES, WorkerSite, as_tensor
 from penstock.workers.platforms.registry import WorkerPlatform, open_platform
 from penstock.workers.state.flow import Flow, collective_receives
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.protocol.config.schema import Config, parse_config
+from penstock.config.schema import Config, parse_config
 from penstock.protocol.run.rundir import RunDirectory
 from tests.worker.cluster import LLAMA, Cluster, build_cluster, make_config
 

@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from penstock.config.schema import Config, parse_config
 from penstock.models.checkpoints.constants import read_constants
 from penstock.models.checkpoints.export import export_hf
 from penstock.models.checkpoints.initial import initial_blocks
 from penstock.models.data.batch import MicroBatch
-from penstock.models.data.prepare import prepare
+from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import load_run_config
-from penstock.protocol.config.schema import Config, parse_config
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 from penstock.workers.attempt import Job

@@ -13,7 +13,7 @@ import pytest
 import transformers
 from transformers.utils import logging
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from tests.worker.causal_types import TYPES, save
 from tests.worker.folder_parity import compare
 

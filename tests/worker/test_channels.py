@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from penstock.config.platforms import TRANSPORTS, TransportTraits
+from penstock.host.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.models.torch_internals import TCPStore
-from penstock.protocol.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.plan.instructions import parse_program
-from penstock.protocol.platforms.registry import TRANSPORTS, TransportTraits
 from penstock.protocol.wire.frames import GroupAddress, TensorHeader, TransferShape
 from penstock.workers.channels import opening
 from penstock.workers.channels.group import GroupChannel

@@ -11,16 +11,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from penstock.config.schema import parse_config
+from penstock.host.errors import ConfigError, StateError
 from penstock.models.binding import SkeletonModules
 from penstock.models.checkpoints.constants import read_constants
-from penstock.models.data.prepare import prepare
+from penstock.models.prepare import prepare
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import load_run_config
 from penstock.models.surgery.skeleton import build_skeleton
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import ConfigError, StateError
+from penstock.protocol.run.checksums import CONSTANTS, SEAL, seal_text
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import CONSTANTS, SEAL, seal_text
 from penstock.shm.table import DType
 from tests.worker.causal_types import SIZES, reduced, save
 from tests.worker.folder_parity import compare, configured, exported_differences

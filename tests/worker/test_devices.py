@@ -17,17 +17,17 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from penstock.host.errors import ConfigError
 from penstock.models.torch_device import repeat_bits
-from penstock.planner.schedule import lower, schedule_of
-from penstock.protocol.errors import ConfigError
+from penstock.planner.schedule.schedule import lower, schedule_of
 from penstock.protocol.run.trace import TraceLane, TraceLog
 from penstock.protocol.run.trace_reading import read_traces
-from penstock.protocol.security.sockets import OPEN
+from penstock.protocol.wire.sockets import OPEN
 from penstock.shm.table import DType
 from penstock.workers.channels.inbox import Inbox
+from penstock.workers.device import BufferPool
 from penstock.workers.epoch_builder import bind_transport
 from penstock.workers.interpreter import JobResult
-from penstock.workers.platforms.base import BufferPool
 from penstock.workers.platforms.cpu.device import CpuDevice
 from penstock.workers.platforms.cuda.device import CudaDevice, gpu_of
 from penstock.workers.telemetry.metrics import WorkerMetrics

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.config.schema import parse_config
 from penstock.models.data.batch import MicroBatch
-from penstock.planner.configured import build_plan
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.emulation import Emulation
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.simulate import simulate
 from penstock.planner.simulate.network import Network
-from penstock.protocol.config.schema import parse_config
 from penstock.protocol.plan.instructions import Backward, Forward, Recompute, parse_instruction
 from penstock.protocol.plan.layout import StageLayout
 from penstock.protocol.plan.resources import PlanFacts
 from penstock.protocol.plan.semantics import Lane
-from penstock.protocol.platforms.bandwidth_log import NicReservations
-from penstock.protocol.platforms.peer_memory import PeerMemory
+from penstock.protocol.run.hardware.bandwidth_log import NicReservations
+from penstock.protocol.run.hardware.peer_memory import PeerMemory
 from penstock.workers.platforms.emulated.clock import Durations, EmulatedStream, sleep_until
 from penstock.workers.platforms.emulated.collectives import link_bandwidth
 from penstock.workers.platforms.emulated.device import EmulatedDevice, Sending, SwapKey

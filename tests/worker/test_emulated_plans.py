@@ -18,19 +18,19 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from penstock.config.schema import Config, parse_config
+from penstock.config.training import OptimizerConfig
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.models.data.batch import MicroBatch
-from penstock.planner.configured import build_plan
 from penstock.planner.cost.emulation import Emulation
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.simulate import simulate
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.instructions import Instruction, OffloadGradients, Opcode, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
-from penstock.protocol.platforms.bandwidth_log import NodeReads
-from penstock.protocol.platforms.peer_memory import PeerMemory
+from penstock.protocol.run.hardware.bandwidth_log import NodeReads
+from penstock.protocol.run.hardware.peer_memory import PeerMemory
 from penstock.protocol.run.names import node_of_device, ownership
 from penstock.protocol.wire.blocks import BlockClient
 from penstock.shm.layout import NodeLayout, Ownership

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.protocol.errors import ConfigError, ExitCode
-from penstock.protocol.plan.executable import check_executable
+from penstock.host.errors import ConfigError, ExitCode
 from penstock.protocol.plan.instructions import Opcode, parse_instruction
 from penstock.protocol.plan.plan import Plan, StageRange
+from penstock.protocol.run.executable import check_executable
 from penstock.workers.attempt import UnusedWorkError
 from penstock.workers.data import job_number
 from penstock.workers.handlers import HANDLERS

@@ -23,11 +23,11 @@ import pytest
 import torch
 
 from bench.papers.obscura.runs import keep, row_of
+from penstock.config.schema import Config
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
-from penstock.planner.configured import config_prices, trainable_plan
 from penstock.planner.memory.footprint import device_peaks
-from penstock.protocol.config.schema import Config
+from penstock.planner.planning.configured import config_prices, trainable_plan
 from penstock.protocol.plan.instructions import Forward, Keep, SwapOut
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.profile import KindProfile, LinearFit, Profile, to_json

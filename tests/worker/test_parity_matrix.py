@@ -18,16 +18,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from penstock.planner.configured import build_plan
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import Cluster as Machines
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.layout import Order, OrderedInstruction
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.schedule import Schedule, lower, schedule_of
+from penstock.planner.planning.configured import build_plan
+from penstock.planner.schedule.layout import Order, OrderedInstruction
+from penstock.planner.schedule.schedule import Schedule, lower, schedule_of
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.validate.check import validate
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.plan.executable import check_executable
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -38,6 +37,7 @@ from penstock.protocol.plan.instructions import (
     SwapOut,
 )
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.executable import check_executable
 from penstock.workers.attempt import Job
 from tests.worker.cluster import (
     GPT2,

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.config.schema import Config
+from penstock.host.errors import ExitCode
 from penstock.models.profiling.blocks import BlockBench, measure_kinds
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
-from penstock.planner.configured import build_plan
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import CPU_GUESS, table_costs
-from penstock.planner.layout import OrderedInstruction
 from penstock.planner.memory.footprint import device_peaks, footprints
-from penstock.planner.schedule import lower, schedule_of
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ExitCode
+from penstock.planner.planning.configured import build_plan
+from penstock.planner.schedule.layout import OrderedInstruction
+from penstock.planner.schedule.schedule import lower, schedule_of
 from penstock.protocol.plan.instructions import (
     Backward,
     Forward,

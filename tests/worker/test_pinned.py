@@ -8,8 +8,8 @@ import mmap
 import pytest
 import torch
 
+from penstock.host.errors import CapacityError
 from penstock.models.gpu import CudaGpu
-from penstock.protocol.errors import CapacityError
 from penstock.workers.platforms.cuda import pinned
 from penstock.workers.platforms.cuda.pinned import Registrations, StagingPool, pieces
 

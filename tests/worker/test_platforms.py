@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from penstock.config.platforms import PLATFORMS
 from penstock.protocol.plan.instructions import Instruction, Opcode
-from penstock.protocol.platforms.registry import PLATFORMS
 from penstock.workers.attempt import Attempt
+from penstock.workers.device import WorkerSite
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.platforms import registry
-from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.cpu.platform import CpuPlatform
 from penstock.workers.platforms.cuda.platform import CudaPlatform
 from tests.worker.cluster import Cluster, build_cluster, make_config

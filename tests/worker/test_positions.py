@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from penstock.models.data.prepare import prepare
-from penstock.protocol.config.schema import parse_config
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import parse_config
+from penstock.host.errors import ConfigError
+from penstock.models.prepare import prepare
 from tests.worker.folder_parity import compare
 
 POSITIONS, LENGTH = 16, 48

@@ -23,13 +23,13 @@ import torch
 import transformers
 import yaml
 
+from penstock.host.cgroup import usable_cpus
+from penstock.host.stopping import stop_signals_blocked
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.plan.cpus import threads_per_worker
+from penstock.protocol.run.hardware.cpus import threads_per_worker
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.stopping import stop_signals_blocked
 from penstock.protocol.security.token import ensure_token
-from penstock.shm.cgroup import usable_cpus
 from tests.protocol.test_numerics import RECIPE
 
 WORKER = """

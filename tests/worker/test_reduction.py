@@ -11,8 +11,8 @@ import torch
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.run.names import node_of_device
 from penstock.workers.data import job_number
+from penstock.workers.device import as_tensor
 from penstock.workers.interpreter import InstructionError, JobResult
-from penstock.workers.platforms.base import as_tensor
 from penstock.workers.waiting import Interrupted
 from tests.worker.cluster import Cluster
 

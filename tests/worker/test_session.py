@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol.errors import RefusedError
+from penstock.host.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.trace import TraceLane, TraceLog
 from penstock.protocol.run.trace_reading import read_traces

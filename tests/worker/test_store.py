@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from penstock.host.errors import ConfigError
 from penstock.models.surgery import table as surgery_table
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.schedule import lower, schedule_of
-from penstock.protocol.errors import ConfigError
+from penstock.planner.schedule.schedule import lower, schedule_of
 from penstock.protocol.plan.instructions import Forward, Keep, Opcode, parse_program
 from penstock.protocol.plan.plan import StageRange
 from penstock.workers.attempt import UnusedWorkError

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol.errors import LostMemberError, ProtocolError
+from penstock.host.errors import LostMemberError, ProtocolError
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.wire.frames import GradientReady, TensorHeader, Transfer, decode, encode
 from penstock.workers.channels.inbox import Expected, Inbox, TransferKey

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from penstock import _native
+from penstock.config.optimizers import OPTIMIZERS
+from penstock.config.training import OptimizerConfig
+from penstock.host.errors import LostMemberError
 from penstock.models.step import STEPS, Piece, StepScalars, apply, sum_squares
-from penstock.protocol.config.optimizers import OPTIMIZERS
-from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.errors import LostMemberError
 from penstock.protocol.plan.instructions import OffloadGradients, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
 from penstock.workers.waiting import FOREVER, Abort, EpochFence, Interrupted, WaitBudget, wait_until
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.planner.configured import build_plan
 from penstock.planner.cost.catalogue import peak_flops_of
+from penstock.planner.planning.configured import build_plan
 from penstock.shm.table import BlockTable
 from penstock.workers.state.flow import Flow
 from penstock.workers.telemetry.work import Flops, flops_of

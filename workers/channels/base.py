@@ -15,7 +15,7 @@ import torch
 from penstock.protocol.wire.frames import Transfer
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.transport import Transport
-from penstock.workers.platforms.base import Device
+from penstock.workers.device import Device
 from penstock.workers.waiting import Abort
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.protocol import world
-from penstock.protocol.security.sockets import OPEN, Connection, SocketAccess
+from penstock.host import world
+from penstock.protocol.wire.sockets import OPEN, Connection, SocketAccess
 
 QUEUED_MESSAGES = 4096
 """High-water mark per peer; plans stay far below it."""

@@ -25,7 +25,7 @@ from penstock.workers.channels.group import PointToPoint
 from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.channels.order import RESERVED_TAG, TransferOrder
 from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
-from penstock.workers.platforms.base import Device
+from penstock.workers.device import Device
 from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)

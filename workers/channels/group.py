@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
+from penstock.host.errors import ProtocolError
 from penstock.models.torch_internals import PrefixStore, Store, Work
-from penstock.protocol.errors import ProtocolError
 from penstock.protocol.wire.frames import TensorHeader, TransferShape
 from penstock.workers.channels.base import MessageChannel
 from penstock.workers.channels.inbox import NamedTensors, ShapeKey, TransferKey

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from penstock.protocol import world
-from penstock.protocol.errors import ProtocolError
+from penstock.host import world
+from penstock.host.errors import ProtocolError
 from penstock.protocol.plan.instructions import (
     Program,
     RecvActivation,

@@ -19,12 +19,12 @@ from typing import Any, cast
 import torch
 from torch import distributed
 
-from penstock.protocol.errors import LostMemberError
+from penstock.host.errors import LostMemberError
 from penstock.workers.channels.group import PointToPoint, PrefixStore, Store, Work
 from penstock.workers.channels.inbox import TransferKey
 from penstock.workers.channels.order import TransferOrder
 from penstock.workers.channels.rendezvous import Assembly, Meeting, patiently
-from penstock.workers.platforms.base import Device
+from penstock.workers.device import Device
 from penstock.workers.waiting import POLL_S, Abort, Interrupted, WaitBudget
 
 _NO_DEADLINE = timedelta(days=30)

@@ -1,6 +1,6 @@
 """Makes the channel that ``cluster.transport`` names, for one epoch.
 
-A transport is a row of :data:`penstock.protocol.platforms.registry.TRANSPORTS`, and the module that
+A transport is a row of :data:`penstock.config.platforms.TRANSPORTS`, and the module that
 the row names (:class:`GroupModule`); nothing here knows one of them.
 """
 
@@ -14,17 +14,17 @@ from typing import Protocol, cast
 
 import torch
 
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
+from penstock.config.platforms import TRANSPORTS, TransportName
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.platforms.registry import TRANSPORTS, TransportName
 from penstock.protocol.run.names import node_of_device
 from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.group import GroupChannel, Wire
 from penstock.workers.channels.order import TransferOrder
 from penstock.workers.channels.rendezvous import Meeting
 from penstock.workers.channels.transport import Transport
-from penstock.workers.platforms.base import Device
+from penstock.workers.device import Device
 from penstock.workers.waiting import Abort
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.instructions import (
     Instruction,
     Program,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
 from penstock.protocol.wire.frames import TensorHeader
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(

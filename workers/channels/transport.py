@@ -15,9 +15,8 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol import world
-from penstock.protocol.errors import LostMemberError, ProtocolError
-from penstock.protocol.security.sockets import OPEN, Connection, Door, SocketAccess
+from penstock.host import world
+from penstock.host.errors import LostMemberError, ProtocolError
 from penstock.protocol.wire.addresses import HomeSocket
 from penstock.protocol.wire.frames import (
     BlockUpdated,
@@ -31,6 +30,7 @@ from penstock.protocol.wire.frames import (
 from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.local_names import LocalName
 from penstock.protocol.wire.neighbours import Neighbours
+from penstock.protocol.wire.sockets import OPEN, Connection, Door, SocketAccess
 from penstock.workers.channels.connections import Connections, Lost
 from penstock.workers.channels.inbox import Inbox, NamedTensors, Notices
 from penstock.workers.channels.tensors import from_frames, num_bytes, to_frames

@@ -16,7 +16,7 @@ from penstock.protocol.plan.instructions import (
     Update,
 )
 from penstock.workers.attempt import Attempt
-from penstock.workers.platforms.base import Copied, Stamp
+from penstock.workers.device import Copied, Stamp
 from penstock.workers.state.weights import StageKey
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.planner.tensors import Receive, Send
+from penstock.planner.schedule.tensors import Receive, Send
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.plan.semantics import RECEIVES, SENDS
 from penstock.protocol.wire.frames import TransferKind

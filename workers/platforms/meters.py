@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from penstock.host import world
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.torch_internals import key_of
-from penstock.protocol import world
 from penstock.protocol.plan.instructions import Instruction
 from penstock.workers.attempt import Attempt
 from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use

@@ -1,4 +1,4 @@
-"""What each platform of :mod:`penstock.protocol.platforms.registry` runs in a worker, by name."""
+"""What each platform of :mod:`penstock.config.platforms` runs in a worker, by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.platforms.bandwidth_log import NodeReads
+from penstock.protocol.run.hardware.bandwidth_log import NodeReads
 from penstock.shm.memory import NodeMemory
 from penstock.workers.attempt import Attempt
+from penstock.workers.device import Device, Runtime, WorkerSite
 from penstock.workers.handlers import Handler
-from penstock.workers.platforms.base import Device, Runtime, WorkerSite
 from penstock.workers.platforms.cpu.platform import CpuPlatform
 from penstock.workers.platforms.cuda.platform import CudaPlatform
 from penstock.workers.platforms.emulated.platform import EmulatedPlatform

@@ -17,7 +17,7 @@ import torch
 from penstock.protocol.plan.reduction import Reduction
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
-from penstock.workers.platforms.base import Copied, Device, HostArray
+from penstock.workers.device import Copied, Device, HostArray
 from penstock.workers.state.weights import lender
 
 Notify = Callable[[int, int], None]

@@ -11,7 +11,7 @@ from penstock.models.saved_activations import BoundWeights
 from penstock.protocol.plan.instructions import Phase
 from penstock.protocol.plan.layout import StageLayout
 from penstock.shm.table import BlockTable
-from penstock.workers.platforms.base import Runtime
+from penstock.workers.device import Runtime
 from penstock.workers.state.gradients import GradientBook, Sum
 from penstock.workers.state.weights import FetchScope, LoadedStage, StageKey, WeightLoader, lender
 from penstock.workers.telemetry.account import IdleCause

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import DTypeLike
 
 from penstock import _native
-from penstock.protocol import world
-from penstock.protocol.config.training import OptimizerConfig
+from penstock.config.training import OptimizerConfig
+from penstock.host import world
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, StateArrays, SweepStatus
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import WEIGHT_SLOTS

@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch
 
-from penstock.protocol import world
-from penstock.protocol.errors import ProtocolError
+from penstock.host import world
+from penstock.host.errors import ProtocolError
 from penstock.protocol.plan.instructions import FetchWeights, Phase, Program, ReleaseWeights
 from penstock.protocol.wire.blocks import BlockClient, FetchCancelledError
 from penstock.protocol.wire.fetching import OpenFetcher
@@ -25,7 +25,7 @@ from penstock.protocol.wire.frames import BlockRequest
 from penstock.shm.layout import Ownership
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, BorrowedTensor
-from penstock.workers.platforms.base import (
+from penstock.workers.device import (
     BufferPool,
     Copied,
     Device,

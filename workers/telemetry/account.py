@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
-from penstock.protocol import world
+from penstock.host import world
 from penstock.protocol.metrics.worker import BUSY
 
 SHOWN_AFTER_S = 1.0

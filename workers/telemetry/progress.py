@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.protocol import world
+from penstock.host import world
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.wire.member import Doing

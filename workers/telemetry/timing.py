@@ -1,6 +1,6 @@
 """When an attempt's instructions ran, and what they waited for.
 
-While they are issued, stamps of the device are taken (:mod:`penstock.workers.platforms.base`): on a
+While they are issued, stamps of the device are taken (:mod:`penstock.workers.device`): on a
 GPU they are points on its streams, whose moments nobody knows yet. Once the attempt is over they
 are turned into seconds of the host's clock, for metrics and for the trace.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from penstock.protocol import world
+from penstock.host import world
 from penstock.protocol.plan.instructions import Instruction, Opcode
 from penstock.protocol.plan.semantics import COMPUTES
 from penstock.protocol.run.trace import TraceLane
-from penstock.workers.platforms.base import Copied, Device, Stamp
+from penstock.workers.device import Copied, Device, Stamp
 from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.progress import busy_with
 from penstock.workers.telemetry.trace import TraceRing

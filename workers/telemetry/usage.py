@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from penstock.host.errors import CapacityError
 from penstock.planner.render.units import format_bytes
-from penstock.protocol.errors import CapacityError
 from penstock.protocol.plan.instructions import Forward, Instruction, Keep, Program
 
 _WANTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)

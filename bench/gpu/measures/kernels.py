@@ -28,16 +28,16 @@ from bench.gpu.memory import waken
 from bench.gpu.running import Measurement, Task
 from bench.gpu.shapes import SHAPES, TINY, Shape, shape
 from penstock import _native
+from penstock.config.schema import Config, parse_config
 from penstock.models.profiling.blocks import BlockBench
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.models.torch_device import repeat_bits
-from penstock.planner.configured import build_plan
 from penstock.planner.cost.catalogue import peak_flops_of
-from penstock.protocol.config.schema import Config, parse_config
-from penstock.protocol.plan.placement import place
+from penstock.planner.planning.configured import build_plan
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, step_terms
+from penstock.protocol.run.hardware.placement import place
 from penstock.protocol.run.names import ownership, storage
 from penstock.shm.layout import NodeLayout
 from penstock.shm.memory import MemorySpec, NodeMemory

@@ -22,9 +22,9 @@ from bench.gpu.install import requirements
 from bench.gpu.measures.trained import Recipe, train
 from bench.gpu.memory import GIB, meminfo, registered, touch
 from bench.gpu.running import Measurement, Task, own_shared_memory
-from penstock.shm.cgroup import cpu_limit, memory_limits
+from penstock.host.cgroup import cpu_limit, memory_limits
+from penstock.host.topology import Topology
 from penstock.shm.pages import NodeRange, prefer_nodes
-from penstock.shm.topology import Topology
 
 _COMMAND_S = 20
 

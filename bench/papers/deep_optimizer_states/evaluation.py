@@ -32,13 +32,13 @@ from bench.papers.deep_optimizer_states.rates import (
     V100_MEASURED,
 )
 from bench.papers.page import Claim, Evidence
+from penstock.config.execution import DeviceUpdates
 from penstock.planner.cost.update_rates import (
     cpu_subgroups_per_gpu,
     resident_throughput,
     update_stride,
     update_throughput,
 )
-from penstock.protocol.config.execution import DeviceUpdates
 
 RECORDED = Path(__file__).parents[1] / "data" / "deep_optimizer_states_emulated.json"
 """Written by ``python -m bench.deep_optimizer_states --json FILE``."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from bench.papers.page import PaperTable
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.config.execution import DeviceUpdates
 from penstock.planner.cost.analytic import Host, analytic_costs
 from penstock.planner.cost.cluster import ADVANCE, PREVIEW_SETTLE, Cluster, SweepBytes
 from penstock.planner.cost.costs import Costs
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
-from penstock.protocol.config.execution import DeviceUpdates
 
 _MODEL, _SEQUENCE, _GPUS = "llama2-7b", 2048, 4
 _STATE_BYTES = 12.0

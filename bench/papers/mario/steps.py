@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bench.papers.page import PaperTable
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.memory.orders import peak_bytes
 from penstock.planner.orders.search import Effort, gap
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.memory_order import peak_bytes
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
 
 _STEPS = ("apply-checkpoint", "overlap-recompute", "remove-redundancy", "prepose-forward")

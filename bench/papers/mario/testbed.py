@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.frameworks import MEGATRON_DEEPSPEED, Framework
 from penstock.planner.cost.language_models import LanguageModel
-from penstock.planner.memory.orders import peak_bytes
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.schedule import Schedule
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.memory_order import peak_bytes
+from penstock.planner.schedule.schedule import Schedule
 
 SHAPES: Mapping[str, tuple[str, int]] = MappingProxyType(
     {"V": ("1f1b", 2), "X": ("chimera", 2), "W": ("interleaved", 1)}

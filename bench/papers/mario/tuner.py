@@ -14,15 +14,15 @@ from typing import Any
 
 from bench.papers.mario.testbed import SEQUENCE, fitted
 from bench.papers.page import PaperTable
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.analytic import analytic_costs
 from penstock.planner.cost.frameworks import Framework
 from penstock.planner.cost.sources import Prices
-from penstock.planner.orders.timing import order_times, unit_costs
-from penstock.planner.pipeline import PlanContext, make_plan
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.planning.pipeline import PlanContext, make_plan
+from penstock.planner.planning.plan_search import Outcome, Search, host_bytes
+from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets
+from penstock.planner.schedule.timing import order_times, unit_costs
 from penstock.planner.simulate import simulate
-from penstock.planner.tuning.search import Outcome, Search, host_bytes
-from penstock.planner.tuning.space import Candidate, Space, known_pass_sets
 from penstock.protocol.plan.plan import Plan
 
 DEVICES = 16
@@ -36,8 +36,8 @@ _LIMIT_BYTES = 38e9
 
 @dataclass(slots=True, kw_only=True)
 class Tuned:
-    """What is tuned (:class:`~penstock.planner.tuning.search.Tunable`): one model on A100-40G, its
-    optimizer on the GPUs.
+    """What is tuned (:class:`~penstock.planner.planning.plan_search.Tunable`): one model on
+    A100-40G, its optimizer on the GPUs.
     """
 
     framework: Framework

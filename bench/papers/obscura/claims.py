@@ -28,8 +28,8 @@ from bench.papers.obscura.units import (
     unit_schedule,
 )
 from bench.papers.page import Claim, Evidence, PaperTable, claims_table
-from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.obscura.shape import bubbles, stage_orders
+from penstock.planner.schedule.timing import order_times
 
 TABLE_1 = {
     "Recomp-Non": (48.01, 42.62, 36.72, 30.92),

@@ -22,9 +22,9 @@ from bench.papers.obscura.testbed import (
     strawman,
 )
 from bench.papers.page import Claim, Evidence
-from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.obscura.shape import adjusted_stages
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import order_times
 from penstock.protocol.plan.instructions import Backward, Forward, Recompute
 
 

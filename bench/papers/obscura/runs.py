@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.papers.page import PaperTable
-from penstock.planner.configured import config_context
+from penstock.config.schema import Config
 from penstock.planner.memory.footprint import device_peaks
-from penstock.planner.pipeline import try_plan
-from penstock.protocol.config.schema import Config
+from penstock.planner.planning.configured import config_context
+from penstock.planner.planning.pipeline import try_plan
 from penstock.protocol.plan.instructions import Forward, Keep, SwapOut
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable

@@ -27,11 +27,11 @@ from bench.papers.obscura.testbed import (
 )
 from bench.papers.obscura.units import bubble_table, strawman_table
 from bench.papers.page import PaperTable
-from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.obscura.shape import (
     adjusted_stages,
 )
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import order_times
 from penstock.protocol.plan.instructions import Backward, Forward, Recompute
 
 _CONSTANTS = (

@@ -31,7 +31,6 @@ from penstock.planner.cost.catalogue import MODELS
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.operators import operator_set
-from penstock.planner.layout import Residency, StageLayout
 from penstock.planner.memory.footprint import footprints
 from penstock.planner.passes import PASSES
 from penstock.planner.passes.base import PassContext
@@ -47,7 +46,8 @@ from penstock.planner.passes.obscura.migrate import (
 )
 from penstock.planner.passes.obscura.partition import adjust_partition
 from penstock.planner.passes.obscura.shape import FULL, NONE, stage_orders, with_orders
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.schedule.layout import Residency, StageLayout
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.schemes.base import Recomputation
 from penstock.planner.simulate import simulate

@@ -10,12 +10,12 @@ from bench.papers.obscura.testbed import waiting_for_gradients
 from bench.papers.page import PaperTable
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.layout import Residency, StageLayout
-from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.migrate import migrate_forwards
 from penstock.planner.passes.obscura.shape import FULL, NONE, bubbles, stage_orders, with_orders
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import Residency, StageLayout
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import order_times
 from penstock.planner.schemes import SCHEMES
 from penstock.protocol.plan.plan import StageRange
 

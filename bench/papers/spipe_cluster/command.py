@@ -17,8 +17,8 @@ from bench.papers.spipe_cluster import zero3
 from bench.papers.spipe_cluster.measured import DEVICES_PER_NODE, Row, Workload, read_rows
 from bench.papers.spipe_cluster.systems import SYSTEMS, Prediction, predict
 from bench.papers.spipe_cluster.testbed import TEST_BEDS, TestBed
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.catalogue import MODELS
-from penstock.protocol.errors import ConfigError
 
 _NAMES = {name.lower(): name for name in (*SYSTEMS, zero3.NAME)}
 _SIZES = sorted(int(name[6:-1]) for name in MODELS if name.startswith("spipe-"))

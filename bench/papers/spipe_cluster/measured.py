@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 DATA = Path(__file__).parents[1] / "data"
 FIGURE_9 = DATA / "spipe_figure9_v100.csv"

@@ -22,15 +22,15 @@ from functools import lru_cache
 from bench.papers.spipe_cluster.measured import DATA, DEVICES_PER_NODE, Workload, write_rows
 from bench.papers.spipe_cluster.systems import SYSTEMS, USABLE_SHARE, plan_of
 from bench.papers.spipe_cluster.testbed import V100, analytic, efficiency, with_blocking_transfers
-from penstock.planner.build import ScheduleRequest, build_schedule
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.analytic import AnalyticCosts, Host, analytic_costs
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, SYNCHRONOUS, Cluster, OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.footprint import footprints
 from penstock.planner.passes import PASSES, PassContext
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import simulate
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward, Keep, RecomputeAfter
 from penstock.protocol.plan.plan import Plan
 

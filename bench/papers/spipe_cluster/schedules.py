@@ -8,9 +8,9 @@ from functools import lru_cache
 from bench.papers.page import PaperTable
 from bench.papers.spipe_cluster.measured import Workload
 from bench.papers.spipe_cluster.systems import SYSTEMS, System, simulate_system
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.orders.timing import order_times
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.timing import order_times
 from penstock.protocol.plan.instructions import RecomputeAfter
 
 SIZES = ((2, 2, 4, 8), (4, 4, 8, 16), (4, 8, 8, 16), (8, 8, 16, 32), (8, 16, 16, 32))

@@ -16,11 +16,11 @@ from bench.papers.spipe_cluster.testbed import (
     constants,
     with_blocking_transfers,
 )
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import OptimizerModel, OptimizerStart
 from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.footprint import Footprint, footprints
-from penstock.planner.schedule import Schedule, lower
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.plan.instructions import RecomputeAfter
 from penstock.protocol.plan.plan import Plan

@@ -22,8 +22,8 @@ from bench.papers.spipe_cluster.testbed import (
     analytic,
     constants,
 )
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.costs import Costs
-from penstock.protocol.errors import ConfigError
 
 NAME = "DeepSpeed"
 GATHERS = 3

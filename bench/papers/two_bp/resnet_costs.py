@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.host.sums import added
 from penstock.planner.cost.analytic import INSTRUCTION_S
 from penstock.planner.cost.block_maker import BANDWIDTH_SHARE
 from penstock.planner.cost.catalogue import GPUS, Gpu
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.frameworks import Framework
-from penstock.protocol.sums import added
 
 _BYTES = 4.0
 _TF32_SHARE = 0.5

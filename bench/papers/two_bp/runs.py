@@ -24,10 +24,10 @@ from typing import Any
 import yaml
 
 from bench.papers.two_bp.pictures import LEVELS, SEQUENCE_LENGTH, write_digits
-from penstock.planner.configured import config_prices
+from penstock.host.files import write_atomically
+from penstock.planner.planning.configured import config_prices
 from penstock.planner.simulate import simulate
 from penstock.protocol.plan.profile import load_profile
-from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 
 ROOT = Path(__file__).parents[3]

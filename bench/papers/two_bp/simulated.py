@@ -13,15 +13,15 @@ from types import MappingProxyType
 
 from bench.papers.two_bp.resnet_costs import DEPTHS, resnet_152
 from bench.papers.two_bp.theory import PLAIN_2BP, make_schedule, run_passes
+from penstock.host.sums import added
 from penstock.planner.cost.analytic import Host, analytic_costs
 from penstock.planner.cost.catalogue import GPUS
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.frameworks import IDEAL, Framework
 from penstock.planner.passes import PassContext
-from penstock.planner.schedule import Schedule, lower, schedule_of
+from penstock.planner.schedule.schedule import Schedule, lower, schedule_of
 from penstock.planner.simulate import Simulation, simulate
-from penstock.protocol.sums import added
 
 SCHEDULES: Mapping[str, tuple[str, int]] = MappingProxyType(
     {"naive": ("naive", 1), "GPipe": ("gpipe", 1), "1F1B-1": ("1f1b", 1), "1F1B-2": ("1f1b-2", 2)}

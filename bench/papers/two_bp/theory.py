@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from bench.papers.page import PaperTable
-from penstock.planner.build import ScheduleRequest, build_schedule
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
-from penstock.planner.memory.orders import peak_bytes
-from penstock.planner.orders.timing import seconds_of
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.dispatch import makespan_s
-from penstock.planner.schedule import Schedule
+from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.schedule.memory_order import peak_bytes
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import seconds_of
 from penstock.planner.schemes import RecomputeMode
 from penstock.protocol.plan.resources import PlanFacts
 

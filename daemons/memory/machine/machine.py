@@ -52,7 +52,7 @@ from penstock.daemons.memory.machine.events import (
     UnlinkMemory,
     WrittenFile,
 )
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 
 
 class MemoryPhase(StrEnum):

@@ -61,7 +61,7 @@ from penstock.daemons.optimizer.machine.events import (
     SweepDone,
 )
 from penstock.daemons.optimizer.machine.sweeps import FinishSettle, Settle
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.protocol.plan.step import OptimizerStep
 
 BEGINS_ANEW = "the journal does not know this replica: it is removed, and a new one is begun"

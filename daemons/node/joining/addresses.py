@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 SCONTROL_TIMEOUT_S = 20.0

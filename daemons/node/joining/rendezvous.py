@@ -2,7 +2,7 @@
 
 What the configuration says goes first: names and hosts in ``cluster.nodes``, ``--node``,
 ``cluster.scheduler_port``. What it leaves out follows from the engine that started the process
-(:mod:`penstock.daemons.node.joining.engines`). What cannot both be true is an error that names
+(:mod:`penstock.daemons.node.joining.launchers`). What cannot both be true is an error that names
 both. The first node writes all of it into ``resolved.yaml``, which every other process reads.
 
 Nodes that an engine starts together must not take the run directory of an earlier start for that of
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.execution import NodeConfig
+from penstock.config.schema import Config
 from penstock.daemons.node.endpoint import read_endpoint
 from penstock.daemons.node.joining.addresses import (
     LOOPBACK,
@@ -26,22 +28,20 @@ from penstock.daemons.node.joining.addresses import (
     is_loopback,
     is_own,
 )
-from penstock.daemons.node.joining.engines import Environment, Place, find_place, tasks_of_step
+from penstock.daemons.node.joining.launchers import Environment, Place, find_place, tasks_of_step
 from penstock.daemons.node.preparing.machine import check_machine
 from penstock.daemons.node.preparing.prepare import is_complete, prepare_run
 from penstock.daemons.preload.starting import Starter
-from penstock.protocol.config.execution import NodeConfig
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError, ExitCode, LostMemberError
-from penstock.protocol.requirements import check_torch
-from penstock.protocol.run.ended import EndWatch, RunEnd
+from penstock.host.errors import ConfigError, ExitCode, LostMemberError
+from penstock.host.process_identity import start_ticks
+from penstock.host.requirements import check_torch
+from penstock.protocol.run.checksums import seal_digest
 from penstock.protocol.run.names import nodes_beside
+from penstock.protocol.run.run_result import EndWatch, RunEnd
 from penstock.protocol.run.rundir import SHARED
-from penstock.protocol.run.seal import seal_digest
 from penstock.protocol.security.access import keys_of_node, member_access
 from penstock.protocol.security.addresses import check_addresses
 from penstock.protocol.wire.control import ControlClient
-from penstock.shm.process import start_ticks
 
 LATE_FILES_S = 180.0
 """Files that another machine wrote may stay unseen for so long: NFS keeps what it knows of a

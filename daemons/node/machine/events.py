@@ -19,7 +19,7 @@ from penstock.daemons.kit.events import (
     StopAsked,
     Tick,
 )
-from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.run_result import RunEnd
 
 # ---- events ----
 

@@ -57,10 +57,10 @@ from penstock.daemons.node.machine.events import (
     Warmed,
     Watched,
 )
-from penstock.protocol.errors import FAILURES, ExitCode
-from penstock.protocol.run.ended import RunEnd
+from penstock.host.errors import FAILURES, ExitCode
+from penstock.host.stopping import Patience, Stillness
 from penstock.protocol.run.names import SCHEDULERD
-from penstock.protocol.run.stopping import Patience, Stillness
+from penstock.protocol.run.run_result import RunEnd
 
 FINAL_SCHEDULER_CODES = frozenset(
     (ExitCode.DONE, ExitCode.STOPPED, *FAILURES),

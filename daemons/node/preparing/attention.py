@@ -7,8 +7,8 @@ than the key have ``sdpa``.
 
 from __future__ import annotations
 
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO
+from penstock.config.schema import Config
+from penstock.config.values import AUTO
 
 
 def keep_attention(config: Config, previous: Config | None) -> Config:

@@ -12,11 +12,11 @@ import resource
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.config.schema import Config
+from penstock.host.cgroup import MemoryLimit, MemoryUnknownError, memory_limits
+from penstock.host.errors import CapacityError
 from penstock.planner.memory.table import MemoryKind, MemoryRow
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import CapacityError
-from penstock.protocol.run.engines import UNKNOWN, Engine, engine_of
-from penstock.shm.cgroup import MemoryLimit, MemoryUnknownError, memory_limits
+from penstock.protocol.run.hardware.launchers import UNKNOWN, Engine, engine_of
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import free_bytes
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.tuning.auto import asked_of, describe, settings_of
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO, CHOSEN_LATER
-from penstock.protocol.errors import ConfigError
+from penstock.config.schema import Config
+from penstock.config.values import AUTO, CHOSEN_LATER
+from penstock.host.errors import ConfigError
+from penstock.planner.planning.auto import asked_of, describe, settings_of
 from penstock.protocol.plan.step import STEP_TERMS
 
 FIXED = {

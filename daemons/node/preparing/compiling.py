@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from penstock.config.schema import Config
+from penstock.config.values import AUTO
 from penstock.daemons.node.preparing.changes import Change
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.preload.starting import Starter
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward
 from penstock.protocol.plan.plan import Plan
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 from math import isinf
 from pathlib import Path
 
+from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import MachineMemory, Need, needs
+from penstock.host.files import write_atomically
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.table import MemoryKind, MemoryRow, device_rows, node_rows
-from penstock.protocol.config.schema import Config
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.run.files import write_atomically
 
 
 def write_model(emulation: Emulation, run_dir: Path) -> None:

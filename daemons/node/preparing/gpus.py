@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from math import log10
 from typing import Any
 
+from penstock.config.schema import Config
 from penstock.planner.cost.profile import Guess, guess_of_device
-from penstock.protocol.config.schema import Config
-from penstock.protocol.plan.sweep_rates import NUM_ELEMENTS, measure_optimizer
+from penstock.protocol.run.hardware.sweep_rates import NUM_ELEMENTS, measure_optimizer
 
 _LIBRARY = "libnvidia-ml.so.1"
 _NAME_BYTES = 96

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import CapacityError, ConfigError, reason
+from penstock.config.schema import Config
+from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.protocol.security.addresses import is_loopback
 from penstock.shm.segment import SHM_ROOT
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.config.schema import Config
+from penstock.config.values import AUTO, SDPA
 from penstock.daemons.node.preparing.compiling import leaves_layers
 from penstock.daemons.node.preparing.software import Software
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO, SDPA
-from penstock.protocol.errors import StateError
-from penstock.protocol.numerics import (
+from penstock.host.cgroup import usable_cpus
+from penstock.host.errors import StateError
+from penstock.host.files import holds_text, write_atomically
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.run.hardware.cpus import threads_per_worker
+from penstock.protocol.run.numerics import (
     KERNELS,
     NUMERICS,
     Attention,
@@ -24,12 +29,7 @@ from penstock.protocol.numerics import (
     Numerics,
     Sums,
 )
-from penstock.protocol.plan.cpus import threads_per_worker
-from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.reduction import Reduction
-from penstock.protocol.run.files import holds_text, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import usable_cpus
 from penstock.shm.table import BlockTable, DType
 
 _UNSEEN = Attention(forward="unknown", backward="unknown", evaluation="unknown")

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.daemons.node.home import former_home
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import BYTE
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.config.schema import Config
+from penstock.config.values import BYTE
+from penstock.daemons.node.run_lock import former_home
+from penstock.host.errors import ConfigError
+from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 
 FORMAT = 1

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from penstock.config.schema import Config
+from penstock.config.values import AUTO, CHOSEN_LATER
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
     Need,
@@ -23,24 +25,22 @@ from penstock.daemons.node.preparing.capacity import (
 )
 from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
 from penstock.daemons.node.preparing.gpus import guess_here
-from penstock.planner.configured import config_context, plan_within_limit
+from penstock.host.cgroup import cpu_limit
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import Guess
 from penstock.planner.memory.table import MemoryRow, memory_table
-from penstock.planner.pipeline import PlanContext, try_plan
-from penstock.planner.settling import settled
+from penstock.planner.planning.auto import TunedConfig, choose, space_of
+from penstock.planner.planning.configured import config_context, plan_within_limit
+from penstock.planner.planning.pipeline import PlanContext, try_plan
+from penstock.planner.planning.plan_search import Outcome, Search
+from penstock.planner.planning.plan_search import Progress as SearchProgress
+from penstock.planner.planning.settling import settled
 from penstock.planner.simulate import Simulation
-from penstock.planner.tuning.auto import TunedConfig, choose, space_of
-from penstock.planner.tuning.search import Outcome, Search
-from penstock.planner.tuning.search import Progress as SearchProgress
-from penstock.protocol.config.schema import Config
-from penstock.protocol.config.values import AUTO, CHOSEN_LATER
-from penstock.protocol.plan.cpus import check_cpus
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.hardware.cpus import check_cpus
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import cpu_limit
 from penstock.shm.table import BlockTable
 
 SAY_EVERY_S = 5.0

@@ -2,7 +2,7 @@
 
 Everything that can be refused is refused here, before a process of the run starts or memory is
 taken. torch is needed for the block table and the data only; that happens in a short-lived process
-(``penstock.models.data.prepare``).
+(``penstock.models.prepare``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.config.reading import read_mapping
+from penstock.config.schema import Config, load_config
+from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, SDPA
 from penstock.daemons.memory.states import refuse_damage, saved_steps
-from penstock.daemons.node.home import (
-    RunLock,
-    check_home,
-    check_nodes,
-    held_version,
-    prepare_lock_path,
-    settle_home,
-)
+from penstock.daemons.monitor.trackers.registry import check_trackers
 from penstock.daemons.node.preparing.attention import keep_attention, with_attention
 from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.changes import (
@@ -57,23 +53,27 @@ from penstock.daemons.node.preparing.planned_run import HostMachine, Progress, R
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
 from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import run_tool
-from penstock.daemons.observer.trackers.registry import check_trackers
+from penstock.daemons.node.run_lock import (
+    RunLock,
+    check_home,
+    check_nodes,
+    held_version,
+    prepare_lock_path,
+    settle_home,
+)
 from penstock.daemons.preload.starting import Starter
+from penstock.host.cgroup import cpu_limit
+from penstock.host.errors import StateError
+from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol.config.reading import read_mapping
-from penstock.protocol.config.schema import Config, load_config
-from penstock.protocol.config.values import AUTO, BYTE, CHOSEN_LATER, SDPA
-from penstock.protocol.errors import StateError
-from penstock.protocol.plan.cpus import check_cpus
-from penstock.protocol.plan.placement import check_cores
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.protocol.run.checksums import CONSTANTS, MADE, read_sealed, sealed_values
+from penstock.protocol.run.hardware.cpus import check_cpus
+from penstock.protocol.run.hardware.placement import check_cores
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import CONSTANTS, MADE, read_sealed, sealed_values
 from penstock.protocol.security.addresses import check_addresses
-from penstock.shm.cgroup import cpu_limit
 from penstock.shm.inventory import inventory
-from penstock.shm.logout import logout_risk
 from penstock.shm.table import BlockTable
 
 PREVIOUS_PREPARATION_WAIT_S = 30.0
@@ -293,7 +293,7 @@ def run_models_prepare(
     """
     log = run_dir / "logs" / "prepare.txt"
     run_tool(
-        "penstock.models.data.prepare",
+        "penstock.models.prepare",
         str(run_dir),
         *arguments,
         log=log,

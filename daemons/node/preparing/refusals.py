@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.protocol.numerics import KERNELS
-from penstock.protocol.run.files import write_atomically
-from penstock.protocol.run.seal import SEAL, SEALED
+from penstock.host.files import write_atomically
+from penstock.protocol.run.checksums import SEAL, SEALED
+from penstock.protocol.run.numerics import KERNELS
 
 _DATA = "data/meta.json"
 _WRITTEN = (*SEALED, "model/meta.json", "places.json", KERNELS, "software.json", ".home", SEAL)

@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import penstock
-from penstock.protocol.config.schema import Config
-from penstock.protocol.errors import ConfigError
-from penstock.protocol.numerics import differences
-from penstock.protocol.run.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError
+from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.protocol.run.numerics import differences
 
 FILE = "software.json"
 _GPUS = Path("/proc/driver/nvidia/gpus")

@@ -12,16 +12,16 @@ from pathlib import Path
 from penstock.daemons.node.machine.machine import describe_exit
 from penstock.daemons.preload.owner import ChildProcess
 from penstock.daemons.preload.starting import Spawning, Starter
-from penstock.protocol.errors import (
+from penstock.host.errors import (
     CapacityError,
     ConfigError,
     ExitCode,
     LostMemberError,
     PenstockError,
 )
-from penstock.protocol.requirements import check_torch
-from penstock.protocol.run.files import make_directory, writing
-from penstock.protocol.run.stopping import Stillness
+from penstock.host.files import make_directory, writing
+from penstock.host.requirements import check_torch
+from penstock.host.stopping import Stillness
 
 TIMEOUT_S = 3600.0
 """Seconds without a line from a process after which it hangs. Long work says how far it is."""

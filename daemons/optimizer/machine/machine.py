@@ -56,7 +56,7 @@ from penstock.daemons.optimizer.machine.events import (
 from penstock.daemons.optimizer.machine.exact import ExactSteps
 from penstock.daemons.optimizer.machine.recovery import ImpossibleError, check_begin
 from penstock.daemons.optimizer.machine.steps import Steps, start_next, sweep_done
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 
 
 class OptimizerPhase(Enum):

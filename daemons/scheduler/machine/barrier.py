@@ -18,7 +18,7 @@ from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.requests import is_finished
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.numerics import differences
+from penstock.protocol.run.numerics import differences
 from penstock.shm.control import CommitRecord
 
 

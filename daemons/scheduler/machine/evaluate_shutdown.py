@@ -16,7 +16,7 @@ from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.metrics_lines import evaluation_line
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 

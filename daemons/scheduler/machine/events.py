@@ -14,7 +14,7 @@ from enum import Enum
 
 from penstock.daemons.kit.events import EffectFailed, Exit, Say, StopAsked, Tick
 from penstock.daemons.scheduler.machine.position import Position
-from penstock.protocol.errors import ExitCode
+from penstock.host.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord
 

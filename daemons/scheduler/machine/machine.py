@@ -59,9 +59,9 @@ from penstock.daemons.scheduler.machine.status import (
     status_reply,
 )
 from penstock.daemons.scheduler.machine.transaction import Transaction
-from penstock.protocol.errors import ExitCode, failure_code
+from penstock.host.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.run_result import RunEnd
 
 ETA_WINDOW = 20
 _NOTED = MappingProxyType(

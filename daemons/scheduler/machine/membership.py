@@ -30,10 +30,10 @@ from penstock.daemons.kit.events import Say
 from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Send
 from penstock.daemons.scheduler.machine.lost_nodes.leases import Leases
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
+from penstock.host.logs import COMPLAINT_INTERVAL_S
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.numerics import differences
-from penstock.protocol.run.logs import COMPLAINT_INTERVAL_S
 from penstock.protocol.run.names import nodes_beside
+from penstock.protocol.run.numerics import differences
 
 MAX_SHOWN = 60
 """Characters of a name that a stranger gave."""

@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.training import OptimizerConfig
 from penstock.daemons.scheduler.machine.holding import AMENDED, HOLD_WINDOW, HoldLimits
-from penstock.protocol.config.training import OptimizerConfig
-from penstock.protocol.errors import StateError
+from penstock.host.errors import StateError
 from penstock.shm.control import Decision
 
 GROWTH_FACTOR = 2.0

@@ -19,8 +19,8 @@ from penstock.daemons.scheduler.machine.events import (
 )
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules
+from penstock.host.stopping import Patience, reserve_s
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.stopping import Patience, reserve_s
 
 FASTEST_BYTES_PER_S = 10e9
 """No storage of a node takes checksummed state faster than this."""

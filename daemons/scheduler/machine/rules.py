@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from penstock.config.schema import Config
 from penstock.daemons.scheduler.machine.position import LossScaling, Position
-from penstock.protocol.config.schema import Config
-from penstock.protocol.numerics import Numerics
 from penstock.protocol.run.names import (
     devices_of_node,
     memoryd_name,
@@ -18,6 +17,7 @@ from penstock.protocol.run.names import (
     optimizerd_name,
     worker_name,
 )
+from penstock.protocol.run.numerics import Numerics
 from penstock.shm.table import BlockTable, DType
 
 

@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from penstock.host.cgroup import tightest_memory, usable_cpus
+from penstock.host.errors import ConfigError
 from penstock.models.data.pieces.locality import Locality, locality_of
 from penstock.models.data.reading.records import Document
-from penstock.protocol.errors import ConfigError
-from penstock.shm.cgroup import tightest_memory, usable_cpus
 
 Ids = NDArray[np.uint32]
 Guard = Callable[[int], AbstractContextManager[None]]

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from penstock.host.errors import ConfigError, reason
 from penstock.models.data.reading.opening import CountBytes, library
 from penstock.models.data.reading.record import TEXT, Record, check_columns, not_text
-from penstock.protocol.errors import ConfigError, reason
 
 _BATCH_ROWS = 32
 """Rows that are in memory at once, next to one page of Parquet; a text may be a whole book."""

@@ -9,10 +9,10 @@ import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from penstock.host.errors import ConfigError
 from penstock.models.data.reading.decoding import decoded
 from penstock.models.data.reading.opening import CountBytes
 from penstock.models.data.reading.record import Record, check_columns
-from penstock.protocol.errors import ConfigError
 
 _MAX_CHARACTERS = 1 << 28
 """Characters of one field; a quote without an end would fill all memory."""

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+from penstock.config.values import UTF8
+from penstock.host.errors import ConfigError
 from penstock.models.data.reading.opening import COMPRESSED, CountBytes, ignore_bytes, pieces
-from penstock.protocol.config.values import UTF8
-from penstock.protocol.errors import ConfigError
 
 MARK = "\ufeff"
 _MARKS = (

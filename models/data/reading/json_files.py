@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.host.errors import ConfigError
 from penstock.models.data.reading.decoding import MARK, decoded
 from penstock.models.data.reading.opening import CountBytes
 from penstock.models.data.reading.record import Record, expected
-from penstock.protocol.errors import ConfigError
 
 EXAMPLE = '{"text": "…"}'
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from penstock.protocol.errors import ConfigError, reason
+from penstock.host.errors import ConfigError, reason
 
 CountBytes = Callable[[int], None]
 """Function that takes the number of bytes that were read from a file."""

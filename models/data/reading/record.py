@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.host.errors import ConfigError
 from penstock.models.data.reading.opening import CountBytes
-from penstock.protocol.errors import ConfigError
 
 TEXT = "text"
 """The column that training on plain text takes."""

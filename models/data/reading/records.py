@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.host.errors import ConfigError, reason
 from penstock.models.data.reading.columns import arrow_rows, parquet_rows
 from penstock.models.data.reading.csv_files import csv_rows
 from penstock.models.data.reading.decoding import decoded
@@ -18,7 +19,6 @@ from penstock.models.data.reading.json_files import json_lines, json_objects
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
 from penstock.models.data.reading.record import Reader, Record, text_of
 from penstock.models.data.sources import Source, format_of
-from penstock.protocol.errors import ConfigError, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

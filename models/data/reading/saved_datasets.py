@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.protocol.errors import ConfigError
+from penstock.host.errors import ConfigError
 
 SPLIT = "train"
 

@@ -38,7 +38,7 @@ from penstock.planner.passes.obscura.migrate import (
     relax_dependencies,
 )
 from penstock.planner.passes.obscura.partition import adjust_partition
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.schedule import Schedule
 
 
 def obscura(

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 
+from penstock.host.errors import ConfigError
+from penstock.host.sums import added
 from penstock.planner.cost.cluster import Cluster
-from penstock.planner.layout import Order, OrderedInstruction
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.memory import Grain, fixed_bytes, order_memory
 from penstock.planner.passes.obscura.recompute import (
@@ -32,11 +33,10 @@ from penstock.planner.passes.obscura.recompute import (
     execution_times,
 )
 from penstock.planner.passes.obscura.shape import NONE, StageOrder, adjusted_stages, stage_orders
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import Order, OrderedInstruction
+from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut
-from penstock.protocol.sums import added
 
 _ROUNDING = 1e-9
 

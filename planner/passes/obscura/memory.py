@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from penstock.host.sums import added
 from penstock.planner.cost.costs import Costs
-from penstock.planner.layout import Order, StageLayout
 from penstock.planner.passes.obscura.shape import StageOrder, stage_orders
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import Order, StageLayout
+from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation
 from penstock.protocol.plan.instructions import Backward, Forward, SwapIn, SwapOut
-from penstock.protocol.sums import added
 
 _ON_THEIR_WAY = 4
 """Activations and gradients that a stage receives, has received, and sends, at most at once."""

@@ -32,8 +32,8 @@ from dataclasses import replace
 from itertools import accumulate
 from math import floor
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.costs import BlockCost
-from penstock.planner.orders.timing import order_times
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.memory import Grain, order_memory
 from penstock.planner.passes.obscura.shape import (
@@ -46,9 +46,9 @@ from penstock.planner.passes.obscura.shape import (
     stage_orders,
     with_orders,
 )
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import order_times
 from penstock.planner.schemes.base import Recomputation
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward
 
 COST_EFFECTIVE = frozenset({"norm", "silu", "gelu", "mul"})

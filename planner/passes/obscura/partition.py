@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from penstock.planner.layout import StageLayout
 from penstock.planner.passes.base import PassContext
 from penstock.planner.passes.obscura.aware import stage_times
 from penstock.planner.passes.obscura.memory import Grain, schedule_memory
 from penstock.planner.passes.obscura.recompute import execution_times
 from penstock.planner.passes.obscura.shape import adjusted_stages
-from penstock.planner.schedule import Schedule
+from penstock.planner.schedule.layout import StageLayout
+from penstock.planner.schedule.schedule import Schedule
 from penstock.protocol.plan.plan import StageRange
 
 

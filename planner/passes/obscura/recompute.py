@@ -3,10 +3,10 @@
 The model of time (sections 6.2 and 7.1) reckons with execution, communication and uneven stages.
 Where the paper writes f, 2f and r, a stage's own forward, backward and recomputation are taken. Let
 k be the last adjusted stage, and the *busy* time of a stage the sum of the three. Adjusted stages
-work at the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non
-(Equation 5). Without recomputation in stages after k and without swaps the model agrees with
-:func:`penstock.planner.orders.timing.order_times` to the last bit where recomputation waits for the
-gradient; a test shows it.
+work at the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non (Equation
+5). Without recomputation in stages after k and without swaps the model agrees with
+:func:`penstock.planner.schedule.timing.order_times` to the last bit where recomputation waits for
+the gradient; a test shows it.
 
 The integer program (section 6.2) chooses, for a swapping design (:class:`SwapStyle`), a number of
 evicted blocks (lambda) and a fraction (beta), the operators that adjusted stages make again. It is
@@ -29,7 +29,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from penstock.protocol.sums import added
+from penstock.host.sums import added
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 """Values of beta that are tried where a fraction can be swapped."""

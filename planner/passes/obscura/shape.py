@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.planner.layout import Order, OrderedInstruction, StageLayout
-from penstock.planner.orders.timing import OrderTimes
-from penstock.planner.schedule import Schedule
+from penstock.host.errors import ConfigError
+from penstock.host.sums import added
+from penstock.planner.schedule.layout import Order, OrderedInstruction, StageLayout
+from penstock.planner.schedule.schedule import Schedule
+from penstock.planner.schedule.timing import OrderTimes
 from penstock.planner.schemes.base import Recomputation
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.plan.instructions import (
     Backward,
     Forward,
@@ -25,7 +26,6 @@ from penstock.protocol.plan.instructions import (
     SwapIn,
     SwapOut,
 )
-from penstock.protocol.sums import added
 
 NONE = Recomputation(mode="none")
 FULL = Recomputation(mode="full")

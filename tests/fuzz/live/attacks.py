@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 
-from penstock.protocol.errors import ProtocolError
+from penstock.host.errors import ProtocolError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.access import TOKEN_KEY
-from penstock.protocol.security.sockets import PlainAccess
 from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.frames import encode
+from penstock.protocol.wire.sockets import PlainAccess
 from tests.fuzz.live.places import Place
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.target import Form

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from penstock.host.process_identity import ProcessUsage
 from penstock.protocol.wire.control import ControlClient
-from penstock.shm.process import ProcessUsage
 from tests.fuzz.live.attacks import ATTACKS, Attack, Attacker
 from tests.fuzz.live.places import Place, places_of
 from tests.system import conftest as H

@@ -11,13 +11,13 @@ from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 
-from penstock.daemons.metrics.clocks import compare
-from penstock.daemons.metrics.exporter import USER, _knows
+from penstock.daemons.monitor.metrics.clocks import compare
+from penstock.daemons.monitor.metrics.exporter import USER, _knows
 from penstock.protocol.security.authority import _read_authority, make
 from penstock.protocol.security.folders import KeyFolder
 from penstock.protocol.security.identity import Identity
-from penstock.protocol.security.sockets import CurveAccess
 from penstock.protocol.security.token import read_token
+from penstock.protocol.wire.sockets import CurveAccess
 from tests.fuzz.target import Decoder, Form, Open, Target, plainly
 
 
@@ -174,14 +174,14 @@ KEYS = (
     Target(
         name="curve-keys",
         open=_of_keys(CURVE, _curve),
-        covers=("protocol.security.sockets._decoded",),
+        covers=("protocol.wire.sockets._decoded",),
         seeds=lambda: _seeds(CURVE),
         keeps=False,
     ),
     Target(
         name="curve-addresses",
         open=_address,
-        covers=("protocol.security.sockets.CurveAccess._named_key",),
+        covers=("protocol.wire.sockets.CurveAccess._named_key",),
         seeds=lambda: [b"tcp://10.0.0.1:4711?key=" + b"ab" * 32, b"ipc://@x"],
         form=Form.TEXT,
     ),
@@ -202,7 +202,7 @@ KEYS = (
     Target(
         name="metrics-password",
         open=_password,
-        covers=("daemons.metrics.exporter._knows",),
+        covers=("daemons.monitor.metrics.exporter._knows",),
         seeds=lambda: [b"Basic " + base64.b64encode(USER.encode() + b":x")],
         form=Form.TEXT,
         allowed=(),
@@ -210,7 +210,7 @@ KEYS = (
     Target(
         name="clock-answers",
         open=_clock,
-        covers=("daemons.metrics.clocks.compare",),
+        covers=("daemons.monitor.metrics.clocks.compare",),
         seeds=lambda: [_answer(b'{"seconds": 1.5}'), _answer(b"[]"), b"HTTP/1.1 404 No\r\n\r\n"],
         allowed=(OSError, HTTPException, ValueError),
         examples=40,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock._native import undo_bytes
-from penstock.protocol.config.schema import Config
+from penstock.config.schema import Config
+from penstock.host.files import write_atomically
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.run.files import write_atomically
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.layout import NodeLayout, Ownership, SegmentKind
 from penstock.shm.memory import MemorySpec

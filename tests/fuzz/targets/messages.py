@@ -21,7 +21,7 @@ from penstock.daemons.scheduler.machine.events import (
     JournalEvaluation,
     Received,
 )
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.fuzz.mutating import in_pieces, joined
 from tests.fuzz.target import Decoder, Target, plainly

@@ -13,26 +13,26 @@ from unittest.mock import patch
 
 from tokenizers import Tokenizer, models
 
-from penstock.client.planning.laboratory import _read_actions as _lab_actions
 from penstock.client.planning.outputs import read_plan
+from penstock.client.planning.plan_command import _read_actions as _lab_actions
 from penstock.client.watching.trace import parse_attempts
-from penstock.daemons.node.joining.engines import find_place
+from penstock.config.schema import load_config
+from penstock.config.words import apply_overrides
+from penstock.daemons.node.joining.launchers import find_place
+from penstock.host.cgroup import parse_mounts
+from penstock.host.topology import parse_cpus
 from penstock.models.data.cache import TokenCache
 from penstock.models.data.tokenizer import JsonTokenizer
 from penstock.models.data.tokenizer_folder import _model_ends
 from penstock.models.surgery.hf import read_hf_config
-from penstock.planner.configured import _read_actions as _configured_actions
 from penstock.planner.cost.sources import parse_costs
-from penstock.planner.torch_actions import parse_actions
-from penstock.protocol.config.schema import load_config
-from penstock.protocol.config.words import apply_overrides
+from penstock.planner.planning.configured import _read_actions as _configured_actions
+from penstock.planner.planning.torch_actions import parse_actions
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.profile import Profile, from_json, to_json
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.cgroup import parse_mounts
 from penstock.shm.table import BlockTable
-from penstock.shm.topology import parse_cpus
 from tests.fuzz.census import ROOT
 from tests.fuzz.target import Decoder, Form, Target, from_file, plainly
 from tests.fuzz.targets.material import config, plan, table
@@ -204,7 +204,7 @@ PLANS = (
     Target(
         name="plan-file",
         open=from_file("plan.json", lambda folder: read_plan(folder / "plan.json")),
-        covers=("client.planning.outputs.read_plan", "protocol.inputs.read_bytes"),
+        covers=("client.planning.outputs.read_plan", "host.inputs.read_bytes"),
         seeds=lambda: _texts(plan().to_json()),
         form=Form.JSON,
         examples=20,
@@ -237,17 +237,17 @@ PLANS = (
         name="configuration",
         open=from_file("run.yaml", _config),
         covers=(
-            "protocol.config.reading.parse_yaml",
-            "protocol.config.reading.read_mapping",
-            "protocol.config.schema.load_config",
-            "protocol.config.schema.parse_config",
-            "protocol.inputs.read_text",
-            "protocol.config.values.parse_micro_batch",
-            "protocol.config.values.parse_size",
-            "protocol.config.values.parse_share",
-            "protocol.config.values.parse_cores",
-            "protocol.config.values.parse_end_tokens",
-            "protocol.config.values.parse_leave",
+            "config.reading.parse_yaml",
+            "config.reading.read_mapping",
+            "config.schema.load_config",
+            "config.schema.parse_config",
+            "host.inputs.read_text",
+            "config.values.parse_micro_batch",
+            "config.values.parse_size",
+            "config.values.parse_share",
+            "config.values.parse_cores",
+            "config.values.parse_end_tokens",
+            "config.values.parse_leave",
         ),
         seeds=_configs,
         form=Form.TEXT,
@@ -255,7 +255,7 @@ PLANS = (
     Target(
         name="settings",
         open=plainly(lambda data: apply_overrides({"train": {"steps": 3}}, (_text(data),))),
-        covers=("protocol.config.words._apply_override",),
+        covers=("config.words._apply_override",),
         seeds=lambda: _texts("train.steps=100", "run.name=[1, {a: b}]", "a.b.c="),
         form=Form.TEXT,
     ),
@@ -285,9 +285,9 @@ PLANS = (
         name="torch-actions",
         open=plainly(lambda data: parse_actions(_text(data))),
         covers=(
-            "planner.torch_actions.parse_actions",
-            "planner.torch_actions._parse_cell",
-            "planner.torch_actions._parse_action",
+            "planner.planning.torch_actions.parse_actions",
+            "planner.planning.torch_actions._parse_cell",
+            "planner.planning.torch_actions._parse_action",
         ),
         seeds=lambda: _texts("0F0,0F1,,0B0\n,1F0,1F1,1I0,1W0\n", '0F0,"(0F1;0B0)OVERLAP_F_B"\n'),
         form=Form.TEXT,
@@ -297,8 +297,8 @@ PLANS = (
         name="actions-file",
         open=from_file("a.csv", _actions),
         covers=(
-            "client.planning.laboratory._read_actions",
-            "planner.configured._read_actions",
+            "client.planning.plan_command._read_actions",
+            "planner.planning.configured._read_actions",
         ),
         seeds=lambda: _texts("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"),
         form=Form.TEXT,
@@ -321,8 +321,8 @@ PLANS = (
         name="engines",
         open=plainly(_environment),
         covers=(
-            "daemons.node.joining.engines.find_place",
-            "daemons.node.joining.engines.expand_hosts",
+            "daemons.node.joining.launchers.find_place",
+            "daemons.node.joining.launchers.expand_hosts",
         ),
         seeds=_engines,
         form=Form.TEXT,
@@ -331,7 +331,7 @@ PLANS = (
     Target(
         name="mounts",
         open=plainly(lambda data: parse_mounts(_text(data).split("\n"))),
-        covers=("shm.cgroup.parse_mounts",),
+        covers=("host.cgroup.parse_mounts",),
         seeds=lambda: [
             b"29 23 0:26 /a\\040b /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw,huge=advise\n"
         ],
@@ -341,7 +341,7 @@ PLANS = (
     Target(
         name="cpus",
         open=plainly(lambda data: parse_cpus(_text(data))),
-        covers=("shm.topology.parse_cpus",),
+        covers=("host.topology.parse_cpus",),
         seeds=lambda: _texts("0-3,8", "0", ""),
         form=Form.TEXT,
         allowed=VALUES,

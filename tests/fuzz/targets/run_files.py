@@ -15,29 +15,29 @@ from penstock.client.planning.estimate import dtype_of
 from penstock.client.reporting.facts import RunFacts
 from penstock.client.reporting.incidents import read_history
 from penstock.client.reporting.readings import read_metrics
-from penstock.client.watching.snapshots import _metrics
-from penstock.daemons.metrics.targets import addresses
+from penstock.client.watching.run_view import _metrics
+from penstock.daemons.monitor.metrics.targets import addresses
+from penstock.daemons.monitor.observer.analysed import Analysed
+from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
+from penstock.daemons.monitor.trackers.sampled import JsonLines
 from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
-from penstock.daemons.node.home import former_home, original_of
 from penstock.daemons.node.preparing.numerics import _kernels
 from penstock.daemons.node.preparing.places import _recorded
 from penstock.daemons.node.preparing.software import Software
+from penstock.daemons.node.run_lock import former_home, original_of
 from penstock.daemons.node.service_manager import progress_of
-from penstock.daemons.observer.analysed import Analysed
-from penstock.daemons.observer.trackers.following import Bookmark, bookmark_path, read_batch
-from penstock.daemons.observer.trackers.sampled import JsonLines
 from penstock.daemons.optimizer.ceiling import LEAST_STATE_BYTES, ceiling_of
 from penstock.daemons.scheduler.journal_count import step_of
 from penstock.daemons.scheduler.rollback import line_attempt
+from penstock.host.errors import ExitCode, PenstockError
 from penstock.models.checkpoints.causes import quantization_of
-from penstock.protocol.errors import ExitCode, PenstockError
-from penstock.protocol.numerics import KERNELS as KERNELS_FILE
-from penstock.protocol.numerics import NUMERICS
-from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations
-from penstock.protocol.platforms.peer_memory import PeerMemory
-from penstock.protocol.run.ended import RunEnd
+from penstock.protocol.run.checksums import read_sealed, seal_text, sealed_values, with_checksum
+from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog, NicReservations
+from penstock.protocol.run.hardware.peer_memory import PeerMemory
+from penstock.protocol.run.numerics import KERNELS as KERNELS_FILE
+from penstock.protocol.run.numerics import NUMERICS
+from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.seal import read_sealed, seal_text, sealed_values, with_checksum
 from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceOrigin
 from penstock.protocol.run.trace_reading import TraceFollower, read_traces
 from penstock.protocol.wire.control import ControlClient, is_stale
@@ -223,7 +223,7 @@ RUN_FILES = (
         "run-json",
         "run.json",
         lambda folder: RunDirectory(folder).run_id,
-        ("protocol.run.rundir.RunDirectory.run_id", "protocol.run.files.parse_json"),
+        ("protocol.run.rundir.RunDirectory.run_id", "host.files.parse_json"),
         {"run_id": "0123456789ab", "created": "2026-01-01T00:00:00Z", "format": 1},
         allowed=(PenstockError,),
     ),
@@ -238,7 +238,7 @@ RUN_FILES = (
         "seal",
         "inputs.json",
         _sealed,
-        ("protocol.run.seal._read", "protocol.run.seal.read_sealed"),
+        ("protocol.run.checksums._read", "protocol.run.checksums.read_sealed"),
         seeds=made(_seals),
         allowed=(PenstockError,),
     ),
@@ -246,7 +246,7 @@ RUN_FILES = (
         "ended",
         "ended.json",
         RunEnd.read,
-        ("protocol.run.ended.RunEnd.read",),
+        ("protocol.run.run_result.RunEnd.read",),
         seeds=made(_note),
     ),
     json_file(
@@ -273,7 +273,7 @@ RUN_FILES = (
         "home",
         ".home",
         lambda folder: (original_of(folder), former_home(folder)),
-        ("daemons.node.home.original_of", "daemons.node.home.former_home"),
+        ("daemons.node.run_lock.original_of", "daemons.node.run_lock.former_home"),
         seeds=made(_home),
     ),
     json_file(
@@ -315,7 +315,7 @@ RUN_FILES = (
         "numerics",
         NUMERICS,
         lambda folder: RunDirectory(folder).numerics,
-        ("protocol.numerics._Stored.from_json",),
+        ("protocol.run.numerics._Stored.from_json",),
         seeds=lambda: [RECIPE.to_json().encode()],
         allowed=(PenstockError,),
     ),
@@ -324,7 +324,7 @@ RUN_FILES = (
         KERNELS_FILE,
         _kernels,
         (
-            "protocol.numerics._Stored.from_json",
+            "protocol.run.numerics._Stored.from_json",
             "daemons.node.preparing.numerics._kernels",
         ),
         seeds=lambda: [KERNELS.to_json().encode()],
@@ -334,21 +334,24 @@ RUN_FILES = (
         "critical",
         "critical.json",
         Analysed.read,
-        ("daemons.observer.analysed.Analysed.read",),
+        ("daemons.monitor.observer.analysed.Analysed.read",),
         {"attempt": 5, "step_s": 0.5, "critical_s": {"compute": 0.25}, "savings_s": {"nic": 0.1}},
     ),
     json_file(
         "bookmark",
         "trackers/wandb.json",
         lambda folder: Bookmark.read(bookmark_path(folder, "wandb")),
-        ("daemons.observer.trackers.following.Bookmark.read",),
+        ("daemons.monitor.trackers.following.Bookmark.read",),
         {"offset": 100, "lines": 3, "dropped": 0, "failures": 1},
     ),
     json_file(
         "metrics-targets",
         "metrics/a.json",
         addresses,
-        ("daemons.metrics.targets.read_targets", "daemons.metrics.targets._entries"),
+        (
+            "daemons.monitor.metrics.targets.read_targets",
+            "daemons.monitor.metrics.targets._entries",
+        ),
         [ENTRY],
         [ENTRY, ENTRY | {"targets": []}],
     ),
@@ -375,8 +378,8 @@ RUN_FILES = (
         name="metrics-tracked",
         open=in_run("metrics.jsonl", lambda folder: read_batch(folder / "metrics.jsonl", 0, 1.0)),
         covers=(
-            "daemons.observer.trackers.following.read_batch",
-            "daemons.observer.trackers.following._reading",
+            "daemons.monitor.trackers.following.read_batch",
+            "daemons.monitor.trackers.following._reading",
         ),
         seeds=metrics_lines,
         form=Form.LINES,
@@ -393,7 +396,7 @@ RUN_FILES = (
     Target(
         name="metrics-watched",
         open=plainly(lambda data: [_metrics(line) for line in data.split(b"\n")]),
-        covers=("client.watching.snapshots._metrics",),
+        covers=("client.watching.run_view._metrics",),
         seeds=metrics_lines,
         form=Form.LINES,
         allowed=NEVER,
@@ -412,7 +415,7 @@ RUN_FILES = (
     Target(
         name="json-lines",
         open=in_run("trace/worker.0.jsonl", lambda folder: list(_lines(folder))),
-        covers=("daemons.observer.trackers.sampled.JsonLines.new",),
+        covers=("daemons.monitor.trackers.sampled.JsonLines.new",),
         seeds=trace_lines,
         form=Form.LINES,
         allowed=NEVER,
@@ -452,21 +455,21 @@ RUN_FILES = (
     Target(
         name="emulated-traffic",
         open=in_run("shared", _emulated),
-        covers=("protocol.platforms.bandwidth_log.BandwidthLog.__init__",),
+        covers=("protocol.run.hardware.bandwidth_log.BandwidthLog.__init__",),
         seeds=lambda: [bytes(100), bytes(2 * 256 * 24)],
         allowed=NEVER,
     ),
     Target(
         name="emulated-nics",
         open=in_run("shared", _nics),
-        covers=("protocol.platforms.bandwidth_log.NicReservations.__init__",),
+        covers=("protocol.run.hardware.bandwidth_log.NicReservations.__init__",),
         seeds=lambda: [bytes(32)],
         allowed=NEVER,
     ),
     Target(
         name="emulated-lodging",
         open=in_run("shared", _lodging),
-        covers=("protocol.platforms.peer_memory.PeerMemory.__init__",),
+        covers=("protocol.run.hardware.peer_memory.PeerMemory.__init__",),
         seeds=lambda: [bytes(2 * 256 * 32)],
         allowed=NEVER,
         examples=20,

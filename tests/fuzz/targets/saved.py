@@ -21,12 +21,12 @@ from penstock.daemons.scheduler.journal import Journal, _sealed
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
+from penstock.host.errors import PenstockError
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.files import files_before, read_record
 from penstock.models.data.chunks import write_sums
-from penstock.models.data.prepare import _has, _recorded, _recorded_sum
-from penstock.protocol.errors import PenstockError
-from penstock.protocol.run.seal import with_checksum
+from penstock.models.prepare import _has, _recorded, _recorded_sum
+from penstock.protocol.run.checksums import with_checksum
 from penstock.shm.control import CommitRecord, ControlView
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
@@ -398,9 +398,9 @@ SAVED = (
         name="earlier-data",
         open=from_file("meta.json", _earlier_data),
         covers=(
-            "models.data.prepare._recorded",
-            "models.data.prepare._recorded_sum",
-            "models.data.prepare._has",
+            "models.prepare._recorded",
+            "models.prepare._recorded_sum",
+            "models.prepare._has",
         ),
         seeds=made(_metas),
         form=Form.JSON,

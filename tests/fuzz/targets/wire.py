@@ -18,8 +18,8 @@ from penstock.daemons.fetch.clients import Client
 from penstock.daemons.fetch.reads import Places
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.daemons.metrics.asking import _Call
-from penstock.daemons.metrics.merging import MergedPage
+from penstock.daemons.monitor.metrics.asking import _Call
+from penstock.daemons.monitor.metrics.merging import MergedPage
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.plan.instructions import parse_program
@@ -476,7 +476,10 @@ WIRE = (
     Target(
         name="metrics-pages",
         open=plainly(_page),
-        covers=("daemons.metrics.asking._Call.page", "daemons.metrics.merging.MergedPage.add"),
+        covers=(
+            "daemons.monitor.metrics.asking._Call.page",
+            "daemons.monitor.metrics.merging.MergedPage.add",
+        ),
         seeds=_pages,
     ),
 )

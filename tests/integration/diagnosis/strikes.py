@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from penstock.protocol.errors import PenstockError
+from penstock.host.errors import PenstockError
 from tests.integration.diagnosis.runs import FaultyRun
 
 Strike = Callable[[FaultyRun], AbstractContextManager[None]]

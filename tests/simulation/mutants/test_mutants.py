@@ -271,6 +271,6 @@ def step(x):
 
 
 def test_a_process_that_has_the_package_refuses() -> None:
-    importlib.import_module("penstock.protocol.errors")
+    importlib.import_module("penstock.host.errors")
     with pytest.raises(RuntimeError, match="too late"):
         prepare(1.0, ())

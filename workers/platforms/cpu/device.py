@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from penstock.host import world
 from penstock.models.torch_device import SwapStreams, host_memory, torch_device
-from penstock.protocol import world
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
-from penstock.workers.platforms.base import BufferPool, Copied, HostArray, Stamp, as_tensor
+from penstock.workers.device import BufferPool, Copied, HostArray, Stamp, as_tensor
 
 
 class CpuStageBuffer:
@@ -45,7 +45,7 @@ class CpuStageBuffer:
 
 
 class CpuDevice:
-    """See :class:`penstock.workers.platforms.base.Device`."""
+    """See :class:`penstock.workers.device.Device`."""
 
     torch_device = torch.device("cpu")
     compute_dtype = torch.float32

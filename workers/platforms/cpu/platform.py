@@ -10,8 +10,8 @@ from penstock.models.torch_device import repeat_bits
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import residents_of
 from penstock.shm.memory import NodeMemory
+from penstock.workers.device import WorkerSite
 from penstock.workers.handlers import HANDLERS
-from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.cpu.device import CpuDevice
 from penstock.workers.platforms.meters import NoMeter, StorageMeter
 from penstock.workers.state.updates import NativePreviewer, own_cores

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.host.errors import CapacityError, ConfigError, LostMemberError
 from penstock.models.gpu import CudaGpu, Event, Gpu, Stream
 from penstock.models.torch_device import GpuDevice, SwapStreams
-from penstock.protocol.errors import CapacityError, ConfigError, LostMemberError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import DType
-from penstock.workers.platforms.base import (
+from penstock.workers.device import (
     ALIGNMENT_BYTES,
     Copied,
     HostArray,
@@ -153,7 +153,7 @@ class _OffloadThread:
 
 
 class CudaDevice:
-    """A :class:`penstock.workers.platforms.base.Device` that computes in the weights' type."""
+    """A :class:`penstock.workers.device.Device` that computes in the weights' type."""
 
     prefetches = True
 

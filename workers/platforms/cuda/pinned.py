@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from penstock.protocol.errors import CapacityError
+from penstock.host.errors import CapacityError
 
 REGISTER_BYTES = 64 << 30
 

@@ -17,8 +17,8 @@ from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import residents_of
 from penstock.shm.memory import NodeMemory
 from penstock.workers.attempt import Attempt
+from penstock.workers.device import WorkerSite
 from penstock.workers.handlers import HANDLERS
-from penstock.workers.platforms.base import WorkerSite
 from penstock.workers.platforms.cuda.device import CudaDevice, gpu_of
 from penstock.workers.platforms.cuda.update import CudaPreviewer
 from penstock.workers.platforms.meters import usage_of_named

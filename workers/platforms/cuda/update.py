@@ -26,14 +26,14 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.config.training import OptimizerConfig
 from penstock.models.gpu import Event, Gpu
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
-from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, StateArrays, SweepStatus
 from penstock.protocol.plan.updating import PIECE_ELEMENTS, PIECES
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
-from penstock.workers.platforms.base import HostArray, as_tensor, storage_dtype
+from penstock.workers.device import HostArray, as_tensor, storage_dtype
 from penstock.workers.state.residents import Lag, Residents
 from penstock.workers.state.updates import PreviewedBlock, UpdateScope
 from penstock.workers.waiting import Abort

@@ -15,7 +15,7 @@ Modelled: the compute stream, both copy streams and every link of a device, each
 at a time in program order, at the rates of :class:`penstock.planner.cost.cluster.Cluster`. Devices
 that share a PCIe switch have equal fixed shares of it. The optimizer has what copies leave of a
 node's memory bandwidth, and the NIC of a node serves one transfer after the other
-(:mod:`penstock.protocol.platforms.bandwidth_log`). Not modelled: that links through the host are
+(:mod:`penstock.protocol.run.hardware.bandwidth_log`). Not modelled: that links through the host are
 shared (the simulator shares them, :mod:`penstock.planner.simulate.network`), and a transfer that
 waits for its receive to be posted.
 """

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.host import world
 from penstock.planner.cost.costs import Costs
-from penstock.planner.orders.timing import seconds_of
-from penstock.planner.tensors import transferred
-from penstock.protocol import world
+from penstock.planner.schedule.tensors import transferred
+from penstock.planner.schedule.timing import seconds_of
 from penstock.protocol.plan.instructions import Forward, Keep
 from penstock.protocol.plan.resources import PlanFacts, boundary
 from penstock.workers.waiting import POLL_S, Abort

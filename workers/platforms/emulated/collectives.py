@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from penstock.host import world
 from penstock.planner.cost.cluster import Cluster
-from penstock.protocol import world
 from penstock.protocol.wire.frames import Transfer
 from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.inbox import TransferKey

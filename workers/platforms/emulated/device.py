@@ -11,15 +11,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from penstock.host import world
 from penstock.models.torch_device import SwapStreams, torch_device
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol import world
 from penstock.protocol.plan.resources import PlanFacts
-from penstock.protocol.platforms.bandwidth_log import Copy
-from penstock.protocol.platforms.peer_memory import PeerMemory
+from penstock.protocol.run.hardware.bandwidth_log import Copy
+from penstock.protocol.run.hardware.peer_memory import PeerMemory
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable
-from penstock.workers.platforms.base import (
+from penstock.workers.device import (
     BufferPool,
     Copied,
     HostArray,
@@ -120,7 +120,7 @@ class _Publication:
 
 
 class EmulatedDevice:
-    """See :class:`penstock.workers.platforms.base.Device`.
+    """See :class:`penstock.workers.device.Device`.
 
     ``compute`` is the compute stream. By (stage, micro-batch): ``dropped``, forwards that dropped
     operators, and ``deferred``, what BACKWARD_INPUT left. ``rings`` are those of the attempt;

@@ -33,8 +33,8 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.semantics import SEMANTICS, Lane
 from penstock.protocol.run.trace import TraceLane
 from penstock.workers.attempt import Attempt
+from penstock.workers.device import Copied
 from penstock.workers.handlers import HANDLERS, Handler, state
-from penstock.workers.platforms.base import Copied
 from penstock.workers.platforms.emulated.collectives import Rings
 from penstock.workers.platforms.emulated.device import EmulatedDevice, SwapKey
 from penstock.workers.platforms.emulated.runtime import Deferred, EmulatedOutput, EmulatedRuntime

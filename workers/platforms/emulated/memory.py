@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.host import world
 from penstock.planner.cost.costs import BlockCost
-from penstock.protocol import world
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.resources import PlanFacts, StateKind, TensorKind, boundary
 from penstock.protocol.plan.semantics import COMPUTES, GRAPHS, makes, side_of, takes

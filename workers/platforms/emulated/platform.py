@@ -12,17 +12,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from penstock.config.training import OptimizerConfig
+from penstock.host import world
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.planner.cost.emulation import Emulation
-from penstock.protocol import world
-from penstock.protocol.config.training import OptimizerConfig
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
-from penstock.protocol.platforms.bandwidth_log import BandwidthLog, NicReservations
-from penstock.protocol.platforms.peer_memory import PeerMemory
+from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog, NicReservations
+from penstock.protocol.run.hardware.peer_memory import PeerMemory
 from penstock.protocol.run.names import node_of_device
 from penstock.shm.memory import NodeMemory
-from penstock.workers.platforms.base import WorkerSite
+from penstock.workers.device import WorkerSite
 from penstock.workers.platforms.emulated.clock import sleep_until
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS

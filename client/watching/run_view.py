@@ -1,0 +1,227 @@
+"""What a user sees of a run at one instant, gathered from the scheduler and the run directory.
+
+The saved states of a run directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.host.errors import PenstockError, StateError, reason
+from penstock.host.files import is_number, parse_json
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.security.identity import Role
+from penstock.protocol.wire.control import ControlClient, is_stale
+
+Metrics = dict[str, Any]
+"""One line of metrics.jsonl."""
+
+STATUS_TIMEOUT_S = 1.0
+ABSENCE_S = 3.0
+"""A scheduler that is silent for less is not worth a word."""
+
+PAST_BYTES = 4 << 20
+PAST_PIECES = 64
+"""How much of old metrics is read for a picture, and from how many places of a long file."""
+
+ENDED_PHASES = frozenset(("stopping", "done", "failed"))
+"""After these phases the scheduler goes away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """A run at one moment.
+
+    ``status`` is None while the scheduler does not answer, since ``silent_s``. ``fresh``: metrics
+    since the view before. ``past``: in the first view, metrics from before it, where they are
+    wanted; of a long run not all.
+    """
+
+    steps: int
+    status: pb.StatusReply | None
+    fresh: tuple[Metrics, ...]
+    absent_phase: str = "starting"
+    silent_s: float = 0.0
+    past: tuple[Metrics, ...] = ()
+
+    @property
+    def phase(self) -> str:
+        """The scheduler's phase, or ``absent_phase`` while it does not answer."""
+        return self.status.phase if self.status is not None else self.absent_phase
+
+
+@dataclass(slots=True)
+class MetricsTail:
+    """Reads the lines appended to a metrics file; a line is read when it is complete."""
+
+    path: Path
+    offset: int = 0
+    _rest: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def at_end(cls, path: Path) -> MetricsTail:
+        """Returns a tail that skips what is there already."""
+        return cls(path, path.stat().st_size if path.exists() else 0)
+
+    def before(self) -> tuple[Metrics, ...]:
+        """Returns lines before those that :meth:`read` is going to return: all of a file of up to
+        :data:`PAST_BYTES`, else samples from all of it and the last ones.
+
+        Raises:
+            StateError: the file cannot be read.
+        """
+        piece = PAST_BYTES // PAST_PIECES
+        starts = [self.offset * number // PAST_PIECES for number in range(PAST_PIECES - 1)]
+        pieces = [(start, start + piece) for start in starts] + [(self.offset - piece, self.offset)]
+        if self.offset <= PAST_BYTES:
+            pieces = [(0, self.offset)]
+        lines = [line for start, end in pieces for line in self._between(start, end)]
+        return tuple(entry for line in lines if (entry := _metrics(line)) is not None)
+
+    def _between(self, start: int, end: int) -> list[bytes]:
+        """Returns the lines between two places, without those that are cut."""
+        if not self.path.exists():
+            return []
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                lines = file.read(end - start).split(b"\n")
+        except OSError as error:
+            raise StateError(f"{self.path}: cannot read it: {reason(error)}") from error
+        return lines[1 if start else 0 : -1]
+
+    def read(self) -> tuple[Metrics, ...]:
+        """Returns the lines since the last call. What is no line of metrics is left out.
+
+        Raises:
+            StateError: the file cannot be read.
+        """
+        try:
+            if not self.path.exists() or self.path.stat().st_size == self.offset:
+                return ()
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except OSError as error:
+            raise StateError(f"{self.path}: cannot read it: {reason(error)}") from error
+        # A line whose end is not written yet is kept and joined with what comes: the writer appends
+        # whole lines, but a reader may look in between.
+        self.offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return tuple(entry for line in lines if (entry := _metrics(line)) is not None)
+
+
+def _metrics(line: bytes) -> Metrics | None:
+    """Returns a line of metrics: an object that says at least in which phase it was written at
+    which step. Returns None for any other line, such as an editor might leave.
+    """
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return None
+    known = isinstance(entry, dict) and entry.get("phase") in ("train", "eval")
+    return entry if known and type(entry.get("step")) is int else None
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    """Returns those values that are finite numbers."""
+    return [value for value in values if is_number(value)]
+
+
+class Observer:
+    """Looks at a run again and again over one connection. ``past``: the first view has metrics
+    from before.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        past: bool = False,
+    ) -> None:
+        self._run_dir = run_dir
+        self._steps = steps
+        self._clock = clock
+        self._tail = MetricsTail.at_end(run_dir / "metrics.jsonl")
+        self._client: ControlClient | None = None
+        self._phase = "starting"
+        self._heard_s = clock()
+        self._past = self._tail.before() if past else ()
+
+    def look(self) -> RunView:
+        """Returns the run now; it waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
+        status = self._status()
+        if status is not None:
+            self._phase, self._heard_s = status.phase, self._clock()
+        past, self._past = self._past, ()
+        return RunView(
+            steps=self._steps,
+            status=status,
+            fresh=self._tail.read(),
+            absent_phase=self._absent_phase(),
+            silent_s=self._clock() - self._heard_s,
+            past=past,
+        )
+
+    def _absent_phase(self) -> str:
+        """Returns a name for the time in which the scheduler does not answer: it has not begun, or
+        has ended (its node then removes the endpoint), or it is away, for a moment or for longer.
+        """
+        if self._phase == "starting":
+            return self._phase
+        if self._phase in ENDED_PHASES or not (self._run_dir / "endpoint.json").exists():
+            return "ending"
+        away_s = self._clock() - self._heard_s
+        if away_s < ABSENCE_S:
+            return self._phase
+        return "ending" if is_stale(self._run_dir) else "no_answer"
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _status(self) -> pb.StatusReply | None:
+        try:
+            if self._client is None:
+                self._client = ControlClient.for_run(self._run_dir, STATUS_TIMEOUT_S, Role.LOOK)
+            return self._client.status()
+        except PenstockError:
+            # Not there yet, being replaced, or gone: the next look connects anew.
+            self.close()
+            return None
+
+
+def all_metrics(run_dir: Path) -> tuple[Metrics, ...]:
+    """Returns all complete lines of a run's metrics."""
+    return MetricsTail(run_dir / "metrics.jsonl").read()
+
+
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFolder:
+    """A complete saved state: ``path`` holds the state after ``version`` steps."""
+
+    version: int
+    path: Path
+
+
+def saved_states(run_dir: Path) -> list[StateFolder]:
+    """Returns all saved states, oldest first. What is being written has another name and does not
+    count.
+    """
+    found = [
+        StateFolder(version=int(path.name.removeprefix(_PREFIX)), path=path)
+        for path in (run_dir / "state").glob(f"{_PREFIX}*")
+        if path.name.removeprefix(_PREFIX).isdigit()
+    ]
+    return sorted(found, key=lambda state: state.version)

@@ -1,0 +1,266 @@
+"""The whole configuration: YAML -> typed, frozen, fully resolved.
+
+Unknown keys and impossible values raise :class:`~penstock.host.errors.ConfigError` that names
+the key, the value and what would be accepted. The keys are in
+:mod:`penstock.config.training` and :mod:`penstock.config.execution`. What must
+fit together with the model (stages against blocks, workers against stages) is checked by
+:func:`penstock.planner.planning.configured.build_plan`, which knows the block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError, model_validator
+
+from penstock.config.execution import (
+    ClusterConfig,
+    EmulationConfig,
+    MemoryConfig,
+    ObservabilityConfig,
+    ScheduleConfig,
+)
+from penstock.config.reading import Place, read_mapping
+from penstock.config.training import (
+    ON_GPUS,
+    ONE_MODEL,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from penstock.config.values import AUTO, BYTE, CHOSEN_LATER
+from penstock.config.words import Section, apply_overrides, explain, override_place
+from penstock.host.errors import ConfigError
+from penstock.shm.table import DType
+
+
+class Config(Section):
+    """A whole configuration."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    memory: MemoryConfig = MemoryConfig()
+    emulation: EmulationConfig = EmulationConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @model_validator(mode="after")
+    def _halves_of_a_master(self) -> Config:
+        if self.optimizer.master != "split":
+            return self
+        if self.model.dtype is not DType.BF16:
+            raise ValueError(
+                "optimizer.master split has bf16 weights as the upper halves of the master, and"
+                f" model.dtype is {self.model.dtype.value}; use model.dtype bf16, or master fp32"
+            )
+        if self.optimizer.rollback != "exact":
+            raise ValueError(
+                f"optimizer.rollback {self.optimizer.rollback} steps in place, which overwrites"
+                " upper halves that a rollback needs, and optimizer.master is split; use rollback"
+                " exact, or master fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gradients_of_scaled_losses(self) -> Config:
+        if self.optimizer.grad_dtype is DType.FP16 and self.model.dtype is not DType.FP16:
+            raise ValueError(
+                "optimizer.grad_dtype fp16 needs the loss scale that model.dtype fp16 has, which is"
+                f" {self.model.dtype.value}; use bf16 or fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mirror_needs_a_partner(self) -> Config:
+        if self.memory.mirror == "none":
+            return self
+        hosts = [node.host for node in self.cluster.nodes]
+        if len(hosts) < 2:
+            raise ValueError(
+                "memory.mirror partner needs another node to keep the replica, and cluster.nodes"
+                " has one; name two or more, or use mirror none"
+            )
+        beside = {a for a, b in zip(hosts, hosts[1:] + hosts[:1], strict=True) if a == b}
+        shared = sorted(host for host in beside if host != "localhost" and host[:4] != "127.")
+        if shared:
+            raise ValueError(
+                f"memory.mirror partner: a node and its partner, the next one in cluster.nodes, are"
+                f" both on {shared[0]}, and would be lost together; order the nodes so that"
+                " neighbours have different hosts"
+            )
+        if self.optimizer.rollback != "exact":
+            raise ValueError(
+                f"optimizer.rollback {self.optimizer.rollback} keeps one copy of gradients, which"
+                " the next attempt overwrites before a partner has them (memory.mirror partner);"
+                " use rollback exact, or mirror none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rollback_of_scaled_losses(self) -> Config:
+        scaled = DType.FP16 in (self.model.dtype, self.optimizer.grad_dtype)
+        if self.optimizer.rollback == "arithmetic" and scaled:
+            raise ValueError(
+                "optimizer.rollback arithmetic: a dynamic loss scale, which fp16 needs, makes"
+                " gradients overflow again and again, and what an overflow does to a state that was"
+                " stepped in place no arithmetic brings back; use rollback exact, or bf16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attention_of_the_device(self) -> Config:
+        platform, attention = self.cluster.platform, self.model.attention
+        if platform.own_memory or platform.brings_model or attention not in ON_GPUS:
+            return self
+        raise ValueError(
+            f"model.attention {attention} runs on GPUs alone, and cluster.device is"
+            f" {self.cluster.device!r}; use attention auto, flash or math, or device cuda"
+        )
+
+    @model_validator(mode="after")
+    def _modelled_or_real(self) -> Config:
+        platform = self.cluster.platform
+        if platform.models_time and self.schedule.profile is not None:
+            raise ValueError(
+                f"schedule.profile = {str(self.schedule.profile)!r}: emulated devices have the"
+                " costs that cluster.device names (emulated:FILE.json takes a profile)"
+            )
+        if not platform.brings_model and self.model.hf is None and self.model.path is None:
+            raise ValueError(ONE_MODEL)
+        if not platform.models_time and self.emulation != EmulationConfig():
+            raise ValueError(
+                f"emulation: is for cluster.device: emulated:…, which is {self.cluster.device!r}"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Returns the directory in which the run keeps its files."""
+        return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+
+    @property
+    def has_own_modules(self) -> bool:
+        """Returns whether the run imports modules of the user's."""
+        return bool(self.model.imports) or ":" in self.data.objective
+
+    @property
+    def chooses(self) -> bool:
+        """Returns whether the preparation has a schedule or a micro-batch to choose."""
+        return AUTO == self.schedule.scheme or self.train.micro_batch == CHOSEN_LATER
+
+    def with_micro_batch(self, micro_batch: int) -> Config:
+        """Returns the configuration with micro-batches of so many sequences."""
+        train = self.train.model_copy(update={"micro_batch": micro_batch})
+        return self.model_copy(update={"train": train})
+
+    def with_profile(self, profile: Path | None) -> Config:
+        """Returns the configuration with another profile, or with its own if that is None."""
+        if profile is None:
+            return self
+        schedule = self.schedule.model_copy(update={"profile": profile})
+        return self.model_copy(update={"schedule": schedule})
+
+    def with_defaults(self) -> Config:
+        """Returns the configuration with ``auto`` for a schedule and a micro-batch that the user
+        left unset, where one worker computes on a GPU. Others keep their defaults.
+        """
+        platform = self.cluster.platform
+        if self.num_workers > 1 or not platform.own_memory or platform.models_time:
+            return self
+        config, schedule = self, self.schedule
+        if "micro_batch" not in self.train.model_fields_set:
+            config = config.with_micro_batch(CHOSEN_LATER)
+        if not schedule.model_fields_set & {"scheme", "file", "stages_per_device"}:
+            schedule = schedule.model_copy(update={"scheme": AUTO})
+            config = config.model_copy(update={"schedule": schedule})
+        return config
+
+    def with_recomputation(self) -> Config:
+        """Returns the configuration with ``recompute: auto`` for a scheme on GPUs whose user left
+        recomputation, passes and file unset.
+        """
+        platform, schedule = self.cluster.platform, self.schedule
+        given = schedule.model_fields_set & {"recompute", "drop", "passes", "file"}
+        if given or schedule.scheme == AUTO or not platform.own_memory or platform.models_time:
+            return self
+        schedule = schedule.model_copy(update={"recompute": AUTO})
+        return self.model_copy(update={"schedule": schedule})
+
+    @property
+    def mirrors(self) -> bool:
+        """Returns whether each node keeps a replica of another one's state."""
+        return self.memory.mirror == "partner"
+
+    @property
+    def num_workers(self) -> int:
+        """Returns the number of workers (devices) of all nodes."""
+        return self.cluster.workers * len(self.cluster.nodes)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Returns ``byte`` or a path: what ``data.tokenizer`` says or, unset, stands for; ``None``
+        where tokens come from a file.
+        """
+        if self.data.tokens is not None:
+            return None
+        if self.data.tokenizer is not None:
+            return self.data.tokenizer
+        # A model that the platform brings takes any tokens.
+        own = None if self.cluster.platform.brings_model else self.model.path
+        return BYTE if own is None else str(own)
+
+    def to_yaml(self) -> str:
+        """Returns the full configuration, as written to ``RUN_DIR/resolved.yaml``."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML).
+
+    Raises:
+        ConfigError: the file cannot be read or is no mapping, or keys are unknown or have
+            impossible values; lists all of them.
+    """
+    document = read_mapping(path)
+    data = apply_overrides(document.value, overrides)
+    given: list[Place] = [override_place(override) for override in overrides]
+    lines = {
+        place: line
+        for place, line in document.lines.items()
+        if not any(place[: len(key)] == key for key in given)
+    }
+    lines |= dict.fromkeys(given, 0)  # what the command line gives stands on no line
+    return parse_config(data, source=str(path), lines=lines, folder=path.absolute().parent)
+
+
+def parse_config(
+    data: dict[str, Any],
+    *,
+    source: str = "configuration",
+    lines: Mapping[Place, int] | None = None,
+    folder: Path | None = None,
+) -> Config:
+    """Validates a nested mapping; ``source`` begins the error, and ``lines`` says where values
+    stand there. ``model.import_path`` is relative to ``folder``, by default the current one.
+
+    Raises:
+        ConfigError: names every offending key with its value and what would be accepted.
+    """
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {explain(error, Config, lines or {})}") from error
+    if not config.has_own_modules:
+        return config
+    path = (folder or Path.cwd()) / (config.model.import_path or "")
+    model = config.model.model_copy(update={"import_path": path})
+    return config.model_copy(update={"model": model})

@@ -1,0 +1,499 @@
+"""The sections that say what is trained: run, model, data, train, optimizer.
+
+What is said about a key is said here, once: ``description`` explains it (``penstock config``,
+``docs/CONFIGURATION.md`` and the JSON schema print it), :class:`~.values.Accepts` puts into words
+what types and limits say too dryly, :class:`~.values.Unit` names the unit. What must hold across
+sections is checked in :mod:`penstock.config.schema`; the sections that say how and where
+are in :mod:`penstock.config.execution`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from penstock.config.optimizers import (
+    Hyperparameter,
+    OptimizerName,
+    labels_with,
+    names_that_decouple,
+)
+from penstock.config.values import (
+    AUTO,
+    MASKED,
+    NEXT_TOKEN,
+    UTF8,
+    Accepts,
+    Attempts,
+    Cores,
+    EndTokens,
+    LeftShare,
+    MicroBatch,
+    Sequences,
+    Size,
+    Steps,
+    Unit,
+)
+from penstock.config.words import Section
+from penstock.shm.table import DType
+
+ONE_MODEL = "give exactly one of model.hf and model.path"
+
+AttentionName = Literal["auto", "sdpa", "flash", "efficient", "cudnn", "math", "cudnn-flash"]
+
+ON_GPUS = ("efficient", "cudnn", "cudnn-flash")
+"""Values of `model.attention` that CPUs have no kernels for."""
+
+
+MAX_RUN_NAME = 64
+"""Most characters of `run.name`."""
+
+
+class RunConfig(Section):
+    """Identity and place of a run."""
+
+    name: Annotated[
+        str,
+        Accepts(f"a text of 1 to {MAX_RUN_NAME} letters, digits, dots, underscores and hyphens"),
+    ] = Field(
+        default="penstock",
+        pattern=rf"^[A-Za-z0-9._-]{{1,{MAX_RUN_NAME}}}$",
+        description="Commands and metrics show the run by this name.",
+    )
+    seed: int = Field(
+        default=1234,
+        ge=0,
+        lt=2**63,
+        description="Initial weights, the order of the data and dropout follow from the seed.",
+    )
+    dir: Path | None = Field(
+        default=None,
+        description="Directory of the run's files; unset, runs/NAME below the current folder. The"
+        " run that is there goes on. Several nodes use the same directory, at the same path.",
+    )
+    strict: bool = Field(
+        default=False,
+        description="Refuses to go on where the version of torch or transformers, the processor,"
+        " the number of CPUs that threads follow from, the GPUs, or facts of a worker's device"
+        " (CUDA, cuDNN, attention packages, MIG profile) differ from those of the run's last start:"
+        " layers may round otherwise. Without, a line says so. `--strict` sets it.",
+    )
+
+
+class ModelConfig(Section):
+    """The model: give `hf` or `path`. Emulated devices know their model by themselves."""
+
+    hf: Annotated[
+        dict[str, Any] | None,
+        Accepts("a mapping such as {model_type: llama, hidden_size: 256}, or null"),
+    ] = Field(
+        default=None,
+        description="A Hugging Face configuration; the model is trained from the start.",
+    )
+    path: Path | None = Field(
+        default=None,
+        description="A local directory as the Hub has them: `config.json`, safetensors files, and"
+        " the tokenizer. The files are those that transformers takes: `transformers_weights` of"
+        " `config.json`, else `model.safetensors`, else the shards that its index names. Every"
+        " machine reads it.",
+    )
+    dtype: DType = Field(
+        default=DType.FP32, description="Weights are stored and sent to devices in this type."
+    )
+    imports: Annotated[tuple[str, ...], Accepts("a list of modules such as [fla]")] = Field(
+        default=(),
+        description="Python modules that every process with the model imports first: those that"
+        " register new types of model with transformers. Every machine has them.",
+    )
+    import_path: Path | None = Field(
+        default=None,
+        description="The folder of your modules, those of `model.imports` and `data.objective`:"
+        " relative to the configuration file, by default the folder of that file. Python searches"
+        " it last, after its own folders. The folder from which you start Penstock is not"
+        " searched.",
+    )
+    compile: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Compiles each kind of layer to one graph (torch.compile) before the first"
+        " step. auto: on GPUs, if all kinds of layers are one graph each, and the plan drops no"
+        " operators; plans that do, and CPUs, run the layers as they are. A run keeps what auto"
+        " chose. true: for every device.",
+    )
+    attention: AttentionName = Field(
+        default="auto",
+        description="Kernels of attention, chosen before the first step; a run keeps its choice."
+        " auto: sdpa, and with `deterministic: false` cudnn on Hopper if all layers can use it."
+        " sdpa: torch chooses for each call. flash (FlashAttention-2), efficient, cudnn, math: one"
+        " kernel of torch for all calls. cudnn-flash: cuDNN's forward with the deterministic"
+        " backward of FlashAttention-2. A start is refused if a layer cannot use the named kernel."
+        " CPUs have sdpa, flash and math.",
+    )
+    deterministic: bool = Field(
+        default=True,
+        description="Computes with kernels that give the same bits each time, so that a repeated"
+        " attempt ends with the bytes of an undisturbed one. Without, GPUs may use faster ones"
+        " (attention's backward), and operators that have no such kernel.",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if self.hf is not None and self.path is not None:
+            raise ValueError(ONE_MODEL)
+        if self.hf is not None and "model_type" not in self.hf:
+            raise ValueError("model.hf needs model_type, such as llama, gpt2, qwen2, mistral")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_that_repeats_bits(self) -> ModelConfig:
+        if self.attention == "cudnn" and self.deterministic:
+            raise ValueError(
+                "model.attention cudnn: the backward of cuDNN repeats no bits, and"
+                " model.deterministic is true; use attention cudnn-flash or auto, or deterministic"
+                " false"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """The training text: give `path` or `tokens`."""
+
+    path: str | None = Field(
+        default=None,
+        description="`@stdlib` (the text of Python's own library), or a file, folder or glob of"
+        " .txt, .md, .py, .jsonl, .json, .csv and .parquet files, and .gz and .zst of them, or a"
+        " folder that datasets' save_to_disk wrote. Of records, the column `text` is read. Hidden"
+        " files and folders are left out. The first machine"
+        " reads it.",
+    )
+    encoding: Annotated[str, Accepts("a codec of Python for text, such as latin-1 or utf-16")] = (
+        Field(
+            default=UTF8,
+            description="The files of `path` and `eval_path` are in this encoding; `@stdlib` is in"
+            " UTF-8.",
+        )
+    )
+    tokens: Path | None = Field(
+        default=None,
+        description="A binary file of token numbers, as of `token_dtype`. Every machine reads it.",
+    )
+    token_dtype: Literal["uint16", "uint32"] = Field(
+        default="uint16", description="The numbers in `tokens` have this type, little-endian."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="byte, or a tokenizer.json or the folder of one. Unset, that of `model.path`;"
+        " byte for a model made from `model.hf`.",
+    )
+    bos: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether each document of text begins with the tokenizer's tokens for a"
+        " beginning. auto: with the tokens that the tokenizer puts in front when it adds special"
+        " tokens; true: with those, else with its bos or cls token; false: with none.",
+    )
+    eos: EndTokens = Field(
+        default="auto",
+        description="Tokens that end a document. auto: the tokenizer's end token, and for `tokens`"
+        " every `eos_token_id` of the model. Otherwise tokens by text or number: the first one is"
+        " put after each document of text, and each one ends a document for `document_masks`."
+        " false: none.",
+    )
+    sequence_length: Annotated[int, Unit("tokens")] = Field(
+        default=256, ge=1, description="Each training sequence is so long."
+    )
+    objective: Annotated[
+        str, Accepts("next-token, masked, or a function of yours such as package.module:function")
+    ] = Field(
+        default=NEXT_TOKEN,
+        pattern=rf"^({NEXT_TOKEN}|{MASKED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="What is predicted of a sequence: each next token; with encoders such as bert,"
+        " masked tokens (drawn again in each pass); or what a function says that is given token"
+        " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
+        " (models/data/batch.py).",
+    )
+    mask_fraction: float = Field(
+        default=0.15,
+        gt=0.0,
+        lt=1.0,
+        description="With masked: share of the tokens that are predicted. Of them 80 % are"
+        " replaced by the mask, 10 % by any token, 10 % stay.",
+    )
+    mask_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="With masked: number of the mask token; unset, the tokenizer's.",
+    )
+    shuffle: bool = Field(
+        default=True,
+        description="Each pass over the data takes the sequences in an order of its own.",
+    )
+    passes: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Training is meant to take each sequence so many times. It goes on beyond that;"
+        " an alert says so (docs/RUNBOOK.md).",
+    )
+    document_masks: bool = Field(
+        default=False,
+        description="Tokens attend to those of their own document only. A model type that cannot"
+        " keep documents apart refuses it.",
+    )
+    cache_limit: Size = Field(
+        default=20 * 2**30,
+        description="Tokens made from text are kept for other runs of the same text, in"
+        " `$XDG_CACHE_HOME/penstock` (`~/.cache/penstock`). Where all take more than this, the"
+        " entries used longest ago are removed; 0: none are kept.",
+    )
+    eval_path: str | None = Field(
+        default=None,
+        description="Text for evaluations, as `path`; unset, the end of the training text.",
+    )
+    eval_fraction: float = Field(
+        default=0.02,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the sequences, taken from the end, that is held out when"
+        " `train.eval_every` is set and `eval_path` is not.",
+    )
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, value: str) -> str:
+        try:
+            b"a".decode(value)
+        except UnicodeDecodeError:
+            pass  # one byte is no character: two bytes may be
+        except (LookupError, ValueError):
+            raise ValueError(f"Python has no encoding of text named {value!r}") from None
+        # One name for each codec, so that another spelling is no other encoding.
+        name = codecs.lookup(value).name
+        if name in ("idna", "punycode"):
+            raise ValueError(f"{value!r} is an encoding of host names, not of text")
+        return name
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if (self.path is None) == (self.tokens is None):
+            raise ValueError("give exactly one of data.path and data.tokens")
+        if self.tokens is not None and self.encoding != UTF8:
+            raise ValueError("data.encoding goes with data.path: data.tokens holds numbers")
+        if self.tokens is not None and self.bos is True:
+            raise ValueError(
+                "data.bos = true: goes with data.path; nothing is added to data.tokens"
+            )
+        ends = self.eos if isinstance(self.eos, tuple) else ()
+        texts = [token for token in ends if isinstance(token, str)]
+        if self.tokens is not None and texts:
+            raise ValueError(
+                f"data.eos = {texts[0]!r}: data.tokens holds numbers; give the token's number"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """Length and batch of the run."""
+
+    steps: Steps = Field(
+        default=200, ge=1, description="The run ends after so many committed steps."
+    )
+    global_batch: Sequences = Field(
+        default=8,
+        ge=1,
+        description="A step takes so many sequences, over all replicas and micro-batches.",
+    )
+    micro_batch: MicroBatch = Field(
+        default=1,
+        description="Sequences that a device computes at once; divides `global_batch`. With auto,"
+        " the preparation chooses the number together with the schedule, and a run that has"
+        " started keeps the number. Unset, auto with one worker on a GPU.",
+    )
+    clip_grad_norm: float | None = Field(
+        default=1.0,
+        gt=0.0,
+        description="Gradients whose global norm is over this limit are scaled down to it; null: no"
+        " clipping.",
+    )
+    freeze: Annotated[
+        tuple[str, ...], Accepts("a list of regular expressions such as [^model.embed]")
+    ] = Field(
+        default=(),
+        description="Parameters whose names one of the expressions finds are not trained.",
+    )
+    eval_every: Steps = Field(
+        default=0, ge=0, description="The run evaluates after every so many steps; 0: never."
+    )
+    eval_batches: Annotated[int, Unit("global batches")] = Field(
+        default=2, ge=1, description="An evaluation takes so many batches of the held-out data."
+    )
+    save_every: Steps = Field(
+        default=0,
+        ge=0,
+        description="The state is saved after every so many steps; 0: only when the run ends.",
+    )
+    keep_snapshots: Annotated[int, Unit("saved states")] = Field(
+        default=2, ge=1, description="So many saved states are kept; older ones are removed."
+    )
+    keep_every: Steps = Field(
+        default=0,
+        ge=0,
+        description="Saved states whose step is a multiple of this are kept, too; 0: none.",
+    )
+    max_skips: Attempts = Field(
+        default=20,
+        ge=1,
+        description="More attempts in a row whose gradients overflow end the run, but not before"
+        " the lowest loss scale was tried.",
+    )
+
+    @model_validator(mode="after")
+    def _divisible(self) -> TrainConfig:
+        if self.micro_batch and self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"train.global_batch {self.global_batch} is not divisible by"
+                f" train.micro_batch {self.micro_batch}"
+            )
+        for pattern in self.freeze:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"train.freeze: {pattern!r} is no regular expression: {error}"
+                ) from error
+        return self
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per attempt; those of one sequence where the size is not chosen yet."""
+        return self.global_batch // (self.micro_batch or 1)
+
+
+class OptimizerConfig(Section):
+    """The optimizer, its learning-rate schedule, and the CPU cores that run it."""
+
+    name: OptimizerName = Field(
+        default=OptimizerName.ADAMW,
+        description=f"{names_that_decouple()} decouple weight decay from the gradient, the others"
+        " add it.",
+    )
+    lr: float = Field(
+        default=3.0e-4,
+        gt=0.0,
+        description="The learning rate at the top of its curve, after warmup.",
+    )
+    betas: Annotated[
+        tuple[float, float], Accepts("two numbers, 0 or more and below 1, such as [0.9, 0.95]")
+    ] = Field(
+        default=(0.9, 0.95),
+        description=f"Used by {labels_with(Hyperparameter.BETAS)}; Lion usually has 0.9 and 0.99.",
+    )
+    momentum: float = Field(
+        default=0.9, ge=0.0, lt=1.0, description=f"Used by {labels_with(Hyperparameter.MOMENTUM)}."
+    )
+    eps: float = Field(
+        default=1.0e-8, gt=0.0, description=f"Used by {labels_with(Hyperparameter.EPS)}."
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0.0, description="Weight decay acts on parameters with two or more axes."
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine",
+        description="How the learning rate goes from `lr`, after warmup, to `min_lr` at the end.",
+    )
+    warmup_steps: Steps = Field(
+        default=0, ge=0, description="The learning rate rises in a straight line for so long."
+    )
+    min_lr: float = Field(default=0.0, ge=0.0, description="The learning rate at the last step.")
+    grad_dtype: DType = Field(
+        default=DType.FP32, description="Gradients reach the optimizer in this type."
+    )
+    rollback: Literal["exact", "arithmetic"] = Field(
+        default="exact",
+        description="With exact, weights are computed ahead of the state, so that nothing has to"
+        " be undone. With arithmetic, steps are taken in place and inverted when they do not count"
+        " (SPipe, DeepSpeed): one copy of the gradients is enough, but bits are lost. Not with"
+        " fp16, `settle: early`, `master: split`, or updates on devices.",
+    )
+    settle: Literal["auto", "advance", "early"] = Field(
+        default="auto",
+        description="When the state of blocks that the CPU updates takes a committed step in: with"
+        " advance, together with the next step's preview; with early, during the next forward,"
+        " which leaves a shorter tail behind the last gradient. With auto the planner chooses how"
+        " many of the last blocks are settled early, from the rates of `schedule.profile` or of an"
+        " emulated device; all blocks advance where it has none. Same bits; `penstock plan` shows"
+        " the choice.",
+    )
+    master: Literal["fp32", "split"] = Field(
+        default="fp32",
+        description="With split, for bf16 models, the weights are the upper halves of the fp32"
+        " masters, rounded half up, and only the lower halves are stored beside them: 2 bytes per"
+        " parameter less. Blocks that are settled early have one copy of the gradients, too, if"
+        " their owner's node computes all of them: 16 instead of 20 bytes per parameter with bf16"
+        " gradients. Rollback stays exact.",
+    )
+    threads: Annotated[int, Unit("threads")] = Field(
+        default=0,
+        ge=0,
+        description="Threads of each node's optimizer; 0: one for each physical core.",
+    )
+    cores: Cores = Field(
+        default="auto",
+        description="CPUs that the optimizer's threads are pinned to, one thread each. With auto,"
+        " as many as `threads` says, with the share `leave_cores` left to the workers;"
+        " `penstock doctor CONFIG` shows which.",
+    )
+    leave_cores: LeftShare = Field(
+        default="auto",
+        description="Share of the physical cores that is left to workers. With auto, one core for"
+        " each GPU worker, and none where workers compute on the cores themselves.",
+    )
+    speculate: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether weights are computed before the gradients' norm is known; with auto,"
+        " as long as little enough is clipped. Same bits.",
+    )
+    initial_loss_scale: float = Field(
+        default=65536.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="fp16 models start with this loss scale. It halves with every attempt whose"
+        " gradients overflow.",
+    )
+    loss_scale_min: float = Field(
+        default=1.0, gt=0.0, description="The loss scale of fp16 models does not go below this."
+    )
+    loss_scale_growth_interval: Steps = Field(
+        default=2000,
+        ge=1,
+        description="The loss scale of fp16 models doubles after so many steps in a row without"
+        " overflow.",
+    )
+
+    @model_validator(mode="after")
+    def _in_place(self) -> OptimizerConfig:
+        if self.rollback == "arithmetic" and self.settle == "early":
+            raise ValueError(
+                "optimizer.rollback arithmetic steps in place, and optimizer.settle early leaves"
+                " the state for later; use settle advance, or rollback exact"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _values(self) -> OptimizerConfig:
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"optimizer.betas {list(self.betas)}: each must be in [0, 1)")
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}")
+        if self.cores != AUTO and (self.threads or self.leave_cores != AUTO):
+            raise ValueError(
+                f"optimizer.cores {list(self.cores)} says which cores, one thread each; leave out"
+                " optimizer.threads and optimizer.leave_cores, or use cores: auto"
+            )
+        if self.loss_scale_min > self.initial_loss_scale:
+            raise ValueError(
+                f"optimizer.loss_scale_min {self.loss_scale_min} is above"
+                f" optimizer.initial_loss_scale {self.initial_loss_scale}"
+            )
+        return self

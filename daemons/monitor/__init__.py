@@ -1,0 +1,1 @@
+"""Daemons that observe a run: metrics exporter, observer of samples, trackers."""

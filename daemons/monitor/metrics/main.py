@@ -1,0 +1,155 @@
+"""``penstock metricsd``: wires one node's metricsd together and runs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from penstock.config.schema import Config
+from penstock.daemons.kit.waits import WaitNote
+from penstock.daemons.monitor.metrics.clocks import ClockWatch
+from penstock.daemons.monitor.metrics.collection import Collection, labels_of
+from penstock.daemons.monitor.metrics.exporter import Exporter, keys_of_metrics
+from penstock.daemons.monitor.metrics.facts import put_facts
+from penstock.daemons.monitor.metrics.resources import NodeResources
+from penstock.daemons.monitor.metrics.serving import PortTakenError, application, listen
+from penstock.daemons.monitor.metrics.sheet import Sheet
+from penstock.daemons.monitor.metrics.targets import (
+    former_port,
+    remove_targets,
+    renew_targets,
+    write_targets,
+)
+from penstock.host.errors import ConfigError
+from penstock.host.logs import Complaints
+from penstock.host.stopping import StopSignal
+from penstock.protocol.metrics.node import KEYS_EXPIRE, OWN
+from penstock.protocol.run.metrics import DroppedLines
+from penstock.protocol.run.names import (
+    SCHEDULERD,
+    devices_of_node,
+    memoryd_name,
+    metricsd_name,
+    mirrord_name,
+    node_index,
+    node_member_name,
+    optimizerd_name,
+    worker_name,
+)
+from penstock.protocol.run.pages import render
+from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.folders import KeyFolder
+
+RENEW_S = 60.0
+PORT_RETRY_S = 1.0
+"""Seconds between two tries to listen on a port that another process has."""
+
+_log = logging.getLogger(__name__)
+
+
+def main(run_dir: Path, node: str, processes: str | None, parent_pid: int | None) -> int:
+    """Serve the metrics of ``node`` until told to stop; returns the exit code. ``processes``: names
+    of those that run there, with commas between them; None: those that every node has.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    stop = StopSignal().install(parent_pid)
+    run = RunDirectory(run_dir.absolute())
+    return run_main(lambda: _run(run, node, processes, stop, alone=parent_pid is None), run.path)
+
+
+def _run(
+    run: RunDirectory, node: str, processes: str | None, stop: StopSignal, *, alone: bool
+) -> None:
+    config, member = run.config, metricsd_name(node)
+    configure_logging(member, run.path, config.observability.log_level)
+    names = _usual(config, node) if processes is None else processes.split(",")
+    with ExitStack() as stack:
+        collection = Collection(
+            run.run_id,
+            {name: labels_of(config, node, name) for name in names},
+            _own_page(run, node, stack),
+            labels_of(config, node, member),
+        )
+        pages = application(collection, config, run.path)
+        serve = partial(listen, pages, config, node, former_port(run, node))
+        # The node found the port free, and a run goes on without metrics.
+        note = WaitNote(run.path, member)
+        server = serve() if alone else _await_port(serve, stop, note)
+        if server is None:
+            return
+        stack.callback(server.close)
+        write_targets(run, node, server.port)
+        stack.callback(remove_targets, run, node)
+        while not stop.wait(RENEW_S):
+            renew_targets(run, node, server.port)
+
+
+def _await_port(serve: Callable[[], Exporter], stop: StopSignal, note: WaitNote) -> Exporter | None:
+    """Returns the server, as soon as no other process has its port; None: a stop was asked for.
+    ``note`` says meanwhile what metricsd waits for.
+    """
+    complaints = Complaints(_log)
+    try:
+        while True:
+            try:
+                return serve()
+            except PortTakenError as error:
+                complaints.say(f"waiting: {error}")
+                note.renew(f"waiting: {error}")
+            if stop.wait(PORT_RETRY_S):
+                return None
+    finally:
+        note.clear()
+
+
+def _own_page(run: RunDirectory, node: str, stack: ExitStack) -> Callable[[], bytes]:
+    """Returns what makes the page of metricsd itself; ``stack`` ends what measures for it."""
+    config, first = run.config, run.config.cluster.nodes[0].name
+    registry = CollectorRegistry()
+    registry.register(DroppedLines())
+    facts = Sheet(OWN)
+    put_facts(facts, run)
+    resources = NodeResources(run, node)
+    stack.callback(resources.close)
+    measuring = [resources.put]
+    if node != first:
+        clocks = ClockWatch(run, first, node)
+        stack.callback(clocks.close)
+        measuring.append(clocks.put)
+    keys = keys_of_metrics(config, node)
+    if keys is not None:
+        measuring.append(partial(_put_expiry, KeyFolder(keys)))
+
+    def page() -> bytes:
+        sheet = Sheet(OWN)
+        for put in measuring:
+            put(sheet)
+        return facts.page() + sheet.page() + render(registry)
+
+    return page
+
+
+def _put_expiry(folder: KeyFolder, sheet: Sheet) -> None:
+    """Write down when the keys that are there expire; 0 when they cannot be read."""
+    try:
+        expires_s = folder.peek().expires.timestamp()
+    except ConfigError:
+        expires_s = 0.0
+    sheet.put(KEYS_EXPIRE.name, expires_s)
+
+
+def _usual(config: Config, node: str) -> Sequence[str]:
+    """Returns the processes that a node has if it has no helpers."""
+    index = node_index(config, node)
+    names = [node_member_name(node), memoryd_name(node), optimizerd_name(node)]
+    if config.mirrors:
+        names.append(mirrord_name(node))
+    names += [worker_name(device) for device in devices_of_node(config, index)]
+    return [SCHEDULERD, *names] if index == 0 else names

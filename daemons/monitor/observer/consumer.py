@@ -1,0 +1,65 @@
+"""Consumers: what observerd does with the files of its run, each on a thread of its own.
+
+A consumer may be slow, wait for a network or fail: others do not notice. One that fails begins anew
+after :data:`AGAIN_S`, so its ``run`` finds by itself where it goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.host.stopping import StopSignal
+
+AGAIN_S = 5.0
+"""A consumer that failed is run again so much later."""
+FINISH_S = 10.0
+"""At the end of the run consumers have so long for what was written last."""
+
+_log = logging.getLogger(__name__)
+
+
+class Consumer(Protocol):
+    """One thing to do with a run's files."""
+
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+
+    def run(self, stop: StopSignal) -> None:
+        """Works until ``stop`` is set; then takes what is there already, and returns."""
+
+
+def run_consumers(
+    consumers: Sequence[Consumer], stop: StopSignal, *, finish_s: float = FINISH_S
+) -> None:
+    """Runs all consumers until ``stop`` is set and they have returned, or ``finish_s`` later: those
+    that are not done then are named in the log, and left to the end of the process.
+    """
+    threads = [
+        threading.Thread(target=_run, args=(consumer, stop), name=consumer.name, daemon=True)
+        for consumer in consumers
+    ]
+    for thread in threads:
+        thread.start()
+    while not stop.wait(60.0):
+        pass
+    deadline_s = time.monotonic() + finish_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+        if thread.is_alive():
+            _log.warning("%s is not done %g s after the end of the run", thread.name, finish_s)
+
+
+def _run(consumer: Consumer, stop: StopSignal) -> None:
+    while True:
+        try:
+            consumer.run(stop)
+            return
+        except Exception:
+            _log.exception("%s failed", consumer.name)
+        if stop.wait(AGAIN_S):
+            return

@@ -1,0 +1,102 @@
+"""``tracker``: the process of one tracker. It reads lines, hands them on, and notes how far it is.
+
+What the tracker raises ends the process with a line in the log; observerd starts it again. Lines at
+which it failed :data:`TRIES` times in a row are handed on one by one, and those that still fail are
+left out and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
+from penstock.daemons.monitor.trackers.registry import TRACKERS
+from penstock.daemons.monitor.trackers.sink import Reading, Sink, Subject, settings_of
+from penstock.host.errors import ExitCode
+from penstock.host.files import make_directory
+from penstock.host.stopping import StopSignal
+from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.rundir import RunDirectory
+
+LOOK_S = 1.0
+"""How often it looks for new lines."""
+TRIES = 3
+
+_log = logging.getLogger(__name__)
+
+
+def main(run_dir: Path, tracker: str, parent_pid: int | None) -> int:
+    """Track the run in ``run_dir`` until told to stop; returns the exit code."""
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    stop = StopSignal().install(parent_pid)
+    run = RunDirectory(run_dir.absolute())
+    return run_main(lambda: _run(run, tracker, stop), run.path)
+
+
+def _run(run: RunDirectory, tracker: str, stop: StopSignal) -> int:
+    configure_logging(f"tracker.{tracker}", run.path, run.config.observability.log_level)
+    subject = Subject(
+        run_id=run.run_id,
+        name=run.config.run.name,
+        directory=run.path,
+        config=run.config,
+        settings=settings_of(run.config),
+    )
+    make_directory(bookmark_path(run.path, tracker).parent)
+    try:
+        sink = TRACKERS[tracker].opener()(subject)
+        follow(sink, run.path, tracker, stop)
+    except Exception as error:  # libraries raise what they like
+        _log.exception("%s failed: %s", tracker, error)
+        return int(ExitCode.LOST_MEMBERS)
+    return int(ExitCode.DONE)
+
+
+def follow(sink: Sink, run_dir: Path, tracker: str, stop: StopSignal) -> None:
+    """Hands on lines until ``stop`` is set, then those that are there already.
+
+    Raises:
+        Exception: whatever the tracker raises; the place is noted.
+    """
+    notes = bookmark_path(run_dir, tracker)
+    place = Bookmark.read(notes)
+    while True:
+        last = stop.is_set  # before reading: what was written until then is read
+        readings, offset = read_batch(run_dir / "metrics.jsonl", place.offset, time.time())
+        if offset != place.offset:
+            dropped = _hand_on(sink, readings, place, notes)
+            lines = place.lines + len(readings) - dropped
+            place = Bookmark(offset=offset, lines=lines, dropped=place.dropped + dropped)
+            place.write(notes)
+        elif last:
+            break
+        else:
+            stop.wait(LOOK_S)
+    sink.close()
+
+
+def _hand_on(sink: Sink, readings: list[Reading], place: Bookmark, notes: Path) -> int:
+    """Returns how many readings the tracker will never take."""
+    if place.failures < TRIES:
+        try:
+            sink.log(readings)
+        except (ConnectionError, TimeoutError):
+            raise  # no fault of these lines: they wait until somebody is there
+        except Exception:
+            replace(place, failures=place.failures + 1).write(notes)
+            raise
+        return 0
+    dropped = 0
+    for reading in readings:
+        try:
+            sink.log([reading])
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:
+            dropped += 1
+            _log.warning("step %d is left out: %r", reading.step, error)
+    return dropped

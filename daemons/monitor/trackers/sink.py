@@ -1,0 +1,99 @@
+"""What a tracker is to us, and what it is told of each line of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.config.schema import Config
+from penstock.host.files import is_number
+
+_TRAIN = {
+    "data_epoch": "train/epoch",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/learning_rate",
+    "loss_scale": "train/loss_scale",
+    "tokens_per_second": "perf/tokens_per_second",
+    "seconds": "perf/step_seconds",
+    "bubble_ratio": "perf/bubble_ratio",
+    "optimizer_tail_seconds": "perf/optimizer_tail_seconds",
+    "peak_device_bytes": "perf/peak_device_bytes",
+}
+_EVALUATION = {
+    "loss": "eval/loss",
+    "perplexity": "eval/perplexity",
+    "seconds": "perf/evaluation_seconds",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The run that is tracked. ``settings``: its configuration, flat: hyperparameters."""
+
+    run_id: str
+    name: str
+    directory: Path
+    config: Config
+    settings: Mapping[str, str | int | float | bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A line of ``metrics.jsonl``: its step, and finite values by the names that people expect.
+
+    ``at_s``: when it was decided, in seconds since 1970; of lines of older versions, which do not
+    say that, when they were read.
+    """
+
+    step: int
+    values: Mapping[str, float]
+    line: Mapping[str, Any]
+    at_s: float
+
+    @classmethod
+    def of(cls, line: object, read_s: float) -> Reading | None:
+        """Returns what a line says that was there at ``read_s``; None where it is no line of
+        metrics.
+        """
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            return None
+        names = _EVALUATION if line.get("phase") == "eval" else _TRAIN
+        values = {name: float(line[key]) for key, name in names.items() if is_number(line.get(key))}
+        if names is _TRAIN:
+            values["train/amended"] = float(line.get("decision") == "amend")
+            values["train/skipped"] = float(line.get("decision") == "skip")
+        at_s = float(line["time"]) if is_number(line.get("time")) else read_s
+        return cls(step=line["step"], values=values, line=line, at_s=at_s)
+
+
+class Sink(Protocol):
+    """Where readings go. It may be slow, wait for a network, raise whatever it likes."""
+
+    def log(self, readings: Sequence[Reading]) -> None:
+        """Takes readings in the order of the file; when this returns they survive a kill, as far as
+        the tracker can promise it.
+        """
+
+    def close(self) -> None:
+        """Sends what is left, and ends."""
+
+
+OpenSink = Callable[[Subject], Sink]
+"""Opens a run in a tracker, or goes on with the one that was opened before."""
+
+
+def settings_of(config: Config) -> dict[str, str | int | float | bool]:
+    """Returns the keys of a configuration that are set, with dots in their names; lists as text."""
+    found: dict[str, str | int | float | bool] = {}
+    pending: list[tuple[str, Any]] = [("", config.model_dump(mode="json"))]
+    while pending:
+        key, value = pending.pop(0)
+        if isinstance(value, dict):
+            prefix = f"{key}." if key else ""
+            pending += [(f"{prefix}{name}", inner) for name, inner in value.items()]
+        elif value is not None:
+            found[key] = value if isinstance(value, (str, int, float)) else str(value)
+    return found

@@ -1,0 +1,167 @@
+"""The process of a tracker as observerd sees it: started, watched, started again, ended in time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry
+
+from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path
+from penstock.daemons.preload.birth import PYTHON_MODULE
+from penstock.daemons.preload.owner import ChildProcess, spawn
+from penstock.host.stopping import STOP_ORDER, StopSignal
+from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.trackers import TRACKERS
+from penstock.protocol.run.rundir import RunDirectory
+
+LOOK_S = 0.5
+FLUSH_S = 6.0
+"""At the end of the run a tracker has so long for the last lines, less than observerd has."""
+STUCK_S = 120.0
+"""A tracker that takes none of the lines that are there for so long is killed and started again."""
+LONGEST_PAUSE_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class TrackerConsumer:
+    """A consumer of observerd that has a process do its work, since only processes can be killed:
+    a tracker that hangs must not hold up the end of a run.
+    """
+
+    def __init__(self, run: RunDirectory, tracker: str) -> None:
+        self.name = tracker
+        self.up = False
+        """Whether the process lives, and takes lines where there are any."""
+        self._run = run
+        self._notes = bookmark_path(run.path, tracker)
+        self._process: ChildProcess | None = None
+        self._place, self._moved_s = Bookmark(), 0.0
+        self._starts_s, self._failed = 0.0, 0
+
+    @property
+    def place(self) -> Bookmark:
+        """How far it is."""
+        return Bookmark.read(self._notes)
+
+    def run(self, stop: StopSignal) -> None:
+        """Keeps the process alive until ``stop`` is set, then gives it :data:`FLUSH_S`.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        try:
+            while not stop.is_set:
+                self._look(time.monotonic())
+                stop.wait(LOOK_S)
+            if self._process is None:
+                self._start()  # it was waiting for its next try, or the run was short
+            self._end()
+        finally:
+            self._kill()
+
+    def _look(self, now_s: float) -> None:
+        if self._process is None:
+            if now_s >= self._starts_s:
+                self._start()
+        elif self._process.ended():
+            self._died(now_s)
+        else:
+            self._watch(now_s)
+
+    def _start(self) -> None:
+        run, pid = self._run, str(os.getpid())
+        arguments = ("--config", str(run.path / "resolved.yaml"), "--parent-pid", pid)
+        launcher = (*PYTHON_MODULE, "penstock.client.launch", "tracker")
+        words = (*launcher, *arguments, "--tracker", self.name)
+        with open(os.devnull, "rb") as nothing:
+            # In a group of its own: what the tracker starts itself is killed with it.
+            self._process = spawn(words, os.environ, (nothing.fileno(), 1, 2))
+        self._place, self._moved_s = self.place, time.monotonic()
+
+    def _died(self, now_s: float) -> None:
+        code = self._kill()
+        if self.place.offset != self._place.offset:
+            self._failed = 0
+        pause_s = min(LONGEST_PAUSE_S, 2.0**self._failed)
+        self._failed += 1
+        self._starts_s = now_s + pause_s
+        if self._failed == 1:  # and not each time that a server is still away
+            _log.warning(
+                "%s ended with exit code %d; it is tried again, first in %g s, and the run goes on:"
+                " see logs/tracker.%s.jsonl",
+                *(self.name, code, pause_s, self.name),
+            )
+
+    def _watch(self, now_s: float) -> None:
+        place = self.place
+        behind = self._size() > place.offset
+        if place != self._place or not behind:
+            self._place, self._moved_s = place, now_s
+            self._failed = 0 if place.lines else self._failed
+        silent_s = now_s - self._moved_s
+        self.up = silent_s < STUCK_S / 4
+        if silent_s >= STUCK_S:
+            _log.warning("%s took no line for %.0f s: killing it", self.name, silent_s)
+            self._kill()
+            self._starts_s = now_s + LONGEST_PAUSE_S
+
+    def _end(self) -> None:
+        process = self._process
+        assert process is not None
+        process.signal(STOP_ORDER)
+        ended = process.ended(FLUSH_S)
+        left = self._size() - self.place.offset
+        if not ended or left > 0:
+            how = "failed" if ended else "did not end in time; it was killed"
+            text = "%s %s: %d bytes of metrics.jsonl are left for a resume of the run"
+            _log.warning(text, self.name, how, max(0, left))
+
+    def _kill(self) -> int:
+        """Returns the exit code of the process; 0 if there is none."""
+        self.up = False
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.signal(signal.SIGKILL)  # also where it is so new that it has no group yet
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.reap()
+
+    def _size(self) -> int:
+        try:
+            return (self._run.path / "metrics.jsonl").stat().st_size
+        except OSError:
+            return 0
+
+
+class _Reporter:
+    """Brings the page up to date: counters by what was added to the places since the last look."""
+
+    def __init__(self, trackers: tuple[TrackerConsumer, ...], page: MetricPage) -> None:
+        self._page = page
+        self._said = dict.fromkeys(trackers, Bookmark())
+        page.refreshed_by(self._report)
+        self._report()
+
+    def _report(self) -> None:
+        for tracker, said in self._said.items():
+            name, place = tracker.name, tracker.place
+            self._page.add("penstock_tracker_lines", max(0, place.lines - said.lines), name)
+            self._page.add("penstock_tracker_dropped", max(0, place.dropped - said.dropped), name)
+            self._page.set("penstock_tracker_up", float(tracker.up), name)
+            self._said[tracker] = place
+
+
+def make_trackers(
+    run: RunDirectory, names: tuple[str, ...], registry: CollectorRegistry
+) -> tuple[TrackerConsumer, ...]:
+    """Returns a consumer for each tracker; their metrics go to ``registry``."""
+    trackers = tuple(TrackerConsumer(run, name) for name in names)
+    if trackers:
+        _Reporter(trackers, MetricPage(TRACKERS, registry))
+    return trackers

@@ -1,0 +1,341 @@
+"""``python -m penstock.models.prepare RUN_DIR``: everything about a run that follows from its
+inputs.
+
+Writes ``model/config.json``, ``table.json``, ``data/*.bin``, ``data/meta.json`` and
+``tokenizer/``, each atomically, and skips what was made from the same inputs before. torch is
+imported only when the model has to be looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config.schema import Config
+from penstock.config.values import AUTO
+from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import DAMAGED, parse_json, write_atomically
+from penstock.models.checkpoints.carried import keep_carried
+from penstock.models.checkpoints.causes import check_model_folder
+from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
+from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
+from penstock.models.data.chunks import Progress
+from penstock.models.data.marks import Marks, end_ids, marks_of_text
+from penstock.models.data.objectives import own_objective
+from penstock.models.data.token_sources import TokenSources, file_stamps, fingerprint_of
+from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.protocol.run.process import tool_main
+from penstock.protocol.run.rundir import RunDirectory
+
+_SPLITS = ("train", "eval")
+
+
+def prepare(
+    config: Config,
+    run_dir: Path,
+    *,
+    table_only: bool = False,
+    config_only: bool = False,
+    progress: Progress = lambda message: None,
+    bounds: Bounds | None = None,
+) -> None:
+    """Makes the files of a run directory. ``table_only`` leaves the data out; ``config_only`` does,
+    and reads only ``config.json`` of a model folder. ``progress`` is told about what takes long;
+    ``bounds`` are those of this process.
+
+    Where the platform brings its model, only the data is made here.
+
+    Raises:
+        ConfigError: the configuration, the model or the data cannot be used; names key and value.
+        StateError: files of a local model directory are damaged.
+    """
+    bounds = Bounds() if bounds is None else bounds
+    table_only = table_only or config_only
+    if not table_only:
+        _check_device(config)
+    bounds.limit_memory()
+    brings_model, folder = config.cluster.platform.brings_model, config.model.path
+    if folder is not None and not (brings_model or config_only):
+        check_model_folder(folder)
+    with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
+        tokenizer = open_tokenizer(config)
+    if tokenizer is not None:
+        tokenizer = BoundedTokenizer(tokenizer, str(config.tokenizer), bounds)
+    marks = None if tokenizer is None else marks_of_text(config, tokenizer)
+    if not brings_model:
+        weights = not table_only or (not config_only and folder is not None and has_weights(folder))
+        with bounds.within("model: building it without weights", BUILDING_S):
+            _prepare_model(config, run_dir, tokenizer, marks, progress, weights=weights)
+    if not table_only:
+        sources = TokenSources(config, tokenizer, marks, run_dir, progress)
+        _prepare_data(config, run_dir, sources, progress)
+        keep_carried(config, run_dir, tokenizer)
+
+
+def _check_device(config: Config) -> None:
+    """Refuses a device that this machine lacks before anything is written or started for it.
+
+    Raises:
+        ConfigError: torch finds none.
+    """
+    platform = config.cluster.platform
+    if platform.brings_model or not platform.own_memory:
+        return
+    import torch
+
+    from penstock.models.torch_device import first_device
+
+    if first_device(platform.name) is None:
+        build = " is a build for CPUs, and" if torch.version.cuda is None else ""
+        raise ConfigError(
+            f"cluster.device = {config.cluster.device!r}: torch {torch.__version__}{build} finds no"
+            " GPU on this machine (driver, CUDA_VISIBLE_DEVICES); use cluster.device: cpu"
+        )
+
+
+def _prepare_model(
+    config: Config,
+    run_dir: Path,
+    tokenizer: Tokenizer | None,
+    marks: Marks | None,
+    progress: Progress,
+    *,
+    weights: bool,
+) -> None:
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    eos = None if tokenizer is None else tokenizer.eos
+    if marks is not None and marks.after:
+        eos = marks.after[0]
+    model = config.model.model_dump(mode="json", exclude={"imports", "import_path", "attention"})
+    fingerprint = fingerprint_of(
+        # Keys that change no file, with the values that runs of older versions have.
+        model | {"compile": False},
+        file_stamps([config.model.path / "config.json"]) if config.model.path else None,
+        [config.data.sequence_length, list(config.train.freeze), vocab_size, eos],
+        config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),
+        [version(package) for package in ("torch", "transformers")],
+    )
+    directory = run_dir / "model"
+    made = (directory / "config.json", run_dir / "table.json")
+    if _recorded(directory / "meta.json") == fingerprint and all(p.is_file() for p in made):
+        return
+    # Imported here: torch takes seconds, and a run that goes on needs none of it.
+    from penstock.models.checkpoints.constants import make_constants
+    from penstock.models.checkpoints.folder import FolderWeights
+    from penstock.models.surgery.hf import resolve_hf_config
+    from penstock.models.surgery.skeleton import build_skeleton
+    from penstock.models.surgery.table import build_table
+
+    hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
+    # A plan needs no weights; a run is to be refused for them now, before it takes memory.
+    path, source = config.model.path, None
+    # A run that has trained goes on with the files, the ties and the chunks that it had.
+    kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
+    if path is not None and weights:
+        if kept:
+            source = FolderWeights.keep(run_dir, path, hf_config, progress)
+        else:
+            source = FolderWeights.find(path, hf_config, progress)
+    skeleton = build_skeleton(hf_config) if source is None else source.skeleton
+    previous = RunDirectory(run_dir).table if kept else None
+    table = build_table(config, hf_config, skeleton, previous=previous)
+    meta: dict[str, Any] = {"fingerprint": fingerprint}
+    if source is not None:
+        source.check(table, progress)
+        meta[WEIGHT_FILES] = list(source.files)
+    directory.mkdir(parents=True, exist_ok=True)
+    if path is None or source is not None:
+        tensors = None if source is None else source.weights
+        make_constants(run_dir, hf_config, skeleton, table, tensors, progress)
+    elif skeleton.constants():
+        del meta["fingerprint"]  # The run that follows a plan reads them.
+    write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
+    write_atomically(run_dir / "table.json", table.to_json())
+    write_atomically(directory / "meta.json", json.dumps(meta))
+
+
+def observe(config: Config, run_dir: Path, progress: Progress) -> None:
+    """Notes the kernels that the run's workers compute with, where they compute with torch's."""
+    if config.cluster.platform.brings_model:
+        return
+    from penstock.models.kernels import observe_kernels
+
+    observe_kernels(config, run_dir, progress)
+
+
+def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
+    """Say where a new run would take other weights than one that was prepared before there was a
+    record of its files; makes that record.
+    """
+    from penstock.models.checkpoints.folder import review
+
+    if config.model.path is not None:
+        review(run_dir, config.model.path, progress)
+
+
+def _prepare_data(config: Config, run_dir: Path, sources: TokenSources, progress: Progress) -> None:
+    own_objective(config)  # a worker would find its fault after memory was made
+    directory = run_dir / "data"
+    directory.mkdir(parents=True, exist_ok=True)
+    meta = directory / "meta.json"
+    started = RunDirectory(run_dir).has_started
+    if started and _has(meta, "train"):
+        _keep_tokens(sources, meta, progress)
+    elif _recorded(meta) != sources.fingerprint or not _has(meta):
+        before = _recorded_sum(meta) if started else None
+        if before is None:
+            meta.unlink(missing_ok=True)  # first: it would describe files that are being replaced
+        splits = sources.write(directory)
+        if before not in (None, splits["train"]["sums"]["sha256"]):
+            raise StateError(
+                f"{directory}: the tokens of the run were lost, and its text now gives others: the"
+                " text, or how it is read, has changed since the run was prepared. Restore the"
+                " directory, or start a new run in another run.dir"
+            )
+        write_atomically(meta, json.dumps({"fingerprint": sources.fingerprint, **splits}, indent=1))
+    made = json.loads(meta.read_text(encoding="utf-8"))
+    _check_batches(config, made)
+    _check_ends(config, made)
+
+
+def _keep_tokens(sources: TokenSources, meta: Path, progress: Progress) -> None:
+    """Leave a run that has trained its tokens, whatever its text is by now; the text of evaluations
+    may be another one.
+    """
+    recorded = parse_json(meta.read_bytes())
+    train, held = recorded["train"], recorded.get("eval")
+    changed = train.get("source") not in (None, sources.now("path"))
+    progress(
+        "data: the run keeps the tokens that it was prepared with"
+        + ("; a new run would take others: the text, or how it is read, has changed" * changed)
+    )
+    splits = {"train": train}
+    if sources.has_eval_text:
+        same = _has(meta, "eval") and held.get("source") == sources.now("eval_path")
+        splits["eval"] = held if same else sources.write_eval(meta.parent, train.get("fingerprint"))
+    elif sources.holds_out and held is not None:
+        splits["eval"] = held
+    fields = {"fingerprint": recorded.get("fingerprint"), **splits}
+    if fields != recorded:
+        write_atomically(meta, json.dumps(fields, indent=1))
+
+
+def _check_batches(config: Config, meta: dict[str, Any]) -> None:
+    """Refuse data of which a global batch would need a sequence twice, or too short for
+    evaluation.
+    """
+    length = config.data.sequence_length
+    sequences = max(0, meta["train"]["num_tokens"] - 1) // length
+    if sequences < config.train.global_batch:
+        source = config.data.path or config.data.tokens
+        raise ConfigError(
+            f"train.global_batch = {config.train.global_batch}: {str(source)!r} has {sequences}"
+            f" sequences of data.sequence_length = {length} to train on; give more text, a"
+            " smaller batch or shorter sequences"
+        )
+    if "eval" in meta and meta["eval"]["num_tokens"] <= length:
+        raise ConfigError(
+            f"data.eval_path = {config.data.eval_path!r}: has {meta['eval']['num_tokens']} tokens;"
+            f" one sequence of data.sequence_length = {length} takes {length + 1}"
+        )
+
+
+def _check_ends(config: Config, meta: dict[str, Any]) -> None:
+    """Refuse to keep documents apart where no token ends a document."""
+    if config.data.document_masks and not end_ids(meta["train"]["eos"]):
+        source = "model.hf" if config.model.path is None else str(config.model.path / "config.json")
+        raise ConfigError(
+            "data.document_masks: true: needs the token that ends a document, and"
+            + (
+                f" {source} has no eos_token_id; give the token's number as data.eos"
+                if config.data.eos == AUTO
+                else " data.eos is false; name the token as data.eos"
+            )
+        )
+
+
+def _recorded_sum(meta: Path) -> str | None:
+    """Returns the checksum of the training tokens in an earlier file; None where it has none."""
+    try:
+        return str(parse_json(meta.read_bytes())["train"]["sums"]["sha256"])
+    except (OSError, *DAMAGED):
+        return None
+
+
+def _has(meta: Path, *splits: str) -> bool:
+    """Returns whether the files of these splits in ``meta.json`` are there in full; of all splits
+    that it lists unless given. False where it is damaged.
+    """
+    try:
+        entries = parse_json(meta.read_bytes())
+        names = splits or [name for name in _SPLITS if name in entries]
+        return all(_is_whole(meta.parent, entries[name]) for name in names)
+    except (OSError, *DAMAGED):
+        return False
+
+
+def _is_whole(directory: Path, entry: dict[str, Any]) -> bool:
+    path = directory / entry["path"]
+    end = entry["first_token"] + entry["num_tokens"]
+    size = end * np.dtype(entry["token_dtype"]).itemsize
+    return path.is_file() and bool(path.stat().st_size >= size)
+
+
+def _recorded(meta: Path) -> str | None:
+    """Returns the fingerprint in an earlier file; None where it cannot be read."""
+    try:
+        return str(parse_json(meta.read_bytes())["fingerprint"])
+    except (OSError, *DAMAGED):
+        return None
+
+
+def _say(message: str) -> None:
+    """Writes a line for whoever started this process."""
+    sys.stdout.write(f"{message}\n")
+    sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="penstock.models.prepare", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
+    parser.add_argument("--table-only", action="store_true", help="leave the data out")
+    parser.add_argument("--config-only", action="store_true", help="read no data and no weights")
+    parser.add_argument("--review", action="store_true", help="only say what a new run would take")
+    parser.add_argument("--kernels", action="store_true", help="only note the kernels")
+    parser.add_argument("--parent-pid", type=int, help="die when this process dies")
+    options = parser.parse_args(arguments)
+    run_dir: Path = options.run_dir
+
+    def work() -> None:
+        config = RunDirectory(run_dir).config
+        if options.review:
+            review_weights(config, run_dir, _say)
+            return
+        if options.kernels:
+            observe(config, run_dir, _say)
+            return
+        bounds = Bounds(alone=options.parent_pid is not None)
+        prepare(
+            config,
+            run_dir,
+            table_only=options.table_only,
+            config_only=options.config_only,
+            progress=_say,
+            bounds=bounds,
+        )
+        if not (options.table_only or options.config_only):
+            observe(config, run_dir, _say)
+
+    return tool_main(work, run_dir, options.parent_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

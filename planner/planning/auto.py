@@ -1,0 +1,439 @@
+"""Searches for the schedule of a configuration, and ``schedule: auto``: the winner among what
+``train`` can run.
+
+The grid itself is in :mod:`.space`, the search in :mod:`.search`. What memory this machine has is
+the caller's to know (:class:`Capacity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Protocol, get_args
+
+from penstock.config.execution import ScheduleConfig
+from penstock.config.schema import Config
+from penstock.config.values import AUTO, CHOSEN_LATER
+from penstock.host.errors import CapacityError, ConfigError
+from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
+from penstock.planner.cost.costs import Costs
+from penstock.planner.cost.profile import Guess
+from penstock.planner.planning.configured import (
+    config_context,
+    dropped_operators,
+    trainable_plan,
+)
+from penstock.planner.planning.pipeline import PlanContext, make_plan, try_plan
+from penstock.planner.planning.plan_search import Outcome, Progress, Search, fragment, host_bytes
+from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets, powers_of_two
+from penstock.planner.planning.settling import settle_as_configured, settled
+from penstock.planner.render.units import SECONDS, format_bytes
+from penstock.planner.schemes import SCHEMES
+from penstock.protocol.plan.instructions import Forward, Keep, Recompute
+from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.names import storage
+from penstock.shm.table import BlockTable
+
+
+class Capacity(Protocol):
+    """The memory that there is."""
+
+    def check(self, config: Config, plan: Plan, costs: Costs) -> None:
+        """Holds a plan of a configuration, with what its blocks cost, against it.
+
+        Raises:
+            CapacityError: something is short.
+        """
+
+
+KEPT = 10
+"""Outcomes that a search for one winner keeps: passes are tried on the best of them, it is chosen
+which of their blocks are settled early, and candidates that cannot be faster than all of them are
+not simulated.
+"""
+
+WORK = 90_000
+"""Instructions of plans after which a search for one winner ends: some seconds of a core."""
+
+STREAMING_COST = 0.03
+"""The share of a step that streaming must win on GPUs: copies beside computation slow it down by
+what they take of the memory's bandwidth, which no rate knows.
+"""
+
+_SEARCHED = frozenset(
+    "scheme forward_stages backward_stages stages_per_device replicas recompute drop passes"
+    " file".split()
+)
+"""Keys of the schedule that the search decides; all others are as valid with its winner."""
+
+_REFUSED = ("file", "stages_per_device")
+"""Keys that make no sense while the scheme is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """What a search came to.
+
+    ``config``: the configuration with the chosen schedule; ``default``: what the default scheme
+    would come to, in words. ``reasons``: for the choice, a line each.
+    """
+
+    config: Config
+    step_s: float
+    default: str
+    reasons: tuple[str, ...] = ()
+    num_candidates: int
+    left_out: Mapping[str, int]
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        micro_batch, schedule = self.config.train.micro_batch, self.config.schedule
+        key = "train.micro_batch" if schedule.asked is None else "schedule"
+        chosen = (
+            f"{key}: auto chose {describe(schedule)}, micro-batches of {micro_batch}:"
+            f" {SECONDS.format(self.step_s)} a step, simulated; {self.default}."
+            f" {self.num_candidates} candidates{f' (left out: {reasons})' if reasons else ''}"
+        )
+        return "\n  ".join((chosen, *self.reasons))
+
+
+def device_bytes(config: Config, context: PlanContext) -> float:
+    """Returns the bytes of one device's memory: its limit, or what a device of the cluster has."""
+    limit = config.memory.device_limit
+    return context.prices.cluster.device_memory_bytes if limit is None else limit
+
+
+def streaming_cost(config: Config) -> float:
+    """Returns :data:`STREAMING_COST` where devices are GPUs whose memory copies share."""
+    platform = config.cluster.platform
+    return STREAMING_COST if platform.own_memory and not platform.models_time else 0.0
+
+
+_NOTHING = "nothing is recomputed"
+
+
+def _recomputed(plan: Plan) -> str:
+    """Returns which activations a plan makes again, in words."""
+    work = [one for program in plan.programs for one in program]
+    graphs = sum(isinstance(one, Forward) and one.keep is Keep.ALL for one in work)
+    made = sum(isinstance(one, Recompute) for one in work)
+    if not made:
+        return _NOTHING
+    share = f" but for {graphs / (graphs + made):.0%}, which memory has room for" if graphs else ""
+    return f"activations are recomputed{share}"
+
+
+def _reasons(search: Search, best: Outcome) -> Iterator[str]:
+    """Yields what speaks for the best outcome of a search, in lines."""
+    keeps_weights, recomputed = best.keeps[0], _recomputed(best.plan)
+    memory = f" of {format_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
+    yield (
+        f"weights {'stay on devices' if keeps_weights else 'are streamed'},"
+        f" {recomputed}; a device needs"
+        f" {format_bytes(best.device_bytes)}{memory}"
+    )
+    if not keeps_weights or recomputed != _NOTHING:
+        kept = search.fastest.get((True, True))
+        takes = "does not fit" if kept is None else f"takes {SECONDS.format(kept.step_s)} a step"
+        yield f"keeping weights and activations on devices {takes}"
+    updated, blocks = len(best.plan.updates), best.plan.num_blocks
+    if updated:
+        yield f"devices update {updated} of {blocks} blocks, the host's cores the others"
+
+
+def describe(schedule: ScheduleConfig) -> str:
+    """Describes a chosen schedule in a few words."""
+    stages = dict.fromkeys((schedule.forward_stages, schedule.backward_stages))
+    number = "/".join(str(count) for count in stages if count is not None)
+    words = [str(schedule.scheme)]
+    if number:
+        words.append(f"{number} {'stage' if number == '1' else 'stages'}")
+    if schedule.replicas > 1:
+        words.append(f"{schedule.replicas} replicas")
+    words.append(f"recompute {' '.join((schedule.recompute or 'none', *schedule.drop))}")
+    if schedule.passes:
+        words.append(f"passes {', '.join(schedule.passes)}")
+    return ", ".join(words)
+
+
+def asked_of(schedule: ScheduleConfig) -> dict[str, Any]:
+    """Returns what a schedule with ``scheme: auto`` restricts the search to, key by key."""
+    given = schedule.model_dump(mode="json", exclude_unset=True, exclude={"scheme"})
+    keys = {*_SEARCHED, "profile"}
+    return {key: value for key, value in given.items() if key in keys and value is not None}
+
+
+def settings_of(schedule: ScheduleConfig) -> dict[str, Any]:
+    """Returns the keys that no search decides."""
+    return schedule.model_dump(exclude={*_SEARCHED, "asked"})
+
+
+def choose(
+    config: Config,
+    table: BlockTable,
+    capacity: Capacity,
+    progress: Progress = lambda done, of, best: None,
+    guess: Guess | None = None,
+) -> Winner:
+    """Searches for the fastest schedule that ``train`` can run within all memory limits.
+
+    ``config.schedule`` may fix ``forward_stages``, ``backward_stages``, ``replicas``,
+    ``recompute`` (with ``drop``) and ``passes``: only candidates with these are looked at. So it is
+    with ``train.micro_batch``, unless that is ``auto``; then ``config.schedule`` may name a scheme,
+    too, whose stages stay as they are. ``table``: at full size.
+
+    Raises:
+        ConfigError: a key that does not go with ``auto``, or nothing is possible with those given.
+        CapacityError: nothing fits; says what was in the way.
+    """
+    if config.schedule.scheme != AUTO:
+        return _choose_micro_batch(config, table, capacity, guess)
+    _check_keys(config.schedule)
+    asked = asked_of(config.schedule)
+    some = config.with_micro_batch(config.train.micro_batch or 1)
+    tuned = TunedConfig(config=some, table=table, capacity=capacity, asked=asked, guess=guess)
+    # Hosts are held against what they have when a candidate is planned.
+    space = space_of(config, len(table.blocks), trainable_schemes())
+    search = tuned.searched(space, progress, keep=KEPT, work=WORK)
+    if search.best is None:
+        raise _nothing(tuned, asked, search)
+    return Winner(
+        config=tuned.config_of(search.best.candidate),
+        step_s=search.best.step_s,
+        default=_default(tuned),
+        reasons=tuple(_reasons(search, search.best)),
+        num_candidates=search.num_tried,
+        left_out=dict(search.left_out),
+    )
+
+
+def _choose_micro_batch(
+    config: Config, table: BlockTable, capacity: Capacity, guess: Guess | None
+) -> Winner:
+    """Returns the configuration with the micro-batch whose step is shortest; its schedule stays.
+
+    Raises:
+        ConfigError: no micro-batch has a plan. CapacityError: none of the plans fits.
+    """
+    global_batch, steps_s = config.train.global_batch, dict[int, float]()
+    refused: list[ConfigError | CapacityError] = []
+    for size in (size for size in powers_of_two(global_batch) if global_batch % size == 0):
+        tuned = TunedConfig(
+            config=config.with_micro_batch(size), table=table, capacity=capacity, guess=guess
+        )
+        try:
+            steps_s[size] = tuned.step_s(tuned.config)
+        except (ConfigError, CapacityError) as error:
+            refused.append(error)
+    if not steps_s:
+        raise refused[0]
+    best = min(steps_s, key=steps_s.__getitem__)
+    smallest = min(steps_s)
+    return Winner(
+        config=config.with_micro_batch(best),
+        step_s=steps_s[best],
+        default=f"micro-batches of {smallest} {SECONDS.format(steps_s[smallest])}",
+        num_candidates=len(steps_s) + len(refused),
+        left_out={"impossible": len(refused)} if refused else {},
+    )
+
+
+def space_of(config: Config, num_blocks: int, schemes: tuple[str, ...]) -> Space:
+    """Returns the candidates that a configuration with ``schedule: auto`` leaves open."""
+    schedule, given = config.schedule, config.schedule.model_fields_set
+    space: dict[str, Any] = {}
+    if schedule.recompute not in (None, AUTO):
+        space["recomputations"] = ((schedule.recompute, dropped_operators(schedule.drop)),)
+    return Space(
+        num_devices=config.num_workers,
+        global_batch=config.train.global_batch,
+        num_blocks=num_blocks,
+        schemes=schemes,
+        micro_batches=()
+        if config.train.micro_batch == CHOSEN_LATER
+        else (config.train.micro_batch,),
+        forward_stages=schedule.forward_stages,
+        backward_stages=schedule.backward_stages,
+        replicas=schedule.replicas if "replicas" in given else None,
+        passes=schedule.passes,
+        pass_sets=()
+        if "passes" in given
+        else known_pass_sets(own_memory=config.cluster.platform.own_memory),
+        **space,
+    )
+
+
+def trainable_schemes() -> tuple[str, ...]:
+    """Returns what ``schedule.scheme`` accepts beside ``auto``."""
+    accepted = get_args(ScheduleConfig.model_fields["scheme"].annotation)
+    return tuple(name for name in SCHEMES if name in accepted)
+
+
+@dataclass(slots=True, kw_only=True)
+class TunedConfig:
+    """A configuration, of which schedules are searched (:class:`~.search.Tunable`).
+
+    Its candidates are planned and refused as ``train`` plans and refuses them, or, if ``any_plan``,
+    whatever workers can run. ``guess``: rates where nothing was measured; ``optimizer``: the way of
+    an optimizer in place of the configuration's. ``capacity``: holds plans against a machine.
+    ``asked``: what ``schedule.asked`` says of the winner. ``refused``: a first example of each kind
+    of refusal.
+    """
+
+    config: Config
+    table: BlockTable
+    guess: Guess | None = None
+    optimizer: OptimizerModel | None = None
+    any_plan: bool = False
+    capacity: Capacity | None = None
+    asked: dict[str, Any] | None = None
+    refused: dict[type[Exception], str] = field(default_factory=dict)
+
+    def context(self, micro_batch: int) -> PlanContext:
+        """Returns the configuration's context, with the costs of micro-batches of that size."""
+        context = config_context(self.config.with_micro_batch(micro_batch), self.table, self.guess)
+        return replace(context, optimizer=self.optimizer or context.optimizer)
+
+    def searched(
+        self,
+        space: Space,
+        progress: Progress,
+        *,
+        keep: int,
+        host_bytes: float = inf,
+        work: float = inf,
+    ) -> Search:
+        """Returns a search that has tried a space within the memory of devices; arguments as those
+        of :class:`~.search.Search`.
+        """
+        context = self.context(self.config.train.micro_batch)
+        search = Search(
+            tuned=self,
+            device_bytes=device_bytes(self.config, context),
+            host_bytes=host_bytes,
+            keep=keep,
+            streaming_cost=streaming_cost(self.config),
+            work=work,
+        )
+        search.run(space, progress)
+        return search
+
+    def step_s(self, config: Config) -> float:
+        """Returns the seconds of a step of a configuration that differs in its schedule only.
+
+        Raises:
+            ConfigError: it cannot be trained. CapacityError: it does not fit.
+        """
+        context = self.context(config.train.micro_batch)
+        plan = self.settled(self.plan_of(config, context), context)
+        limited = replace(context, memory_limit_bytes=device_bytes(config, context))
+        return try_plan(plan, limited).makespan_s
+
+    def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
+        """Returns the plan of a candidate; the first of each kind of refusal is remembered."""
+        if self.any_plan:
+            context = replace(context, block_work=None, updates_by=PREVIEW_SETTLE)
+            return make_plan(candidate.request, context)
+        try:
+            return self.plan_of(self.config_of(candidate), context)
+        except (ConfigError, CapacityError) as error:
+            name = f"{candidate.request.scheme} with {candidate.stages[0]} forward stages"
+            self.refused.setdefault(type(error), f"{name}: {error}")
+            raise
+
+    def plan_of(self, config: Config, context: PlanContext) -> Plan:
+        """Returns the plan of a configuration that fits.
+
+        Raises:
+            ConfigError: it cannot be trained. CapacityError: it does not fit.
+        """
+        plan = trainable_plan(config, self.table, context)
+        if self.capacity is not None:
+            self.capacity.check(config, plan, context.prices.costs)
+        return plan
+
+    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+        """Returns the plan with ``optimizer.settle: auto``'s choice, if it has one."""
+        return settled(self.config, plan, context) if self.optimizer is None else plan
+
+    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
+        """Returns the bytes of the fullest host, as the configured optimizer stores its state."""
+        stored = storage(self.config, settle_as_configured(self.config, self.table, plan))
+        moments_bytes = self.config.optimizer.name.traits.state_bytes
+        return host_bytes(plan, context.prices, storage=stored, moments_bytes=moments_bytes)
+
+    def config_of(self, candidate: Candidate) -> Config:
+        """Returns the configuration with a candidate in the place of its own schedule."""
+        parts = fragment(candidate)
+        config = self.with_schedule(parts["schedule"])
+        return config.model_copy(update={"train": config.train.model_copy(update=parts["train"])})
+
+    def with_schedule(self, keys: dict[str, Any]) -> Config:
+        """Returns the configuration with these keys in the place of those that a search decides."""
+        settings = settings_of(self.config.schedule)
+        schedule = ScheduleConfig.model_validate({**settings, "asked": self.asked, **keys})
+        return self.config.model_copy(update={"schedule": schedule})
+
+    def fragment_of(self, candidate: Candidate) -> dict[str, Any]:
+        """Returns what turns the configuration into the candidate's: also the defaults of keys that
+        only the configuration sets.
+        """
+        parts, default = fragment(candidate), ScheduleConfig().model_dump(mode="json")
+        own = self.config.schedule.model_dump(mode="json")
+        unset = {
+            key: default[key]
+            for key in sorted(_SEARCHED)
+            if own[key] != default[key] and key not in parts["schedule"]
+        }
+        return {**parts, "schedule": {**parts["schedule"], **unset}}
+
+
+def _check_keys(schedule: ScheduleConfig) -> None:
+    for key in _REFUSED:
+        value = getattr(schedule, key)
+        if value is not None:
+            raise ConfigError(
+                f"schedule.{key} = {str(value)!r}: does not go with schedule.scheme = auto, which"
+                " chooses the scheme; leave one of them out (auto goes with forward_stages,"
+                " backward_stages, replicas, recompute, drop, passes, and profile)"
+            )
+    if schedule.drop and schedule.recompute != "selective":
+        raise ConfigError(
+            f"schedule.drop = {list(schedule.drop)}: needs schedule.recompute = selective"
+        )
+
+
+def _default(tuned: TunedConfig) -> str:
+    """Describes the simulated speed of the default scheme."""
+    name = ScheduleConfig().scheme
+    try:
+        step_s = tuned.step_s(tuned.with_schedule({}))
+    except (ConfigError, CapacityError) as error:
+        return f"{name}, the default, is not possible here ({str(error).splitlines()[0]})"
+    return f"{name}, the default, {SECONDS.format(step_s)}"
+
+
+def _nothing(
+    tuned: TunedConfig, asked: Mapping[str, Any], search: Search
+) -> ConfigError | CapacityError:
+    """Returns why there is no winner: memory, if that was in the way of anything."""
+    config, refused = tuned.config, tuned.refused
+    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(search.left_out.items()))
+    given = "".join(f", schedule.{key} = {value!r}" for key, value in asked.items())
+    tried = (
+        f"schedule.scheme = {AUTO}: none of {search.num_tried} candidates for {config.num_workers}"
+        f" workers and {config.train.num_microbatches} micro-batches{given} can be trained"
+        f"{f' ({counts})' if counts else ''}"
+    )
+    short = [text for kind, text in refused.items() if issubclass(kind, CapacityError)]
+    if short or any("memory" in reason for reason in search.left_out):
+        limit = search.device_bytes
+        there = [] if limit == inf else [f"devices have {format_bytes(limit)}"]
+        advice = (
+            "use more workers, smaller micro-batches, a smaller model, or raise memory.device_limit"
+            " or memory.host_limit"
+        )
+        return CapacityError("; ".join((tried, *there, *short[:1], advice)))
+    first = next(iter(refused.values()), "no scheme accepts these numbers")
+    return ConfigError(f"{tried}; for example {first}")

@@ -1,0 +1,1 @@
+"""Layout of stages, lowering to instructions, replicas, and times of orders."""

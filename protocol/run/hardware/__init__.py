@@ -1,0 +1,1 @@
+"""Hardware that a run uses: cores, placement of memory, peer access, bandwidths."""

@@ -1,0 +1,457 @@
+"""Who may connect to the ZeroMQ sockets of a run that listen on TCP, and whom a process talks to.
+
+Each context that binds such a socket has a :class:`Door`: a thread that libzmq asks about every
+handshake (ZAP, ZeroMQ's RFC 27), before anything that the other side sends is delivered. What it
+asks for depends on ``cluster.security``: with ``tls`` a key that is in the node's list of peers,
+and everything is encrypted with it (:class:`CurveAccess`); with ``none`` something that only knows
+who can read the run's token (:class:`PlainAccess`). Without a door that answers, nobody is let in.
+
+Addresses of sockets travel as text, in ``Hello`` and ``Begin``. With ``tls`` they name the key of
+who listens: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. Whoever connects looks the key
+up in its own list, under the name of the node that the plan has there: an address cannot name a key
+that is not that node's. Local sockets are none of this: the kernel keeps other users away from them
+(:func:`penstock.protocol.wire.guard.own_user_only`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from penstock.config.schema import Config
+from penstock.host import world
+from penstock.host.errors import ConfigError, ProtocolError
+from penstock.host.logs import Complaints
+from penstock.protocol.run.names import place_of_member
+from penstock.protocol.security.folders import read_private
+from penstock.protocol.security.token import (
+    read_token,
+    refuse_foreign_listener,
+    refuse_foreign_owner,
+    token_path,
+)
+
+DOMAIN = b"penstock"
+ENCRYPTION_BYTES = 33
+"""A frame is so much longer on the wire when it is encrypted; ``MAXMSGSIZE`` counts them."""
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_POLL_MS = 100
+_REREAD_S = 0.5
+_KEY_TEXT_BYTES = 40
+_NAMED_KEY = "?key="
+_LOCAL = "ipc://"
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_HEEDED = _REFUSALS | _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_HANG_UPS = 3
+"""Handshakes in a row that the other side broke off. The one that finds first that the mechanisms
+differ hangs up, and the other hears of nothing else; somebody who dies does that once."""
+
+_log = logging.getLogger(__name__)
+
+
+class SocketAccess(Protocol):
+    """What sockets on TCP ask for, and show."""
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what goes over TCP is encrypted."""
+
+    @property
+    def said_to_strangers(self) -> int | None:
+        """Most bytes that a listening socket says to somebody who has not been let in: whoever has
+        acknowledged more has been. None: everybody is let in.
+        """
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        """Set options of a socket that will listen on TCP; before it is bound."""
+
+    def announce(self, endpoint: str) -> str:
+        """Returns the text that tells others of a bound socket."""
+
+    def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+        """Returns whether somebody who shows this is let in; called by a door's thread."""
+
+    def check(self, address: str, node: str) -> None:
+        """Refuses an announced address on TCP that is not a place of ``node``.
+
+        Raises:
+            ProtocolError: says why.
+        """
+
+    def connect(self, socket: zmq.Socket[Any], address: str) -> None:
+        """Connect a socket to an announced or local address.
+
+        Raises:
+            ProtocolError: the address does not say what this access needs.
+        """
+
+
+class OpenAccess:
+    """Nothing is asked for and nothing shown: for sockets that are no run's."""
+
+    encrypts = False
+    said_to_strangers: int | None = None
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        """As :class:`SocketAccess` says."""
+
+    def announce(self, endpoint: str) -> str:
+        """As :class:`SocketAccess` says."""
+        return endpoint
+
+    def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+        """As :class:`SocketAccess` says."""
+        return True
+
+    def check(self, address: str, node: str) -> None:
+        """As :class:`SocketAccess` says."""
+        _check_unnamed(address, node)
+
+    def connect(self, socket: zmq.Socket[Any], address: str) -> None:
+        """As :class:`SocketAccess` says."""
+        _check_unnamed(address, "there")
+        _connect(socket, address)
+
+
+OPEN = OpenAccess()
+
+
+class PlainAccess:
+    """PLAIN (ZeroMQ's RFC 24) with a password that follows from the run's token and the address:
+    whoever listens there without knowing the token learns nothing that is good elsewhere.
+    """
+
+    encrypts = False
+    # The greeting (64 bytes) and ERROR (12); WELCOME (10) and READY (43) are for those let in.
+    said_to_strangers: int | None = 64 + 12
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._passwords: tuple[bytes, ...] = ()
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        """As :class:`SocketAccess` says."""
+        socket.set(zmq.PLAIN_SERVER, 1)
+        _ask_the_door(socket)
+
+    def announce(self, endpoint: str) -> str:
+        """As :class:`SocketAccess` says."""
+        self._passwords = (*self._passwords, self.password(endpoint))
+        return endpoint
+
+    def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+        """As :class:`SocketAccess` says."""
+        return (
+            mechanism == b"PLAIN"
+            and len(credentials) == 2
+            and any([hmac.compare_digest(credentials[1], own) for own in self._passwords])
+        )
+
+    def check(self, address: str, node: str) -> None:
+        """As :class:`SocketAccess` says."""
+        _check_unnamed(address, node)
+
+    def connect(self, socket: zmq.Socket[Any], address: str) -> None:
+        """As :class:`SocketAccess` says; a process of another user on this machine is not talked
+        to.
+        """
+        _check_unnamed(address, "there")
+        if _is_tcp(address):
+            refuse_foreign_listener(address.removeprefix("tcp://"))
+            socket.set(zmq.PLAIN_USERNAME, DOMAIN)
+            socket.set(zmq.PLAIN_PASSWORD, self.password(address))
+        _connect(socket, address)
+
+    def password(self, address: str) -> bytes:
+        """Returns what is to be shown to whoever is at an announced address."""
+        return hmac.new(self._token, address.encode(), "sha256").hexdigest().encode()
+
+
+class CurveAccess:
+    """CURVE (ZeroMQ's RFC 26) with the keys of one node's folder.
+
+    A process keeps the pair of keys that it found when it started. The list of peers is read anew
+    when its files change: ``peers/NAME.public`` has one key a line, and each of them is that
+    node's, so that an old and a new one are good while both are there.
+    """
+
+    encrypts = True
+    # The greeting (64 bytes), WELCOME (170) and ERROR (12); READY would be 52 at least.
+    said_to_strangers: int | None = 64 + 170 + 12
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the keys in ``folder`` (``KEYS/node.NAME``).
+
+        Raises:
+            ConfigError: a file is missing, damaged, or readable for others; or the two keys are no
+                pair.
+        """
+        self._folder = folder
+        self._public = _key(folder / "curve.public", secret=False)
+        self._secret = _key(folder / "curve.secret", secret=True)
+        if z85.decode(zmq.curve_public(z85.encode(self._secret))) != self._public:
+            raise ConfigError(
+                f"{folder}: curve.public is not the public key of curve.secret; take both from one"
+                " penstock keys make"
+            )
+        self._lock = world.lock()  # of what follows: doors and connecting threads share it
+        self._complaints = Complaints(_log)
+        self._files: dict[Path, tuple[int, int]] = {}
+        self._node_of: dict[bytes, str] = {}
+        self._looked_s = float("-inf")
+        self._look()
+
+    def protect(self, socket: zmq.Socket[Any]) -> None:
+        """As :class:`SocketAccess` says."""
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, self._secret)
+        _ask_the_door(socket)
+
+    def announce(self, endpoint: str) -> str:
+        """As :class:`SocketAccess` says."""
+        return f"{endpoint}{_NAMED_KEY}{self._public.hex()}"
+
+    def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+        """As :class:`SocketAccess` says."""
+        return mechanism == b"CURVE" and len(credentials) == 1 and bool(self._owner(credentials[0]))
+
+    def check(self, address: str, node: str) -> None:
+        """As :class:`SocketAccess` says."""
+        if _is_tcp(address) and self._owner(self._named_key(address)) != node:
+            raise ProtocolError(
+                f"{address}: this is not a key of node {node} in {self._folder / 'peers'}: give all"
+                " nodes the keys of one penstock keys make, the lists of peers first"
+            )
+
+    def connect(self, socket: zmq.Socket[Any], address: str) -> None:
+        """As :class:`SocketAccess` says."""
+        if _is_tcp(address):
+            socket.set(zmq.CURVE_SERVERKEY, self._named_key(address))
+            socket.set(zmq.CURVE_PUBLICKEY, self._public)
+            socket.set(zmq.CURVE_SECRETKEY, self._secret)
+        _connect(socket, address.partition(_NAMED_KEY)[0])
+
+    def _named_key(self, address: str) -> bytes:
+        """Returns the key in an address, if somebody has it who may be talked to."""
+        try:
+            key = bytes.fromhex(address.partition(_NAMED_KEY)[2])
+        except ValueError:
+            key = b""
+        if not self._owner(key):
+            raise ProtocolError(
+                f"{address}: it names no key in {self._folder / 'peers'}, and cluster.security is"
+                " tls: give all nodes one configuration, and the keys of one penstock keys make"
+            )
+        return key
+
+    def _owner(self, key: bytes) -> str | None:
+        """Returns the node that a key belongs to."""
+        with self._lock:
+            if world.monotonic() - self._looked_s > _REREAD_S:
+                try:
+                    self._look()
+                except ConfigError as error:
+                    self._complaints.say(f"{error}; what was read before stays in use")
+            return self._node_of.get(key)
+
+    def _look(self) -> None:
+        """Read the list of peers if a file has changed, or come, or gone."""
+        self._looked_s = world.monotonic()
+        folder = self._folder / "peers"
+        try:
+            found = {
+                path: (status.st_mtime_ns, status.st_ino)
+                for path in sorted(folder.glob("*.public"))
+                for status in [path.stat()]
+            }
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot read it: {error}") from error
+        if found == self._files:
+            return
+        node_of: dict[bytes, str] = {}
+        for path in found:
+            for line in read_private(path, secret=False).split():
+                node_of[_decoded(path, line)] = path.name.removesuffix(".public")
+        self._files, self._node_of = found, node_of
+
+
+def socket_access(config: Config, run_dir: Path, node: str) -> SocketAccess:
+    """Returns what sockets of a process on ``node`` of the run in ``run_dir`` ask for, and show.
+
+    Raises:
+        ConfigError: keys or token are missing or of no use.
+    """
+    if config.cluster.security == "none":
+        return PlainAccess(read_token(token_path(run_dir)))
+    if config.cluster.keys is None:
+        raise ConfigError("cluster.keys is not set, and cluster.security: tls needs it")
+    return CurveAccess(config.cluster.keys / f"node.{node}")
+
+
+def checked_places(
+    config: Config, access: SocketAccess, announced: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the addresses of members (by name) after a look at whose they are: the configuration
+    says on which node a member is, never the address.
+
+    Raises:
+        ProtocolError: an address is not a place of the member's node.
+    """
+    for member, address in announced.items():
+        access.check(address, place_of_member(config, member)[0])
+    return dict(announced)
+
+
+class Door:
+    """Answers libzmq about the handshakes of one context, on a thread of its own.
+
+    Made before the first protected socket of the context is bound; closed before the context is.
+    """
+
+    def __init__(self, context: zmq.Context[Any], access: SocketAccess) -> None:
+        """Begin to answer."""
+        self._access = access
+        self._complaints = Complaints(_log)
+        self._thread: threading.Thread | None = None
+        if access.said_to_strangers is None:
+            return  # libzmq does not ask
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(_ZAP_ADDRESS)
+        self._closing = world.event()
+        self._thread = world.thread(target=self._run, name="door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let nobody in any more, and end the thread; a second time does nothing."""
+        if self._thread is not None:
+            self._closing.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if self._socket.poll(_POLL_MS):
+                    self._answer(self._socket.recv_multipart())
+        finally:
+            self._socket.close()
+
+    def _answer(self, frames: list[bytes]) -> None:
+        _, request, domain, address, _, mechanism, *credentials = frames
+        admitted = domain == DOMAIN and self._access.admits(mechanism, credentials)
+        if not admitted:
+            self._complaints.say(
+                f"turned {address.decode(errors='replace')} away: no key or token of ours"
+            )
+        status = [b"200", b"OK"] if admitted else [b"400", b""]
+        self._socket.send_multipart([_ZAP_VERSION, request, *status, b"", b""])
+
+
+class Connection:
+    """A socket that connects to one address, and why it cannot: after a handshake that failed
+    libzmq gives up silently. Of one thread at a time, like its socket.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], address: str, access: SocketAccess, watched: int = 0
+    ) -> None:
+        """Connect ``socket``, which is closed with this.
+
+        Somebody else reads :attr:`monitor` if there are events in ``watched``, which it then brings
+        too, and hands each to :meth:`note`.
+
+        Raises:
+            ProtocolError: as :meth:`SocketAccess.connect`; the socket is closed.
+        """
+        self.socket = socket
+        self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(_HEEDED | watched)
+        self._is_watched = bool(watched)
+        self._seen = ""
+        self._broken = 0
+        try:
+            access.connect(socket, address)
+        except BaseException:
+            self.close()
+            raise
+
+    def refusal(self) -> str:
+        """Returns why the other side cannot be talked to; empty while there is hope."""
+        while not self._is_watched and self.monitor.poll(0):
+            event: Any = recv_monitor_message(self.monitor)
+            self.note(event["event"])
+        return self._seen
+
+    def note(self, event: int) -> None:
+        """Heed an event of the monitor."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._broken, self._seen = 0, ""
+        self._broken += event == _BROKEN
+        if event & _REFUSALS or self._broken >= _HANG_UPS:
+            self._seen = (
+                "it does not let this node's key or token in"
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                else "it has not the cluster.security of this process"
+            )
+
+    def close(self) -> None:
+        """Drop what is on its way."""
+        # First this: an event that nobody reads any more would hold up the socket's end.
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+def _check_unnamed(address: str, node: str) -> None:
+    if _NAMED_KEY in address:
+        raise ProtocolError(
+            f"{address}: node {node} asks for a key, and this process has cluster.security: none:"
+            " give all nodes one configuration"
+        )
+
+
+def _connect(socket: zmq.Socket[Any], address: str) -> None:
+    """Connect, but not to another user's process that took the name of one of ours.
+
+    Raises:
+        LostMemberError: somebody else listens there.
+    """
+    if address.startswith(_LOCAL):
+        refuse_foreign_owner(address.removeprefix(_LOCAL))
+    socket.connect(address)
+
+
+def _is_tcp(address: str) -> bool:
+    return address.startswith("tcp:")
+
+
+def _ask_the_door(socket: zmq.Socket[Any]) -> None:
+    """Have libzmq ask about every handshake, and let nobody in while nobody answers."""
+    socket.set(zmq.ZAP_DOMAIN, DOMAIN)
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def _key(path: Path, *, secret: bool) -> bytes:
+    return _decoded(path, read_private(path, secret=secret).strip())
+
+
+def _decoded(path: Path, text: bytes) -> bytes:
+    """Returns the 32 bytes of a key that is written as ZeroMQ's Z85."""
+    try:
+        key = z85.decode(text)
+    except (ValueError, KeyError, struct.error):  # the last: five characters of over 32 bits
+        key = b""
+    if len(text) != _KEY_TEXT_BYTES or len(key) != 32:
+        raise ConfigError(f"{path}: is no key; take it from penstock keys make again")
+    return bytes(key)

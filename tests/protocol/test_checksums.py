@@ -1,0 +1,86 @@
+"""Checksums of JSON objects and of a run directory's files: what they notice, and what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.host.errors import StateError
+from penstock.host.files import write_atomically
+from penstock.protocol.run.checksums import (
+    SEAL,
+    check_object,
+    check_sealed,
+    read_sealed,
+    sealed_values,
+    with_checksum,
+)
+from penstock.protocol.run.rundir import RunDirectory
+
+
+def test_an_object_carries_its_checksum_through_json() -> None:
+    fields = {"b": 2.0**136, "a": [1, "ä", None], "c": {"z": True, "y": 1e-320}}
+    read = json.loads(json.dumps(with_checksum(fields), indent=1))
+    assert check_object(read, "x")
+    assert check_object(dict(reversed(read.items())), "x"), "the order of keys means nothing"
+    assert not check_object(fields, "x")
+    for key, value in (("b", 2.0**137), ("a", [1, "ä"]), ("new", 0)):
+        with pytest.raises(StateError, match=r"x\.json: its checksum does not match"):
+            check_object({**read, key: value}, "x.json")
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory.create(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("table.json", "model/config.json", "plan.json", "resolved.yaml"):
+        (tmp_path / name).write_text(f"this is {name}")
+    directory.seal({"run.seed": 7})
+    return directory
+
+
+def test_sealed_files_are_noticed_when_they_change(sealed: RunDirectory) -> None:
+    assert sealed_values(sealed.path) == {"run.seed": 7}
+    assert read_sealed(sealed.path, "table.json") == b"this is table.json"
+    remedies = {
+        "table.json": "Restore it; or delete it and start again",
+        "model/config.json": "Restore it; or delete it and start again",
+        "plan.json": "The next penstock train writes a new one",
+        "resolved.yaml": "make changes in your own configuration or with --set",
+    }
+    for name, remedy in remedies.items():
+        (sealed.path / name).write_text("this is another")
+        with pytest.raises(StateError, match=f"{name}: is not what it was .* {remedy}"):
+            read_sealed(sealed.path, name)
+    for attribute, name in (("table", "table.json"), ("plan", "plan.json"), ("config", "resolved")):
+        with pytest.raises(StateError, match=rf"{name}.* is not what it was"):
+            getattr(sealed, attribute)
+    check_sealed(sealed.path, "data/meta.json", b"was not there")
+    sealed.seal({})
+    assert read_sealed(sealed.path, "plan.json") == b"this is another"
+
+
+def test_without_a_seal_files_are_taken_as_they_are(sealed: RunDirectory) -> None:
+    (sealed.path / "plan.json").write_text("this is another")
+    sealed.unseal()
+    assert sealed_values(sealed.path) is None
+    assert read_sealed(sealed.path, "plan.json") == b"this is another"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        ('{"format": 2}', "format 2, this Penstock reads 1"),
+        ('{"format": 1, "files": {}}', "has no checksum"),
+        ('{"format": 1, "files": {}, "checksum": "00"}', "its checksum does not match"),
+    ],
+)
+def test_a_damaged_seal_is_an_error(sealed: RunDirectory, content: str, message: str) -> None:
+    write_atomically(sealed.path / SEAL, content)
+    with pytest.raises(StateError, match=rf"inputs\.json: .*{message}"):
+        read_sealed(sealed.path, "table.json")
