@@ -47,7 +47,7 @@ def export(run_dir: Path, output: Path, step: int | None, *, whole: bool = False
     """
     state = choose_state(run_dir, step)
     cluster = RunDirectory(run_dir).config.cluster
-    if cluster.platform.brings_model:
+    if cluster.platform.builtin_model:
         raise ConfigError(
             f"{run_dir}: ran on {cluster.device!r}; what an emulated run saves is no model"
         )

@@ -241,7 +241,7 @@ def closing_words(
         f"  configuration  {result.run_dir / 'resolved.yaml'}",
         f"  saved state    {saved.path if saved is not None else 'none'}",
     ]
-    exports = not config.cluster.platform.brings_model  # emulated weights export nowhere
+    exports = not config.cluster.platform.builtin_model  # emulated weights export nowhere
     if saved is not None and exports:
         words.append(f"  export         penstock export {result.run_dir} --format hf OUT")
     return [*words, f"  report         penstock report {result.run_dir}"]

@@ -334,7 +334,7 @@ class ClusterConfig(Section):
                 f"cluster.transport {self.transport} is for cluster.device: {', '.join(able)},"
                 f" which is {self.device!r}; {', '.join(others)} and {last} work there"
             )
-        if self.platform.models_time and len({node.host for node in self.nodes}) > 1:
+        if self.platform.simulated_clock and len({node.host for node in self.nodes}) > 1:
             raise ValueError(
                 f"cluster.nodes of an {self.platform.name} cluster run on one machine; give them"
                 " one host"

@@ -74,9 +74,9 @@ class Platform:
     fp32.
     ``pins_host_memory``: workers lock the shared memory that they map.
     ``own_update_kernels``: UPDATE runs kernels of the device, which not every optimizer has.
-    ``brings_model``: block table and initial weights follow from ``cluster.device``; there is no
+    ``builtin_model``: block table and initial weights follow from ``cluster.device``; there is no
     model to read or to export.
-    ``models_time``: seconds, bandwidths and memory are those of a modelled cluster, whose nodes
+    ``simulated_clock``: seconds, bandwidths and memory are those of a modelled cluster, whose nodes
     share one machine and its clock; nothing can be measured, and results are marked.
     """
 
@@ -88,8 +88,8 @@ class Platform:
     loader: str = "penstock.models.checkpoints.loader"
     pins_host_memory: bool = False
     own_update_kernels: bool = False
-    brings_model: bool = False
-    models_time: bool = False
+    builtin_model: bool = False
+    simulated_clock: bool = False
 
 
 CPU = Platform(name="cpu", cores=CoreUse.COMPUTE, transports=("zmq", "gloo"), own_memory=False)
@@ -110,8 +110,8 @@ EMULATED = Platform(
     cores=CoreUse.WAIT,
     transports=("zmq",),
     own_memory=True,
-    brings_model=True,
-    models_time=True,
+    builtin_model=True,
+    simulated_clock=True,
 )
 
 PLATFORMS: Mapping[str, Platform] = MappingProxyType(

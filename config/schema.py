@@ -119,7 +119,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _attention_of_the_device(self) -> Config:
         platform, attention = self.cluster.platform, self.model.attention
-        if platform.own_memory or platform.brings_model or attention not in ON_GPUS:
+        if platform.own_memory or platform.builtin_model or attention not in ON_GPUS:
             return self
         raise ValueError(
             f"model.attention {attention} runs on GPUs alone, and cluster.device is"
@@ -129,14 +129,14 @@ class Config(Section):
     @model_validator(mode="after")
     def _modelled_or_real(self) -> Config:
         platform = self.cluster.platform
-        if platform.models_time and self.schedule.profile is not None:
+        if platform.simulated_clock and self.schedule.profile is not None:
             raise ValueError(
                 f"schedule.profile = {str(self.schedule.profile)!r}: emulated devices have the"
                 " costs that cluster.device names (emulated:FILE.json takes a profile)"
             )
-        if not platform.brings_model and self.model.hf is None and self.model.path is None:
+        if not platform.builtin_model and self.model.hf is None and self.model.path is None:
             raise ValueError(ONE_MODEL)
-        if not platform.models_time and self.emulation != EmulationConfig():
+        if not platform.simulated_clock and self.emulation != EmulationConfig():
             raise ValueError(
                 f"emulation: is for cluster.device: emulated:…, which is {self.cluster.device!r}"
             )
@@ -174,7 +174,7 @@ class Config(Section):
         left unset, where one worker computes on a GPU. Others keep their defaults.
         """
         platform = self.cluster.platform
-        if self.num_workers > 1 or not platform.own_memory or platform.models_time:
+        if self.num_workers > 1 or not platform.own_memory or platform.simulated_clock:
             return self
         config, schedule = self, self.schedule
         if "micro_batch" not in self.train.model_fields_set:
@@ -190,7 +190,7 @@ class Config(Section):
         """
         platform, schedule = self.cluster.platform, self.schedule
         given = schedule.model_fields_set & {"recompute", "drop", "passes", "file"}
-        if given or schedule.scheme == AUTO or not platform.own_memory or platform.models_time:
+        if given or schedule.scheme == AUTO or not platform.own_memory or platform.simulated_clock:
             return self
         schedule = schedule.model_copy(update={"recompute": AUTO})
         return self.model_copy(update={"schedule": schedule})
@@ -215,7 +215,7 @@ class Config(Section):
         if self.data.tokenizer is not None:
             return self.data.tokenizer
         # A model that the platform brings takes any tokens.
-        own = None if self.cluster.platform.brings_model else self.model.path
+        own = None if self.cluster.platform.builtin_model else self.model.path
         return BYTE if own is None else str(own)
 
     def to_yaml(self) -> str:

@@ -30,7 +30,7 @@ def device_facts(config: Config, device: int) -> Facts:
     is left out.
     """
     platform = config.cluster.platform
-    if platform.brings_model:
+    if platform.builtin_model:
         return []
     facts = list(_versions(_LAYERS))
     if platform.own_memory:

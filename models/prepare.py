@@ -61,15 +61,15 @@ def prepare(
     if not table_only:
         _check_device(config)
     bounds.limit_memory()
-    brings_model, folder = config.cluster.platform.brings_model, config.model.path
-    if folder is not None and not (brings_model or config_only):
+    builtin_model, folder = config.cluster.platform.builtin_model, config.model.path
+    if folder is not None and not (builtin_model or config_only):
         check_model_folder(folder)
     with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
         tokenizer = open_tokenizer(config)
     if tokenizer is not None:
         tokenizer = BoundedTokenizer(tokenizer, str(config.tokenizer), bounds)
     marks = None if tokenizer is None else marks_of_text(config, tokenizer)
-    if not brings_model:
+    if not builtin_model:
         weights = not table_only or (not config_only and folder is not None and has_weights(folder))
         with bounds.within("model: building it without weights", BUILDING_S):
             _prepare_model(config, run_dir, tokenizer, marks, progress, weights=weights)
@@ -86,7 +86,7 @@ def _check_device(config: Config) -> None:
         ConfigError: torch finds none.
     """
     platform = config.cluster.platform
-    if platform.brings_model or not platform.own_memory:
+    if platform.builtin_model or not platform.own_memory:
         return
     import torch
 
@@ -163,7 +163,7 @@ def _prepare_model(
 
 def observe(config: Config, run_dir: Path, progress: Progress) -> None:
     """Notes the kernels that the run's workers compute with, where they compute with torch's."""
-    if config.cluster.platform.brings_model:
+    if config.cluster.platform.builtin_model:
         return
     from penstock.models.kernels import observe_kernels
 

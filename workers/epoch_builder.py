@@ -272,7 +272,7 @@ class EpochBuilder:
     ) -> None:
         """Accept what peers send in the epoch, and connect to those that are sent to."""
         program, evaluation = self._programs(plan)
-        modelled = self._config.cluster.platform.models_time
+        modelled = self._config.cluster.platform.simulated_clock
         peers = Peers.of(self._config, self._table, plan, self._device_index, self._transport_name)
         self._transport.expect(largest_transfer(self._config, self._table, plan), plan.num_devices)
         self._transport.notices.open(run_id=self._files.run_id, epoch=begin.epoch)

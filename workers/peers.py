@@ -44,7 +44,7 @@ class Peers:
         """
         sends = (SendActivation, SendGradient, SendCheckpoint)
         programs = (*plan.programs[device], *plan.evaluation[device])
-        flow, modelled = Flow.of(plan), config.cluster.platform.models_time
+        flow, modelled = Flow.of(plan), config.cluster.platform.simulated_clock
         workers = {i.peer for i in programs if isinstance(i, sends)}
         workers |= collective_peers(plan, flow, device, modelled=modelled)
         workers |= told_by(device, group_members(plan, transport))

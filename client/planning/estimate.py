@@ -218,7 +218,7 @@ def _config_of(folder: Path, options: EstimateOptions) -> Config:
         if value is not None:
             data.setdefault(section, {})[key] = value
     config = parse_config(apply_overrides(data, options.settings), source="penstock estimate")
-    if config.cluster.platform.brings_model:
+    if config.cluster.platform.builtin_model:
         raise ConfigError(
             f"cluster.device = {config.cluster.device!r}: an emulated device brings its own model;"
             " use penstock plan CONFIG.yaml, or --gpu for the rates of a GPU"

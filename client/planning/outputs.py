@@ -79,7 +79,7 @@ def rates_of(config: Config) -> str:
     """Describes where the rates of a configuration's simulation come from."""
     if config.schedule.profile is not None:
         return "with measured costs"
-    if config.cluster.platform.models_time:
+    if config.cluster.platform.simulated_clock:
         return "with the costs of the emulated cluster"
     return "default rates, not measured on this machine"
 

@@ -170,7 +170,7 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
 def _parts(tuned: TunedConfig, best: Outcome, settings: TuneOptions) -> dict[str, Any]:
     """Returns the keys of the winner, and those that stand for options of the command."""
     parts = tuned.fragment_of(best.candidate)
-    if settings.profile is not None and not tuned.config.cluster.platform.models_time:
+    if settings.profile is not None and not tuned.config.cluster.platform.simulated_clock:
         parts["schedule"]["profile"] = str(settings.profile)
     if settings.device_bytes is not None:
         parts["memory"] = {"device_limit": int(settings.device_bytes)}

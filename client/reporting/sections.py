@@ -59,7 +59,7 @@ def trained(facts: RunFacts) -> Chapter:
         ),
     ]
     blocks: list[Block] = [Table(headings=("", ""), rows=rows)]
-    if config.cluster.platform.brings_model:
+    if config.cluster.platform.builtin_model:
         blocks.append(
             Words(
                 "Devices were emulated: losses are made up, and a share of"
@@ -151,7 +151,7 @@ def speed(facts: RunFacts) -> Chapter:
     if len(seconds) >= 20:
         rows.append(("seconds a step, 95 % are faster than", f"{quantiles(seconds, n=20)[18]:.4g}"))
     per_device = rate * facts.flops_per_token / facts.config.num_workers
-    if facts.config.cluster.platform.models_time:  # seconds of the emulated cluster
+    if facts.config.cluster.platform.simulated_clock:  # seconds of the emulated cluster
         per_device *= facts.config.emulation.time_scale
     rows += [
         ("tokens in all", f"{'' if readings.exact else 'about '}{readings.total('tokens'):,.0f}"),

@@ -68,7 +68,7 @@ def _traced(traced: TraceReport, facts: RunFacts) -> list[Block]:
         f" {_BUBBLES}; the tail runs from the last computation to the last sweep or copy. Between"
         " attempts are messages, decision, journal and the next batch."
     )
-    if facts.config.cluster.platform.models_time:
+    if facts.config.cluster.platform.simulated_clock:
         words += " Seconds are those of the emulated cluster."
     return [_share_bars(shares, traced.typical_step_s, words)]
 
@@ -94,7 +94,7 @@ def _untraced(facts: RunFacts) -> list[Block]:
         f" {line['step']}. The step takes {_time(seconds)}. {_BUBBLES}; the tail runs from the last"
         " gradient to the commit."
     )
-    if facts.config.cluster.platform.models_time:
+    if facts.config.cluster.platform.simulated_clock:
         scale = facts.config.emulation.time_scale
         words += f" Seconds are the clock's; one of the emulated cluster takes {scale:g} of them."
     return [_share_bars(shares, seconds, words)]

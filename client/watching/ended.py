@@ -98,7 +98,7 @@ class EndedRun:
         lines += [f"in memory    {self.kept}"] if self.kept else []
         if self.saved is not None:
             lines.append(f"saved state  {self.saved.path}")
-            if not self.directory.config.cluster.platform.brings_model:  # no model to export
+            if not self.directory.config.cluster.platform.builtin_model:  # no model to export
                 lines.append(f"export       penstock export {path} --format hf OUT")
         return [*lines, f"report       penstock report {path}"]
 

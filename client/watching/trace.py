@@ -78,7 +78,7 @@ def make_trace_report(
             complete; or a file cannot be read or written.
     """
     run, trace = RunDirectory(run_dir), read_traces(run_dir)
-    if run.config.cluster.platform.models_time:
+    if run.config.cluster.platform.simulated_clock:
         trace = trace.slowed(1.0 / run.config.emulation.time_scale)
     names = tuple(node.name for node in run.config.cluster.nodes)
     traced = TracedRun.of(trace, names)
@@ -141,7 +141,7 @@ def _choose(
 
 
 def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
-    if profile is None and not run.config.cluster.platform.models_time:
+    if profile is None and not run.config.cluster.platform.simulated_clock:
         return simulate(fit.plan, fit.costs, fit.cluster, stops_early=True)
     prices = config_prices(run.config.with_profile(profile), run.table)
     optimizer = optimizer_of(run.config)

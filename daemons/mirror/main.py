@@ -192,7 +192,7 @@ def _readers(
 
 def _pace(stack: ExitStack, run: RunDirectory, index: int) -> Pace | None:
     """Returns how fast an emulated node reads from others, for one thread; None for a real one."""
-    if not run.config.cluster.platform.models_time:
+    if not run.config.cluster.platform.simulated_clock:
         return None
     pace = Emulation.of(run.config).reads(run.path, run.config, index)
     stack.callback(pace.board.close)

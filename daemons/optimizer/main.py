@@ -163,7 +163,7 @@ def _sweeps(
     stack.callback(kernels.close)
     runner: SweepRunner = kernels
     metrics.runs_on(pool.num_threads, sorted(threads))
-    if config.cluster.platform.models_time:
+    if config.cluster.platform.simulated_clock:
         metrics.runs_on(pool.num_threads, ())
         node = memory.spec.node_name
         log = BandwidthLog.of_node(run.path, node, config.cluster.workers)
@@ -198,7 +198,7 @@ def _puller(
     if not sources:
         return None
     pace = None
-    if run.config.cluster.platform.models_time:
+    if run.config.cluster.platform.simulated_clock:
         pace = Emulation.of(run.config).reads(run.path, run.config, node)
         stack.callback(pace.board.close)
         pace.board.clear(node)

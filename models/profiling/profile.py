@@ -205,7 +205,7 @@ def _machine(
 
 
 def _device(config: Config) -> torch.device:
-    if config.cluster.platform.models_time:
+    if config.cluster.platform.simulated_clock:
         raise ConfigError(
             f"cluster.device = {config.cluster.device!r}: there is nothing to measure on an"
             " emulated device; use --set cluster.device=cpu or cuda"

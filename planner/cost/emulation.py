@@ -143,7 +143,7 @@ class Emulation:
             ConfigError: no emulated device, an unknown GPU or model, a profile that does not fit.
         """
         text = config.cluster.device_parameter
-        if text is None or not config.cluster.platform.models_time:
+        if text is None or not config.cluster.platform.simulated_clock:
             raise ConfigError(f"cluster.device = {config.cluster.device!r}: is no emulated device")
         _check_supported(config)
         if config.train.micro_batch == CHOSEN_LATER:

@@ -107,7 +107,7 @@ def device_bytes(config: Config, context: PlanContext) -> float:
 def streaming_cost(config: Config) -> float:
     """Returns :data:`STREAMING_COST` where devices are GPUs whose memory copies share."""
     platform = config.cluster.platform
-    return STREAMING_COST if platform.own_memory and not platform.models_time else 0.0
+    return STREAMING_COST if platform.own_memory and not platform.simulated_clock else 0.0
 
 
 _NOTHING = "nothing is recomputed"

@@ -49,7 +49,7 @@ def config_prices(config: Config, table: BlockTable, guess: Guess | None = None)
         ConfigError: the profile cannot be read, or is of another model.
     """
     profile, platform = config.schedule.profile, config.cluster.platform
-    if profile is None and platform.models_time:
+    if profile is None and platform.simulated_clock:
         emulation = Emulation.of(config)
         return Prices(costs=emulation.costs, cluster=emulation.cluster)
     source = load_profile(profile) if profile is not None else guess or guess_of(platform)
@@ -70,7 +70,7 @@ def config_prices(config: Config, table: BlockTable, guess: Guess | None = None)
 
 def optimizer_of(config: Config) -> OptimizerModel:
     """Returns how a configuration's optimizer works on its nodes' cores."""
-    emulated = config.cluster.platform.models_time
+    emulated = config.cluster.platform.simulated_clock
     way = Emulation.of(config).optimizer if emulated else optimizer_way(config.optimizer)
     return replace(way, mirrored=config.mirrors)
 

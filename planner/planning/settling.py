@@ -73,7 +73,7 @@ def is_to_choose(config: Config) -> bool:
         optimizer.settle == "auto"
         and optimizer.rollback == "exact"
         and optimizer.speculate != "never"
-        and (schedule.profile is not None or platform.models_time)
+        and (schedule.profile is not None or platform.simulated_clock)
         and platform.cores is not CoreUse.COMPUTE
         and not complete
         and not foreign

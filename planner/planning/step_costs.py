@@ -19,7 +19,7 @@ def given_pricing(run: RunDirectory) -> Pricing | None:
     """
     config = run.config
     profile = config.schedule.profile
-    if profile is None and not config.cluster.platform.models_time:
+    if profile is None and not config.cluster.platform.simulated_clock:
         return None
     prices = config_prices(config, run.table)
     return Pricing(

@@ -330,7 +330,7 @@ class Cluster:
         self.epoch = epoch
         peers = {d: w.context.transport.address for d, w in enumerate(self.workers)}
         optimizers = {n: s.get_string(zmq.LAST_ENDPOINT) for n, s in enumerate(self.optimizers)}
-        modelled = self.config.cluster.platform.models_time
+        modelled = self.config.cluster.platform.simulated_clock
         for device, worker in enumerate(self.workers):
             transport, flow = worker.context.transport, worker.context.flow
             collective = collective_receives(self.plan, flow, device, modelled=modelled)

@@ -159,7 +159,7 @@ def _planned_bytes_per_s(config: Config) -> float | None:
     if len(config.cluster.nodes) == 1:
         return None
     try:
-        if config.cluster.platform.models_time:
+        if config.cluster.platform.simulated_clock:
             from penstock.planner.cost.emulation import Emulation
 
             return Emulation.of(config).reads_bytes_per_s

@@ -61,7 +61,9 @@ class Analyst:
         self._run = run
         config = run.config
         self._nodes = tuple(node.name for node in config.cluster.nodes)
-        self._scale = config.emulation.time_scale if config.cluster.platform.models_time else 1.0
+        self._scale = (
+            config.emulation.time_scale if config.cluster.platform.simulated_clock else 1.0
+        )
         self._given = given_pricing(run)
         self._first: list[MeasuredAttempt] = []
 

@@ -103,7 +103,7 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     same_split = _held_out(old) == _held_out(new)
     # Where the device brings its model, another device would be another model.
-    brings_model = any(config.cluster.platform.brings_model for config in (old, new))
+    builtin_model = any(config.cluster.platform.builtin_model for config in (old, new))
     found = []
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) == after.get(key):
@@ -111,7 +111,7 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
         objection = _objection(key)
         if not same_split and key in SPLITTING:
             objection = "it changes how many sequences are held out of the training text"
-        if key == "cluster.device" and brings_model:
+        if key == "cluster.device" and builtin_model:
             objection = "an emulated device brings its model"
         allowed = not objection
         note = NOTES.get(key, "") if allowed else objection

@@ -43,7 +43,7 @@ def first_guess(config: Config, plan: Plan, progress: Callable[[str], None]) -> 
     platform = config.cluster.platform
     if config.model.compile != AUTO:
         return config
-    if platform.brings_model or not platform.own_memory:
+    if platform.builtin_model or not platform.own_memory:
         return with_compile(config, compiled=False)
     objection = next(_objections(plan), None)
     if objection is not None:
@@ -56,7 +56,7 @@ def first_guess(config: Config, plan: Plan, progress: Callable[[str], None]) -> 
 
 def is_to_try(config: Config, previous: Config | None, changes: Sequence[Change]) -> bool:
     """Returns whether layers are to be compiled that were not compiled for this run before."""
-    if config.model.compile is not True or config.cluster.platform.brings_model:
+    if config.model.compile is not True or config.cluster.platform.builtin_model:
         return False
     known = previous is not None and previous.model.compile is True
     return not known or any(change.key.startswith(_GRAPHS) for change in changes)

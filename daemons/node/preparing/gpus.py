@@ -53,7 +53,7 @@ def guess_here(config: Config) -> Guess | None:
     a second on 16 of them.
     """
     platform = config.cluster.platform
-    if not platform.own_memory or platform.models_time or config.schedule.profile is not None:
+    if not platform.own_memory or platform.simulated_clock or config.schedule.profile is not None:
         return None
     with suppress(OSError):
         gpus = tuple(found_gpus(ctypes.CDLL(_LIBRARY)))

@@ -39,7 +39,7 @@ def knows_kernels(config: Config, run_dir: Path, software: Software) -> bool:
     """Returns whether ``model/kernels.json`` was made for the attention of the configuration, and
     by the same software, as far as the recipe of the last start says.
     """
-    if config.cluster.platform.brings_model:
+    if config.cluster.platform.builtin_model:
         return True
     try:
         before = RunDirectory(run_dir).numerics
@@ -58,7 +58,7 @@ def chosen_attention(config: Config, run_dir: Path) -> str:
     Raises:
         StateError: ``model/kernels.json`` is damaged.
     """
-    if config.cluster.platform.brings_model:
+    if config.cluster.platform.builtin_model:
         return SDPA if config.model.attention == AUTO else config.model.attention
     return _kernels(run_dir).choice
 
@@ -71,7 +71,7 @@ def write_numerics(
     Raises:
         StateError: ``model/kernels.json`` is damaged.
     """
-    kernels = None if config.cluster.platform.brings_model else _kernels(directory.path)
+    kernels = None if config.cluster.platform.builtin_model else _kernels(directory.path)
     compiled = config.model.compile is True and kernels is not None
     numerics = Numerics(
         plan=directory.plan_digest,

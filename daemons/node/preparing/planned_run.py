@@ -218,7 +218,7 @@ class _Surroundings:
         memory: MachineMemory,
         nodes: Sequence[int] | None,
     ) -> _Surroundings:
-        emulation = Emulation.of(config) if config.cluster.platform.models_time else None
+        emulation = Emulation.of(config) if config.cluster.platform.simulated_clock else None
         return cls(
             table=table if emulation is None else emulation.table,
             emulation=emulation,

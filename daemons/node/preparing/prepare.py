@@ -196,7 +196,7 @@ def _make_ready(
         directory.unseal()
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         progress("preparing the model's block table and the data")
-        if config.cluster.platform.brings_model:
+        if config.cluster.platform.builtin_model:
             write_model(Emulation.of(config), run_dir)
         run_models_prepare(config, run_dir, progress=progress, lock=lock, starter=starter)
         directory.seal(fixed_values(config))
@@ -263,7 +263,7 @@ def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
     Raises:
         ConfigError: the model is impossible.
     """
-    if config.cluster.platform.brings_model:
+    if config.cluster.platform.builtin_model:
         return Emulation.of(with_absolute_paths(config)).table
     directory = Path(tempfile.mkdtemp(prefix="penstock-plan-"))
     try:

@@ -124,7 +124,7 @@ class Rules:
     @property
     def emulated(self) -> bool:
         """Whether losses, norms and times are made up; lines of metrics say so."""
-        return self.config.cluster.platform.models_time
+        return self.config.cluster.platform.simulated_clock
 
     @cached_property
     def trainable(self) -> frozenset[int]:
