@@ -16,7 +16,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h)
 # For make versions: the environment of a pair, and the tests of what differs between pairs.
 PAIR = build/versions/$(notdir $(PYTHON))-$(subst =,,$(TORCH))
 PAIR_TESTS := $(addprefix tests/,data host models native planner shm worker)
-PYTHON_PATHS := client config daemons deploy grafana host models planner protocol shm workers src tests bench
+PYTHON_PATHS := chaos client config daemons deploy grafana host models planner protocol shm workers src tests bench
 
 .PHONY: train test check pins versions integration soak bench gpu gpu-wheels papers pictures docs \
   dashboards proto format clean

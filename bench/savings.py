@@ -27,7 +27,7 @@ from bench.emulated import EmulatedCase, Experiment, configuration, trained
 from bench.papers.spipe_cluster.measured import Workload
 from bench.papers.spipe_cluster.systems import SYSTEMS, plan_of
 from bench.papers.spipe_cluster.testbed import analytic
-from penstock.client.watching.step_report import StepReport
+from penstock.client.views.trace.step_report import StepReport
 from penstock.config.schema import parse_config
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.traces.dependency_graph import Resource

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.client.screen.following import facts_for
-from penstock.client.screen.layout import compose
-from penstock.client.screen.model import Model
-from penstock.client.screen.panels import UNICODE
-from penstock.client.screen.screen import keys_line
-from penstock.client.watching.run_view import Observer
+from penstock.client.views.run_view import Observer
+from penstock.client.views.screen.following import facts_for
+from penstock.client.views.screen.layout import compose
+from penstock.client.views.screen.model import Model
+from penstock.client.views.screen.panels import UNICODE
+from penstock.client.views.screen.screen import keys_line
 from penstock.host.process_identity import ProcessUsage
 from penstock.protocol.generated import scheduler_pb2 as pb
 

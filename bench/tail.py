@@ -45,7 +45,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bench.emulated import trained
-from penstock.client.watching.trace import TraceOutputs, make_trace_report
+from penstock.client.views.trace.comparison import TraceOutputs, make_trace_report
 from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.cluster import ADVANCE, IN_PLACE, SYNCHRONOUS, OptimizerModel
 from penstock.planner.cost.sources import Prices

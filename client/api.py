@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.client.train import TrainResult, run_training
-from penstock.client.watching.display import Display, Plain, Silent
-from penstock.client.watching.programs import Bar, OnStep, check_function
+from penstock.client.views.display import Display, Plain, Silent
+from penstock.client.views.programs import Bar, OnStep, check_function
 from penstock.config.schema import Config, load_config, parse_config
 from penstock.config.words import apply_overrides
 from penstock.host.errors import ConfigError
@@ -130,6 +130,6 @@ def _display_of(display: object) -> Display:
         )
         raise ConfigError(
             f"display = {display!r}:{lacks or ' is unknown'}; expected 'plain', 'bar', None, or a"
-            " Display (penstock.client.watching.display)"
+            " Display (penstock.client.views.display)"
         )
     return cast(Display, display)

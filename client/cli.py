@@ -34,6 +34,9 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key: --set train.steps=100."),
 ]
+RunDirOption = Annotated[
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

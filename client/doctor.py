@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.client.placement import PlacementFacts, PlacementReport
-from penstock.client.watching.run_view import saved_states
+from penstock.client.views.run_view import saved_states
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.daemons.node.run_lock import original_of

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from penstock.client.watching.display import Display
-from penstock.client.watching.run_view import Observer, RunView
+from penstock.client.views.display import Display
+from penstock.client.views.run_view import Observer, RunView
 from penstock.config.schema import Config
 from penstock.daemons.node.endpoint import remove_endpoint
 from penstock.daemons.node.machine.budget import RestartBudget

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.client.supervision import Interruptions, Supervision, console_path, empty_console
-from penstock.client.watching.display import Display
-from penstock.client.watching.programs import OnStep, Stepping
-from penstock.client.watching.run_view import (
+from penstock.client.views.display import Display
+from penstock.client.views.programs import OnStep, Stepping
+from penstock.client.views.run_view import (
     Metrics,
     Observer,
     StateFolder,
@@ -26,7 +26,7 @@ from penstock.client.watching.run_view import (
     numbers,
     saved_states,
 )
-from penstock.client.watching.summary import Summary
+from penstock.client.views.summary import Summary
 from penstock.config.schema import Config
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.preparing.prepare import is_complete, prepare_run

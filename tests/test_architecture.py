@@ -31,6 +31,7 @@ FOLDERS = (
     "deploy",
     "grafana",
     "client",
+    "chaos",
 )
 
 MAY_IMPORT = {
@@ -54,6 +55,7 @@ MAY_IMPORT = {
         "deploy",
         "grafana",
     },
+    "chaos": {"host", "shm", "config", "protocol", "daemons", "client"},
 }
 """Packages that each package may import, beside itself. The client starts the packages that need
 torch (workers, models) as processes.
@@ -102,13 +104,15 @@ FLOORS = {
         dashboards.overview dashboards.time dashboards.memory dashboards.recovery dashboards.node
         dashboards.generating
         dashboards.__main__""",
-    "client": """cli launch
-        planning processes
-        watching placement capacity
-        screen
-        doctor export supervision deploying keys reporting
-        train chaos
+    "client": """cli launch importing views.run_view
+        planning views.display placement capacity states
+        views
+        views.trace views.screen
+        views.report
+        doctor export supervision
+        train
         api configuration
+        commands
         main""",
 }
 """The rooms (folders, and files beside them) of each package, from the ground up: a room imports
@@ -125,8 +129,8 @@ LIGHT_MODULES = (
     "penstock.client.main",
     "penstock.client.api",
     "penstock.client.doctor",
-    "penstock.client.watching.control",
-    "penstock.client.screen.screen",
+    "penstock.client.views.control",
+    "penstock.client.views.screen.screen",
     "penstock.client.planning.configured",
     "penstock.client.export",
     "penstock.daemons.memory.main",

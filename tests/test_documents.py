@@ -13,7 +13,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GENERATED = {"PAPERS.md"}
 """Written by ``make papers``, with tables of many columns."""
 FOLDERS = (
-    "bench|client|config|daemons|docs|examples|grafana|host|models|native|planner|protocol|shm|src"
+    "bench|chaos|client|config|daemons|docs|examples|grafana|host|models|native|planner|protocol|shm|src"
     "|tests|workers"
 )
 LONGEST, LONGEST_IN_TABLES = 110, 150

@@ -20,7 +20,7 @@ import pytest
 from penstock import _ceiling, _native
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = tuple("client config daemons host models planner protocol shm workers".split())
+FOLDERS = tuple("chaos client config daemons host models planner protocol shm workers".split())
 
 USES = {
     "Schedule": """

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = tuple(
-    "client config daemons deploy grafana host models planner protocol shm workers".split()
+    "chaos client config daemons deploy grafana host models planner protocol shm workers".split()
 )
 FOLDERS = (*PRODUCT, "bench", "tests")
 ALLOWED = ROOT / "tests" / "tidy.json"

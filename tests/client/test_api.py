@@ -13,9 +13,9 @@ import yaml
 import penstock
 from penstock.client import api
 from penstock.client.train import TrainResult
-from penstock.client.watching.display import Display, Plain, Silent
-from penstock.client.watching.programs import Bar, Stepping
-from penstock.client.watching.run_view import RunView
+from penstock.client.views.display import Display, Plain, Silent
+from penstock.client.views.programs import Bar, Stepping
+from penstock.client.views.run_view import RunView
 from penstock.config.schema import Config, parse_config
 from penstock.host.errors import ConfigError
 

@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from penstock.client.chaos.connections import close, connections_of, deafen
-from penstock.client.chaos.disks import Disk, may_mount
-from penstock.client.chaos.faults import (
+from penstock.chaos.connections import close, connections_of, deafen
+from penstock.chaos.disks import Disk, may_mount
+from penstock.chaos.faults import (
     HELPERS,
     Blow,
     Cast,
@@ -29,8 +29,8 @@ from penstock.client.chaos.faults import (
     draw,
     draw_last,
 )
-from penstock.client.chaos.processes import members, survivors, wait_until_stopped
-from penstock.client.chaos.table import percentile, rows_of, tables_of
+from penstock.chaos.processes import members, survivors, wait_until_stopped
+from penstock.chaos.table import percentile, rows_of, tables_of
 from penstock.client.main import app
 
 NAMES = ("train", "node.a", "schedulerd", "memoryd.a", "optimizerd.a", "worker.0", "metricsd.a")
@@ -218,7 +218,7 @@ def test_a_disk_is_filled_and_cleared(tmp_path: Path) -> None:
         pytest.skip("needs root")
     script = (
         "from pathlib import Path\n"
-        "from penstock.client.chaos.disks import own_disks\n"
+        "from penstock.chaos.disks import own_disks\n"
         f"disk, shm = own_disks(Path({str(tmp_path / 'disk')!r}), 4 << 20, 4 << 20)\n"
         "for each in (disk, shm):\n"
         "    each.fill(); each.fill()\n"

@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from penstock.client.screen.following import watch
-from penstock.client.watching.display import Plain
+from penstock.client.views.display import Plain
+from penstock.client.views.screen.following import watch
 from penstock.host.errors import LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient

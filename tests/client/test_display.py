@@ -12,15 +12,15 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from penstock.client.watching.control import show_status, status_dict
-from penstock.client.watching.display import (
+from penstock.client.views.control import show_status, status_dict
+from penstock.client.views.display import (
     Plain,
     Smoothed,
     describe,
     duration,
     member_table,
 )
-from penstock.client.watching.run_view import ABSENCE_S, MetricsTail, Observer, RunView, numbers
+from penstock.client.views.run_view import ABSENCE_S, MetricsTail, Observer, RunView, numbers
 from penstock.host.errors import StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.watching.runs import listing, runs_here
+from penstock.client.views.runs import listing, runs_here
 from penstock.shm.segment import SHM_ROOT
 from tests.scheduler.fakes import make_run
 

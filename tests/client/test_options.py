@@ -96,13 +96,13 @@ PLACES = {
     "client/planning/profiling.py": {"profile"},
     "client/export.py": {"export"},
     "client/doctor.py": {"doctor", "train"},
-    "client/keys.py": {"keys"},
-    "client/deploying.py": {"deploy", "node"},
-    "client/watching/trace.py": {"trace", "train"},
-    "client/watching/trace_report.py": {"trace"},
-    "client/watching/step_report.py": {"trace"},
-    "client/reporting/": {"report", "train"},
-    "client/chaos/": {"chaos", "train"},
+    "client/commands/keys.py": {"keys"},
+    "client/commands/deploy.py": {"deploy", "node"},
+    "client/views/trace/comparison.py": {"trace", "train"},
+    "client/views/trace/trace_report.py": {"trace"},
+    "client/views/trace/step_report.py": {"trace"},
+    "client/views/report/": {"report", "train"},
+    "chaos/": {"chaos", "train"},
 }
 """Modules whose texts are of some commands; options of others' texts exist for some command."""
 

@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from penstock.client.screen.curve import Series, draw, short
-from penstock.client.screen.events import Events, Happened, Limits, Tone, told
-from penstock.client.screen.layout import compose
-from penstock.client.screen.model import Facts, Model
-from penstock.client.screen.panels import ASCII, UNICODE, Glyphs, joined
-from penstock.client.screen.screen import changes, rendered
-from penstock.client.screen.words import Doing, Lane, lane, optimizer_words, worker_words
-from penstock.client.watching.run_view import PAST_BYTES, MetricsTail, RunView
+from penstock.client.views.run_view import PAST_BYTES, MetricsTail, RunView
+from penstock.client.views.screen.curve import Series, draw, short
+from penstock.client.views.screen.events import Events, Happened, Limits, Tone, told
+from penstock.client.views.screen.layout import compose
+from penstock.client.views.screen.model import Facts, Model
+from penstock.client.views.screen.panels import ASCII, UNICODE, Glyphs, joined
+from penstock.client.views.screen.screen import changes, rendered
+from penstock.client.views.screen.words import Doing, Lane, lane, optimizer_words, worker_words
 from penstock.daemons.monitor.observer.analysed import Analysed
 from penstock.protocol.generated import scheduler_pb2 as pb
 

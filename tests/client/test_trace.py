@@ -20,10 +20,10 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.reporting import timing
-from penstock.client.reporting.blocks import Picture, Words
-from penstock.client.watching.trace import TraceOutputs, make_trace_report
-from penstock.client.watching.trace_report import DeviceMemory, memory_lines, typical_of
+from penstock.client.views.report import timing
+from penstock.client.views.report.blocks import Picture, Words
+from penstock.client.views.trace.comparison import TraceOutputs, make_trace_report
+from penstock.client.views.trace.trace_report import DeviceMemory, memory_lines, typical_of
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.planning.build import ScheduleRequest, build_schedule

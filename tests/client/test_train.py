@@ -21,7 +21,7 @@ from penstock.client.supervision import (
     exit_code,
 )
 from penstock.client.train import TrainResult, closing_words, complaints
-from penstock.client.watching.summary import Reading, loss_words
+from penstock.client.views.summary import Reading, loss_words
 from penstock.config.schema import Config, parse_config
 from penstock.daemons.preload.owner import ChildProcess, spawn
 from penstock.host.errors import LostMemberError

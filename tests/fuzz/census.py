@@ -14,7 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("host", "shm", "config", "protocol", "planner", "daemons", "workers", "models", "client")
+FOLDERS = (
+    "host",
+    "shm",
+    "config",
+    "protocol",
+    "planner",
+    "daemons",
+    "workers",
+    "models",
+    "client",
+    "chaos",
+)
 
 PRIMITIVES = frozenset(
     {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client.reporting.command import write_report
+from penstock.client.views.report.command import write_report
 from tests.system.conftest import metrics
 
 pytestmark = [

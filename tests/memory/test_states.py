@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from penstock.client import states
 from penstock.client.main import app
-from penstock.client.watching import states
 from penstock.daemons.memory import states as memory_states
 from penstock.daemons.memory.snapshot import block_file
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path

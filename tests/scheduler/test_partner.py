@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.watching.display import incomplete_replicas
+from penstock.client.views.display import incomplete_replicas
 from penstock.daemons.scheduler.machine.events import Joined, StreamClosed
 from penstock.daemons.scheduler.machine.rules import Rules
 from penstock.protocol.generated import scheduler_pb2 as pb

@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.client.screen.following import WATCH_INTERVAL_S
+from penstock.client.views.screen.following import WATCH_INTERVAL_S
 from penstock.host.errors import CapacityError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc

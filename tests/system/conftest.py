@@ -19,7 +19,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from penstock.client.chaos.processes import command_lines
+from penstock.chaos.processes import command_lines
 from penstock.config.schema import load_config
 from penstock.host.process_identity import parent_of
 from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS

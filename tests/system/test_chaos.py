@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from penstock.client.chaos.checks import Trained, check
-from penstock.client.chaos.processes import survivors
+from penstock.chaos.checks import Trained, check
+from penstock.chaos.processes import survivors
 from penstock.host.errors import LostMemberError, StateError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.segment import list_segments

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from penstock.client.export import choose_state, verify
 from penstock.client.main import app
-from penstock.client.watching.run_view import all_metrics
+from penstock.client.views.run_view import all_metrics
 from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.metrics_file import MetricsFile

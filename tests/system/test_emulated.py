@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.watching.trace import TraceOutputs, make_trace_report
+from penstock.client.views.trace.comparison import TraceOutputs, make_trace_report
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.simulate import simulate

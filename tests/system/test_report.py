@@ -15,14 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.reporting.blocks import Code, Page, Table, Unknown
-from penstock.client.reporting.charts import Mark, Series, curves
-from penstock.client.reporting.compared import comparison_of
-from penstock.client.reporting.facts import RunFacts, State, changed_keys
-from penstock.client.reporting.incidents import read_history
-from penstock.client.reporting.page import page_of, render
-from penstock.client.reporting.readings import WHOLE_LINES, read_metrics
-from penstock.client.reporting.sections import another_name
+from penstock.client.views.report.blocks import Code, Page, Table, Unknown
+from penstock.client.views.report.charts import Mark, Series, curves
+from penstock.client.views.report.compared import comparison_of
+from penstock.client.views.report.facts import RunFacts, State, changed_keys
+from penstock.client.views.report.incidents import read_history
+from penstock.client.views.report.page import page_of, render
+from penstock.client.views.report.readings import WHOLE_LINES, read_metrics
+from penstock.client.views.report.sections import another_name
 from penstock.config.schema import load_config
 from penstock.config.training import MAX_RUN_NAME
 

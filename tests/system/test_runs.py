@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import penstock
-from penstock.client.watching.display import Plain
+from penstock.client.views.display import Plain
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system import conftest as H
 

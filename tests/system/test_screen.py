@@ -71,10 +71,10 @@ FAKE = """
 import sys, time
 from pathlib import Path
 from rich.console import Console
-from penstock.client.screen.commands import Commands
-from penstock.client.screen.model import Facts
-from penstock.client.screen.screen import Screen
-from penstock.client.watching.run_view import RunView
+from penstock.client.views.screen.commands import Commands
+from penstock.client.views.screen.model import Facts
+from penstock.client.views.screen.screen import Screen
+from penstock.client.views.run_view import RunView
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 screen = Screen(Facts(run_dir=None), Commands(lambda: None), Console())

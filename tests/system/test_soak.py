@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.chaos.table import row_of
+from penstock.chaos.table import row_of
 from tests.shelf import Shelf
 from tests.system import conftest as H
 

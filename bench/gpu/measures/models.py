@@ -14,7 +14,7 @@ from typing import Any
 from bench.gpu.measures.trained import Recipe, Trained, train
 from bench.gpu.running import Measurement, Task
 from bench.gpu.shapes import Shape, shape
-from penstock.client.watching.trace import TraceOutputs, make_trace_report
+from penstock.client.views.trace.comparison import TraceOutputs, make_trace_report
 from penstock.planner.traces.measured import measure
 from penstock.planner.traces.traced import TracedRun
 from penstock.protocol.run.rundir import RunDirectory

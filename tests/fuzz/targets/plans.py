@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 
 from penstock.client.planning.outputs import read_plan
 from penstock.client.planning.plan_command import _read_actions as _lab_actions
-from penstock.client.watching.trace import parse_attempts
+from penstock.client.views.trace.comparison import parse_attempts
 from penstock.config.schema import load_config
 from penstock.config.words import apply_overrides
 from penstock.daemons.node.joining.launchers import find_place
@@ -313,7 +313,7 @@ PLANS = (
     Target(
         name="attempts",
         open=plainly(_attempts),
-        covers=("client.watching.trace.parse_attempts",),
+        covers=("client.views.trace.comparison.parse_attempts",),
         seeds=lambda: _texts("10:20", ":20", "10:"),
         form=Form.TEXT,
     ),

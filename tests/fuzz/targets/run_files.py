@@ -12,10 +12,10 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 from penstock.client.planning.estimate import dtype_of
-from penstock.client.reporting.facts import RunFacts
-from penstock.client.reporting.incidents import read_history
-from penstock.client.reporting.readings import read_metrics
-from penstock.client.watching.run_view import _metrics
+from penstock.client.views.report.facts import RunFacts
+from penstock.client.views.report.incidents import read_history
+from penstock.client.views.report.readings import read_metrics
+from penstock.client.views.run_view import _metrics
 from penstock.daemons.monitor.metrics.targets import addresses
 from penstock.daemons.monitor.observer.analysed import Analysed
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
@@ -231,7 +231,7 @@ RUN_FILES = (
         "created",
         "run.json",
         _facts,
-        ("client.reporting.facts.RunFacts._json",),
+        ("client.views.report.facts.RunFacts._json",),
         {"run_id": "0123456789ab", "created": "2026-01-01T00:00:00Z", "format": 1},
     ),
     json_file(
@@ -367,8 +367,8 @@ RUN_FILES = (
         name="metrics-lines",
         open=in_run("metrics.jsonl", read_metrics),
         covers=(
-            "client.reporting.readings.read_metrics",
-            "client.reporting.readings._parsed",
+            "client.views.report.readings.read_metrics",
+            "client.views.report.readings._parsed",
         ),
         seeds=metrics_lines,
         form=Form.LINES,
@@ -396,7 +396,7 @@ RUN_FILES = (
     Target(
         name="metrics-watched",
         open=plainly(lambda data: [_metrics(line) for line in data.split(b"\n")]),
-        covers=("client.watching.run_view._metrics",),
+        covers=("client.views.run_view._metrics",),
         seeds=metrics_lines,
         form=Form.LINES,
         allowed=NEVER,
@@ -424,8 +424,8 @@ RUN_FILES = (
         name="logs",
         open=in_run("logs/schedulerd.jsonl", read_history),
         covers=(
-            "client.reporting.incidents.read_history",
-            "client.reporting.incidents._entries",
+            "client.views.report.incidents.read_history",
+            "client.views.report.incidents._entries",
         ),
         seeds=log_lines,
         form=Form.LINES,

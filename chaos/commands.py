@@ -1,0 +1,222 @@
+"""The command ``penstock chaos``."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.client.cli import (
+    Command,
+    ConfigArgument,
+    JsonOption,
+    SetOption,
+    errors_explained,
+    load,
+    terminal_width,
+)
+from penstock.host.errors import ConfigError, ExitCode, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.chaos.campaign import Campaign, Wish
+    from penstock.chaos.faults import FaultKind
+    from penstock.config.schema import Config
+
+WIDTH = 120
+PATIENCE_S = 300.0
+MOST_GAP_STEPS = 10
+
+
+def chaos(
+    config: ConfigArgument,
+    settings: SetOption = None,
+    faults: Annotated[int, typer.Option(metavar="N", min=1, help="So many of them.")] = 100,
+    minutes: Annotated[
+        float | None, typer.Option(metavar="M", min=0.0, help="For so long, instead of --faults.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="Draws the same faults again.")
+    ] = None,
+    kinds: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Only these: kill, several, pause, stop …; see the page."),
+    ] = None,
+    processes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Only these: worker, memoryd, optimizerd, train …"),
+    ] = None,
+    run: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Only run N of those that --seed gives.")
+    ] = None,
+    gap: Annotated[
+        int | None, typer.Option(metavar="STEPS", min=0, help="At most so many between two faults.")
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="A run without a step so long hangs.")
+    ] = PATIENCE_S,
+    reference: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="A finished run of the same, to compare with."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="New directory for all runs.")
+    ] = Path("chaos"),
+    as_json: JsonOption = False,
+) -> None:
+    """Train with faults (kills, stops, closed connections, full disks) and compare every byte."""
+    code = 0
+    with errors_explained():
+        from penstock.chaos.campaign import Campaign, Wish
+
+        loaded = load(config, settings)
+        chosen = _seed() if seed is None else seed
+        wish = Wish(
+            config=config,
+            settings=tuple(settings or ()),
+            kinds=_kinds(kinds, loaded),
+            processes=_names(processes),
+            seed=chosen,
+            faults=faults,
+            minutes=minutes,
+            run=run,
+            gap_steps=min(MOST_GAP_STEPS, loaded.train.steps // 40) if gap is None else gap,
+            patience_s=patience,
+            finished=reference,
+            out=out.absolute(),
+        )
+        code = _carried_out(Campaign(wish=wish, config=loaded, say=_say), as_json=as_json)
+    raise typer.Exit(code)
+
+
+class InterruptedCampaignError(PenstockError):
+    """Ctrl-C or SIGTERM. Exit code 130."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+def _carried_out(campaign: Campaign, *, as_json: bool) -> int:
+    """Carries a campaign out and shows what came of it, also of one that fails.
+
+    Raises:
+        ConfigError: the run has no such processes, or the directory is there already.
+    """
+    from penstock.chaos.campaign import cast_of
+
+    wish = campaign.wish
+    cast_of(campaign.config, wish.out, wish.gap_steps, wish.processes)
+    _make(wish.out)
+    failure: PenstockError | None = None
+    began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is to go on without us
+    try:
+        campaign.carry_out()
+    except PenstockError as error:
+        failure = error
+    except KeyboardInterrupt:
+        failure = InterruptedCampaignError("interrupted; the run under way was not checked")
+    _show(campaign, failure, time.monotonic() - began_s, as_json=as_json)
+    if failure is None:
+        return 0
+    replay = _replay(wish)
+    sys.stderr.write(f"penstock: {failure}\nreplay: {replay}\n")
+    return int(failure.exit_code)
+
+
+def _show(
+    campaign: Campaign, failure: PenstockError | None, seconds: float, *, as_json: bool
+) -> None:
+    from rich.console import Console
+
+    from penstock.chaos.table import tables_of
+
+    entries = [entry.to_dict() for entry in campaign.suffered]
+    blows = sum(len(entry["strikes"]) for entry in entries)
+    if as_json:
+        report = {
+            "seed": campaign.wish.seed,
+            "seconds": round(seconds, 1),
+            "undisturbed_seconds": campaign.undisturbed_s,
+            "blows": blows,
+            "failure": None if failure is None else str(failure),
+            "faults": entries,
+        }
+        typer.echo(json.dumps(report))
+        return
+    console = Console(width=max(WIDTH, terminal_width()))
+    for table in tables_of(entries):
+        console.print(table, "")
+    verdict = "equal bytes, no step lost or repeated, nothing left over"
+    if failure is not None:
+        interrupted = failure.exit_code is ExitCode.INTERRUPTED
+        verdict = "interrupted" if interrupted else "not as it should be"
+    typer.echo(
+        f"{len(entries)} faults ({blows} blows) in {seconds:.0f} s, seed {campaign.wish.seed}:"
+        f" {verdict}"
+    )
+
+
+def _replay(wish: Wish) -> str:
+    words = ["penstock", "chaos", str(wish.config), "--seed", str(wish.seed)]
+    words += [word for setting in wish.settings for word in ("--set", setting)]
+    words += ["--kinds", ",".join(sorted(wish.kinds)), "--gap", str(wish.gap_steps)]
+    words += ["--processes", ",".join(sorted(wish.processes))] if wish.processes else []
+    words += ["--faults", str(wish.faults)] if wish.run is None else ["--run", str(wish.run)]
+    return shlex.join([*words, "--out", f"{wish.out}-again"])
+
+
+def _kinds(words: str | None, config: Config) -> frozenset[FaultKind]:
+    """Returns the kinds of faults that are asked for; without that all that this user may do, and
+    that cost no step.
+    """
+    from penstock.chaos.disks import may_mount
+    from penstock.chaos.faults import FaultKind
+
+    mounted = frozenset((FaultKind.DISK, FaultKind.SHM))
+    if words is None:
+        kinds = frozenset(FaultKind)
+        if not may_mount():
+            _say("without disk and shm: only root may mount file systems that can be filled")
+            kinds -= mounted
+        return kinds if config.mirrors else kinds - {FaultKind.LOST}
+    try:
+        return frozenset(FaultKind(word.strip()) for word in words.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--kinds {words}: accepted is {', '.join(FaultKind)}") from error
+
+
+def _names(words: str | None) -> frozenset[str]:
+    return frozenset(word.strip() for word in words.split(",")) if words else frozenset()
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError as error:
+        raise ConfigError(f"--out {out}: exists; name another directory") from error
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be made: {error.strerror}") from error
+
+
+def _seed() -> int:
+    return random.SystemRandom().randrange(10**6)
+
+
+def _say(words: str) -> None:
+    sys.stderr.write(f"{words}\n")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to ``penstock``."""
+    app.command(
+        cls=Command,
+        epilog="Exit codes: 0 all runs end with the undisturbed bytes, 4 one does not (it is kept,"
+        " and a line repeats it). Example: penstock chaos tiny.yaml --faults 50 --set"
+        " train.steps=200",
+    )(chaos)

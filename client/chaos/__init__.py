@@ -1,1 +1,0 @@
-"""``penstock chaos``: a run whose processes, connections and disks fail again and again."""

@@ -1,0 +1,1 @@
+"""Commands of ``penstock`` by section of its help. A command imports what it needs when run."""

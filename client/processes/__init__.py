@@ -1,1 +1,0 @@
-"""``penstock node``, and the processes that a node starts."""

@@ -1,0 +1,1 @@
+"""Views of a run: status, plain lines, terminal screen, HTML report, comparison of traces."""

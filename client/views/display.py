@@ -1,0 +1,291 @@
+"""Shows a training: plain lines for logs, nothing for programs; and a run's figures in words.
+
+The screen on a terminal is :mod:`penstock.client.views.screen`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+from rich.table import Table
+from rich.text import Text
+
+from penstock.client.views.run_view import Metrics, RunView, numbers
+from penstock.protocol.run.data_size import epochs
+from penstock.protocol.run.names import SCHEDULERD
+
+PLAIN_FIRST_STEPS = 3
+"""Steps at the start of a log that each get a plain line."""
+PLAIN_INTERVAL_S = (5.0, 60.0)
+"""Shortest and longest time in seconds between two plain lines of steps."""
+PLAIN_SHARE = 1 / 60
+"""Time between two plain lines of steps as a share of the log's age, within
+:data:`PLAIN_INTERVAL_S`.
+"""
+PLAIN_SILENCE_S = 60.0
+"""Seconds without a line after which plain output says how long the current step takes."""
+QUIET_PHASES = frozenset(
+    "running deciding amending mirroring settling draining beginning saving evaluating done"
+    " starting ending no_answer".split()
+)
+"""Phases that come and go with each step, save, evaluation or membership; plain output mentions
+them only where they last.
+"""
+_STEP_PHASES = frozenset("running deciding amending mirroring".split())
+_STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
+_DECISIONS = {
+    "amend": "clipped (amend)",
+    "skip": "skipped: gradients are not finite",
+}
+"""Decisions beside the ordinary one, in words."""
+_KEPT = 0.95
+"""One more step leaves this share of a smoothed loss as it was: a memory of some 20 steps."""
+
+
+class Display(Protocol):
+    """Where a training is shown. ``wants_past``: what was before the first view, too."""
+
+    wants_past: bool
+
+    def say(self, message: str) -> None:
+        """Shows one line that stays."""
+
+    def show(self, view: RunView) -> None:
+        """Shows the run as it is now."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits, or shorter: it returns true when the user wants to see no more."""
+
+    def close(self) -> None:
+        """Shows no more."""
+
+
+class Silent:
+    """Shows nothing: for programs."""
+
+    wants_past = False
+
+    def say(self, message: str) -> None:
+        """Does nothing."""
+
+    def show(self, view: RunView) -> None:
+        """Does nothing."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits."""
+        time.sleep(seconds)
+        return False
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Plain:
+    """Writes lines on a stream: the first steps and the last one, between them a step every few
+    seconds; in a long run every minute (:data:`PLAIN_INTERVAL_S`). Evaluations have the same rhythm
+    of their own. A step that takes minutes is mentioned every minute.
+    """
+
+    wants_past = False
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._steps = _Rhythm(clock, PLAIN_FIRST_STEPS)
+        self._evaluations = _Rhythm(clock, 1)
+        self._written_s = self._decided_s = clock()
+        self._phase = "starting"
+        self._message = ""
+        self._view: RunView | None = None
+
+    def say(self, message: str) -> None:
+        """Writes one line."""
+        self._stream.write(message + "\n")
+        self._stream.flush()
+        self._written_s = self._clock()
+
+    def show(self, view: RunView) -> None:
+        """Writes the lines that are due."""
+        self._view = view
+        if view.phase != self._phase:
+            if not {view.phase, self._phase} <= _STEP_PHASES:
+                self._decided_s = self._clock()
+            self._phase = view.phase
+            if view.phase not in QUIET_PHASES:
+                message = view.status.message if view.status is not None else ""
+                self.say(f"[{view.phase}]{': ' if message else ''}{message}")
+        if view.phase == "running" and view.status is not None:
+            if view.status.message not in ("", self._message):  # a save failed, for example
+                self.say(f"warning: {view.status.message}")
+            self._message = view.status.message
+        for entry in view.fresh:
+            self._decided_s = self._clock()
+            rhythm = self._evaluations if entry["phase"] == "eval" else self._steps
+            if rhythm.takes(entry):
+                self._write_left()
+                self.say(describe(entry, view))
+        if view.phase != "paused" and self._clock() - self._written_s >= PLAIN_SILENCE_S:
+            self.say(self._patience(view))
+
+    def wait(self, seconds: float) -> bool:
+        """Waits."""
+        time.sleep(seconds)
+        return False
+
+    def close(self) -> None:
+        """Writes the last step and the last evaluation, if they were not shown."""
+        self._write_left()
+        if self._evaluations.left is not None:
+            self.say(describe(self._evaluations.left, self._view))
+            self._evaluations.left = None
+
+    def _write_left(self) -> None:
+        """Writes the newest step, if it was not shown: an evaluation follows its step."""
+        if self._steps.left is not None:
+            self.say(describe(self._steps.left, self._view))
+            self._steps.left = None
+
+    def _patience(self, view: RunView) -> str:
+        """Returns what the run does at present, and since when."""
+        lasts = duration(self._clock() - self._decided_s)
+        step = view.status.version + 1 if view.status is not None else 0
+        if view.phase in _STEP_PHASES and 0 < step <= view.steps:
+            return f"step {step}/{view.steps} is under way, for {lasts} so far"
+        return f"[{view.phase}], for {lasts} so far"
+
+
+class _Rhythm:
+    """Chooses lines: the first ones at once, then one after each interval.
+
+    ``left``: the newest line that was not chosen, None after a choice.
+    """
+
+    def __init__(self, clock: Callable[[], float], at_once: int) -> None:
+        self.left: Metrics | None = None
+        self._clock = clock
+        self._at_once = at_once
+        self._began_s = self._last_s = clock()
+
+    def takes(self, entry: Metrics) -> bool:
+        """Returns whether to write this line now."""
+        now_s = self._clock()
+        shortest_s, longest_s = PLAIN_INTERVAL_S
+        interval_s = min(longest_s, max(shortest_s, PLAIN_SHARE * (now_s - self._began_s)))
+        if self._at_once <= 0 and now_s - self._last_s < interval_s:
+            self.left = entry
+            return False
+        self.left = None
+        self._at_once -= 1
+        self._last_s = now_s
+        return True
+
+
+@dataclass(slots=True)
+class Smoothed:
+    """A running mean in which older values fade; it is unbiased from the first value on, as
+    Adam's.
+    """
+
+    _sum: float = 0.0
+    _weight: float = 0.0
+
+    def add(self, value: object) -> None:
+        """Takes one more value; None (a skipped step) and what is no finite number change
+        nothing.
+        """
+        for number in numbers([value]):
+            self._sum = _KEPT * self._sum + (1.0 - _KEPT) * number
+            self._weight = _KEPT * self._weight + (1.0 - _KEPT)
+
+    @property
+    def value(self) -> float | None:
+        """The mean, None before the first value."""
+        return self._sum / self._weight if self._weight else None
+
+
+def describe(entry: Metrics, view: RunView | None) -> str:
+    """Returns a line of metrics in words for people."""
+    if entry["phase"] == "eval":
+        return f"step {entry['step']}  evaluation loss {_number(entry.get('loss'), '.4f')}"
+    steps = f"/{view.steps}" if view is not None else ""
+    parts = [
+        f"step {entry['step']}{steps}",
+        *(f"epoch {epochs(passes)}" for passes in numbers([entry.get("data_epoch")])),
+        f"loss {_number(entry.get('loss'), '.4f')}",
+        f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
+        f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
+        f"optimizer tail {_milliseconds(entry.get('optimizer_tail_seconds'))}",
+    ]
+    parts += _decision(entry)
+    if view is not None and view.status is not None and view.status.eta_seconds >= 0:
+        parts.append(f"ETA {duration(view.status.eta_seconds)}")
+    return "  ".join(parts)
+
+
+def member_table(status: Any) -> Table:
+    """Returns one row for each process: state, pid, restarts, silence."""
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for title in ("process", "state", "pid", "restarts", "silent"):
+        table.add_column(title, style=None, header_style="dim")
+    for member in status.members:
+        table.add_row(
+            member.member,
+            Text(member.state, style=_STATE_STYLE.get(member.state, "")),
+            str(member.pid or "-"),
+            "-" if member.member == SCHEDULERD else str(member.restarts),  # its node counts them
+            f"{member.silent_seconds:.1f} s",
+        )
+    return table
+
+
+def absences(status: Any) -> list[str]:
+    """Returns a line for each process that is missing: since when, why, and what happens next."""
+    return [
+        f"{member.member} is gone for {duration(member.gone_seconds)}: {member.why}; next:"
+        f" {member.next}"
+        for member in status.members
+        if member.next
+    ]
+
+
+def incomplete_replicas(status: Any) -> list[str]:
+    """Returns a line for each replica that lacks blocks: a node lost now would cost steps."""
+    return [
+        f"{member.member} has not read {member.blocks_missing} blocks of its replica yet: if their"
+        " node were lost now, the run would go back to its newest saved state"
+        for member in status.members
+        if member.blocks_missing
+    ]
+
+
+def epochs_of_run(status: Any) -> str:
+    """Returns the passes made and those of all steps as ``0.37 of 8.50``; empty where they are not
+    known, or data are made up.
+    """
+    if not status.data_epochs:
+        return ""
+    return f"{epochs(status.data_epoch)} of {epochs(status.data_epochs)}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration as ``1:02:03`` or ``2:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, (int, float)) else "-"
+
+
+def _milliseconds(value: Any) -> str:
+    return f"{1000 * value:.0f} ms" if isinstance(value, (int, float)) else "-"
+
+
+def _decision(entry: Metrics) -> list[str]:
+    """Says what became of the step, where it was not simply committed."""
+    decision = entry.get("decision")
+    return [] if decision in (None, "commit") else [_DECISIONS.get(str(decision), str(decision))]

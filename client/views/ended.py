@@ -1,0 +1,134 @@
+"""What commands say of a run that has ended: its end, its steps, and where the steps are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.client.views.display import describe
+from penstock.client.views.run_view import Metrics, StateFolder, all_metrics, saved_states
+from penstock.daemons.node.run_lock import kept_words
+from penstock.host.errors import ConfigError, ExitCode
+from penstock.protocol.run.run_result import RunEnd
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.control import is_stale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """A run that has trained, and has no process now.
+
+    ``end``: the note of its end, which ``penstock train`` removes. ``last``: the last line of
+    training metrics. ``saved``: the newest saved state. ``kept``: what this machine's shared memory
+    still has, in words.
+    """
+
+    directory: RunDirectory
+    end: RunEnd | None
+    last: Metrics | None
+    saved: StateFolder | None
+    kept: str
+
+    @classmethod
+    def find(cls, run_dir: Path | None) -> EndedRun | None:
+        """Returns the run in ``run_dir``; None where it is active, or never began.
+
+        Raises:
+            PenstockError: its directory cannot be read.
+        """
+        if run_dir is None or not (run_dir / "run.json").is_file():
+            return None
+        directory = RunDirectory(run_dir.absolute())
+        active = (run_dir / "endpoint.json").exists() and not is_stale(run_dir)
+        if active or directory.is_held or not directory.has_started:
+            return None
+        directory.check_shape()
+        trained = [entry for entry in all_metrics(run_dir) if entry["phase"] == "train"]
+        saved = saved_states(directory.path)
+        newest = saved[-1] if saved else None
+        return cls(
+            directory=directory,
+            end=RunEnd.read(run_dir),
+            last=trained[-1] if trained else None,
+            saved=newest,
+            kept=kept_words(directory, newest.version if newest else 0),
+        )
+
+    @property
+    def saved_version(self) -> int:
+        """The newest saved step; 0 where none is saved."""
+        return self.saved.version if self.saved else 0
+
+    @property
+    def step(self) -> int:
+        """The last step, as far as files tell."""
+        return max(self.saved_version, self.last["step"] if self.last else 0)
+
+    @property
+    def phase(self) -> str:
+        """``done``, ``failed`` where a node has left word of it, or ``stopped``."""
+        if self.saved_version >= self.directory.config.train.steps:
+            return "done"
+        return "failed" if self.end is not None and self.end.failed else "stopped"
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What ``penstock watch`` ends with."""
+        codes = {"done": ExitCode.DONE, "failed": ExitCode.LOST_MEMBERS}
+        return codes.get(self.phase, ExitCode.STOPPED)
+
+    @property
+    def headline(self) -> str:
+        """The end in one line."""
+        config = self.directory.config
+        saved = f"step {self.saved_version}" if self.saved else "nothing"
+        why = f" ({self.end.reason})" if self.phase == "failed" and self.end else ""
+        return (
+            f"{config.run.name} ({self.directory.run_id}): has ended, {self.phase}{why} at step"
+            f" {self.step}/{config.train.steps}; saved: {saved}"
+        )
+
+    def to_lines(self) -> list[str]:
+        """Returns what ``status`` and ``watch`` print."""
+        path = self.directory.path
+        lines = [self.headline]
+        lines += [describe(self.last, None)] if self.last else []
+        lines += [f"in memory    {self.kept}"] if self.kept else []
+        if self.saved is not None:
+            lines.append(f"saved state  {self.saved.path}")
+            if not self.directory.config.cluster.platform.builtin_model:  # no model to export
+                lines.append(f"export       penstock export {path} --format hf OUT")
+        return [*lines, f"report       penstock report {path}"]
+
+    def to_text(self, *, as_json: bool) -> str:
+        """Returns what ``status`` prints: lines, or an object with names of a status of a run."""
+        if not as_json:
+            return "\n".join(self.to_lines())
+        fields: dict[str, Any] = {
+            "run_name": self.directory.config.run.name,
+            "run_id": self.directory.run_id,
+            "phase": self.phase,
+            "ended": True,
+            "version": self.step,
+            "steps": self.directory.config.train.steps,
+            "has_saved": self.saved is not None,
+            "saved_version": self.saved_version,
+            "saved_state": str(self.saved.path) if self.saved else None,
+            "message": self.kept,
+            "members": [],
+            "last_metrics": self.last,
+            "metrics": {},
+        }
+        return json.dumps(fields, indent=1)
+
+    def answer(self, call: str) -> str:
+        """Returns what a command that controls runs says: a run that is to stop has done so.
+
+        Raises:
+            ConfigError: only a run that is active can do what is asked.
+        """
+        if call == "stop":
+            return "\n".join(filter(None, (self.headline, self.kept)))
+        raise ConfigError(f"{call}: {self.headline}; it can be asked again when it is started")

@@ -1,0 +1,161 @@
+"""``penstock watch``: follows a run that somebody else started, until it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from penstock.client.views.display import Display
+from penstock.client.views.run_view import (
+    ABSENCE_S,
+    ENDED_PHASES,
+    MetricsTail,
+    RunView,
+    saved_states,
+)
+from penstock.client.views.screen.events import Limits
+from penstock.client.views.screen.model import Facts
+from penstock.config.schema import Config, load_config
+from penstock.host.errors import ExitCode, LostMemberError
+from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.wire.control import ControlClient, is_stale
+
+WATCH_INTERVAL_S = 1.0
+"""A status takes the scheduler some milliseconds."""
+WATCH_PATIENCE_S = 30.0
+"""A scheduler that is being replaced answers again within this time."""
+
+
+def facts_of(config: Config, run_dir: Path, *, leaves: bool) -> Facts:
+    """Returns what the screen is to know of a run on this machine."""
+    limits = Limits(
+        clip=config.train.clip_grad_norm, arithmetic=config.optimizer.rollback == "arithmetic"
+    )
+    return Facts(run_dir=run_dir, limits=limits, leaves=leaves)
+
+
+def facts_for(run_dir: Path | None) -> Facts:
+    """Returns what the screen is to know of a run that is watched. ``run_dir``: None for one
+    elsewhere.
+
+    Raises:
+        PenstockError: its configuration cannot be read.
+    """
+    if run_dir is None:
+        return Facts(run_dir=None)
+    return facts_of(load_config(run_dir / "resolved.yaml"), run_dir, leaves=True)
+
+
+def watch(client: ControlClient, display: Display, run_dir: Path | None) -> int:
+    """Shows the status again and again until the run ends. Returns 0 when it is finished, 5 when it
+    was stopped before its last step, 4 when it failed, and 0 when the user leaves before.
+
+    With ``run_dir`` its endpoint file tells an end from a scheduler that is being replaced, and its
+    metrics are shown from the first on.
+
+    Raises:
+        LostMemberError: there was no answer for :data:`WATCH_PATIENCE_S`.
+    """
+    follower = _Follower(client, run_dir, past=display.wants_past)
+    try:
+        with _terminations_raised():
+            while True:
+                view = follower.look()
+                if view is None:
+                    display.say("the run has ended")
+                    return _end_code(follower.status, run_dir)
+                display.show(view)
+                if follower.status.phase in ("done", "failed"):
+                    return _end_code(follower.status, run_dir)
+                if display.wait(WATCH_INTERVAL_S):
+                    return int(ExitCode.DONE)
+    finally:
+        display.close()
+
+
+class _Follower:
+    """Looks at a run over a connection that is there already. ``status``: the last one."""
+
+    def __init__(self, client: ControlClient, run_dir: Path | None, *, past: bool) -> None:
+        self._client = client
+        self._run_dir = run_dir
+        self._tail = None if run_dir is None else MetricsTail.at_end(run_dir / "metrics.jsonl")
+        self._past = self._tail.before() if self._tail is not None and past else ()
+        self._last_json = ""
+        self._heard_s = time.monotonic()
+        self.status = pb.StatusReply()
+
+    def look(self) -> RunView | None:
+        """Returns the run now; None when it has ended.
+
+        Raises:
+            LostMemberError: there was no answer for :data:`WATCH_PATIENCE_S`.
+        """
+        answer: pb.StatusReply | None = None
+        try:
+            answer = self.status = self._client.status()
+            self._heard_s = time.monotonic()
+        except LostMemberError:
+            if self.status.phase in ENDED_PHASES or _has_ended(self._run_dir):
+                return None
+            if time.monotonic() - self._heard_s > WATCH_PATIENCE_S:
+                raise
+        silent_s = time.monotonic() - self._heard_s
+        past, self._past = self._past, ()
+        return RunView(
+            steps=self.status.steps,
+            status=answer,
+            fresh=self._fresh(),
+            absent_phase="no_answer" if silent_s > ABSENCE_S else self.status.phase or "starting",
+            silent_s=silent_s,
+            past=past,
+        )
+
+    def _fresh(self) -> tuple[dict[str, object], ...]:
+        """Returns lines of metrics since the last look; without the file, the last at most."""
+        if self._tail is not None:
+            return self._tail.read()
+        line = self.status.last_metrics_json
+        new = line not in ("", self._last_json)
+        self._last_json = line
+        return (json.loads(line),) if new else ()
+
+
+@contextmanager
+def _terminations_raised() -> Iterator[None]:
+    """SIGTERM ends what is inside as an exception would: the terminal is given back then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_code(last: pb.StatusReply, run_dir: Path | None) -> int:
+    """Returns what the last status says about how the run ended; what came after it, saved states
+    say.
+    """
+    if last.phase == "failed":
+        return int(ExitCode.LOST_MEMBERS)
+    saved = [state.version for state in saved_states(run_dir)] if run_dir is not None else []
+    reached = last.saved_version if last.phase == "done" else max([last.version, *saved])
+    return int(ExitCode.DONE if reached >= last.steps else ExitCode.STOPPED)
+
+
+def _has_ended(run_dir: Path | None) -> bool:
+    if run_dir is None:
+        return False
+    return not (run_dir / "endpoint.json").exists() or is_stale(run_dir)

@@ -1,0 +1,123 @@
+"""Figures of a training at its end: losses, evaluations, speed and time of one start."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.client.views.display import duration
+from penstock.client.views.run_view import Metrics, numbers
+
+COMPARED_STEPS = 20
+"""Most steps at either end of a run over which the summary takes a mean loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A value and the step that it was measured at."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Figures of a run and of its newest start.
+
+    ``losses``: training losses of all steps, in order. ``evaluated``, ``best``: newest and least
+    held-out loss, None without an evaluation. ``here``: number of steps of this start.
+    ``training_s``: seconds of these steps. ``tokens_per_second``: rate over these steps, None
+    without one.
+    """
+
+    step: int
+    losses: tuple[Reading, ...]
+    evaluated: Reading | None
+    best: Reading | None
+    here: int
+    training_s: float
+    tokens_per_second: float | None
+
+    @classmethod
+    def of(cls, metrics: Sequence[Metrics], first: int) -> Summary:
+        """Returns the figures of lines of metrics; ``first``: index of the first line that was
+        appended in this start.
+        """
+        steps, evaluations = (_by_step(metrics, phase) for phase in ("train", "eval"))
+        held_out = _readings(evaluations)
+        # A start may complete the file with a line of the start before it, from the journal.
+        past = max(numbers(line.get("epoch") for line in metrics[:first]), default=-1)
+        fresh = [
+            line
+            for line in metrics[first:]
+            if not any(epoch <= past for epoch in numbers([line.get("epoch")]))
+        ]
+        here = _by_step(fresh, "train")
+        seconds = sum(numbers(line.get("seconds") for line in here))
+        tokens = sum(numbers(line.get("tokens") for line in here))
+        return cls(
+            step=steps[-1]["step"] if steps else 0,
+            losses=_readings(steps),
+            evaluated=held_out[-1] if held_out else None,
+            best=min(held_out, key=lambda reading: reading.value, default=None),
+            here=len(here),
+            training_s=seconds,
+            tokens_per_second=tokens / seconds if seconds > 0.0 else None,
+        )
+
+    @property
+    def loss(self) -> Reading | None:
+        """The newest training loss; None before the first. A skipped step has none."""
+        return self.losses[-1] if self.losses else None
+
+    def lines(self, seconds: float) -> Iterator[str]:
+        """Yields lines for people. ``seconds``: duration of this start."""
+        if self.here:
+            rate = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}"
+            yield (
+                f"  this start     {_counted(self.here)} in {duration(self.training_s)}"
+                f"{f' at {rate} tokens/s' if rate else ''}; {duration(seconds)} in all"
+            )
+        if self.loss is not None:
+            compared = loss_words([reading.value for reading in self.losses])
+            yield f"  loss           {self.loss.value:.4f} at step {self.loss.step}; {compared}"
+        if self.evaluated is not None and self.best is not None:
+            newest = f"{self.evaluated.value:.4f} at step {self.evaluated.step}"
+            best = f"{self.best.value:.4f} at step {self.best.step}"
+            yield f"  held-out loss  {newest}; best {best}"
+
+
+def loss_words(losses: Sequence[float]) -> str:
+    """Says where the loss began and where it ended.
+
+    Both are means over a fifth of the steps, at most :data:`COMPARED_STEPS`, since single batches
+    differ by more than training changes in between.
+    """
+    count = min(COMPARED_STEPS, max(1, len(losses) // 5))
+    first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
+    which = "first and last step" if count == 1 else f"means of the first and last {count} steps"
+    return f"{first:.4f} -> {last:.4f} ({which})"
+
+
+def _by_step(metrics: Sequence[Metrics], phase: str) -> list[Metrics]:
+    """Returns the lines of a phase by step. Of a step that was trained again, after a loss of
+    memory, the newest line counts.
+    """
+    lines: dict[int, Metrics] = {}
+    for line in metrics:
+        if line["phase"] == phase:
+            lines[line["step"]] = line
+    return [lines[step] for step in sorted(lines)]
+
+
+def _readings(lines: Sequence[Metrics]) -> tuple[Reading, ...]:
+    return tuple(
+        Reading(step=line["step"], value=value)
+        for line in lines
+        for value in numbers([line.get("loss")])
+    )
+
+
+def _counted(steps: int) -> str:
+    return f"{steps:,} step{'' if steps == 1 else 's'}"

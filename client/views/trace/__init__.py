@@ -1,0 +1,1 @@
+"""The trace of a run compared with a simulation of its plan: text, Chrome-trace JSON, picture."""

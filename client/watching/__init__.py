@@ -1,1 +1,0 @@
-"""The commands that watch and steer a run, and what they show: status, plain lines, traces."""
