@@ -70,7 +70,7 @@ bench: $(STAMP)
 	set -e; for script in bench/*.py; do echo "== $$script"; \
 	  $(BIN)/python -m bench.$$(basename $$script .py); done
 
-## What only a GPU can show: 25 minutes, or PARTS="probe copies" of it (docs/GPU.md). In an
+## What only a GPU can show: 25 minutes, or PARTS="probe copies" of it (docs/evidence/GPU.md). In an
 ## environment that is made here; a bare machine without network calls python3 -m bench.gpu itself.
 gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu $(PARTS) $(ARGS)
@@ -79,11 +79,11 @@ gpu: $(STAMP)
 gpu-wheels: $(STAMP)
 	$(BIN)/python -m bench.gpu wheels $(THERE)
 
-## The papers' numbers beside ours: docs/PAPERS.md and its pictures, computed anew.
+## The papers' numbers beside ours: docs/evidence/PAPERS.md and its pictures, computed anew.
 papers: $(STAMP)
-	$(BIN)/python -m bench.papers docs/PAPERS.md
+	$(BIN)/python -m bench.papers docs/evidence/PAPERS.md
 
-## Pictures of the screen for docs/SCREEN.md, from a real run.
+## Pictures of the screen for docs/SEEING.md, from a real run.
 pictures: $(STAMP)
 	$(BIN)/python -m bench.screen --pictures docs/pictures
 

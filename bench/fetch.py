@@ -3,7 +3,7 @@
     python -m bench.fetch [--rounds 15] [--ways raw,zmq,curve,nixl-tcp,nixl-shm]
 
 The serving sides are processes of their own: memoryd's real block server for ZeroMQ, for raw TCP a
-loop that sends the same shared memory with ``sendall``, for NIXL two fetchds (docs/FETCH.md), one
+loop that sends the same shared memory with ``sendall``, for NIXL two fetchds (docs/NODES.md), one
 that reads and one that is read, over TCP and within the machine. In every round each way fetches
 the same bytes, one after the other, so that what else runs on the machine disturbs all alike. GB/s
 and latency are medians of the rounds, ``of raw`` is the median of each round's ratio to raw TCP,

@@ -1,4 +1,4 @@
-"""What looking at a run costs, and pictures of the screen at three sizes for docs/SCREEN.md.
+"""What looking at a run costs, and pictures of the screen at three sizes for docs/SEEING.md.
 
 ``python -m bench.screen`` prints CPU milliseconds of the client for each second of a run of
 examples/tiny.yaml, with plain lines and with the screen. ``--pictures docs/pictures`` evaluates and

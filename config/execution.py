@@ -139,7 +139,7 @@ class ScheduleConfig(Section):
         " them: preview, write their next weights, and the CPU takes the step into their state"
         " after the commit; flush, write their next state as well, next to the committed one, so"
         " that the CPU has nothing to do with them, for a second copy of their state in host memory"
-        " (Deep Optimizer States; docs/OPTIMIZER.md); auto, what makes the simulated step shorter,"
+        " (Deep Optimizer States; docs/PLANNING.md); auto, what makes the simulated step shorter,"
         " which may be no updates on devices if no stride or share is given.",
     )
     file: Path | None = Field(
@@ -210,7 +210,7 @@ class ClusterConfig(Section):
         " memoryd sends them; nixl, they are read out of its memory without asking, by RDMA where"
         " there is a device for it, else over TCP or shared memory (`pip install penstock[rdma]`)."
         " With auto, nixl on nodes with such a device. Between nodes that do not both offer it"
-        " everything goes by zmq (docs/FETCH.md).",
+        " everything goes by zmq (docs/NODES.md).",
     )
     nodes: Annotated[
         tuple[NodeConfig, ...],
@@ -378,7 +378,7 @@ class MemoryConfig(Section):
         description="partner: each node's partner, the next one in `cluster.nodes`, keeps a replica"
         " of its optimizer state and steps it along, so that a node that is lost with its memory"
         " costs no step. It takes the memory of that state once more, and the gradients go over the"
-        " network (docs/MIRROR.md).",
+        " network (docs/NODES.md).",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GENERATED = {"PAPERS.md"}
 """Written by ``make papers``, with tables of many columns."""
 FOLDERS = (
@@ -17,6 +17,11 @@ FOLDERS = (
     "|tests|workers"
 )
 LONGEST, LONGEST_IN_TABLES = 110, 150
+
+
+def document_name(path: Path) -> str:
+    """Returns the path of a document in the repository."""
+    return path.relative_to(ROOT).as_posix()
 
 
 def lines_of_prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -29,7 +34,7 @@ def lines_of_prose(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=document_name)
 def test_lines_wrap(path: Path) -> None:
     if path.name in GENERATED:
         pytest.skip("its tables are generated")
@@ -41,7 +46,7 @@ def test_lines_wrap(path: Path) -> None:
     assert not long, long
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=document_name)
 def test_paths_and_links_lead_somewhere(path: Path) -> None:
     lost = []
     for number, line in lines_of_prose(path):

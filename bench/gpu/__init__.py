@@ -4,7 +4,7 @@
     make gpu PARTS="probe correctness"         # some: python3 -m bench.gpu probe correctness
     python -m bench.gpu --tiny --device cpu    # the same code, small, where there is no GPU
     make gpu-wheels                            # what a machine without network lacks, into .whl/
-    python -m bench.gpu page DIR... --keep     # docs/GPU.md from results
+    python -m bench.gpu page DIR... --keep     # docs/evidence/GPU.md from results
 
 A bare machine needs Python with torch, a C++ compiler, cmake and ninja; the first call installs
 the rest from .whl/ into an environment of its own (:mod:`.install`). A part (:mod:`.parts`) is a

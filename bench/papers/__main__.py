@@ -1,4 +1,4 @@
-"""``python -m bench.papers docs/PAPERS.md``: compute every table and write the page.
+"""``python -m bench.papers docs/evidence/PAPERS.md``: compute every table and write the page.
 
 Pictures go to ``pictures/papers/`` beside it. A paper whose module is missing or fails is named at
 the end, with exit code 1; the page then has the others.

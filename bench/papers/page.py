@@ -1,4 +1,4 @@
-"""The page ``docs/PAPERS.md``: tables as Markdown, schemes side by side, pictures.
+"""The page ``docs/evidence/PAPERS.md``: tables as Markdown, schemes side by side, pictures.
 
 What the tables say is computed by the modules of the papers; here is only how they are written.
 """

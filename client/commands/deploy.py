@@ -204,7 +204,7 @@ def kubernetes(
 @app.command(
     epilog="Dashboards, alert rules, and configurations of Prometheus, Alertmanager and Grafana"
     " with a compose file that starts them. It can be repeated: what you have edited"
-    " stays. See docs/MONITORING.md."
+    " stays. See docs/SEEING.md."
 )
 def monitoring(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],

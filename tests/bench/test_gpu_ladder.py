@@ -244,7 +244,7 @@ def test_goals_are_judged_by_what_was_found() -> None:
 
 
 def test_the_page_is_that_of_the_results_that_are_kept() -> None:
-    written = (ROOT / "docs" / "GPU.md").read_text(encoding="utf-8")
+    written = (ROOT / "docs" / "evidence" / "GPU.md").read_text(encoding="utf-8")
     assert written == page(read_folders([KEPT])), "python -m bench.gpu page"
 
 

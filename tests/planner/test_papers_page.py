@@ -43,11 +43,11 @@ Section 3, figure 2.
 """
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "PAPERS.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "evidence" / "PAPERS.md"
 SLOW = ("obscura", "spipe")
 """Papers whose page takes long to compute: its numbers are tested with them."""
 
-STALE = "docs/PAPERS.md is not what is computed now: run `make papers`, and look at what changed"
+STALE = "docs/evidence/PAPERS.md is stale: run `make papers`, and look at what changed"
 
 
 def test_a_table_is_aligned_markdown() -> None:

@@ -22,7 +22,7 @@ from penstock.shm.segment import SegmentError
 
 SEEDED_WITHIN = 20
 """Some replica has all blocks after so many attempts that nobody disturbs. Not all have: where
-attempts take less than it takes to read a block, it is read again and again (docs/MIRROR.md).
+attempts take less than it takes to read a block, it is read again and again (docs/NODES.md).
 """
 
 

@@ -4,7 +4,7 @@ limit, and each device's planned peak is at most 3 % above what is measured, and
     python -m tests.worker.test_obscura_limits [--rounds 5]
 
 does the same with larger models and micro-batches, times attempts under the three limits in turns,
-and records them in ``bench/papers/data/obscura_runs.json`` for ``docs/PAPERS.md``.
+and records them in ``bench/papers/data/obscura_runs.json`` for ``docs/evidence/PAPERS.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m bench.gpu page [DIR...] [-o docs/GPU.md] [--keep]``: the page from results.
+"""``python -m bench.gpu page [DIR...] [-o docs/evidence/GPU.md] [--keep]``: the page from results.
 
 Results that are kept, in ``bench/gpu/found``, are always on it, but for those of a trial, which
 stand alone; ``--keep`` adds those of the folders to them.
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu page")
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR")
-    parser.add_argument("-o", "--out", type=Path, default=Path("docs/GPU.md"))
+    parser.add_argument("-o", "--out", type=Path, default=Path("docs/evidence/GPU.md"))
     parser.add_argument("--keep", action="store_true", help="add what they have to what is kept")
     options = parser.parse_args(arguments)
     try:

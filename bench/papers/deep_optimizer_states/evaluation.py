@@ -43,7 +43,7 @@ from penstock.planner.cost.update_rates import (
 RECORDED = Path(__file__).parents[1] / "data" / "deep_optimizer_states_emulated.json"
 """Written by ``python -m bench.deep_optimizer_states --json FILE``."""
 
-NO_GPU = "no GPU was lent for this page; `make gpu` measures its like on one (docs/GPU.md)"
+NO_GPU = "no GPU was lent for this page; `make gpu` measures its like on one (docs/evidence/GPU.md)"
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 _TWINFLOW = replace(ZERO_3, resident=0.5)
 

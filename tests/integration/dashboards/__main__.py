@@ -1,4 +1,4 @@
-"""Writes docs/DASHBOARDS.md and its pictures: ``python -m tests.integration.dashboards FILE``.
+"""Writes docs/evidence/DASHBOARDS.md: ``python -m tests.integration.dashboards FILE``.
 
 A second argument is how many seconds undisturbed runs train; default 60.
 """

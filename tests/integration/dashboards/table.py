@@ -1,4 +1,4 @@
-"""docs/DASHBOARDS.md: every panel with what the real Prometheus answered, clean and faulty."""
+"""docs/evidence/DASHBOARDS.md: the answers of the real Prometheus to every panel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.integration.dashboards.units import written
 MAX_CELL = 50
 HEAD = """# Dashboards
 
-Written by `python -m tests.integration.dashboards docs/DASHBOARDS.md`: after an edit there, or of a
-panel, run it again.
+Written by `python -m tests.integration.dashboards docs/evidence/DASHBOARDS.md`: after an edit
+there, or of a panel, run it again.
 
 Five dashboards for Grafana 11, in `grafana/generated/`. `penstock deploy monitoring DIR` writes
 them, with all that Prometheus and Grafana need, and a compose file. Choose the run at the top, and

@@ -1,4 +1,4 @@
-"""Writes docs/DASHBOARDS.md and its pictures, from what was answered about the runs."""
+"""Writes docs/evidence/DASHBOARDS.md and its pictures, from what was answered about the runs."""
 
 from __future__ import annotations
 

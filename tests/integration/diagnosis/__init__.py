@@ -2,5 +2,5 @@
 
 A real Prometheus and a real Alertmanager watch the runs with the files that Penstock ships; only
 the interval between scrapes is shortened, to a second. ``python -m tests.integration.diagnosis``
-plants all faults of :mod:`.faults` and prints the table of docs/RUNBOOK.md.
+plants all faults of :mod:`.faults` and prints the table of docs/evidence/ALERTS.md.
 """
