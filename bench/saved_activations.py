@@ -29,7 +29,7 @@ from penstock.models.binding import BoundBlock
 from penstock.models.saved_activations import (
     BoundWeights,
     SavedActivations,
-    SavePolicy,
+    SavedTensorPolicy,
     saving_activations,
 )
 from penstock.models.torch_device import torch_device
@@ -117,7 +117,7 @@ def measure(
     loss: Callable[[], torch.Tensor],
     blocks: LayerAnnouncer,
     weights: BoundWeights,
-    policy: SavePolicy | None,
+    policy: SavedTensorPolicy | None,
     options: argparse.Namespace,
 ) -> PolicyCost:
     """Medians over the rounds; the first one warms up."""
@@ -183,7 +183,7 @@ def main() -> None:
     print(f"{plain.backward_s * 1e3:>13.1f}")
     whole = 0
     for name, drop in (("nothing", frozenset[str]()), *map(_named, OPERATOR_SETS)):
-        found = measure(loss, blocks, weights, SavePolicy(drop=drop), options)
+        found = measure(loss, blocks, weights, SavedTensorPolicy(drop=drop), options)
         whole = whole or found.kept_bytes
         print(
             f"{name:>10}{found.kept_bytes / options.layers / 2**20:>16.2f}"

@@ -8,7 +8,7 @@ number that the model's code reads (GPT-2's ``scale_attn_by_inverse_layer_idx``)
 any number of graphs: torch's limit, beyond which layers would run uncompiled and round otherwise,
 is out of reach.
 
-Forwards that drop operators (:mod:`penstock.models.storing`) run uncompiled: a mode would see one
+Forwards that drop operators (:mod:`penstock.models.forward_storage`) run uncompiled: a mode would see one
 opaque function. Whole and split backwards are one graph, whose products hand their tensors to a
 sink (:mod:`penstock.models.split_backward.products`). Saved tensors of compiled layers are swapped,
 and their weights bound anew, like those of any graph. Embedding and head, which are calls of a

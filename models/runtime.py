@@ -29,13 +29,13 @@ from penstock.models.binding import (
 )
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
+from penstock.models.forward_storage import ForwardStorage, StoredForward
 from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy
 from penstock.models.saved_activations import let_go
-from penstock.models.saved_activations.tape import tensors_in
+from penstock.models.saved_activations.op_log import tensors_in
 from penstock.models.split_backward.deferred_entries import AtOnce
 from penstock.models.split_backward.layer_products import LayerProducts, ProductWatch
 from penstock.models.split_backward.products import NoSink, Sink, ticket_memory
-from penstock.models.storing import Stored, Storing
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall, LayerCalls
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
 from penstock.models.torch_device import torch_device
@@ -69,7 +69,7 @@ class StageOutput:
     loss_sum: torch.Tensor | None
     loss: torch.Tensor | None
     inputs: dict[str, torch.Tensor]
-    stored: Stored | None = None
+    stored: StoredForward | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class ModelRuntime:
         loss_weight: float,
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
-        storing: Storing | None = None,
+        storage: ForwardStorage | None = None,
         output_read: bool = True,
     ) -> StageOutput:
         """Run consecutive blocks on one micro-batch.
@@ -258,7 +258,7 @@ class ModelRuntime:
         numbers follow from seed, ``data_position``, ``micro_batch_index`` and block.
         ``loss_weight`` multiplies the summed loss. ``autograd``: record a graph for
         :meth:`backward`; by default when any bound block collects gradients. ``checkpoints_at``:
-        blocks (numbers in the model) whose inputs are wanted. ``storing``: how to save what the
+        blocks (numbers in the model) whose inputs are wanted. ``storage``: how to save what the
         backward needs; a store of activations makes the inputs' leaves let go of their values.
         ``output_read``: False leaves out products that only make the last layer's output, which is
         then of no use (:mod:`penstock.models.split_backward.layer_products`).
@@ -274,18 +274,18 @@ class ModelRuntime:
             bound,
             training=training,
             place=(data_position, micro_batch_index),
-            storing=storing,
+            storage=storage,
             output_read=output_read or not autograd,
         )
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(autograd))
-            if storing is not None:
-                stored = stack.enter_context(storing.around(bound, self._constants(prepared)))
+            if storage is not None:
+                stored = stack.enter_context(storage.around(bound, self._constants(prepared)))
             for block in bound:
                 if block.index in checkpoints_at:
                     checkpoints[block.index] = {k: v.detach() for k, v in tensors.items()}
                 with self._within(stored, block, prepared):
-                    tensors, loss = self._run(block, tensors, prepared, storing, stored)
+                    tensors, loss = self._run(block, tensors, prepared, storage, stored)
             weighted = None if loss is None else loss * loss_weight
         _free_inputs(leaves, stored)
         return StageOutput(
@@ -328,8 +328,8 @@ class ModelRuntime:
         block: BoundBlock,
         tensors: Mapping[str, torch.Tensor],
         prepared: _Prepared,
-        storing: Storing | None,
-        stored: Stored | None,
+        storage: ForwardStorage | None,
+        stored: StoredForward | None,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Run one block; returns the tensors for the next one, and the summed loss of the head."""
         # A compiled graph is made with the operator; otherwise it is for recomputations alone.
@@ -340,12 +340,12 @@ class ModelRuntime:
             # numbers, whatever ran before.
             self._reseed(*prepared.place, block.index)
         if block.index == len(self._table.blocks) - 1:
-            return {}, self._run_head(block, tensors[HIDDEN], prepared, storing)
+            return {}, self._run_head(block, tensors[HIDDEN], prepared, storage)
         sink = None if stored is None else stored.deferred
         return {HIDDEN: self._run_block(block, tensors, prepared, sink or self._at_once)}, None
 
     def _within(
-        self, stored: Stored | None, block: BoundBlock, prepared: _Prepared
+        self, stored: StoredForward | None, block: BoundBlock, prepared: _Prepared
     ) -> AbstractContextManager[None]:
         """Returns the context to run a block in."""
         if stored is None:
@@ -448,7 +448,7 @@ class ModelRuntime:
         block: BoundBlock,
         hidden: torch.Tensor,
         prepared: _Prepared,
-        storing: Storing | None,
+        storage: ForwardStorage | None,
     ) -> torch.Tensor:
         labels = self._moved(prepared.batch.labels).reshape(-1)
         training = prepared.training
@@ -464,7 +464,7 @@ class ModelRuntime:
         @contextmanager
         def in_backward() -> Iterator[LogitsOf]:
             # Gradients go to the leaves of the forward, which may have lost their memory since.
-            now = block if storing is None else storing.block_now(block)
+            now = block if storage is None else storage.block_now(block)
             with gathering(block, now) as over:
                 yield logits_of(over)
 
@@ -484,7 +484,7 @@ class ModelRuntime:
         *,
         training: bool,
         place: tuple[int, int],
-        storing: Storing | None,
+        storage: ForwardStorage | None,
         output_read: bool,
     ) -> _Prepared:
         """Returns what all blocks of the stage share.
@@ -501,8 +501,8 @@ class ModelRuntime:
         layers = any(self._table.blocks[b.index].layer_index is not None for b in bound)
         calls = self._calls.of(batch, tensors) if layers else ()
         compiled = self._table.blocks[bound[-1].index].kind in self._compiled
-        drops = storing is not None and storing.drops
-        splits = storing is not None and storing.split
+        drops = storage is not None and storage.drops
+        splits = storage is not None and storage.split
         watched = drops or (splits and not compiled)
         return _Prepared(
             batch=batch,
@@ -559,7 +559,7 @@ def _leaves(inputs: Mapping[str, torch.Tensor], *, autograd: bool) -> dict[str, 
     }
 
 
-def _free_inputs(leaves: Mapping[str, torch.Tensor], stored: Stored | None) -> None:
+def _free_inputs(leaves: Mapping[str, torch.Tensor], stored: StoredForward | None) -> None:
     """Frees the memory of inputs that a store of activations has swapped or dropped: the caller
     holds the output, and with it the leaves.
     """

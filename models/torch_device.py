@@ -1,6 +1,6 @@
 """Streams, copies, allocation, pinning and random numbers of the devices that torch computes on.
 
-Swaps, tapes, runtimes and profiles ask a :class:`TorchDevice` for these and never torch itself, so
+Swaps, op logs, runtimes and profiles ask a :class:`TorchDevice` for these and never torch itself, so
 that what they do to streams and memory can be carried out, or checked, by another implementation.
 What only one platform does, such as streaming weights, is in :mod:`penstock.workers.platforms`.
 

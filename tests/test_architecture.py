@@ -80,7 +80,7 @@ FLOORS = {
         binding
         checkpoints compiled saved_activations split_backward
         kernels
-        prepare storing
+        prepare forward_storage
         runtime
         profiling""",
     "daemons": """kit preload

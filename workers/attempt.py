@@ -18,10 +18,10 @@ from penstock.host import world
 from penstock.host.errors import LostMemberError, PenstockError
 from penstock.host.sums import added
 from penstock.models.data.batch import MicroBatch
+from penstock.models.forward_storage import ForwardStorage
 from penstock.models.runtime import StageOutput
-from penstock.models.saved_activations import SavedActivations, SavePolicy
+from penstock.models.saved_activations import SavedActivations, SavedTensorPolicy
 from penstock.models.split_backward.split import DeferredWeights
-from penstock.models.storing import Storing
 from penstock.models.torch_device import SwapStreams
 from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
 from penstock.protocol.plan.plan import Plan
@@ -242,7 +242,9 @@ class Attempt:
         seconds = world.perf_counter() - start
         self.tally.transferred("send", KINDS_OF_TRANSFERS[kind], seconds=seconds)
 
-    def storing(self, stage: int, micro_batch: int, drop: Sequence[str] = ()) -> Storing | None:
+    def forward_storage(
+        self, stage: int, micro_batch: int, drop: Sequence[str] = ()
+    ) -> ForwardStorage | None:
         """How a forward of a backward stage is to be stored for what the plan does to it before and
         in its backward, without the outputs of operators ``drop``; ``None``: as autograd does.
         """
@@ -254,9 +256,9 @@ class Attempt:
         keeps, splits = bool(drop) or rebind or key in flow.swapped, key in flow.split
         if not keeps and not splits:
             return None
-        return Storing(
+        return ForwardStorage(
             weights=self.stages.places(stage),
-            policy=SavePolicy(drop=frozenset(drop), rebind=rebind) if keeps else None,
+            policy=SavedTensorPolicy(drop=frozenset(drop), rebind=rebind) if keeps else None,
             split=splits,
         )
 

@@ -20,8 +20,8 @@ from penstock.config.schema import Config
 from penstock.host import world
 from penstock.models.binding import TORCH_DTYPES, Borrowed
 from penstock.models.data.batch import MicroBatch
+from penstock.models.forward_storage import ForwardStorage
 from penstock.models.runtime import ModelRuntime, StageOutput
-from penstock.models.storing import Storing
 from penstock.models.torch_device import SwapStreams
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
@@ -188,7 +188,7 @@ class Runtime(Protocol):
         loss_weight: float,
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
-        storing: Storing | None = None,
+        storage: ForwardStorage | None = None,
         output_read: bool = True,
     ) -> StageOutput:
         """Run consecutive blocks on one micro-batch. ``output_read``: False where the caller wants

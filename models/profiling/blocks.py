@@ -25,12 +25,12 @@ import torch
 
 from penstock.models.data.batch import MicroBatch
 from penstock.models.data.objectives import Objective
+from penstock.models.forward_storage import ForwardStorage
 from penstock.models.profiling.drops import DropMeasure, NeededBy, measure_drops
 from penstock.models.profiling.memory import MemoryMeasure, RunForward, measure_memory
 from penstock.models.profiling.operators import OperatorProbe
 from penstock.models.runtime import Borrowed, BoundBlock, ModelRuntime, StageOutput
-from penstock.models.saved_activations import BoundWeights, SavedActivations, SavePolicy
-from penstock.models.storing import Storing
+from penstock.models.saved_activations import BoundWeights, SavedActivations, SavedTensorPolicy
 from penstock.models.torch_device import torch_device
 from penstock.protocol.plan.profile import (
     KindProfile,
@@ -152,10 +152,10 @@ class BlockBench:
 
         output = forward()
         seeds = {name: torch.ones_like(value) for name, value in output.tensors.items()}
-        storing = self._storing_forward(bound, inputs, batch)
+        stored_output = self._storing_forward(bound, inputs, batch)
         compiled = self._runtime.compiles(blocks.start)
         backward_input_s = (
-            self._split_input_s(storing, seeds)
+            self._split_input_s(stored_output, seeds)
             if compiled
             else self._backward_input_s(forward, seeds)
         )
@@ -169,7 +169,7 @@ class BlockBench:
             backward_s=self._watch.median_after(
                 forward, lambda made: self._runtime.backward(made, seeds)
             ),
-            memory=self._of_graph(memory, storing, seeds) if compiled else memory,
+            memory=self._of_graph(memory, stored_output, seeds) if compiled else memory,
         )
 
     def _memory(
@@ -187,7 +187,7 @@ class BlockBench:
         self, memory: MemoryMeasure, forward: RunForward, seeds: Mapping[str, torch.Tensor]
     ) -> MemoryMeasure:
         """Returns the measure with what a compiled graph saves, and what BACKWARD_INPUT leaves."""
-        output = forward(policy=SavePolicy(), split=True)
+        output = forward(policy=SavedTensorPolicy(), split=True)
         stored = output.stored
         assert stored is not None and stored.activations is not None
         assert stored.deferred is not None
@@ -243,7 +243,7 @@ class BlockBench:
             self._inputs(range(block, block + 1), micro_batch),
         )
         run = self._storing_forward([self._bind(block)], inputs, batch)
-        output = run(policy=SavePolicy(drop=frozenset(drop)))
+        output = run(policy=SavedTensorPolicy(drop=frozenset(drop)))
         assert output.stored is not None and output.stored.activations is not None
         yield output.stored.activations
 
@@ -254,7 +254,7 @@ class BlockBench:
         batch: MicroBatch,
         *,
         autograd: bool,
-        storing: Storing | None = None,
+        storage: ForwardStorage | None = None,
         plain: bool = False,
     ) -> StageOutput:
         return (self._plain if plain else self._runtime).forward(
@@ -266,7 +266,7 @@ class BlockBench:
             training=True,
             loss_weight=1.0,
             autograd=autograd,
-            storing=storing,
+            storage=storage,
         )
 
     def _backward_input_s(
@@ -300,13 +300,13 @@ class BlockBench:
         weights.bind(bound)
 
         def forward(
-            *, autograd: bool = True, split: bool = False, policy: SavePolicy | None = None
+            *, autograd: bool = True, split: bool = False, policy: SavedTensorPolicy | None = None
         ) -> StageOutput:
-            storing = None
+            storage = None
             if split or policy is not None:
-                storing = Storing(weights=weights, policy=policy, split=split)
+                storage = ForwardStorage(weights=weights, policy=policy, split=split)
             return self._forward(
-                bound, inputs, batch, autograd=autograd, storing=storing, plain=plain
+                bound, inputs, batch, autograd=autograd, storage=storage, plain=plain
             )
 
         return forward

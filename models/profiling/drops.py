@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.models.saved_activations import SavedActivations
-from penstock.models.saved_activations.slots import SlotView, StorageSlot
-from penstock.models.saved_activations.tape import RecordedKernel
+from penstock.models.saved_activations.op_log import RecordedKernel
+from penstock.models.saved_activations.tensor_slots import SlotView, StorageSlot
 
 NeededBy = tuple[tuple[str, ...], ...]
 """Sets of operators, sorted: all of one set must be dropped for something to be read again."""

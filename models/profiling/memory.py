@@ -15,7 +15,7 @@ import torch
 
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.runtime import StageOutput
-from penstock.models.saved_activations import SavePolicy, let_go
+from penstock.models.saved_activations import SavedTensorPolicy, let_go
 from penstock.models.split_backward.split import run_together
 
 Gradients = Mapping[str, torch.Tensor]
@@ -26,7 +26,7 @@ class RunForward(Protocol):
     """A forward of the blocks on one micro-batch, with the same inputs each time."""
 
     def __call__(
-        self, *, autograd: bool = True, split: bool = False, policy: SavePolicy | None = None
+        self, *, autograd: bool = True, split: bool = False, policy: SavedTensorPolicy | None = None
     ) -> StageOutput:
         """Runs the forward. ``split``: for a backward in two halves; ``policy``: what a store of
         activations saves, None for autograd alone.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from penstock.models.saved_activations.tape import tensors_in
+from penstock.models.saved_activations.op_log import tensors_in
 from penstock.models.torch_internals import TorchDispatchMode, key_of
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from penstock.models.saved_activations.collection import SavedTensor, SavedTensors, view_of
+from penstock.models.saved_activations.op_log import OpLog, RecordedCall, RecordedKernel, tensors_in
 from penstock.models.saved_activations.operators import OperatorTracker
-from penstock.models.saved_activations.slots import Blank, SlotView, StorageSlot, storage_of
-from penstock.models.saved_activations.tape import RecordedCall, RecordedKernel, Tape, tensors_in
+from penstock.models.saved_activations.saved_tensors import SavedTensor, SavedTensors, view_of
+from penstock.models.saved_activations.tensor_slots import Blank, SlotView, StorageSlot, storage_of
 from penstock.models.torch_internals import OpOverload, TorchDispatchMode, key_of, schema_of
 
 _BY_SHAPE = {
@@ -84,9 +84,9 @@ class _Seen:
         """What errors call its outputs."""
         return f"{self.operator} ({self.name})"
 
-    def recorded(self, tape: Tape, reads: list[SavedTensor]) -> RecordedKernel:
+    def recorded(self, log: OpLog, reads: list[SavedTensor]) -> RecordedKernel:
         """Returns what the tape remembers."""
-        return RecordedKernel(tape=tape, operator=self.operator, call=self.call, reads=reads)
+        return RecordedKernel(log=log, operator=self.operator, call=self.call, reads=reads)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, drop: frozenset[str], saved: SavedTensors, tracker: OperatorTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
+        self.log = OpLog()
         self._drop = drop
         self._saved = saved
         self._tracker = tracker
@@ -123,11 +123,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = traits.changed(args, kwargs)
         for storage in changed:
             self._protect(storage)
-        if operator in self._drop and all(self.tape.made(s) is not None for s in changed):
+        if operator in self._drop and all(self.log.made(s) is not None for s in changed):
             return self._record(func, args, kwargs, changed, traits, operator)
         result = func(*args, **kwargs)
         for storage in changed:
-            self.tape.leave(storage)
+            self.log.leave(storage)
         return result
 
     def save(self, tensor: torch.Tensor) -> SavedTensor:
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         no recorded kernel can make it again.
         """
         storage = storage_of(tensor)
-        slot = None if storage is None else self.tape.made(storage)
+        slot = None if storage is None else self.log.made(storage)
         return self._saved.view(tensor) if slot is None else view_of(slot, tensor)
 
     def _protect(self, storage: torch.UntypedStorage) -> None:
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         new = [(s := storage_of(t)) is not None and key_of(s) not in known for t in outputs]
         if changed:
             node = self._add(
-                RecordedKernel(tape=self.tape, operator=operator, call=call, reads=reads)
+                RecordedKernel(log=self.log, operator=operator, call=call, reads=reads)
             )
             self._note_changes(node, changed, f"{operator} ({traits.name})")
             node.makes = [None] * len(outputs)
@@ -195,12 +195,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, node: RecordedKernel, changed: list[torch.UntypedStorage], label: str
     ) -> None:
         for storage in changed:
-            before = self.tape.made(storage)
+            before = self.log.made(storage)
             assert before is not None
             after = self._saved.new_slot(storage, label)
             after.drop(node)
             node.changes.append((before, weakref.ref(after)))
-            self.tape.enter(storage, after)
+            self.log.enter(storage, after)
 
     def _note_outputs(self, seen: _Seen) -> None:
         """Note outputs; what depends on shapes alone gets a kernel of its own, which reads
@@ -211,10 +211,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = [is_new and not apart[i] for i, is_new in enumerate(seen.new)]
         if any(apart):
             reads = [self._blank(tensor) for tensor in seen.inputs]
-            self._note_made(seen.recorded(self.tape, reads), seen, apart)
+            self._note_made(seen.recorded(self.log, reads), seen, apart)
         if any(others):
             reads = [self.view(tensor) for tensor in seen.inputs]
-            self._note_made(seen.recorded(self.tape, reads), seen, others)
+            self._note_made(seen.recorded(self.log, reads), seen, others)
 
     def _note_made(self, node: RecordedKernel, seen: _Seen, made: list[bool]) -> None:
         self._add(node)
@@ -226,15 +226,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, node: RecordedKernel, tensor: torch.Tensor, label: str
     ) -> StorageSlot | None:
         storage = tensor.untyped_storage()
-        if self.tape.made(storage) is not None:
+        if self.log.made(storage) is not None:
             return None  # an output before shares it
         slot = self._saved.new_slot(storage, label)
         slot.drop(node)
-        self.tape.enter(storage, slot)
+        self.log.enter(storage, slot)
         return slot
 
     def _add(self, node: RecordedKernel) -> RecordedKernel:
-        self.tape.add(node)
+        self.log.add(node)
         return node
 
     def _blank(self, tensor: torch.Tensor) -> SavedTensor:

@@ -26,17 +26,17 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.models.saved_activations.collection import SavedTensor, SavedTensors
+from penstock.models.saved_activations.op_log import OpLog, RecordedKernel
 from penstock.models.saved_activations.operators import OperatorTracker
 from penstock.models.saved_activations.recorder import Recorder
-from penstock.models.saved_activations.slots import StorageSlot, chosen
-from penstock.models.saved_activations.tape import RecordedKernel, Tape
+from penstock.models.saved_activations.saved_tensors import SavedTensor, SavedTensors
+from penstock.models.saved_activations.tensor_slots import StorageSlot, chosen
 from penstock.models.saved_activations.weights import BoundWeights
 from penstock.models.torch_device import Allocate, CopyStream, PlainCopies, host_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavePolicy:
+class SavedTensorPolicy:
     """What stays of a forward.
 
     ``drop``: operators (:mod:`~penstock.models.saved_activations.operators`) whose outputs do not
@@ -57,12 +57,12 @@ class SavedActivations:
     """
 
     def __init__(
-        self, policy: SavePolicy, weights: BoundWeights, constants: Iterable[torch.Tensor]
+        self, policy: SavedTensorPolicy, weights: BoundWeights, constants: Iterable[torch.Tensor]
     ) -> None:
         self._saved = SavedTensors(weights, constants, rebind=policy.rebind)
         self._tracker = OperatorTracker()
         self._recorder = Recorder(policy.drop, self._saved, self._tracker)
-        self._tapes = [self._recorder.tape]
+        self._logs = [self._recorder.log]
         self._records = bool(policy.drop)
         self._running = False
 
@@ -81,7 +81,7 @@ class SavedActivations:
     @property
     def kernels(self) -> list[RecordedKernel]:
         """The kernels that will run again, in the order of the forward."""
-        return [kernel for tape in self._tapes for kernel in tape.kernels]
+        return [kernel for log in self._logs for kernel in log.kernels]
 
     @property
     def bytes_elsewhere(self) -> int:
@@ -111,7 +111,7 @@ class SavedActivations:
     ) -> int:
         """Start moving ``fraction`` (0 to 1) of :attr:`bytes` elsewhere; returns bytes moved.
 
-        Whole storages, the largest first (:func:`~penstock.models.saved_activations.slots.chosen`).
+        Whole storages, the largest first (:func:`~penstock.models.saved_activations.tensor_slots.chosen`).
         ``allocate`` gives flat uint8 memory elsewhere. The device's memory is let go of at once;
         ``copies`` sees to it that it is not used again too early.
 
@@ -151,15 +151,15 @@ class SavedActivations:
             SavedActivationError: a kernel needs an activation that is swapped out, or a weight
                 that is not bound.
         """
-        return sum(tape.run_again() for tape in self._tapes)
+        return sum(log.run_again() for log in self._logs)
 
     def discard(self) -> None:
         """Free everything, though a graph may still refer to it; its backward is an error then.
 
         For a micro-batch that is given up.
         """
-        for tape in self._tapes:
-            tape.forget()
+        for log in self._logs:
+            log.forget()
         for slot in self._saved.slots():
             slot.discard()
 
@@ -176,12 +176,12 @@ class SavedActivations:
 
     def _end(self) -> None:
         self._running = False
-        self._recorder.tape.close()
+        self._recorder.log.close()
 
     def _begin(self, block: int | None) -> None:
-        self._recorder.tape.close()
-        self._recorder.tape = Tape()
-        self._tapes.append(self._recorder.tape)
+        self._recorder.log.close()
+        self._recorder.log = OpLog()
+        self._logs.append(self._recorder.log)
         self._tracker.restart()
         self._saved.block = block
 
@@ -191,7 +191,7 @@ class SavedActivations:
 
 @contextmanager
 def saving_activations(
-    policy: SavePolicy, weights: BoundWeights, constants: Iterable[torch.Tensor] = ()
+    policy: SavedTensorPolicy, weights: BoundWeights, constants: Iterable[torch.Tensor] = ()
 ) -> Iterator[SavedActivations]:
     """Run one forward with autograd inside; what it saves goes into the SavedActivations.
 

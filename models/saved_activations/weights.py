@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.models.binding import BoundBlock
-from penstock.models.saved_activations.slots import SavedActivationError
+from penstock.models.saved_activations.tensor_slots import SavedActivationError
 
 
 class BoundWeights:

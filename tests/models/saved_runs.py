@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models.saved_activations import BoundWeights, SavePolicy, saving_activations
+from penstock.models.saved_activations import BoundWeights, SavedTensorPolicy, saving_activations
 from penstock.planner.cost.operators import OPERATOR_SETS
 
 MODELS = {"llama": {}, "gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}}
@@ -37,7 +37,7 @@ class Run:
         self.bound = case.bind(range(len(case.table.blocks)))
         self.weights = BoundWeights(self.bound)
 
-    def forward(self, policy: SavePolicy, micro_batch: int = 0):
+    def forward(self, policy: SavedTensorPolicy, micro_batch: int = 0):
         """The SavedActivations and the outputs of the blocks."""
         with saving_activations(policy, self.weights, self.constants()) as kept:
             outputs = self.plain_forward(micro_batch, kept.block)
@@ -68,7 +68,7 @@ class Run:
             self.bound,
             training=True,
             place=(0, 0),
-            storing=None,
+            storage=None,
             output_read=True,
         ).calls
         found = [torch.from_numpy(self.batch.input_ids), torch.from_numpy(self.batch.labels)]
@@ -140,7 +140,7 @@ def plain_gradients(make_case: Callable, make_batch: Callable, name: str) -> lis
     return run.backward(run.plain_forward())
 
 
-def kept_bytes(run: Run, policy: SavePolicy) -> int:
+def kept_bytes(run: Run, policy: SavedTensorPolicy) -> int:
     kept, graph = run.forward(policy)
     return kept.bytes if graph else 0
 

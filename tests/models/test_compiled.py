@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.models import runtime
 from penstock.models.binding import summing
 from penstock.models.compiled import CompiledLayer, Compiler
+from penstock.models.forward_storage import ForwardStorage
 from penstock.models.runtime import HIDDEN, ModelRuntime
-from penstock.models.saved_activations import BoundWeights, SavePolicy
+from penstock.models.saved_activations import BoundWeights, SavedTensorPolicy
 from penstock.models.split_backward import products as product_operators
 from penstock.models.split_backward.split import DeferredWeights, run_together
-from penstock.models.storing import Storing
 from tests.compiler import QUIET, fresh_compiler, graphs
 
 __all__ = ["fresh_compiler"]
@@ -83,7 +83,7 @@ def test_one_graph_serves_all_layers(make_case: Any, make_batch: Any, original_l
         assert (case.gradient(name) - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def storing_forward(case: Any, batch: Any, storing: Storing, bound: Any) -> Any:
+def storing_forward(case: Any, batch: Any, storage: ForwardStorage, bound: Any) -> Any:
     return case.runtime.forward(
         bound,
         {},
@@ -92,7 +92,7 @@ def storing_forward(case: Any, batch: Any, storing: Storing, bound: Any) -> Any:
         micro_batch_index=0,
         training=True,
         loss_weight=1.0,
-        storing=storing,
+        storage=storage,
     )
 
 
@@ -100,10 +100,10 @@ def test_forwards_that_drop_operators_run_uncompiled(make_case: Any, make_batch:
     case = make_case("llama")
     use(case, "inductor")
     bound = case.bind(range(5))
-    policy = SavePolicy(drop=frozenset({"norm"}))
+    policy = SavedTensorPolicy(drop=frozenset({"norm"}))
     for split in (False, True):
-        storing = Storing(weights=BoundWeights(bound), policy=policy, split=split)
-        case.runtime.backward(storing_forward(case, make_batch(), storing, bound), {})
+        storage = ForwardStorage(weights=BoundWeights(bound), policy=policy, split=split)
+        case.runtime.backward(storing_forward(case, make_batch(), storage, bound), {})
     assert graphs() == 0
 
 
@@ -137,7 +137,9 @@ def test_a_split_backward_is_the_same_graph_with_the_same_bits(
     for block in blocks:
         case.grads[block][0].zero_()
     bound = case.bind(blocks)
-    output = storing_forward(case, batch, Storing(weights=BoundWeights(bound), split=True), bound)
+    output = storing_forward(
+        case, batch, ForwardStorage(weights=BoundWeights(bound), split=True), bound
+    )
     assert torch.equal(output.loss_sum, whole.loss_sum)
     deferred = output.stored.deferred
     case.runtime.backward(output, {})
@@ -182,8 +184,10 @@ def test_split_backwards_of_frozen_layers_and_dropout_have_the_same_bits(
 
     def deferred() -> DeferredWeights:
         bound = case.bind(blocks)
-        storing = Storing(weights=BoundWeights(bound), split=True, policy=SavePolicy(rebind=True))
-        output = storing_forward(case, batch, storing, bound)
+        storage = ForwardStorage(
+            weights=BoundWeights(bound), split=True, policy=SavedTensorPolicy(rebind=True)
+        )
+        output = storing_forward(case, batch, storage, bound)
         case.runtime.backward(output, {})
         store: DeferredWeights = output.stored.deferred
         return store
@@ -268,7 +272,7 @@ def test_compiled_layers_are_swapped_and_bound_anew_with_the_same_bits(
     sums = gradients()
     bound = case.bind(blocks)
     weights = BoundWeights(bound)
-    storing = Storing(weights=weights, policy=SavePolicy(rebind=True))
+    storage = ForwardStorage(weights=weights, policy=SavedTensorPolicy(rebind=True))
     output = case.runtime.forward(
         bound,
         inputs,
@@ -277,7 +281,7 @@ def test_compiled_layers_are_swapped_and_bound_anew_with_the_same_bits(
         micro_batch_index=0,
         training=True,
         loss_weight=1.0,
-        storing=storing,
+        storage=storage,
     )
     weights.release()
     activations = output.stored.activations

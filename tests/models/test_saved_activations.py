@@ -16,7 +16,7 @@ from penstock.models.saved_activations import (
     OperatorTracker,
     SavedActivationError,
     SavedActivations,
-    SavePolicy,
+    SavedTensorPolicy,
     let_go,
     saving_activations,
 )
@@ -47,7 +47,7 @@ def _plain(make_case, make_batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_everything_kept_and_freed_by_the_backward(name, make_run, plain) -> None:
     run = make_run(name)
-    kept, outputs = run.forward(SavePolicy())
+    kept, outputs = run.forward(SavedTensorPolicy())
     assert kept.bytes > 0
     assert kept.recompute() == 0
     assert_same(run.backward(outputs), plain(name))
@@ -66,9 +66,9 @@ def test_full_recomputation_is_the_same_too(name, make_case, make_batch, plain) 
 @pytest.mark.parametrize("name", MODELS)
 def test_dropped_operators(name, drop, make_run, plain) -> None:
     run, wanted = make_run(name), plain(name)
-    whole = kept_bytes(run, SavePolicy())
-    kept, outputs = run.forward(SavePolicy(drop=SETS[drop]))
-    early, other = run.forward(SavePolicy(drop=SETS[drop]))
+    whole = kept_bytes(run, SavedTensorPolicy())
+    kept, outputs = run.forward(SavedTensorPolicy(drop=SETS[drop]))
+    early, other = run.forward(SavedTensorPolicy(drop=SETS[drop]))
     assert kept.bytes == early.bytes < whole
     torch.rand(7)  # others use the generator in between
     state = torch.get_rng_state()
@@ -86,8 +86,8 @@ def test_micro_batches_interleave(make_run) -> None:
     run = make_run("gpt2")
     wanted = [run.backward(run.plain_forward(m)) for m in (0, 1)]
     assert not torch.equal(wanted[0][2], wanted[1][2]), "dropout differs by micro-batch"
-    first, first_outputs = run.forward(SavePolicy(drop=SETS["everything"]), 0)
-    _, second_outputs = run.forward(SavePolicy(drop=SETS["mlp"]), 1)
+    first, first_outputs = run.forward(SavedTensorPolicy(drop=SETS["everything"]), 0)
+    _, second_outputs = run.forward(SavedTensorPolicy(drop=SETS["mlp"]), 1)
     first.recompute()
     assert_same(run.backward(second_outputs), wanted[1])
     assert_same(run.backward(first_outputs), wanted[0])
@@ -105,8 +105,8 @@ SAVED = {
 @pytest.mark.parametrize(("name", "drop"), SAVED)
 def test_bytes_saved(name, drop, make_run) -> None:
     run = make_run(name)
-    whole = kept_bytes(run, SavePolicy())
-    kept = kept_bytes(run, SavePolicy(drop=SETS[drop]))
+    whole = kept_bytes(run, SavedTensorPolicy())
+    kept = kept_bytes(run, SavedTensorPolicy(drop=SETS[drop]))
     assert 1 - kept / whole == pytest.approx(SAVED[name, drop], abs=0.005)
 
 
@@ -127,7 +127,7 @@ PRODUCTS = {
 @pytest.mark.parametrize(("name", "drop"), PRODUCTS)
 def test_only_dropped_operators_run_again(name, drop, make_run) -> None:
     run = make_run(name)
-    kept, outputs = run.forward(SavePolicy(drop=SETS[drop]))
+    kept, outputs = run.forward(SavedTensorPolicy(drop=SETS[drop]))
     with Kernels() as kernels:
         kept.recompute()
     assert kernels.products == PRODUCTS[name, drop]
@@ -139,7 +139,7 @@ def test_only_dropped_operators_run_again(name, drop, make_run) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_all_at_once(name, drop, fraction, make_run, plain) -> None:
     run, wanted = make_run(name), plain(name)
-    policy = SavePolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
+    policy = SavedTensorPolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
     kept, outputs = run.forward(policy)
     before = kept.bytes
     moved = kept.swap_out(fraction)
@@ -155,7 +155,7 @@ def test_all_at_once(name, drop, fraction, make_run, plain) -> None:
 
 def test_swap_takes_the_largest_first_and_no_more_than_needed() -> None:
     weights = BoundWeights()
-    with saving_activations(SavePolicy(), weights) as kept:
+    with saving_activations(SavedTensorPolicy(), weights) as kept:
         leaves = [torch.ones(size, requires_grad=True) for size in (10, 40, 20, 30)]
         result = sum((leaf * leaf).sum() for leaf in leaves)
     assert kept.bytes == 4 * 100
@@ -173,7 +173,7 @@ def test_use_while_swapped_out_names_the_tensor() -> None:
     layer = torch.nn.Linear(3, 5)
     inputs = torch.ones(2, 3, requires_grad=True)
     with (
-        saving_activations(SavePolicy(drop=frozenset({"dropout"})), BoundWeights()) as kept,
+        saving_activations(SavedTensorPolicy(drop=frozenset({"dropout"})), BoundWeights()) as kept,
         kept.block(4),
     ):
         result = F.silu(layer(inputs)).sum()
@@ -191,7 +191,7 @@ def test_use_while_swapped_out_names_the_tensor() -> None:
 
 def test_recompute_of_what_is_swapped_out_runs_nothing(make_run, plain) -> None:
     run = make_run("llama")
-    kept, outputs = run.forward(SavePolicy(drop=SETS["cmb"]))
+    kept, outputs = run.forward(SavedTensorPolicy(drop=SETS["cmb"]))
     kept.swap_out(1.0)
     with Kernels() as kernels, pytest.raises(SavedActivationError, match="is swapped out"):
         kept.recompute()
@@ -223,7 +223,7 @@ class LateCopies:
 
 def test_copies_are_waited_for_at_the_first_use(make_run, plain) -> None:
     run, wanted = make_run("gpt2"), plain("gpt2")
-    kept, outputs = run.forward(SavePolicy(drop=SETS["cmb"]))
+    kept, outputs = run.forward(SavedTensorPolicy(drop=SETS["cmb"]))
     out, back = LateCopies(), LateCopies()
     places: list[torch.Tensor] = []
 
@@ -241,7 +241,10 @@ def test_copies_are_waited_for_at_the_first_use(make_run, plain) -> None:
 def test_memory_is_free_after_a_swap(make_run) -> None:
     run = make_run("llama")
     hidden, constants = torch.randn(2, 12, 32), run.constants()
-    with Kernels() as kernels, saving_activations(SavePolicy(), run.weights, constants) as kept:
+    with (
+        Kernels() as kernels,
+        saving_activations(SavedTensorPolicy(), run.weights, constants) as kept,
+    ):
         output = run.case.runtime.forward(
             [run.bound[1]],
             {"hidden": hidden.clone()},
@@ -266,7 +269,7 @@ def test_dropped_memory_is_free_during_the_forward(drop, make_run) -> None:
     run = make_run("llama")
     run.constants()  # so that rotary tables exist
     with Kernels() as kernels:
-        kept, outputs = run.forward(SavePolicy(drop=SETS[drop]))
+        kept, outputs = run.forward(SavedTensorPolicy(drop=SETS[drop]))
     hidden = outputs[0].tensors["hidden"].nbytes
     # The hidden states are kept as inputs of blocks; the loss and its weighted value are scalars.
     assert kept.bytes <= kernels.live_bytes <= kept.bytes + hidden + 16
@@ -274,7 +277,7 @@ def test_dropped_memory_is_free_during_the_forward(drop, make_run) -> None:
 
 def test_blocks_are_recomputed_one_by_one(make_run, plain) -> None:
     run, wanted = make_run("llama"), plain("llama")
-    kept, outputs = run.forward(SavePolicy(drop=SETS["mlp"]))
+    kept, outputs = run.forward(SavedTensorPolicy(drop=SETS["mlp"]))
     gradients = run.case.runtime.backward(outputs.pop(), {})
     for output in (outputs.pop(), outputs.pop()):  # of three layers
         gradients = run.case.runtime.backward(output, gradients)
@@ -297,7 +300,7 @@ def test_what_nobody_saved_is_let_go_during_the_forward() -> None:
 
     model = torch.nn.Sequential(MLP())
     with (
-        saving_activations(SavePolicy(drop=frozenset({"mul"})), BoundWeights()) as kept,
+        saving_activations(SavedTensorPolicy(drop=frozenset({"mul"})), BoundWeights()) as kept,
         torch.no_grad(),
     ):
         model(torch.ones(4, 8))
@@ -321,7 +324,7 @@ def test_tied_weights_are_found_in_the_block_that_uses_them() -> None:
 
 def test_unbound_weights_are_named(make_run) -> None:
     run = make_run("llama")
-    kept, outputs = run.forward(SavePolicy(drop=SETS["mlp"], rebind=True))
+    kept, outputs = run.forward(SavedTensorPolicy(drop=SETS["mlp"], rebind=True))
     run.weights.release()
     wanted = r"weight 'model.layers.0.mlp.gate_proj.weight' of block 1 is needed and not bound"
     with pytest.raises(SavedActivationError, match=wanted):
@@ -332,14 +335,14 @@ def test_unbound_weights_are_named(make_run) -> None:
 
 def test_without_rebinding_the_old_memory_is_read(make_run, plain) -> None:
     run = make_run("llama")
-    _, outputs = run.forward(SavePolicy())
+    _, outputs = run.forward(SavedTensorPolicy())
     run.weights.release()
     assert_same(run.backward(outputs), plain("llama"))
 
 
 def test_discarded_activations_are_freed_and_missed(make_run) -> None:
     run = make_run("llama")
-    kept, outputs = run.forward(SavePolicy(drop=SETS["cmb"]))
+    kept, outputs = run.forward(SavedTensorPolicy(drop=SETS["cmb"]))
     kept.swap_out(0.5)
     kept.discard()
     assert (kept.bytes, kept.bytes_elsewhere, kept.recompute()) == (0, 0, 0)
@@ -417,7 +420,7 @@ def test_nests_inside_other_modes(make_run, plain) -> None:
             return func(*args, **(kwargs or {}))
 
     with Functions():
-        kept, outputs = run.forward(SavePolicy(drop=SETS["mlp"]))
+        kept, outputs = run.forward(SavedTensorPolicy(drop=SETS["mlp"]))
     assert "linear" in seen
     seen.clear()
     with Functions():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 from penstock.models.binding import BoundBlock
 from penstock.models.saved_activations import (
     BoundWeights,
-    SavePolicy,
+    SavedTensorPolicy,
     saving_activations,
 )
 from penstock.models.split_backward.split import DeferredWeights, backward_input, split_backward
@@ -58,7 +58,7 @@ def test_split_backward(drop) -> None:
     wanted = torch.autograd.grad(loss(), parameters)
     leaves = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
-    policy = SavePolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
+    policy = SavedTensorPolicy(drop=SETS[drop] if drop else frozenset(), rebind=True)
     store = DeferredWeights()
     with saving_activations(policy, weights, [ids]) as kept, split_backward(store, parameters):
         value = loss()
@@ -94,7 +94,7 @@ def test_a_split_backward_reads_weights_where_they_are_then() -> None:
     weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
     store = DeferredWeights()
     with (
-        saving_activations(SavePolicy(rebind=True), weights, [x]),
+        saving_activations(SavedTensorPolicy(rebind=True), weights, [x]),
         split_backward(store, parameters),
     ):
         value = loss()
@@ -128,7 +128,7 @@ def check_whole_model(config, drops: list[str]) -> None:
     for drop in (frozenset(), *(SETS[name] for name in drops)):
         leaves = {name: p.detach() for name, p in model.named_parameters()}
         weights = BoundWeights([BoundBlock(index=0, leaves=leaves)])
-        with saving_activations(SavePolicy(drop=drop, rebind=True), weights) as kept:
+        with saving_activations(SavedTensorPolicy(drop=drop, rebind=True), weights) as kept:
             value = loss()
         whole = whole or kept.bytes
         assert kept.bytes <= whole and (kept.bytes < whole) == bool(drop)
@@ -172,7 +172,7 @@ def test_changes_in_place(drop) -> None:
     module, inputs = InPlace(), torch.randn(5, 4, requires_grad=True)
     weight = module.mlp.inner.weight
     wanted = torch.autograd.grad(module(inputs).sin().sum(), [inputs, weight])
-    with saving_activations(SavePolicy(drop=frozenset(drop)), BoundWeights()) as kept:
+    with saving_activations(SavedTensorPolicy(drop=frozenset(drop)), BoundWeights()) as kept:
         result = module(inputs).sin().sum()
     kept.recompute()
     assert_same(list(torch.autograd.grad(result, [inputs, weight])), list(wanted))
@@ -194,7 +194,7 @@ def test_on_a_gpu(drop) -> None:
     parameters = list(model.parameters())
     wanted = torch.autograd.grad(loss(), parameters)
     streams = torch_device(torch.device("cuda")).swap_streams()
-    policy = SavePolicy(drop=SETS[drop] if drop else frozenset())
+    policy = SavedTensorPolicy(drop=SETS[drop] if drop else frozenset())
     for fraction in (0.0, 0.3, 1.0):
         with saving_activations(policy, BoundWeights()) as kept:
             value = loss()

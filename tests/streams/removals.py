@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SOURCES = (
     "models/torch_device.py",
-    "models/saved_activations/slots.py",
+    "models/saved_activations/tensor_slots.py",
     "models/saved_activations/store.py",
     "workers/platforms/cuda/clock.py",
     "workers/platforms/cuda/device.py",

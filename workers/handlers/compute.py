@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from penstock.models.binding import BoundBlock
+from penstock.models.forward_storage import ForwardStorage
 from penstock.models.runtime import StageOutput
 from penstock.models.saved_activations import let_go
 from penstock.models.split_backward.split import run_together
-from penstock.models.storing import Storing
 from penstock.protocol.plan.instructions import (
     Backward,
     BackwardInput,
@@ -40,8 +40,8 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
     inputs = attempt.inputs(instruction)
     attempt.await_others(instruction)
     bound = attempt.stages.bound(attempt.stages.backward_key(stage), grads=True)
-    storing = attempt.storing(stage, m)
-    output = _run(attempt, bound, inputs, m, autograd=True, storing=storing, output_read=False)
+    storage = attempt.forward_storage(stage, m)
+    output = _run(attempt, bound, inputs, m, autograd=True, storage=storage, output_read=False)
     attempt.count_loss(m, output)
     _keep_graph(attempt, stage, m, output)
 
@@ -112,8 +112,8 @@ def _forward_with_graph(instruction: Forward, attempt: Attempt) -> None:
     stage, m = instruction.stage, instruction.micro_batch
     inputs = attempt.inputs(instruction)
     bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=True)
-    storing = attempt.storing(stage, m, instruction.drop)
-    output = _run(attempt, bound, inputs, m, autograd=True, storing=storing)
+    storage = attempt.forward_storage(stage, m, instruction.drop)
+    output = _run(attempt, bound, inputs, m, autograd=True, storage=storage)
     attempt.count_loss(m, output)
     _hand_on(instruction, attempt, output.tensors)
     _keep_graph(attempt, stage, m, output)
@@ -172,7 +172,7 @@ def _run(
     *,
     autograd: bool = False,
     checkpoints_at: Collection[int] = (),
-    storing: Storing | None = None,
+    storage: ForwardStorage | None = None,
     output_read: bool = True,
 ) -> StageOutput:
     job = attempt.job
@@ -186,6 +186,6 @@ def _run(
         loss_weight=job.loss_weight,
         checkpoints_at=checkpoints_at,
         autograd=autograd,
-        storing=storing,
+        storage=storage,
         output_read=output_read,
     )

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from penstock.models.data.batch import MicroBatch
+from penstock.models.forward_storage import ForwardStorage
 from penstock.models.runtime import HIDDEN, Borrowed, StageOutput
-from penstock.models.storing import Storing
 from penstock.shm.table import BlockTable
 
 _MASK = (1 << 64) - 1
@@ -111,13 +111,13 @@ class EmulatedRuntime:
         loss_weight: float,
         checkpoints_at: Collection[int] = (),
         autograd: bool | None = None,
-        storing: Storing | None = None,
+        storage: ForwardStorage | None = None,
         output_read: bool = True,
     ) -> EmulatedOutput:
         """Run consecutive blocks; arguments as in the model's runtime. Nothing takes memory, so
         there is nothing to store otherwise.
         """
-        del training, autograd, storing, output_read
+        del training, autograd, storage, output_read
         if inputs:
             activation = _number(inputs)
         else:

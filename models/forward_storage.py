@@ -1,9 +1,9 @@
 """What a forward leaves for its backward, where autograd alone would not do.
 
-A forward of :class:`~penstock.models.runtime.ModelRuntime` that is given a :class:`Storing` runs
+A forward of :class:`~penstock.models.runtime.ModelRuntime` that is given a :class:`ForwardStorage` runs
 inside a store of saved activations (:mod:`penstock.models.saved_activations`: operators dropped,
 swaps, weights bound anew), taken apart for a split backward
-(:mod:`penstock.models.split_backward.split`), or both; the :class:`Stored` of its
+(:mod:`penstock.models.split_backward.split`), or both; the :class:`StoredForward` of its
 :class:`~penstock.models.runtime.StageOutput` is then what the instructions in between work on.
 """
 
@@ -19,14 +19,14 @@ from penstock.models.binding import BoundBlock
 from penstock.models.saved_activations import (
     BoundWeights,
     SavedActivations,
-    SavePolicy,
+    SavedTensorPolicy,
     saving_activations,
 )
 from penstock.models.split_backward.split import DeferredWeights, SplitMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredForward:
     """What one forward of one stage on one micro-batch left for its backward.
 
     ``activations``: the store that they are saved in; None: autograd saves them. ``deferred``: the
@@ -59,7 +59,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storing:
+class ForwardStorage:
     """How a forward is stored.
 
     ``weights``: where the stage's weights are, now and later. ``policy``: what of the graph stays;
@@ -67,7 +67,7 @@ class Storing:
     """
 
     weights: BoundWeights
-    policy: SavePolicy | None = None
+    policy: SavedTensorPolicy | None = None
     split: bool = False
 
     @property
@@ -80,7 +80,7 @@ class Storing:
     @contextmanager
     def around(
         self, bound: Sequence[BoundBlock], constants: Sequence[torch.Tensor]
-    ) -> Iterator[Stored]:
+    ) -> Iterator[StoredForward]:
         """Run a forward of ``bound`` inside; ``constants``, tensors of any shape, outlive it."""
         with ExitStack() as stack:
             activations = deferred = watch = None
@@ -95,7 +95,7 @@ class Storing:
                 leaves = [leaf for block in bound for leaf in block.leaves.values()]
                 watch = SplitMode(deferred, leaves)
                 stack.callback(watch.close)
-            yield Stored(activations=activations, deferred=deferred, watch=watch)
+            yield StoredForward(activations=activations, deferred=deferred, watch=watch)
 
     def block_now(self, block: BoundBlock) -> BoundBlock:
         """Returns the block over the memory where its weights are now; its gradients go nowhere

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.models.saved_activations.slots import Opaque, SlotView, StorageSlot, storage_of
+from penstock.models.saved_activations.tensor_slots import Opaque, SlotView, StorageSlot, storage_of
 from penstock.models.saved_activations.weights import BoundWeights
 from penstock.models.torch_internals import key_of
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from penstock.models.saved_activations.collection import SavedTensor
-from penstock.models.saved_activations.slots import StorageSlot
+from penstock.models.saved_activations.saved_tensors import SavedTensor
+from penstock.models.saved_activations.tensor_slots import StorageSlot
 from penstock.models.torch_device import torch_device
 from penstock.models.torch_internals import StorageWeakRef, key_of
 
@@ -99,7 +99,7 @@ class RecordedKernel:
     slots whose storage it changed, and the slots that stand for the result.
     """
 
-    tape: Tape
+    log: OpLog
     operator: str
     call: RecordedCall
     reads: Sequence[SavedTensor]
@@ -108,7 +108,7 @@ class RecordedKernel:
 
     def make(self) -> None:
         """Runs all recorded kernels again that the block still needs."""
-        self.tape.run_again()
+        self.log.run_again()
 
     def run(self) -> None:
         """Run the kernel and fill its slots.
@@ -128,7 +128,7 @@ class RecordedKernel:
                 _fill(slot, made.untyped_storage())
 
 
-class Tape:
+class OpLog:
     """The recorded kernels of one block in one forward."""
 
     def __init__(self) -> None:
