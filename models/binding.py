@@ -83,14 +83,14 @@ def bind_block(
         source = weights if tensor.trainable else frozen
         assert source is not None
         leaves[tensor.name] = _leaf(tensor, source, sums)
-    for lent in spec.borrows:
-        if lent.local_name not in borrowed:
-            raise ValueError(f"block {spec.name!r} needs borrowed {lent.local_name!r}")
-        (flat, _), owner = borrowed[lent.local_name], table.blocks[lent.owner]
-        tensor = _lent_tensor(table, lent)
+    for tied in spec.borrows:
+        if tied.local_name not in borrowed:
+            raise ValueError(f"block {spec.name!r} needs borrowed {tied.local_name!r}")
+        (flat, _), owner = borrowed[tied.local_name], table.blocks[tied.owner]
+        tensor = _tied_tensor(table, tied)
         wanted = owner.trainable_elements if tensor.trainable else owner.frozen_elements
-        _check_length(owner, f"array lent as {lent.local_name}", flat, wanted)
-        leaves[lent.local_name] = _leaf(tensor, flat, sums)
+        _check_length(owner, f"array lent as {tied.local_name}", flat, wanted)
+        leaves[tied.local_name] = _leaf(tensor, flat, sums)
     return BoundBlock(index=block, leaves=leaves)
 
 
@@ -116,12 +116,12 @@ def bind_gradients(
             assert grads is not None
             # Set by hand: autograd then adds into this memory, and never allocates a gradient.
             bound.leaves[tensor.name].grad = _view(tensor, grads).detach()
-    for lent in spec.borrows:
-        tensor = _lent_tensor(table, lent)
+    for tied in spec.borrows:
+        tensor = _tied_tensor(table, tied)
         if tensor.trainable:
-            owner, flat = table.blocks[lent.owner], borrowed[lent.local_name]
+            owner, flat = table.blocks[tied.owner], borrowed[tied.local_name]
             _check_length(owner, "contribution", flat, owner.trainable_elements)
-            bound.leaves[lent.local_name].grad = _view(tensor, flat).detach()
+            bound.leaves[tied.local_name].grad = _view(tensor, flat).detach()
 
 
 def summing(block: BoundBlock) -> BoundBlock:
@@ -338,8 +338,8 @@ def _leaf(tensor: TensorSpec, flat: torch.Tensor, sums: torch.dtype | None) -> t
     return leaf
 
 
-def _lent_tensor(table: BlockTable, lent: BorrowedTensor) -> TensorSpec:
-    return next(t for t in table.blocks[lent.owner].tensors if t.name == lent.name)
+def _tied_tensor(table: BlockTable, tied: BorrowedTensor) -> TensorSpec:
+    return next(t for t in table.blocks[tied.owner].tensors if t.name == tied.name)
 
 
 def _view(tensor: TensorSpec, flat: torch.Tensor) -> torch.Tensor:

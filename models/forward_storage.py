@@ -1,10 +1,14 @@
-"""What a forward leaves for its backward, where autograd alone would not do.
+"""The storage of a forward for a backward that autograd alone cannot serve.
 
-A forward of :class:`~penstock.models.runtime.ModelRuntime` that is given a :class:`ForwardStorage` runs
-inside a store of saved activations (:mod:`penstock.models.saved_activations`: operators dropped,
-swaps, weights bound anew), taken apart for a split backward
-(:mod:`penstock.models.split_backward.split`), or both; the :class:`StoredForward` of its
-:class:`~penstock.models.runtime.StageOutput` is then what the instructions in between work on.
+A forward of :class:`~penstock.models.runtime.ModelRuntime` with a :class:`ForwardStorage` has one
+or both of two parts:
+
+* a store of saved activations (:mod:`penstock.models.saved_activations`): operators are dropped,
+  activations swapped, weights found again by name;
+* deferred weight gradients for a split backward (:mod:`penstock.models.split_backward.split`).
+
+The :class:`~penstock.models.runtime.StageOutput` holds the resulting :class:`StoredForward`. Later
+instructions work on that object.
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ from penstock.models.split_backward.split import DeferredWeights, SplitMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredForward:
-    """What one forward of one stage on one micro-batch left for its backward.
+    """The results of one forward of one stage on one micro-batch, kept for its backward.
 
-    ``activations``: the store that they are saved in; None: autograd saves them. ``deferred``: the
-    weight gradients that BACKWARD_INPUT leaves for BACKWARD_WEIGHT; None: the backward is not
-    split. ``watch``: the mode that splits blocks which are not compiled.
+    ``activations``: the store of saved tensors; None: autograd saves them. ``deferred``: the weight
+    gradients that BACKWARD_INPUT leaves for BACKWARD_WEIGHT; None: the backward is not split.
+    ``watch``: the mode that splits blocks which are not compiled.
     """
 
     activations: SavedActivations | None
@@ -40,8 +44,10 @@ class StoredForward:
 
     @contextmanager
     def block(self, index: int, *, compiled: bool) -> Iterator[None]:
-        """Run block ``index`` of the model inside. ``compiled``: its products hand their tensors to
-        ``deferred``; otherwise the operators are watched where the backward is split.
+        """Runs block ``index`` of the model inside the context.
+
+        ``compiled``: the block's products hand their tensors to ``deferred``. Otherwise ``watch``
+        follows the operators if the backward is split.
         """
         with ExitStack() as stack:
             if self.activations is not None:
@@ -51,7 +57,7 @@ class StoredForward:
             yield
 
     def discard(self) -> None:
-        """Free everything, because the micro-batch is given up."""
+        """Frees everything, because the micro-batch is dropped."""
         if self.activations is not None:
             self.activations.discard()
         if self.deferred is not None:
@@ -60,10 +66,11 @@ class StoredForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardStorage:
-    """How a forward is stored.
+    """The settings of a forward's storage.
 
-    ``weights``: where the stage's weights are, now and later. ``policy``: what of the graph stays;
-    ``None`` leaves that to autograd. ``split``: whether the backward comes in two halves.
+    ``weights``: the current locations of the stage's weights. ``policy``: the tensors of the graph
+    that stay; None leaves the choice to autograd. ``split``: True if the backward comes in two
+    halves.
     """
 
     weights: BoundWeights
@@ -72,8 +79,8 @@ class ForwardStorage:
 
     @property
     def drops(self) -> bool:
-        """Returns whether operators are dropped, which a compiled layer would hide. Otherwise hooks
-        pack the tensors that a graph saves, and the graph may be a compiled one.
+        """True if operators are dropped. A compiled layer would hide them from the recorder;
+        without dropped operators hooks pack the saved tensors, and the graph may be compiled.
         """
         return self.policy is not None and bool(self.policy.drop)
 
@@ -81,11 +88,13 @@ class ForwardStorage:
     def around(
         self, bound: Sequence[BoundBlock], constants: Sequence[torch.Tensor]
     ) -> Iterator[StoredForward]:
-        """Run a forward of ``bound`` inside; ``constants``, tensors of any shape, outlive it."""
+        """Runs a forward of ``bound`` inside; ``constants``, tensors of any shape, outlive the
+        forward.
+        """
         with ExitStack() as stack:
             activations = deferred = watch = None
-            # The store first: calls that the split takes apart find its hooks for saved tensors in
-            # place, and pack what they keep with them.
+            # The store comes first: calls that the split takes apart must find its hooks for saved
+            # tensors, and pack their tensors with them.
             if self.policy is not None:
                 activations = stack.enter_context(
                     saving_activations(self.policy, self.weights, constants)
@@ -98,10 +107,10 @@ class ForwardStorage:
             yield StoredForward(activations=activations, deferred=deferred, watch=watch)
 
     def block_now(self, block: BoundBlock) -> BoundBlock:
-        """Returns the block over the memory where its weights are now; its gradients go nowhere
-        new.
+        """Returns the block over the current memory of its weights. Its gradients still go to the
+        first leaves.
 
-        For parts of a forward that run again inside the backward.
+        Parts of a forward that run again inside the backward use it.
 
         Raises:
             SavedActivationError: the weights are not bound.

@@ -31,7 +31,7 @@ from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
 from penstock.models.forward_storage import ForwardStorage, StoredForward
 from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy
-from penstock.models.saved_activations import let_go
+from penstock.models.saved_activations import release_values
 from penstock.models.saved_activations.op_log import tensors_in
 from penstock.models.split_backward.deferred_entries import AtOnce
 from penstock.models.split_backward.layer_products import LayerProducts, ProductWatch
@@ -435,8 +435,8 @@ class ModelRuntime:
     def _as_trained(self, block: BoundBlock) -> BoundBlock:
         """Returns the block over leaves of its own that require gradients where training does."""
         spec = self._table.blocks[block.index]
-        lent = {name.local_name for name in spec.borrows}
-        trained = {tensor.name for tensor in spec.tensors if tensor.trainable} | lent
+        tied = {name.local_name for name in spec.borrows}
+        trained = {tensor.name for tensor in spec.tensors if tensor.trainable} | tied
         leaves = {
             name: leaf.detach().requires_grad_(name in trained)
             for name, leaf in block.leaves.items()
@@ -565,7 +565,7 @@ def _free_inputs(leaves: Mapping[str, torch.Tensor], stored: StoredForward | Non
     """
     if stored is not None and stored.activations is not None:
         for leaf in leaves.values():
-            let_go(leaf)
+            release_values(leaf)
 
 
 def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:

@@ -184,10 +184,10 @@ class BlockTable:
                     f" there are {len(self.blocks)}"
                 )
             owner = self.blocks[borrowed.owner]
-            lent = {t.name: t for t in owner.tensors}.get(borrowed.name)
-            if lent is None:
+            tied = {t.name: t for t in owner.tensors}.get(borrowed.name)
+            if tied is None:
                 raise ValueError(f"block {block.name!r} borrows unknown {borrowed.name!r}")
-            uses = range(1, owner.contributions) if lent.trainable else range(1)
+            uses = range(1, owner.contributions) if tied.trainable else range(1)
             if borrowed.contribution not in uses:
                 raise ValueError(f"block {block.name!r}: bad contribution {borrowed.contribution}")
 

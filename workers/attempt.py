@@ -35,7 +35,12 @@ from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.transport import Transport
 from penstock.workers.device import Device, Runtime, Stamp
-from penstock.workers.state.flow import Flow, tensor_taken, tensors_awaited, tensors_left
+from penstock.workers.state.routing import (
+    TensorRouting,
+    tensor_taken,
+    tensors_awaited,
+    tensors_left,
+)
 from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.stages import Stages
 from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
@@ -74,7 +79,7 @@ class EpochContext:
     epoch: int
     device_index: int
     plan: Plan
-    flow: Flow
+    routing: TensorRouting
     table: BlockTable
     ownership: Ownership
     memory: NodeMemory
@@ -96,7 +101,7 @@ class EpochContext:
     def flops(self) -> Flops:
         """The device's work in an attempt, per token of a micro-batch."""
         program = self.plan.programs[self.device_index]
-        return flops_of(program, self.flow.layout, self.table)
+        return flops_of(program, self.routing.layout, self.table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +148,7 @@ class Attempt:
     def __init__(self, context: EpochContext, job: Job) -> None:
         self.context = context
         self.job = job
-        self._facts = context.flow.facts_in(job.phase)
+        self._facts = context.routing.facts_in(job.phase)
         context.transport.inbox.begin(job.phase, job.number)
         self.tally = Tally()
         self.timeline = Timeline(
@@ -151,7 +156,7 @@ class Attempt:
         )
         self.gradients = GradientBook(
             table=context.table,
-            reduction=context.flow.reduction,
+            reduction=context.routing.reduction,
             memory=context.memory,
             device=context.device,
             target=job.base_version + 1,
@@ -162,7 +167,7 @@ class Attempt:
             copied=partial(self.timeline.copied, "d2h", "gradients"),
         )
         self.stages = Stages(
-            layout=context.flow.layout,
+            layout=context.routing.layout,
             table=context.table,
             runtime=context.runtime,
             weights=context.weights,
@@ -218,7 +223,7 @@ class Attempt:
             self.await_posted(*key)
 
     def left(self, instruction: Instruction) -> Mapping[int, tuple[TransferKind, int]]:
-        """See :func:`penstock.workers.state.flow.tensors_left`."""
+        """See :func:`penstock.workers.state.routing.tensors_left`."""
         return tensors_left(instruction, self._facts)
 
     def post(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
@@ -248,16 +253,16 @@ class Attempt:
         """How a forward of a backward stage is to be stored for what the plan does to it before and
         in its backward, without the outputs of operators ``drop``; ``None``: as autograd does.
         """
-        key, flow, rebind = (
+        key, routing, rebind = (
             (stage, micro_batch),
-            self.context.flow,
+            self.context.routing,
             self.context.plan.rebinds_weights,
         )
-        keeps, splits = bool(drop) or rebind or key in flow.swapped, key in flow.split
+        keeps, splits = bool(drop) or rebind or key in routing.swapped, key in routing.split
         if not keeps and not splits:
             return None
         return ForwardStorage(
-            weights=self.stages.places(stage),
+            weights=self.stages.weight_locations(stage),
             policy=SavedTensorPolicy(drop=frozenset(drop), rebind=rebind) if keeps else None,
             split=splits,
         )

@@ -114,13 +114,13 @@ class LayerCompilation:
         table = self.runtime.table
         block = table.blocks[index]
         sums = torch.float32 if trains else None
-        lent = {}
+        tied = {}
         for borrowed in block.borrows:
             owner = table.blocks[borrowed.owner]
             tensor = next(t for t in owner.tensors if t.name == borrowed.name)
             length = owner.trainable_elements if tensor.trainable else owner.frozen_elements
             own = tensor.trainable and trains
-            lent[borrowed.local_name] = (
+            tied[borrowed.local_name] = (
                 self._zeros(length),
                 self._zeros(length, torch.float32) if own else None,
             )
@@ -130,7 +130,7 @@ class LayerCompilation:
             weights=self._zeros(trainable) if trainable else None,
             frozen=self._zeros(block.frozen_elements) if block.frozen_elements else None,
             grads=self._zeros(trainable, torch.float32) if trains and trainable else None,
-            borrowed=lent,
+            borrowed=tied,
             sums=sums,
         )
 

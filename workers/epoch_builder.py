@@ -42,7 +42,7 @@ from penstock.workers.device import ALIGNMENT_BYTES, Runtime
 from penstock.workers.peers import Peers
 from penstock.workers.platforms.registry import WorkerPlatform
 from penstock.workers.session import Batches
-from penstock.workers.state.flow import Flow, collective_receives
+from penstock.workers.state.routing import TensorRouting, collective_receives
 from penstock.workers.state.updates import BlockUpdates
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -164,10 +164,10 @@ class EpochBuilder:
         plan = self._checked_plan(begin, abort)
         announced = {endpoint.member: endpoint.address for endpoint in begin.endpoints}
         endpoints = checked_places(self._config, self._access, announced)
-        flow = Flow.of(plan)
+        routing = TensorRouting.of(plan)
         memory = self._attached(plan, abort)
         owners = ownership(self._config, self._table, plan)
-        self._connect(begin, plan, flow, endpoints)
+        self._connect(begin, plan, routing, endpoints)
         self._weights = WeightLoader(
             table=self._table,
             memory=memory,
@@ -197,7 +197,7 @@ class EpochBuilder:
             epoch=begin.epoch,
             device_index=self._device_index,
             plan=plan,
-            flow=flow,
+            routing=routing,
             table=self._table,
             ownership=owners,
             memory=memory,
@@ -268,7 +268,7 @@ class EpochBuilder:
             LayerCompilation.of(self._config, runtime, batches[0]).run()
 
     def _connect(
-        self, begin: pb.Begin, plan: Plan, flow: Flow, endpoints: Mapping[str, str]
+        self, begin: pb.Begin, plan: Plan, routing: TensorRouting, endpoints: Mapping[str, str]
     ) -> None:
         """Accept what peers send in the epoch, and connect to those that are sent to."""
         program, evaluation = self._programs(plan)
@@ -283,7 +283,7 @@ class EpochBuilder:
                 program,
                 evaluation,
                 self._config.train.eval_batches,
-                collective_receives(plan, flow, self._device_index, modelled=modelled),
+                collective_receives(plan, routing, self._device_index, modelled=modelled),
                 first_attempt=begin.next_attempt,
                 first_evaluation=begin.next_evaluation,
             ),

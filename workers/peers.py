@@ -20,7 +20,7 @@ from penstock.protocol.run.names import (
 )
 from penstock.shm.table import BlockTable
 from penstock.workers.channels.opening import group_members, told_by
-from penstock.workers.state.flow import Flow, collective_peers
+from penstock.workers.state.routing import TensorRouting, collective_peers
 from penstock.workers.state.weights import arrays_of
 
 
@@ -44,9 +44,9 @@ class Peers:
         """
         sends = (SendActivation, SendGradient, SendCheckpoint)
         programs = (*plan.programs[device], *plan.evaluation[device])
-        flow, modelled = Flow.of(plan), config.cluster.platform.simulated_clock
+        routing, modelled = TensorRouting.of(plan), config.cluster.platform.simulated_clock
         workers = {i.peer for i in programs if isinstance(i, sends)}
-        workers |= collective_peers(plan, flow, device, modelled=modelled)
+        workers |= collective_peers(plan, routing, device, modelled=modelled)
         workers |= told_by(device, group_members(plan, transport))
         owners = _owners(config, table, plan, device) - {node_of_device(config, device)}
         return cls(workers=frozenset(workers), owners=frozenset(owners))

@@ -340,12 +340,12 @@ class BlockBench:
         if index not in self._bound:
             block = self._runtime.table.blocks[index]
             borrowed: dict[str, Borrowed] = {}
-            for lent in block.borrows:
-                name = "weights" if lent.contribution else "frozen"
-                array = self._array(lent.owner, name)
+            for tied in block.borrows:
+                name = "weights" if tied.contribution else "frozen"
+                array = self._array(tied.owner, name)
                 assert array is not None
-                grads = self._array(lent.owner, "grads") if lent.contribution else None
-                borrowed[lent.local_name] = (array, grads)
+                grads = self._array(tied.owner, "grads") if tied.contribution else None
+                borrowed[tied.local_name] = (array, grads)
             self._bound[index] = self._runtime.bind(
                 index,
                 weights=self._array(index, "weights"),

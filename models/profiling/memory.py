@@ -15,7 +15,7 @@ import torch
 
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.runtime import StageOutput
-from penstock.models.saved_activations import SavedTensorPolicy, let_go
+from penstock.models.saved_activations import SavedTensorPolicy, release_values
 from penstock.models.split_backward.split import run_together
 
 Gradients = Mapping[str, torch.Tensor]
@@ -83,7 +83,7 @@ def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, floa
         workspace_bytes = ledger.peak_bytes - ledger.live_bytes
         # The output counts by itself; what remains live is what the graph saved.
         for tensor in output.tensors.values():
-            let_go(tensor)
+            release_values(tensor)
     kept_bytes = ledger.live_bytes
     return float(kept_bytes + _bytes(output.inputs)), float(workspace_bytes), float(output_bytes)
 
@@ -126,7 +126,7 @@ def _prepared(forward: RunForward, *, split: bool) -> tuple[StageOutput, Gradien
     output = forward(split=split)
     seeds = {name: torch.ones_like(tensor) for name, tensor in output.tensors.items()}
     for tensor in output.tensors.values():
-        let_go(tensor)
+        release_values(tensor)
     return output, seeds
 
 

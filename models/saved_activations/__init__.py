@@ -1,15 +1,15 @@
-"""What a forward keeps: selective recomputation, swapping, and weights bound anew.
+"""Activations kept from forward to backward: selective recomputation, swaps, moved weights.
 
-:mod:`.store` is the entry and states what is guaranteed; :mod:`.saved_tensors` and :mod:`.tensor_slots` hold,
-:mod:`.weights` looks up, :mod:`.op_log` records and runs again what :mod:`.operators` names. Copies
-are asked of :mod:`penstock.models.torch_device`.
+:mod:`.store` is the entry and states the guarantees. :mod:`.saved_tensors` and :mod:`.tensor_slots`
+hold tensors, :mod:`.weights` finds weights. :mod:`.op_log` records kernels and runs them again;
+:mod:`.operators` names their operators. Copies go through :mod:`penstock.models.torch_device`.
 """
 
 from penstock.models.saved_activations.operators import OperatorTracker
 from penstock.models.saved_activations.store import (
     SavedActivations,
     SavedTensorPolicy,
-    let_go,
+    release_values,
     saving_activations,
 )
 from penstock.models.saved_activations.tensor_slots import SavedActivationError
@@ -21,6 +21,6 @@ __all__ = [
     "SavedActivationError",
     "SavedActivations",
     "SavedTensorPolicy",
-    "let_go",
+    "release_values",
     "saving_activations",
 ]

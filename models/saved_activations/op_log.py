@@ -1,12 +1,12 @@
-"""Recorded kernels of one block, and running exactly these again.
+"""The op log: the recorded kernels of one block, and their second run.
 
-Of a kernel the tape remembers which slots and weights it reads, its other arguments, and the state
-of the random generator if it draws numbers. Nothing else runs again: no Python code of the model,
-no operator that was kept. :mod:`.recorder` records.
+The log stores the slots and weights that a kernel reads and its other arguments. It stores the
+state of the random generator if the kernel draws numbers. Nothing else runs again: no Python code
+of the model, no kept operator. :mod:`.recorder` records.
 
-Torch's own selective checkpoints are not used: they run the block's Python code again, at the first
-use only, cache the output of every kept kernel whether the backward reads it or not, and hold the
-weights' memory.
+Torch's own selective checkpoints are not used. They run the block's Python code again, and only at
+the first use. They cache the output of every kept kernel, even if the backward never reads it. They
+also hold the weights' memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _HOLE = _Hole()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """A kernel with its arguments but for the tensors.
+    """A kernel with its arguments, without the tensors among them.
 
-    ``random_state`` is that of the generator of ``random_device`` before the kernel ran, a flat
-    uint8 tensor on the host (5,056 bytes for a CPU's, 16 for a GPU's); None if it draws nothing.
+    ``random_state``: the state of ``random_device``'s generator before the kernel ran, a flat uint8
+    tensor on the host. It has 5,056 bytes for a CPU and 16 for a GPU; None if the kernel draws no
+    numbers.
     """
 
     kernel: Callable[..., Any]
@@ -73,11 +74,11 @@ class RecordedCall:
         )
 
     def repeat(self, tensors: Iterator[torch.Tensor]) -> Any:
-        """Call the kernel with these tensors and the random numbers of the first time; returns its
-        results, of the shapes and dtypes that they had.
+        """Calls the kernel with ``tensors`` and the random numbers of the first run. Returns the
+        results, with their first shapes and dtypes.
 
-        ``tensors`` come in the order of :func:`tensors_in`, with the shapes, strides and dtypes of
-        the first time: the same kernel then gives the same bits.
+        ``tensors`` come in the order of :func:`tensors_in`. Their shapes, strides and dtypes are
+        those of the first run, so the same kernel gives the same bits.
         """
 
         def with_tensor(item: Any) -> Any:
@@ -92,11 +93,10 @@ class RecordedCall:
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class RecordedKernel:
-    """A kernel of ``operator`` that was recorded. It lives as long as a slot that it makes is
-    needed.
+    """A recorded kernel of ``operator``. It lives as long as a slot that it makes is needed.
 
-    ``makes``: the slot of each tensor that it returns (None: nobody's, or not new). ``changes``:
-    slots whose storage it changed, and the slots that stand for the result.
+    ``makes``: the slot of each returned tensor; None if no slot needs the tensor or it is not new.
+    ``changes``: the slots of changed storages, each with the slot of the result.
     """
 
     log: OpLog
@@ -111,10 +111,10 @@ class RecordedKernel:
         self.log.run_again()
 
     def run(self) -> None:
-        """Run the kernel and fill its slots.
+        """Runs the kernel and fills its slots.
 
         Raises:
-            SavedActivationError: a kernel reads something that is not there.
+            SavedActivationError: the kernel reads a tensor that is not present.
         """
         result = self.call.repeat(iter([view.tensor() for view in self.reads]))
         for before, after in self.changes:
@@ -138,21 +138,21 @@ class OpLog:
 
     def made(self, storage: torch.UntypedStorage) -> StorageSlot | None:
         """Returns the slot of a storage that a recorded kernel made; None if none did."""
-        found = self._made.get(key_of(storage))
-        return None if found is None else found[1]
+        entry = self._made.get(key_of(storage))
+        return None if entry is None else entry[1]
 
     @property
     def kernels(self) -> list[RecordedKernel]:
-        """The recorded kernels whose results are still needed, in the order in which they ran."""
+        """The recorded kernels with results that are still needed, in their first order."""
         return [node for reference in self._nodes if (node := reference()) is not None]
 
     def add(self, node: RecordedKernel) -> None:
-        """Append the next kernel, in the order in which they ran."""
+        """Appends the next kernel in the order of the forward."""
         self._nodes.append(weakref.ref(node))
 
     def enter(self, storage: torch.UntypedStorage, slot: StorageSlot) -> None:
-        """Note that a recorded kernel made what this storage has now, and that ``slot`` stands for
-        it.
+        """Records that a recorded kernel made the present contents of ``storage``, held by
+        ``slot``.
         """
         # The weak reference also keeps the address from being used for another storage.
         self._made[key_of(storage)] = (StorageWeakRef(storage), slot)  # type: ignore[no-untyped-call]
@@ -166,22 +166,22 @@ class OpLog:
             }
 
     def leave(self, storage: torch.UntypedStorage) -> None:
-        """Note that no recorded kernel makes what this storage has now."""
+        """Records that no recorded kernel makes the present contents of ``storage``."""
         self._made.pop(key_of(storage), None)
 
     def close(self) -> None:
-        """Forget kernels whose results nothing refers to: the block is over."""
+        """Forgets kernels with unreferenced results: the block is over."""
         self._made.clear()
         self._nodes = deque(node for node in self._nodes if node() is not None)
 
     def run_again(self) -> int:
-        """Make everything dropped that is still needed; returns the number of kernels run.
+        """Makes all dropped tensors that are still needed; returns the number of kernels run.
 
-        In the recorded order, so that changes in place happen as in the forward.
+        Kernels run in the recorded order, so that changes in place happen as in the forward.
 
         Raises:
-            SavedActivationError: a kernel reads something that is swapped out, or a weight that is
-                not bound; nothing has run then.
+            SavedActivationError: a kernel reads a tensor that is swapped out, or a weight that is
+                not bound. No kernel has run then.
         """
         nodes = deque(self.kernels)
         for node in nodes:
@@ -189,15 +189,15 @@ class OpLog:
                 view.check()
         self._nodes.clear()
         count = len(nodes)
-        # Each node goes right after its run, and with it the slots that only it read: what lies
-        # between two dropped operators is freed as soon as the second one has it.
+        # Each node is freed right after its run, with the slots that only this node read. A tensor
+        # between two dropped operators is freed as soon as the second one has read it.
         with torch.no_grad():
             while nodes:
                 nodes.popleft().run()
         return count
 
     def forget(self) -> None:
-        """Forget all kernels: nothing will be made again."""
+        """Forgets all kernels; no tensor can be made again."""
         self._nodes.clear()
         self._made.clear()
 
@@ -229,7 +229,7 @@ def _without_tensor(item: Any) -> Any:
 
 @contextmanager
 def _state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
-    """Let the generator start from ``state`` inside; afterwards it goes on where it was."""
+    """Starts the generator from ``state`` inside; afterwards it continues from its former state."""
     before = generator.get_state()
     generator.set_state(state)
     try:
@@ -239,6 +239,6 @@ def _state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
 
 
 def _fill(slot: weakref.ref[StorageSlot], storage: torch.UntypedStorage) -> None:
-    found = slot()
-    if found is not None:
-        found.fill(storage)
+    target = slot()
+    if target is not None:
+        target.fill(storage)

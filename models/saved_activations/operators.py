@@ -1,12 +1,14 @@
-"""Which operator of the planner a running kernel belongs to.
+"""The planner's operator of a running kernel.
 
 Names are those of :mod:`penstock.planner.cost.operators`: ``qkv``, ``attention_core``,
 ``attention_output``, ``gate``, ``up``, ``down``, ``silu``, ``gelu``, ``mul``, ``norm``,
-``dropout``, ``embedding``, ``head``, ``loss``; a module that has no counterpart there goes by the
-name that its parent calls it. They follow from the modules that are running (Hugging Face's class
-and attribute names) and, for what a module with children computes itself, from the kernel:
+``dropout``, ``embedding``, ``head``, ``loss``. A module without a counterpart there has the name
+that its parent gives it.
 
-- in an attention, before the first product of activations or softmax: ``qkv`` (rotary embedding),
+Names follow from the running modules (Hugging Face's class and attribute names). Where a module
+with children computes by itself, the kernel decides:
+
+- in an attention, before the first product of activations or softmax: ``qkv`` (rotary embedding);
   from there to the output projection: ``attention_core``;
 - in an MLP or among experts: ``mul``; experts' own products are ``gate`` and ``down``;
 - residual additions: the projection before them;
@@ -38,7 +40,7 @@ _PROJECTIONS = {
     **dict.fromkeys(("down_proj", "w2", "fc2", "fc_out", "dense_4h_to_h"), "down"),
     **dict.fromkeys(("lm_head", "embed_out"), "head"),
 }
-"""What models call their projections, and the planner its operators."""
+"""The planner's operators by the models' names for their projections."""
 
 _KERNELS = {
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "rms_norm"), "norm"),
@@ -57,7 +59,7 @@ _CORE_PREFIXES = (
 
 
 class _Role(Enum):
-    """What the kernels between the calls of its children are."""
+    """The kind of kernels between the calls of a module's children."""
 
     OPERATOR = auto()
     """One operator: a module without children."""
@@ -92,13 +94,13 @@ class OperatorTracker:
         self._projection: str | None = None
 
     def restart(self) -> None:
-        """Begin a new block, in which no projection has run."""
+        """Begins a new block, in which no projection has run."""
         self._names.clear()
         self._projection = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow the modules that this thread calls inside, whatever model they belong to."""
+        """Follows all modules that this thread calls inside, of any model."""
         thread = threading.get_ident()  # the hooks see all threads
 
         def before(module: nn.Module, _: tuple[Any, ...]) -> None:
@@ -118,10 +120,10 @@ class OperatorTracker:
             left.remove()
 
     def operator_of(self, kernel: str) -> str | None:
-        """Returns the operator that a kernel (``mm``, ``native_layer_norm`` …) starting now belongs
-        to; None if it is nobody's, and never dropped.
+        """Returns the operator of a kernel (``mm``, ``native_layer_norm`` …) that starts now. None:
+        the kernel belongs to no operator and is never dropped.
 
-        To be asked for every kernel, in order.
+        The caller asks for every kernel, in order.
         """
         if not self._stack:
             return "loss"

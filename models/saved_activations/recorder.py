@@ -1,13 +1,16 @@
-"""Recording the kernels of dropped operators while a forward runs.
+"""Recording of the kernels of dropped operators while a forward runs.
 
-A dispatch mode below autograd sees every kernel with the tensors that it reads. What existed before
-the block began (its input, masks, the batch) and what kept operators make is held for as long as a
-recorded kernel needs it.
+A dispatch mode below autograd sees every kernel with the tensors that it reads. Two kinds of
+tensors are held as long as a recorded kernel needs them. The first existed before the block began
+(its input, masks, the batch); the second comes from kept operators.
 
-Kernels that change a tensor: a chain of changes by dropped operators is recorded and repeated in
-the same order (dropout on a CPU: ``empty_like``, ``bernoulli_``, ``div_``); what a kept operator
-changed is kept; and before anything is changed that a recorded kernel has read and nobody can make
-again, it is copied.
+Kernels that change a tensor:
+
+* A chain of changes by dropped operators is recorded and repeated in the same order (dropout on a
+  CPU: ``empty_like``, ``bernoulli_``, ``div_``).
+* A tensor that a kept operator changed is kept.
+* Before a kernel changes a tensor that a recorded kernel has read and no kernel can make again, the
+  tensor is copied.
 """
 
 from __future__ import annotations
@@ -81,19 +84,19 @@ class _Seen:
 
     @property
     def label(self) -> str:
-        """What errors call its outputs."""
+        """The name of its outputs in errors."""
         return f"{self.operator} ({self.name})"
 
     def recorded(self, log: OpLog, reads: list[SavedTensor]) -> RecordedKernel:
-        """Returns what the tape remembers."""
+        """Returns the record for the op log."""
         return RecordedKernel(log=log, operator=self.operator, call=self.call, reads=reads)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the kernels of dropped operators on the current tape.
+    """Records the kernels of dropped operators in the current op log.
 
-    ``drop`` names operators; ``saved`` takes what is held; ``tracker`` tells which operator a
-    kernel belongs to. ``tape`` is that of the block that runs now. One thread's forward at a time.
+    ``drop`` names operators; ``saved`` takes held tensors; ``tracker`` names the operator of a
+    kernel. ``log`` is that of the running block. One thread's forward at a time.
     """
 
     supports_higher_order_operators = True
@@ -132,21 +135,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def save(self, tensor: torch.Tensor) -> SavedTensor:
         """Returns the same as :meth:`view`, for a tensor that the backward reads."""
-        found = self.view(tensor)
-        if isinstance(found, SlotView):
-            found.slot.saved = True
-        return found
+        view = self.view(tensor)
+        if isinstance(view, SlotView):
+            view.slot.saved = True
+        return view
 
     def view(self, tensor: torch.Tensor) -> SavedTensor:
-        """Returns where the tensor, of any shape and dtype, will be found; its memory is held if
-        no recorded kernel can make it again.
+        """Returns the later location of the tensor, of any shape and dtype. Its memory is held if
+        no recorded kernel can make the tensor again.
         """
         storage = storage_of(tensor)
         slot = None if storage is None else self.log.made(storage)
         return self._saved.view(tensor) if slot is None else view_of(slot, tensor)
 
     def _protect(self, storage: torch.UntypedStorage) -> None:
-        """Copy the bytes of a storage that a kernel is about to change, if a slot holds them."""
+        """Copies the bytes of a storage that a kernel is about to change, if a slot holds them."""
         slot = self._saved.held(storage)
         if slot is not None:
             # The copy comes before the kernel in the order of the stream that both run on.
@@ -169,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = [self.view(tensor) for tensor in inputs] if changed else []
         result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
-        # Storage objects are told apart by address: all of these are alive here.
+        # Addresses identify storage objects: all of these are alive here.
         known = {key_of(s) for t in inputs if (s := storage_of(t)) is not None}
         new = [(s := storage_of(t)) is not None and key_of(s) not in known for t in outputs]
         if changed:
@@ -203,8 +206,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.enter(storage, after)
 
     def _note_outputs(self, seen: _Seen) -> None:
-        """Note outputs; what depends on shapes alone gets a kernel of its own, which reads
-        nothing.
+        """Records outputs. Outputs that depend on shapes alone have a kernel of their own, which
+        reads nothing.
         """
         by_shape = _BY_SHAPE.get(seen.name, ())
         apart = [is_new and i in by_shape for i, is_new in enumerate(seen.new)]

@@ -1,4 +1,4 @@
-"""All that one forward saved: each storage once, weights and constants told apart."""
+"""All saved tensors of one forward: each storage once, apart from weights and constants."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from penstock.models.torch_internals import key_of
 
 
 class SavedTensor(Protocol):
-    """A tensor that was saved: now over a slot, among the weights, or simply held."""
+    """A saved tensor: a view of a slot, a view of a weight, or a tensor that is simply held."""
 
     def tensor(self) -> torch.Tensor:
-        """Returns the tensor, with the shape, strides and dtype that were saved, without a graph;
-        made again or waited for where needed.
+        """Returns the tensor without a graph, with its saved shape, strides and dtype. A dropped
+        tensor is made again, and a copy is waited for.
 
         Raises:
-            SavedActivationError: the tensor cannot be had.
+            SavedActivationError: the tensor is not available.
         """
 
     def check(self) -> None:
-        """Raise if the tensor cannot be had; changes nothing.
+        """Raises if the tensor is not available; changes nothing.
 
         Raises:
             SavedActivationError: as :meth:`tensor`.
@@ -33,11 +33,11 @@ class SavedTensor(Protocol):
 
 
 class SavedTensors:
-    """The slots of one forward, by storage. Refers to them weakly: a slot lives as long as a graph
-    or a recorded kernel needs it.
+    """The slots of one forward, by storage. Weak references: a slot lives as long as a graph or a
+    recorded kernel needs it.
 
-    ``constants`` are tensors of any shape that outlive the forward: saved ones are referred to, not
-    counted and not swapped. ``rebind``: weights are looked up again, not held.
+    ``constants`` are tensors of any shape that outlive the forward; they are referred to, not
+    counted and not swapped. ``rebind``: weights are found again, not held.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class SavedTensors:
         self.block: int | None = None
         self._weights = weights
         self._rebind = rebind
-        # Addresses do for constants: they live on, so none of theirs is used again meanwhile.
+        # Addresses identify constants: constants live on, so none of their addresses is reused
+        # meanwhile.
         self._constants = {tensor.untyped_storage().data_ptr() for tensor in constants}
         self._slots: list[weakref.ref[StorageSlot]] = []
-        # By the address of the storage object, which cannot be used again while a slot in here
-        # holds the storage. Slots let go of theirs only when the forward is over (swaps), or after
-        # forget_place.
+        # Keys are addresses of storage objects. No address is reused while its slot holds the
+        # storage. A slot drops its storage after the forward (swaps) or after forget_place.
         self._held: weakref.WeakValueDictionary[int, StorageSlot] = weakref.WeakValueDictionary()
         self._num_slots = 0
 
     def view(self, tensor: torch.Tensor) -> SavedTensor:
-        """Returns where the tensor, of any shape and dtype, will be found.
+        """Returns the later location of the tensor, of any shape and dtype.
 
-        Its memory is held from now on, unless it is a weight's that will be looked up again.
+        The tensor's memory is held from now on, except that of a weight which is found again.
         """
         storage = storage_of(tensor)
         if storage is None:
@@ -74,19 +74,19 @@ class SavedTensors:
         return view_of(slot, tensor)
 
     def held(self, storage: torch.UntypedStorage) -> StorageSlot | None:
-        """Returns the slot that holds this storage; None if none does."""
+        """Returns the slot that holds this storage; None if there is no such slot."""
         return self._held.get(key_of(storage))
 
     def forget_place(self, storage: torch.UntypedStorage) -> None:
-        """Note that the storage is no longer its slot's: the slot has a copy of the bytes."""
+        """Forgets the slot of the storage: the slot holds a copy of the bytes now."""
         self._held.pop(key_of(storage), None)
 
     def new_slot(
         self, storage: torch.UntypedStorage, label: str, *, movable: bool = True
     ) -> StorageSlot:
-        """Returns a new slot over this storage, of any bytes; nothing but the caller refers to it.
+        """Returns a new slot over this storage, of any bytes; only the caller refers to the slot.
 
-        ``label`` says in errors what the bytes are.
+        ``label`` names the bytes in errors.
         """
         where = "" if self.block is None else f" of block {self.block}"
         slot = StorageSlot(
@@ -101,9 +101,9 @@ class SavedTensors:
 
     def slots(self) -> list[StorageSlot]:
         """Returns the slots still needed, in the order in which they were first saved or made."""
-        found = [slot for reference in self._slots if (slot := reference()) is not None]
-        self._slots = [weakref.ref(slot) for slot in found]
-        return found
+        alive = [slot for reference in self._slots if (slot := reference()) is not None]
+        self._slots = [weakref.ref(slot) for slot in alive]
+        return alive
 
 
 def view_of(slot: StorageSlot, tensor: torch.Tensor) -> SlotView:

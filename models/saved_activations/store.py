@@ -1,20 +1,22 @@
-"""The store of what one forward of a stage keeps for its backward.
+"""The store of the tensors that one forward of a stage keeps for its backward.
 
-Guarantees about bits: gradients are those of a plain forward and backward, bit for bit, whatever is
-dropped, swapped or bound anew, if the device's kernels give the same bits for the same input.
-Dropped kernels run again on the same bytes and strides and draw the same random numbers, wherever
-the generator is by then; copies are of bytes. Weights must have the bytes of the forward when they
-are bound again.
+Guarantees about bits: dropping, swapping and moving weights leave gradients equal to those of a
+plain forward and backward, bit for bit. The device's kernels must give the same bits for the same
+input. Dropped kernels run again on the same bytes and strides and draw the same random numbers,
+independent of the generator's later state. Swaps copy bytes. Weights must have the bytes of the
+forward when they are bound again.
 
-Guarantees about memory: a storage is held once, however many kernels saved it or views of it, and
-until the backward of the last of them; weights and constants are neither held nor counted. What is
-dropped is freed during the forward as soon as the model's code lets go of it. After a swap the
-device's memory is free if nobody else refers to it: of a stage's input its leaf does
-(:func:`let_go`), of its output whoever sends it.
+Guarantees about memory:
 
-Not here: forwards that keep their input only (nothing to store), and what the split backward defers
-(:mod:`penstock.models.split_backward.split`). What a nested ``torch.utils.checkpoint`` saves (the
-loss in chunks) is that checkpoint's business.
+* A storage is held once, even if several kernels saved it or views of it, until the backward of the
+  last of them. Weights and constants are neither held nor counted.
+* Dropped tensors are freed during the forward as soon as the model's code has released them.
+* After a swap the device's memory is free if no other reference exists. The input leaf still
+  references the stage's input (:func:`release_values`), and the channel the output.
+
+Outside of this module: forwards that keep only their input (nothing to store), and the deferred
+tensors of the split backward (:mod:`penstock.models.split_backward.split`). A nested
+``torch.utils.checkpoint`` (the loss in chunks) manages its own saved tensors.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from penstock.models.torch_device import Allocate, CopyStream, PlainCopies, host
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensorPolicy:
-    """What stays of a forward.
+    """The tensors of a forward that stay.
 
-    ``drop``: operators (:mod:`~penstock.models.saved_activations.operators`) whose outputs do not
-    stay: their kernels run again.
-    ``rebind``: weights are looked up when they are needed, so that their memory may have changed
-    hands; otherwise the forward's memory is referred to, as autograd would.
+    ``drop``: operators (:mod:`~penstock.models.saved_activations.operators`) without kept outputs;
+    their kernels run again. ``rebind``: weights are found by name when they are needed, so that
+    their memory may serve another stage meanwhile. Otherwise the forward's memory is referenced, as
+    in autograd.
     """
 
     drop: frozenset[str] = frozenset()
@@ -50,10 +52,11 @@ class SavedTensorPolicy:
 
 
 class SavedActivations:
-    """What one forward of one stage on one micro-batch keeps. Made by :func:`saving_activations`.
+    """The kept tensors of one forward of one stage on one micro-batch, from
+    :func:`saving_activations`.
 
-    Used by one thread at a time (the backward's may be another than the forward's). ``constants``
-    are tensors of any shape and dtype, see there.
+    One thread at a time uses the object; forward and backward may run on different threads.
+    ``constants``: tensors of any shape and dtype, see :func:`saving_activations`.
     """
 
     def __init__(
@@ -68,14 +71,16 @@ class SavedActivations:
 
     @property
     def bytes(self) -> int:
-        """Bytes of activations on the device now: every storage once, without weights, constants,
-        and what is dropped or swapped out. Falls while the backward proceeds.
+        """Bytes of activations on the device now. Every storage counts once; weights, constants,
+        dropped and swapped tensors do not count. The number falls while the backward proceeds.
         """
         return sum(slot.num_bytes for slot in self._activations() if slot.present)
 
     @property
     def slots(self) -> list[StorageSlot]:
-        """What was saved of activations, or is needed to make that again, wherever it is."""
+        """The slots of saved activations, and of activations needed to make those again, on the
+        device or elsewhere.
+        """
         return self._activations()
 
     @property
@@ -90,10 +95,10 @@ class SavedActivations:
 
     @contextmanager
     def block(self, index: int) -> Iterator[None]:
-        """Run block ``index`` of the model inside, within :func:`saving_activations`.
+        """Runs block ``index`` of the model inside, within :func:`saving_activations`.
 
-        What goes into a block is kept, even if a dropped operator of the block before made it (so
-        the planner counts, too): every block can be recomputed by itself. Without this, all of the
+        Inputs of a block are kept, even if a dropped operator of the block before made them, as the
+        planner counts. So every block can be recomputed alone. Without this context the whole
         forward is one block.
         """
         self._begin(index)
@@ -109,14 +114,15 @@ class SavedActivations:
         allocate: Allocate = host_memory,
         copies: CopyStream | None = None,
     ) -> int:
-        """Start moving ``fraction`` (0 to 1) of :attr:`bytes` elsewhere; returns bytes moved.
+        """Starts to move ``fraction`` (0 to 1) of :attr:`bytes` elsewhere; returns bytes moved.
 
-        Whole storages, the largest first (:func:`~penstock.models.saved_activations.tensor_slots.chosen`).
-        ``allocate`` gives flat uint8 memory elsewhere. The device's memory is let go of at once;
-        ``copies`` sees to it that it is not used again too early.
+        Whole storages move, the largest first
+        (:func:`~penstock.models.saved_activations.tensor_slots.chosen`). ``allocate`` gives flat
+        uint8 memory elsewhere. The device's memory is released at once; ``copies`` keeps the
+        allocator from reusing it before the copy has read it.
 
         Raises:
-            ValueError: the fraction is not one.
+            ValueError: ``fraction`` is outside 0 to 1.
         """
         assert not self._running, "a swap belongs behind the forward"
         if not 0.0 <= fraction <= 1.0:
@@ -128,14 +134,14 @@ class SavedActivations:
         return _finish(moved, stream)
 
     def swap_in(self, *, copies: CopyStream | None = None) -> int:
-        """Start bringing back everything that is out; returns its bytes.
+        """Starts to bring back all activations that are out; returns their bytes.
 
-        The first use of each storage orders itself after the copies, and lets go of the memory
-        elsewhere.
+        The first use of each storage waits for its copy, and releases the memory elsewhere.
         """
         stream = copies or PlainCopies()
         moved = [slot for slot in self._activations() if slot.elsewhere]
-        # Out and back may be two streams: no copy back may read what is still being written.
+        # Copies out and back may run on two streams: a copy back must not read bytes that are still
+        # being written.
         for arrival in {id(left): left for slot in moved if (left := slot.left_with)}.values():
             stream.follow(arrival)
         for slot in moved:
@@ -143,20 +149,21 @@ class SavedActivations:
         return _finish(moved, stream)
 
     def recompute(self) -> int:
-        """Make what was dropped and is still needed, now; returns the number of kernels run.
+        """Makes all dropped tensors that are still needed, now; returns the number of kernels run.
 
-        Without this call each block's part is made when the backward first needs any of it.
+        Without this call, each block's part is made when the backward first needs one of its
+        tensors.
 
         Raises:
-            SavedActivationError: a kernel needs an activation that is swapped out, or a weight
-                that is not bound.
+            SavedActivationError: a kernel needs an activation that is swapped out, or a weight that
+                is not bound.
         """
         return sum(log.run_again() for log in self._logs)
 
     def discard(self) -> None:
-        """Free everything, though a graph may still refer to it; its backward is an error then.
+        """Frees everything, even if a graph still refers to it; a later backward is an error.
 
-        For a micro-batch that is given up.
+        For a micro-batch that is dropped.
         """
         for log in self._logs:
             log.forget()
@@ -193,13 +200,13 @@ class SavedActivations:
 def saving_activations(
     policy: SavedTensorPolicy, weights: BoundWeights, constants: Iterable[torch.Tensor] = ()
 ) -> Iterator[SavedActivations]:
-    """Run one forward with autograd inside; what it saves goes into the SavedActivations.
+    """Runs one forward with autograd inside; the SavedActivations store its saved tensors.
 
-    ``weights``: where the stage's weights are; with ``policy.rebind`` they may be bound elsewhere
-    afterwards, and are looked up there by backward and recomputation. ``constants``: tensors that
-    outlive the forward (the batch, masks, rotary tables, buffers): saved ones are referred to, not
-    counted and not swapped. Nests with other modes, and with other hooks for saved tensors, of
-    which the innermost win.
+    ``weights``: the locations of the stage's weights. With ``policy.rebind`` they may move
+    afterwards; backward and recomputation find them there. ``constants``: tensors that outlive the
+    forward (the batch, masks, rotary tables, buffers); they are referenced, not counted and not
+    swapped. The context nests with other modes and other hooks for saved tensors; the innermost
+    hooks win.
 
     With operators to drop every kernel passes through Python once more, and compiled modules cannot
     be recorded.
@@ -209,19 +216,18 @@ def saving_activations(
         yield saved
 
 
-def let_go(leaf: torch.Tensor) -> None:
-    """Make a leaf of a graph, of any shape and dtype, refer to one element, seen in that shape.
+def release_values(leaf: torch.Tensor) -> None:
+    """Makes a leaf of a graph, of any shape and dtype, refer to one element, seen in that shape.
 
-    Its gradient still arrives in ``leaf.grad``, in full; its values live on only in what was saved.
+    Its gradient still arrives in ``leaf.grad``, in full. Its values live on only in saved tensors.
     """
-    # Autograd looks at the leaf's shape, dtype and device when a gradient arrives, not at its
-    # values.
+    # When a gradient arrives, autograd checks the leaf's shape, dtype and device, not its values.
     with torch.no_grad():
         leaf.data = leaf.new_zeros(()).expand(leaf.shape)
 
 
 def _finish(moved: Sequence[StorageSlot], stream: CopyStream) -> int:
-    """Remember where the copies of these slots end; returns their bytes."""
+    """Records the end of the copies of these slots; returns their bytes."""
     if moved:
         arrival = stream.record()
         for slot in moved:

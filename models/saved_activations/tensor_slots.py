@@ -1,8 +1,8 @@
 """The storage of one saved activation: on the device, elsewhere, or to be made again.
 
-A slot stands for one storage, however many views of it were saved. It lives as long as the
-autograd graph (or an operator to be run again) refers to it, so that memory is freed while the
-backward proceeds, as without a store.
+A slot stands for one storage and for all saved views of it. The slot lives as long as the autograd
+graph, or an operator that runs again, refers to it. So memory is freed while the backward proceeds,
+as without a store.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ class SavedActivationError(RuntimeError):
 
 
 class Maker(Protocol):
-    """Whoever can make the bytes of dropped slots again."""
+    """An object that makes the bytes of dropped slots again."""
 
     def make(self) -> None:
-        """Fill the slot that asks, and all others of the same block that are still needed."""
+        """Fills the calling slot and all other slots of the same block that are still needed."""
 
 
 class StorageSlot:
     """The bytes of one storage, of any device.
 
-    ``movable``: an activation, which counts and may be swapped; otherwise a reference to something
-    that outlives the forward. ``order`` numbers the slots of a forward from 0; ``label`` names the
-    slot in errors; ``saved``: the backward reads it (otherwise only kernels that run again do).
-    States: ``_storage`` is set (present), ``_elsewhere`` alone is set (swapped
-    out), ``maker`` is set (dropped), or none of them (discarded).
+    ``movable``: True for an activation, which counts and may be swapped. False for a reference to
+    memory that outlives the forward. ``order`` numbers the slots of a forward from 0; ``label``
+    names the slot in errors. ``saved``: True if the backward reads the slot; otherwise only kernels
+    that run again read it.
+
+    States: ``_storage`` is set (present), ``_elsewhere`` alone is set (swapped out), ``maker`` is
+    set (dropped), or none of them (discarded).
     """
 
     __slots__ = (
@@ -58,17 +60,18 @@ class StorageSlot:
 
     @property
     def present(self) -> bool:
-        """Whether the bytes are on the device, or on their way to it."""
+        """True if the bytes are on the device, or on their way to it."""
         return self._storage is not None
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the bytes are swapped out, and not on their way back."""
+        """True if the bytes are swapped out, and not on their way back."""
         return self._storage is None and self._elsewhere is not None
 
     def bytes_now(self) -> torch.UntypedStorage:
-        """Returns the storage, of ``num_bytes`` bytes: made again if it was dropped; if it was
-        swapped, the compute stream is ordered after the copy back.
+        """Returns the storage, of ``num_bytes`` bytes.
+
+        Dropped bytes are made again. For swapped bytes, the compute stream waits for the copy back.
 
         Raises:
             SavedActivationError: the bytes are swapped out, or were discarded.
@@ -79,13 +82,14 @@ class StorageSlot:
         assert self._storage is not None
         if self._arrival is not None:
             self._arrival.wait()
-            # The copy back is ordered, not over. The memory elsewhere may go all the same: whoever
-            # has it next copies into it after the compute stream (CopyStream.copy), so after this.
+            # The copy back is ordered, not over. The memory elsewhere can be released all the same:
+            # its next user copies into it after the compute stream (CopyStream.copy), so after this
+            # copy.
             self._arrival = self._elsewhere = None
         return self._storage
 
     def check(self) -> None:
-        """Raise if the bytes are neither here nor can be made; changes nothing.
+        """Raises if the bytes are neither present nor can be made; changes nothing.
 
         Raises:
             SavedActivationError: as :meth:`bytes_now`.
@@ -99,39 +103,39 @@ class StorageSlot:
             raise SavedActivationError(f"{self.label} ({self.num_bytes} bytes) {why}")
 
     def drop(self, maker: Maker) -> None:
-        """Stop holding the bytes, which ``maker`` can make again."""
-        # They are freed during the forward, as soon as the model's code lets go of its tensors.
+        """Releases the bytes, which ``maker`` can make again."""
+        # They are freed during the forward, as soon as the model's code has released its tensors.
         self._storage, self.maker = None, maker
 
     def fill(self, storage: torch.UntypedStorage) -> None:
-        """Hold the same bytes in ``storage``: they were made again, or copied to another place."""
+        """Takes ``storage``, which has the same bytes: they were made again, or copied."""
         self._storage, self.maker = storage, None
 
     def take(self) -> None:
-        """Give the bytes up: another slot takes the storage and a kernel changes it in place."""
+        """Gives the bytes to another slot; a kernel of that slot changes the storage in place."""
         self._storage = None
 
     def move_out(self, elsewhere: torch.Tensor, copy: Callable[..., None]) -> None:
-        """Start copying to ``elsewhere``, flat uint8 of shape (num_bytes,).
-
-        The storage is let go of at once.
+        """Starts to copy to ``elsewhere``, flat uint8 of shape (num_bytes,), and releases the
+        storage.
 
         Raises:
             SavedActivationError: as :meth:`bytes_now`.
         """
         copy(elsewhere, as_bytes(self.bytes_now()))
-        # The copy may still read the storage: the copy stream has told the allocator.
+        # The copy may still read the storage: the copy stream has recorded its use with the
+        # allocator.
         self._storage, self._elsewhere = None, elsewhere
 
     @property
     def left_with(self) -> Arrival | None:
-        """The point behind the copy that :meth:`move_out` started, while the bytes are out."""
+        """The end of the copy that :meth:`move_out` started, while the bytes are out."""
         return self._arrival if self.elsewhere else None
 
     def move_in(self, copy: Callable[..., None]) -> None:
-        """Start copying the bytes back into new memory of the device.
+        """Starts to copy the bytes back into new memory of the device.
 
-        They count as present at once, and may be used only behind :meth:`arrives_with`.
+        The bytes count as present at once. Their use must wait for :meth:`arrives_with`.
         """
         assert self._elsewhere is not None
         target = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
@@ -139,13 +143,13 @@ class StorageSlot:
         self._storage = target.untyped_storage()
 
     def arrives_with(self, arrival: Arrival) -> None:
-        """Note where the copy that was started last ends. The first use waits for that point; the
-        bytes elsewhere are left alone until then.
+        """Records the end of the copy that was started last. The first use waits for it; the bytes
+        elsewhere stay unchanged until then.
         """
         self._arrival = arrival
 
     def discard(self) -> None:
-        """Free everything; using the slot is an error from now on."""
+        """Frees everything; a later use of the slot is an error."""
         self._storage = self.maker = self._elsewhere = self._arrival = None
 
 
@@ -171,7 +175,7 @@ class SlotView:
         )
 
     def check(self) -> None:
-        """Raise what :meth:`tensor` would; nothing is made or waited for."""
+        """Raises as :meth:`tensor` would; nothing is made or waited for."""
         self.slot.check()
 
 
@@ -182,11 +186,11 @@ class Opaque:
     value: torch.Tensor
 
     def tensor(self) -> torch.Tensor:
-        """Returns the very tensor that was saved."""
+        """Returns the same tensor that was saved."""
         return self.value
 
     def check(self) -> None:
-        """Never raises: the tensor is held."""
+        """Does nothing: the tensor is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +214,7 @@ class Blank:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def check(self) -> None:
-        """Never raises: memory can always be asked for."""
+        """Does nothing: memory can always be allocated."""
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -222,8 +226,8 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Returns the memory of a plain strided tensor of any shape and dtype.
 
-    None for sparse, quantized and wrapped ones, and for those that are conjugated or negated
-    lazily: their values are not the bytes of a storage.
+    None for sparse, quantized and wrapped tensors. None also for tensors that are conjugated or
+    negated lazily: their values are not the bytes of a storage.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized:
         return None
@@ -233,18 +237,18 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def chosen(slots: Sequence[StorageSlot], fraction: float) -> list[StorageSlot]:
-    """Whole slots of together at least ``fraction`` of the bytes of ``slots``.
+    """Returns whole slots with together at least ``fraction`` of the bytes of ``slots``.
 
-    The largest first, the older first among equals; the last one is the smallest that is enough.
-    The same slots for the same forward.
+    The largest come first, the older first among equals; the last one is the smallest that
+    suffices. The same forward gives the same slots.
     """
-    wanted = fraction * sum(slot.num_bytes for slot in slots)
+    missing_bytes = fraction * sum(slot.num_bytes for slot in slots)
     left = sorted(slots, key=lambda slot: (-slot.num_bytes, slot.order))
     taken: list[StorageSlot] = []
-    while wanted > 0 and left:
-        enough = [slot for slot in left if slot.num_bytes >= wanted]
+    while missing_bytes > 0 and left:
+        enough = [slot for slot in left if slot.num_bytes >= missing_bytes]
         slot = enough[-1] if enough else left[0]
         left.remove(slot)
         taken.append(slot)
-        wanted -= slot.num_bytes
+        missing_bytes -= slot.num_bytes
     return taken

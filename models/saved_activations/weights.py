@@ -1,8 +1,8 @@
-"""Weights as a saved activation sees them: by block, name and place inside the tensor.
+"""Weights as a saved activation refers to them: by block, name and offset inside the tensor.
 
-What the forward saved of a weight is a view of its memory. Between forward and backward the memory
-may be given to another stage, and the weights may come back elsewhere; so the view is remembered,
-not the memory.
+A tensor that the forward saved of a weight is a view of the weight's memory. Between forward and
+backward that memory may serve another stage, and the weights may return to other memory. So the
+view is stored, not the memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from penstock.models.saved_activations.tensor_slots import SavedActivationError
 
 
 class BoundWeights:
-    """Where the weights of one stage are now. Shared by all micro-batches of the stage.
+    """The current locations of the weights of one stage, shared by all its micro-batches.
 
-    Nothing is held but the leaves of the blocks bound last.
+    Only the leaves of the blocks bound last are held.
     """
 
     def __init__(self, blocks: Iterable[BoundBlock] = ()) -> None:
@@ -30,9 +30,9 @@ class BoundWeights:
         self.bind(blocks)
 
     def bind(self, blocks: Iterable[BoundBlock]) -> None:
-        """Take these blocks, and no others, for the place of the stage's weights from now on.
+        """Sets the stage's weights to these blocks, and no others, from now on.
 
-        The leaves' ``.grad`` is not looked at: gradients go to the leaves of the forward.
+        The leaves' ``.grad`` is ignored: gradients go to the leaves of the forward.
         """
         self._leaves = {block.index: block.leaves for block in blocks}
         # Sorted once, here: find() runs for every tensor that a forward saves.
@@ -45,25 +45,27 @@ class BoundWeights:
         self._starts = [start for start, *_ in self._ranges]
 
     def release(self) -> None:
-        """Let go of all weights, because their memory is going to belong to others."""
+        """Releases all weights, because their memory is about to serve other stages."""
         self.bind(())
 
     def find(self, tensor: torch.Tensor, block: int | None) -> WeightView | None:
-        """Returns the view of a weight that ``tensor``, of any shape and dtype, is; None if its
-        memory is no weight's.
+        """Returns ``tensor``, of any shape and dtype, as a view of a weight; None if its memory is
+        no weight's.
 
-        Goes by address alone: while a forward runs, its weights stay bound, so no other tensor can
-        have memory among theirs.
-        Where a tied tensor is the same memory in several blocks, ``block`` is preferred.
+        The address alone decides. Weights stay bound while a forward runs, so no other tensor can
+        have memory among theirs. Where several blocks share a tied tensor's memory, ``block`` is
+        preferred.
         """
         address = tensor.data_ptr()
         last = bisect_right(self._starts, address) - 1
         if last < 0 or not address < self._ranges[last][1]:
             return None
-        # Tied tensors lie at one address under several blocks and names: look at all of them.
+        # Tied tensors lie at one address under several blocks and names: consider all of them.
         first = bisect_left(self._starts, self._starts[last])
         same = self._ranges[first : last + 1]
-        start, _, index, name = next((found for found in same if found[2] == block), same[-1])
+        start, _, index, name = next(
+            (candidate for candidate in same if candidate[2] == block), same[-1]
+        )
         return WeightView(
             weights=self,
             block=index,
@@ -75,8 +77,7 @@ class BoundWeights:
         )
 
     def leaf(self, block: int, name: str) -> torch.Tensor:
-        """Returns a weight where it is now: the leaf, of the tensor's own shape, in the compute
-        dtype.
+        """Returns the current leaf of a weight, of the tensor's own shape, in the compute dtype.
 
         Raises:
             SavedActivationError: its block is not bound.
@@ -119,5 +120,5 @@ class WeightView:
         )
 
     def check(self) -> None:
-        """Raise what :meth:`tensor` would."""
+        """Raises as :meth:`tensor` would."""
         self.weights.leaf(self.block, self.name)

@@ -119,11 +119,11 @@ class Case:
         for index in blocks:
             block = self.table.blocks[index]
             borrowed = {}
-            for lent in block.borrows:
-                trainable = lent.contribution > 0
+            for tied in block.borrows:
+                trainable = tied.contribution > 0
                 arrays = self.weights if trainable else self.frozen
-                grads = self.grads[lent.owner][lent.contribution] if train and trainable else None
-                borrowed[lent.local_name] = (arrays[lent.owner], grads)
+                grads = self.grads[tied.owner][tied.contribution] if train and trainable else None
+                borrowed[tied.local_name] = (arrays[tied.owner], grads)
             bound.append(
                 self.runtime.bind(
                     index,

@@ -24,7 +24,7 @@ from transformers import (
 
 from penstock.models.profiling.blocks import BlockBench
 from penstock.models.profiling.storages import StorageLedger, StorageMode
-from penstock.models.saved_activations import let_go
+from penstock.models.saved_activations import release_values
 from penstock.planner.cost.catalogue import MODELS
 from penstock.planner.cost.kernels.work import Shape
 from penstock.planner.cost.language_models import (
@@ -132,7 +132,7 @@ def test_a_state_space_without_fused_kernels_keeps_what_is_reckoned() -> None:
     with StorageMode(ledger, ""):
         hidden = torch.randn(MICRO_BATCH, SEQUENCE, 32).requires_grad_()
         output = layer(hidden)
-        let_go(output)
+        release_values(output)
     model = replace(
         MODELS["mamba-130m"], hidden_size=32, state_space=StateSpace(inner_size=64, time_rank=2)
     )

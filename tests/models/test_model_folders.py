@@ -101,8 +101,8 @@ class Folder:
         hf_config = load_run_config(self.run_dir)
         blocks = initial_blocks(self.config, hf_config, table, range(len(table.blocks)), files)
         tensors = {name: value for _, block in blocks for name, value in block.items()}
-        borrows = [lent for block in table.blocks for lent in block.borrows]
-        return tensors | {lent.local_name: tensors[lent.name] for lent in borrows}
+        borrows = [tied for block in table.blocks for tied in block.borrows]
+        return tensors | {tied.local_name: tensors[tied.name] for tied in borrows}
 
 
 @pytest.fixture(name="folder")

@@ -17,7 +17,7 @@ from penstock.models.saved_activations import (
     SavedActivationError,
     SavedActivations,
     SavedTensorPolicy,
-    let_go,
+    release_values,
     saving_activations,
 )
 from tests.models.saved_runs import (
@@ -255,7 +255,7 @@ def test_memory_is_free_after_a_swap(make_run) -> None:
             loss_weight=1.0,
         )
     assert kernels.live_bytes == kept.bytes + output.tensors["hidden"].nbytes
-    let_go(output.inputs["hidden"])
+    release_values(output.inputs["hidden"])
     kept.swap_out(1.0)
     assert kernels.live_bytes == output.tensors["hidden"].nbytes
     kept.swap_in()

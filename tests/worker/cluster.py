@@ -46,7 +46,7 @@ from penstock.workers.channels.transport import Transport
 from penstock.workers.device import ALIGNMENT_BYTES, WorkerSite, as_tensor
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.platforms.registry import WorkerPlatform, open_platform
-from penstock.workers.state.flow import Flow, collective_receives
+from penstock.workers.state.routing import TensorRouting, collective_receives
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
 from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -315,7 +315,7 @@ class Cluster:
         assert ownership(self.config, self.table, plan) == self.owners, "needs other memory"
         self.plan = plan
         for worker in self.workers:
-            worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan))
+            worker.context = replace(worker.context, plan=plan, routing=TensorRouting.of(plan))
         self.begin(self.epoch + 1)
 
     def spoil_gradients(self) -> None:
@@ -332,8 +332,8 @@ class Cluster:
         optimizers = {n: s.get_string(zmq.LAST_ENDPOINT) for n, s in enumerate(self.optimizers)}
         modelled = self.config.cluster.platform.simulated_clock
         for device, worker in enumerate(self.workers):
-            transport, flow = worker.context.transport, worker.context.flow
-            collective = collective_receives(self.plan, flow, device, modelled=modelled)
+            transport, routing = worker.context.transport, worker.context.routing
+            collective = collective_receives(self.plan, routing, device, modelled=modelled)
             transport.connect({d: a for d, a in peers.items() if d != device}, optimizers)
             transport.inbox.open(
                 run_id=worker.context.run_id,
@@ -546,7 +546,7 @@ def _context(
         epoch=0,
         device_index=device_index,
         plan=site.plan,
-        flow=Flow.of(site.plan),
+        routing=TensorRouting.of(site.plan),
         table=memory.spec.table,
         ownership=site.owners,
         memory=memory,

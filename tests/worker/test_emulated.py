@@ -206,9 +206,9 @@ def backward_of(order: list[int], *, weights_seed: int = 0) -> tuple[list[bytes]
     for block in table.blocks:
         weights = torch.randn(block.trainable_elements, generator=source).to(torch.bfloat16)
         sums[block.index] = torch.zeros(block.trainable_elements)
-        lent = {b.local_name: (weights, sums[b.owner]) for b in block.borrows}
+        tied = {b.local_name: (weights, sums[b.owner]) for b in block.borrows}
         blocks.append(
-            runtime.bind(block.index, weights=weights, grads=sums[block.index], borrowed=lent)
+            runtime.bind(block.index, weights=weights, grads=sums[block.index], borrowed=tied)
         )
     losses = []
     for m in order:

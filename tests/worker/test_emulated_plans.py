@@ -45,7 +45,7 @@ from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS
 from penstock.workers.platforms.emulated.platform import EmulatedPreviewer
 from penstock.workers.platforms.emulated.runtime import EmulatedRuntime
 from penstock.workers.platforms.meters import NoMeter
-from penstock.workers.state.flow import Flow, collective_receives
+from penstock.workers.state.routing import TensorRouting, collective_receives
 from penstock.workers.state.updates import BlockUpdates
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader
 from penstock.workers.telemetry.metrics import WorkerMetrics
@@ -289,7 +289,7 @@ def _context(
         epoch=1,
         device_index=index,
         plan=plan,
-        flow=Flow.of(plan),
+        routing=TensorRouting.of(plan),
         table=spec.table,
         ownership=owners,
         memory=memory,
@@ -345,7 +345,7 @@ def _connect(contexts: list[EpochContext], plan: Plan, optimizers: list[str]) ->
                 plan.programs[index],
                 plan.evaluation[index],
                 2,
-                collective_receives(plan, context.flow, index, modelled=True),
+                collective_receives(plan, context.routing, index, modelled=True),
             ),
         )
 

@@ -43,7 +43,7 @@ from penstock.workers.interpreter import InstructionError, run_job
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.platforms.emulated.memory import EmulatedMeter
 from penstock.workers.platforms.meters import StorageMeter
-from penstock.workers.state.flow import Flow
+from penstock.workers.state.routing import TensorRouting
 from tests.worker import test_emulated_plans as emulated
 from tests.worker.cluster import SEQUENCE, Cluster, build_cluster, make_config
 
@@ -114,7 +114,9 @@ def use_plan(cluster: Cluster, plan: Plan) -> list[StorageMeter]:
     cluster.plan = plan
     meters = [StorageMeter() for _ in cluster.workers]
     for worker, meter in zip(cluster.workers, meters, strict=True):
-        worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan), meter=meter)
+        worker.context = replace(
+            worker.context, plan=plan, routing=TensorRouting.of(plan), meter=meter
+        )
     cluster.begin(1)
     return meters
 

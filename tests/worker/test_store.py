@@ -22,7 +22,7 @@ from penstock.workers.attempt import UnusedWorkError
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.interpreter import InstructionError, run_job
 from penstock.workers.platforms.cpu.device import CpuStageBuffer
-from penstock.workers.state.flow import Flow
+from penstock.workers.state.routing import TensorRouting
 
 NONE = {"recompute": "none"}
 ANY = (OperatorCost(name="norm", forward_s=0.1, activation_bytes=1.0),)
@@ -45,7 +45,7 @@ def with_program(cluster: Any, text: str, **changes: Any) -> Any:
     """The one worker of a cluster, to run another program."""
     (worker,) = cluster.workers
     plan = replace(cluster.plan, programs=parse_program(text), **changes)
-    worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan))
+    worker.context = replace(worker.context, plan=plan, routing=TensorRouting.of(plan))
     return worker
 
 
@@ -138,7 +138,7 @@ def test_graphs_are_kept_as_far_as_there_is_room_with_the_same_bits(
     assert {i.keep for i in forwards if i.stage == 2} == {Keep.ALL, Keep.INPUT}
     assert plan.rebinds_weights
     (worker,) = cluster.workers
-    worker.context = replace(worker.context, plan=plan, flow=Flow.of(plan))
+    worker.context = replace(worker.context, plan=plan, routing=TensorRouting.of(plan))
     result = worker.run(cluster.job(attempt=2))
     assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
 
@@ -174,7 +174,7 @@ def test_everything_is_freed_when_an_attempt_breaks(make_cluster: Any) -> None:
     assert (kept.bytes, kept.bytes_elsewhere, deferred.bytes) == (0, 0, 0)
     context = worker.context
     cluster.begin(2)
-    worker.context = replace(worker.context, plan=context.plan, flow=context.flow)
+    worker.context = replace(worker.context, plan=context.plan, routing=context.routing)
     result = worker.run(cluster.job(attempt=3))
     assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.planner.planning.configured import build_plan
 from penstock.shm.table import BlockTable
-from penstock.workers.state.flow import Flow
+from penstock.workers.state.routing import TensorRouting
 from penstock.workers.telemetry.work import Flops, flops_of
 from tests.planner.conftest import make_config, make_table
 
@@ -36,14 +36,16 @@ def test_the_models_flops_do_not_depend_on_the_plan(case: str) -> None:
     plan = build_plan(config, table())
     total = Flops()
     for program in plan.programs:
-        total += flops_of(program, Flow.of(plan).layout, table())
+        total += flops_of(program, TensorRouting.of(plan).layout, table())
     assert total.model == 3 * ONCE
     assert total.recomputed == pytest.approx(again * ONCE)
 
 
 def test_a_forward_that_stops_early_is_counted_where_it_is_made_up_for() -> None:
     plan = build_plan(make_config("mobius", workers=2, micro_batches=MICRO_BATCHES), table())
-    total = sum((flops_of(p, Flow.of(plan).layout, table()) for p in plan.programs), Flops())
+    total = sum(
+        (flops_of(p, TensorRouting.of(plan).layout, table()) for p in plan.programs), Flops()
+    )
     assert total.model == 3 * ONCE and 0 < total.recomputed < ONCE
 
 

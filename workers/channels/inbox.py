@@ -92,7 +92,7 @@ class Expected:
         first_evaluation: int = 1,
     ) -> Expected:
         """Returns what may arrive at a device by its programs, and what collectives bring
-        (:func:`penstock.workers.state.flow.collective_receives`).
+        (:func:`penstock.workers.state.routing.collective_receives`).
         """
         train = {("train", *receive) for receive in _receives(program)}
         evaluate = {("eval", *receive) for receive in _receives(evaluation)}

@@ -9,7 +9,7 @@ import torch
 from penstock.models.binding import BoundBlock
 from penstock.models.forward_storage import ForwardStorage
 from penstock.models.runtime import StageOutput
-from penstock.models.saved_activations import let_go
+from penstock.models.saved_activations import release_values
 from penstock.models.split_backward.split import run_together
 from penstock.protocol.plan.instructions import (
     Backward,
@@ -97,7 +97,7 @@ def _keep_graph(attempt: Attempt, stage: int, micro_batch: int, output: StageOut
     now: their storage is let go of.
     """
     for tensor in output.tensors.values():
-        let_go(tensor)
+        release_values(tensor)
     attempt.keep_graph(stage, micro_batch, output)
 
 
@@ -127,7 +127,7 @@ def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
     stops where the last checkpoint is.
     """
     stage, m = instruction.stage, instruction.micro_batch
-    blocks = attempt.context.flow.layout.forward[stage].blocks
+    blocks = attempt.context.routing.layout.forward[stage].blocks
     left = attempt.left(instruction)
     stop = max(left, default=blocks.start)
     tensors = attempt.inputs(instruction)

@@ -63,11 +63,11 @@ def _count_swap(
 
 def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
     """Sends the sums of a backward stage to its root, which only notes here what will come."""
-    reduction, stage = attempt.context.flow.reduction, instruction.stage
+    reduction, stage = attempt.context.routing.reduction, instruction.stage
     if reduction.publishes(stage):
         for sender in reduction.senders(stage):
             attempt.post(
-                "reduction", sender, 0, attempt.context.flow.layout.backward[sender].device
+                "reduction", sender, 0, attempt.context.routing.layout.backward[sender].device
             )
     else:
         attempt.keep("reduction", stage, 0, attempt.gradients.take(stage))
@@ -78,7 +78,7 @@ def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
     """Publishes the sums of a backward stage: its own, plus in the order of routes what others
     send, so that they have the same bits each time. Nothing where the sums were sent.
     """
-    reduction, stage = attempt.context.flow.reduction, instruction.stage
+    reduction, stage = attempt.context.routing.reduction, instruction.stage
     if reduction.publishes(stage):
         for sender in reduction.senders(stage):
             attempt.gradients.add(stage, attempt.take("reduction", sender, 0))

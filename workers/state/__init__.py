@@ -1,1 +1,1 @@
-"""What a worker holds of the model: stages, weights, gradients, updates, swapped activations."""
+"""Model state of a worker: stages, weights, gradients, updates, swapped activations."""

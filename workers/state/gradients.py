@@ -1,9 +1,9 @@
 """Gradients of one attempt: summed on the device from zero, published once they are final.
 
-Publishing is: the last byte in the contribution's range of shared memory, then its ready word, then
-a message to the optimizerd of the node that owns the block. Where the plan reduces gradients
-(:mod:`penstock.protocol.plan.reduction`), the sums of a stage are taken out instead and sent to its
-root, which adds them to its own before it publishes those.
+A publication stores the last byte in the partial's range of shared memory, then its ready word. A
+message to the optimizerd of the block's owner follows. A plan may reduce gradients
+(:mod:`penstock.protocol.plan.reduction`). Then the sums of a stage go to its root instead. The root
+adds them to its own sums and publishes the result.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from penstock.protocol.plan.reduction import Reduction
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
 from penstock.workers.device import Copied, Device, HostArray
-from penstock.workers.state.weights import lender
+from penstock.workers.state.weights import tied_owner
 
 Notify = Callable[[int, int], None]
-"""Called with (block, contribution) when it is complete and its ready word is set."""
+"""Called with (block, partial) after the partial is complete and its ready word is set."""
 
 AwaitSettled = Callable[[int], None]
-"""Waits until a block's state contains the step that its last committed gradients are of."""
+"""Waits until a block's state contains the step of its last committed gradients."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
-    """One writer's gradients of one block; ``index`` as in :mod:`penstock.shm.layout`."""
+class GradientPartial:
+    """One writer's gradients of one block; ``index`` counts as in :mod:`penstock.shm.layout`."""
 
     block: int
     index: int
@@ -45,19 +45,19 @@ class Sum:
 
 
 def sums_of(table: BlockTable, blocks: range, stage: int) -> tuple[Sum, ...]:
-    """What a backward stage of ``blocks`` sums: for themselves, and for the owners of tied
-    tensors.
+    """Returns the sums of a backward stage of ``blocks``: for its own blocks, and for the owners of
+    tied tensors.
     """
-    found = []
+    sums = []
     for block in (table.blocks[index] for index in blocks):
         if block.trainable_elements:
-            found.append(Sum(stage, block.index, 0))
-        found += [
-            Sum(stage, lent.owner, lent.contribution)
-            for lent in block.borrows
-            if lender(table, lent).name == "weights"
+            sums.append(Sum(stage, block.index, 0))
+        sums += [
+            Sum(stage, tied.owner, tied.contribution)
+            for tied in block.borrows
+            if tied_owner(table, tied).name == "weights"
         ]
-    return tuple(found)
+    return tuple(sums)
 
 
 class GradientBook:
@@ -95,52 +95,54 @@ class GradientBook:
         """Sums of the stage that was published last."""
 
     def begin(self, stage: int) -> None:
-        """The first backward of a stage starts: make its sums.
+        """Starts the first backward of a stage: allocates its sums.
 
-        It waits until no others are on their way to the host but those published last, so that the
-        device holds those of one stage that leaves, whatever its links can do.
+        Waits until only the sums published last are still on their way to the host. So the device
+        holds outgoing sums of one stage at most, at any bandwidth of its links.
         """
         self._device.await_offloads(self._leaving)
-        for wanted in self._sums(stage):
-            self.flat(wanted)
+        for gradient_sum in self._sums(stage):
+            self.flat(gradient_sum)
 
-    def flat(self, wanted: Sum) -> torch.Tensor:
-        """The sum so far, flat fp32; zeros when asked for the first time."""
-        found = self._open.get(wanted)
-        if found is None:
-            assert wanted not in self._closed, f"{wanted} is published or sent already"
+    def flat(self, gradient_sum: Sum) -> torch.Tensor:
+        """Returns the sum up to now, flat fp32; zeros at the first call."""
+        gradients = self._open.get(gradient_sum)
+        if gradients is None:
+            assert gradient_sum not in self._closed, f"{gradient_sum} is published or sent already"
             if self._may_sum_in_place:
-                self._await_copy(wanted)
-                self._begin_writing(wanted)
-            found = self._device.gradients(self._target(wanted))
-            self._open[wanted] = found
-        return found
+                self._await_copy(gradient_sum)
+                self._begin_writing(gradient_sum)
+            gradients = self._device.gradients(self._target(gradient_sum))
+            self._open[gradient_sum] = gradients
+        return gradients
 
     def take(self, stage: int) -> dict[str, torch.Tensor]:
-        """The final sums of a backward stage that another stage's device adds up, by name: flat
-        fp32. They are no longer here.
+        """Returns the final sums of a backward stage by name, flat fp32, and removes them from the
+        book. Another stage's device adds them up.
         """
-        return {_name(found): self._close(found) for found in self._sums(stage)}
+        return {
+            _name(gradient_sum): self._close(gradient_sum) for gradient_sum in self._sums(stage)
+        }
 
     def add(self, stage: int, other: Mapping[str, torch.Tensor]) -> None:
-        """Add what :meth:`take` gave for the same blocks in another route."""
-        for found in self._sums(stage):
-            self.flat(found).add_(other[_name(found)])
+        """Adds the result of :meth:`take` for the same blocks in another pipeline replica."""
+        for gradient_sum in self._sums(stage):
+            self.flat(gradient_sum).add_(other[_name(gradient_sum)])
 
     def publish(self, stage: int) -> None:
-        """The gradients of a backward stage are final. Those never asked for are zeros, and
-        published too.
+        """Publishes the gradients of a backward stage, which are final. Sums never begun are
+        published as zeros.
         """
         leaving = self._sums(stage)
         self._leaving = len(leaving)
-        for found in leaving:
-            contribution = self._contribution(found)
-            self._await_copy(found)
-            self._begin_writing(found)
+        for gradient_sum in leaving:
+            partial = self._partial(gradient_sum)
+            self._await_copy(gradient_sum)
+            self._begin_writing(gradient_sum)
             copied = self._device.offload(
-                self._close(found),
-                self._target(found),
-                lambda contribution=contribution: self._complete(contribution),  # type: ignore[misc]
+                self._close(gradient_sum),
+                self._target(gradient_sum),
+                lambda partial=partial: self._complete(partial),  # type: ignore[misc]
             )
             if copied is not None:
                 self._copied(copied)
@@ -156,7 +158,7 @@ class GradientBook:
         return tuple(self._open)
 
     def drop(self) -> None:
-        """Forget the sums; the device writes nothing more when this returns."""
+        """Forgets the sums; the device writes nothing more after the return."""
         self._device.drop()
         self._open.clear()
 
@@ -169,52 +171,47 @@ class GradientBook:
         self._closed.add(final)
         return gradients
 
-    def _contribution(self, published: Sum) -> Contribution:
+    def _partial(self, published: Sum) -> GradientPartial:
         uses = self._table.blocks[published.block].contributions
         route = self._reduction.published_route(published.stage)
-        return Contribution(published.block, route * uses + published.use)
+        return GradientPartial(published.block, route * uses + published.use)
 
     def _await_copy(self, wanted: Sum) -> None:
-        """A block's only copy holds committed gradients until its state has taken them in."""
+        """Waits until a block's state has taken in the committed gradients in its only copy."""
         copies = self._memory.spec.layout.gradient_copies[wanted.block]
         if copies == 1 and self._reduction.publishes(wanted.stage):
             self._await_settled(wanted.block)
 
     def _begin_writing(self, wanted: Sum) -> None:
         if self._reduction.publishes(wanted.stage):
-            contribution = self._contribution(wanted)
-            self._memory.control.begin_gradients(
-                contribution.block, self._copy(contribution), contribution.index
-            )
+            partial = self._partial(wanted)
+            self._memory.control.begin_gradients(partial.block, self._copy(partial), partial.index)
 
-    def _copy(self, contribution: Contribution) -> int:
-        copies = self._memory.spec.layout.gradient_copies[contribution.block]
+    def _copy(self, partial: GradientPartial) -> int:
+        copies = self._memory.spec.layout.gradient_copies[partial.block]
         return self._target_version % copies
 
     def _target(self, wanted: Sum) -> HostArray:
-        """Where a sum is published; for one that is sent, memory of its own, which a device that
-        sums elsewhere never touches.
+        """Returns the memory that a sum is published in. A sum that is sent to its root gets
+        private memory.
         """
         if self._reduction.publishes(wanted.stage):
-            contribution = self._contribution(wanted)
-            return self._memory.grads(
-                contribution.block, self._copy(contribution), contribution.index
-            )
+            partial = self._partial(wanted)
+            return self._memory.grads(partial.block, self._copy(partial), partial.index)
         elements = self._table.blocks[wanted.block].trainable_elements
         return np.empty(elements, dtype=np.float32)
 
-    def _complete(self, contribution: Contribution) -> None:
+    def _complete(self, partial: GradientPartial) -> None:
         control = self._memory.control
         # Before the ready word: gradients that it names are committed, and a kill in between would
         # leave their sequence odd for ever.
-        control.end_gradients(contribution.block, self._copy(contribution), contribution.index)
-        # Only after the last byte: whoever reads the ready word reads the gradients next.
-        control.set_ready(
-            contribution.block, contribution.index, epoch=self._epoch, attempt=self._attempt
-        )
-        self._notify(contribution.block, contribution.index)
+        control.end_gradients(partial.block, self._copy(partial), partial.index)
+        # Set the ready word only after the last byte: a reader of the word reads the gradients
+        # next.
+        control.set_ready(partial.block, partial.index, epoch=self._epoch, attempt=self._attempt)
+        self._notify(partial.block, partial.index)
 
 
 def _name(one: Sum) -> str:
-    """The same in all routes."""
+    """Returns the key of a sum, equal in all pipeline replicas."""
     return f"{one.block}.{one.use}"

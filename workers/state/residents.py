@@ -1,12 +1,13 @@
-"""Static residents: which state a device keeps from attempt to attempt, and what it lacks.
+"""Static residents: state that a device keeps from attempt to attempt.
 
-Source: Maurya et al., "Deep Optimizer States", section 4.1. There the device has the only copy of a
-resident's state. Here host memory has the truth, as of every block, and takes each commit in by
-itself (optimizerd settles it). The device's copy is a cache that takes the same commit in: with the
-gradients that it kept, and the step that the commit record says, so it has the same bits and
-nothing is fetched. Whenever that is not possible the state is read from host memory again: at the
-start of an epoch (whatever was restored or repaired, there was an epoch for it), after attempts
-that held, and after a sweep that was broken off.
+Source: Maurya et al., "Deep Optimizer States", section 4.1. In the paper the device has the only
+copy of a resident's state. In this project host memory has the truth, as for every block, and
+optimizerd settles each commit in host memory. The device's copy is a cache that takes in the same
+commit. The cache applies its kept gradients and the step of the commit record, so it has the same
+bits and fetches nothing.
+
+The device reads the state from host memory again after a synchronous step, an interrupted sweep, or
+the start of an epoch. Every restore or repair begins an epoch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from penstock.shm.control import ControlView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """What a device's copy lacks: ``whole``, all of it; ``step``, one step with the gradients that
-    were kept; or nothing.
+    """The difference of a device's copy: ``whole``, everything is missing; ``step``, one step with
+    the kept gradients; or nothing.
     """
 
     whole: bool
@@ -43,7 +44,9 @@ class Residents:
         self._kept: dict[int, _Kept] = {}
 
     def lag(self, block: int, base_version: int) -> Lag:
-        """Between the copy and the committed ``base_version``, which host memory has settled."""
+        """Returns the difference between the copy and the committed ``base_version``, which host
+        memory has settled.
+        """
         kept = self._kept.get(block)
         if kept is not None and kept.version == base_version:
             return Lag(whole=False)  # the attempt after it was skipped, or is this one
@@ -58,9 +61,11 @@ class Residents:
         return Lag(whole=False, step=OptimizerStep.of(record))
 
     def forget(self, block: int) -> None:
-        """The copy is about to change: until it is kept again, it may be anything."""
+        """Forgets the copy, because it is about to change. Until it is kept again, its contents are
+        undefined.
+        """
         self._kept.pop(block, None)
 
     def keep(self, block: int, version: int, attempt: int) -> None:
-        """The copy is of ``version``, with the gradients of ``attempt``."""
+        """Records the copy as that of ``version``, with the gradients of ``attempt``."""
         self._kept[block] = _Kept(version, attempt)

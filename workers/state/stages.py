@@ -1,4 +1,4 @@
-"""Stages bound to memory: which blocks, over which weights, summing into which gradients."""
+"""Stages bound to memory: their blocks, the weights below them, the gradients that they sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from penstock.protocol.plan.layout import StageLayout
 from penstock.shm.table import BlockTable
 from penstock.workers.device import Runtime
 from penstock.workers.state.gradients import GradientBook, Sum
-from penstock.workers.state.weights import FetchScope, LoadedStage, StageKey, WeightLoader, lender
+from penstock.workers.state.weights import (
+    FetchScope,
+    LoadedStage,
+    StageKey,
+    WeightLoader,
+    tied_owner,
+)
 from penstock.workers.telemetry.account import IdleCause
 
 
@@ -37,39 +43,41 @@ class Stages:
         self._gradients = gradients
         self._scope = scope
         self._bound: dict[tuple[StageKey, bool], tuple[BoundBlock, ...]] = {}
-        self._places: dict[int, BoundWeights] = {}
+        self._locations: dict[int, BoundWeights] = {}
         self._begun: set[int] = set()
         self._without_sums: dict[int, list[BoundBlock]] = {}
-        """By backward stage: bound by forwards, before there is anything to sum."""
+        """Blocks bound by forwards before their sums exist, by backward stage."""
 
     def blocks(self, key: StageKey) -> range:
-        """The blocks of a stage."""
+        """Returns the blocks of a stage."""
         forward = key.phase is Phase.FORWARD
         stages = self._layout.forward if forward else self._layout.backward
         return stages[key.stage].blocks
 
     def fetch(self, key: StageKey) -> None:
-        """Start to bring in a stage's weights."""
+        """Starts to fetch a stage's weights."""
         self._weights.fetch(key, self.blocks(key), self._scope)
 
     def release(self, key: StageKey) -> None:
-        """Gives a stage's weights back."""
+        """Releases a stage's weights."""
         self._bound.pop((key, False), None)
         if self._bound.pop((key, True), None) is not None:
-            self._bind_places(key.stage)
+            self._bind_locations(key.stage)
         self._weights.release(key)
 
-    def places(self, stage: int) -> BoundWeights:
-        """Where the weights are that a backward of the stage reads, followed from buffer to
-        buffer.
+    def weight_locations(self, stage: int) -> BoundWeights:
+        """Returns the current locations of the weights that a backward of the stage reads. The
+        object follows them from buffer to buffer.
         """
-        if stage not in self._places:
-            self._places[stage] = BoundWeights()
-            self._bind_places(stage)
-        return self._places[stage]
+        if stage not in self._locations:
+            self._locations[stage] = BoundWeights()
+            self._bind_locations(stage)
+        return self._locations[stage]
 
     def begin_backward(self, stage: int) -> None:
-        """The first backward of a stage makes the sums that it, and all after it, add to."""
+        """Begins the sums of a stage in its first backward. This backward and all later ones add to
+        them.
+        """
         if stage not in self._begun:
             self._gradients.begin(stage)
             self._begun.add(stage)
@@ -77,28 +85,27 @@ class Stages:
                 self._bind_sums(block, stage)
 
     def backward_key(self, stage: int) -> StageKey:
-        """The buffer that RECOMPUTE and BACKWARD of a stage use."""
+        """Returns the key of the buffer that RECOMPUTE and BACKWARD of a stage use."""
         key = StageKey(stage, Phase.BACKWARD)
         return key if self._weights.has(key) else StageKey(stage, Phase.FORWARD)
 
     def bound(self, key: StageKey, *, grads: bool) -> tuple[BoundBlock, ...]:
-        """The stage's blocks over its weights; ``grads``: for a backward, whose sums are bound to
-        them when its first begins.
+        """Returns the stage's blocks over its weights, after the weights have arrived.
 
-        Waits until the weights are there.
+        ``grads``: True for a backward. Its sums are bound when the stage's first backward begins.
         """
-        found = self._bound.get((key, grads))
-        if found is None:
+        blocks = self._bound.get((key, grads))
+        if blocks is None:
             awaited = f"weights of version {self._scope.version}"
             with self._scope.awaiting(awaited, IdleCause.WEIGHTS):
                 loaded = self._weights.use(key)
             # A forward that keeps its graph is of a stage that is the same in both lists.
-            found = tuple(self._bind(block, loaded, grads) for block in self.blocks(key))
-            self._bound[key, grads] = found
+            blocks = tuple(self._bind(block, loaded, grads) for block in self.blocks(key))
+            self._bound[key, grads] = blocks
             if grads:
-                self._bind_places(key.stage)
-                self._bind_sums_in_time(found, key.stage)
-        return found
+                self._bind_locations(key.stage)
+                self._bind_sums_in_time(blocks, key.stage)
+        return blocks
 
     @property
     def in_use(self) -> tuple[StageKey, ...]:
@@ -106,28 +113,32 @@ class Stages:
         return self._weights.in_use
 
     def drop(self) -> None:
-        """Release everything; graphs made with the bound blocks must be gone."""
+        """Releases everything; graphs made with the bound blocks must be gone."""
         self._bound.clear()
-        self._places.clear()
+        self._locations.clear()
         self._without_sums.clear()
         self._weights.drop()
 
-    def _bind_places(self, stage: int) -> None:
-        """Say where the stage's weights are; backwards prefer the buffer that is theirs."""
-        places = self._places.get(stage)
-        if places is not None:
+    def _bind_locations(self, stage: int) -> None:
+        """Updates the locations of the stage's weights; backwards prefer their own buffer."""
+        weight_locations = self._locations.get(stage)
+        if weight_locations is not None:
             both = ((StageKey(stage, phase), True) for phase in (Phase.BACKWARD, Phase.FORWARD))
-            places.bind(next((self._bound[key] for key in both if key in self._bound), ()))
+            weight_locations.bind(
+                next((self._bound[key] for key in both if key in self._bound), ())
+            )
 
     def _bind(self, block: int, loaded: LoadedStage, grads: bool) -> BoundBlock:
-        """``grads``: whether it will sum gradients; otherwise for inference."""
+        """Binds a block to its arrays. ``grads``: True if the block will sum gradients; otherwise
+        it serves inference.
+        """
         spec = self._table.blocks[block]
         borrowed: dict[str, Borrowed] = {}
-        for lent in spec.borrows:
-            array = lender(self._table, lent)
+        for tied in spec.borrows:
+            array = tied_owner(self._table, tied)
             flat = loaded.array(array.block, array.name)
             assert flat is not None, f"{array} is read by block {block} and was not loaded"
-            borrowed[lent.local_name] = flat, None
+            borrowed[tied.local_name] = flat, None
         bound: BoundBlock = self._runtime.bind(
             block,
             weights=loaded.array(block, "weights"),
@@ -138,7 +149,7 @@ class Stages:
         return bound
 
     def _bind_sums_in_time(self, bound: Iterable[BoundBlock], stage: int) -> None:
-        """Now, if the stage's backwards have begun."""
+        """Binds the sums now if the stage's backwards have begun, otherwise when they begin."""
         if stage not in self._begun:
             self._without_sums.setdefault(stage, []).extend(bound)
             return
@@ -151,8 +162,8 @@ class Stages:
             bound,
             grads=sums.flat(Sum(stage, bound.index, 0)) if spec.trainable_elements else None,
             borrowed={
-                lent.local_name: sums.flat(Sum(stage, lent.owner, lent.contribution))
-                for lent in spec.borrows
-                if lender(self._table, lent).name == "weights"
+                tied.local_name: sums.flat(Sum(stage, tied.owner, tied.contribution))
+                for tied in spec.borrows
+                if tied_owner(self._table, tied).name == "weights"
             },
         )

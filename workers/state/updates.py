@@ -1,12 +1,13 @@
-"""UPDATE on a worker: previews of blocks, beside the interpreter.
+"""UPDATE on a worker: previews of blocks on threads next to the interpreter.
 
-An instruction only says which block; threads then wait until the block may be previewed, in the
-order of the instructions, preview it and say so. So state comes in, and weights go out, while the
-device computes. The attempt ends when all have.
+An instruction only names the block. Threads then wait until the block may be previewed, in the
+order of the instructions, preview it and report it. So state comes in, and weights leave, while the
+device computes. The attempt ends after all previews.
 
-What a block waits for, all of it words of the control segment: its state has taken the committed
-step in, and its slot of the next version holds nothing (both optimizerd's doing, see
-:mod:`penstock.daemons.optimizer.machine.words`); all its gradients are published in this attempt.
+A block waits for three conditions, all of them words of the control segment. Its state contains the
+committed step, and its slot of the next version is empty. optimizerd brings about both
+(:mod:`penstock.daemons.optimizer.machine.words`). The third: all gradients of the block are
+published in this attempt.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from penstock.workers.waiting import POLL_S, Abort, wait_until
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewedBlock:
-    """What a preview led to, and when it was at work (readings of ``time.perf_counter``)."""
+    """The result of a preview, and its start and end (readings of ``time.perf_counter``)."""
 
     status: SweepStatus
     start_s: float
@@ -45,9 +46,9 @@ class PreviewedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateScope:
-    """What all updates of one attempt have in common.
+    """The facts that all updates of one attempt share.
 
-    ``done`` is called on the thread of updates with each block, when its last byte is written.
+    ``done`` is called on the preview thread with each block, after its last byte is written.
     """
 
     epoch: int
@@ -59,24 +60,24 @@ class UpdateScope:
 
 
 class Previewer(Protocol):
-    """How a device previews blocks; each method is called on a thread of its own."""
+    """A device's way to preview blocks. ``fetch`` and ``preview`` run on a thread each."""
 
     def issue(self, block: int) -> None:
-        """An UPDATE was issued; on the interpreter's thread."""
+        """Announces an UPDATE, on the interpreter's thread."""
 
     def fetch(self, block: int, scope: UpdateScope) -> None:
-        """The block's state may be read now; its gradients may still be on their way."""
+        """Reads the block's state; the gradients may still be on their way."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """Write the weights of the scope's step, and where blocks are flushed the state, into the
-        copy that does not count yet; returns when the last byte is in host memory.
+        """Writes the weights of the scope's step into the copy that does not count yet. For a
+        flushed block the state is written as well. Returns after the last byte is in host memory.
 
         Raises:
-            Interrupted: aborted; the slot, and that copy, hold anything.
+            Interrupted: aborted; the contents of the slot and that copy are undefined.
         """
 
     def close(self) -> None:
-        """Let go of memory and threads."""
+        """Releases memory and threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class BlockUpdates:
         self._under_way: list[_UnderWay] = []
 
     def start(self, block: int, scope: UpdateScope) -> None:
-        """Preview a block as soon as that is possible."""
+        """Starts the preview of a block; the preview waits for its conditions."""
         self._previewer.issue(block)
         fetched = self._fetching.submit(self._fetch, block, scope)
         done = self._previewing.submit(self._preview, block, scope, fetched)
@@ -108,22 +109,22 @@ class BlockUpdates:
 
     @property
     def under_way(self) -> Sequence[int]:
-        """The blocks that were started and are not done."""
+        """Blocks with a started preview that is not done."""
         return [work.block for work in self._under_way if not work.done.done()]
 
     def finish(self, abort: Abort) -> None:
-        """Wait until all are done. Each has deadlines of its own.
+        """Waits until all previews are done. Each has deadlines of its own.
 
         Raises:
-            Interrupted: aborted. LostMemberError: see :mod:`.waiting`. What a preview raised.
+            Interrupted: aborted. LostMemberError: see :mod:`.waiting`. Errors of a preview.
         """
         for work in self._under_way:
             _result(work.done, abort)
         self._under_way.clear()
 
     def drop(self) -> None:
-        """Give up what is under way: nothing is written any more when this returns. An abort was
-        requested before, or all is done.
+        """Drops all started previews: nothing is written after the return. The caller has requested
+        an abort before, or all previews are done.
         """
         futures = [future for work in self._under_way for future in (work.fetched, work.done)]
         for future in futures:
@@ -134,7 +135,7 @@ class BlockUpdates:
         self._under_way.clear()
 
     def close(self) -> None:
-        """End the threads, and let the device's part go."""
+        """Ends the threads and closes the device's previewer."""
         self.drop()
         self._fetching.shutdown(wait=True)
         self._previewing.shutdown(wait=True)
@@ -180,8 +181,8 @@ class BlockUpdates:
 
     def _missing(self, block: int, scope: UpdateScope) -> list[int]:
         contributions = range(self._memory.spec.layout.contributions[block])
-        wanted = scope.epoch, scope.attempt
-        return [k for k in contributions if self._memory.control.ready(block, k) != wanted]
+        current = scope.epoch, scope.attempt
+        return [k for k in contributions if self._memory.control.ready(block, k) != current]
 
     def _published(self, block: int, scope: UpdateScope) -> bool:
         return not self._missing(block, scope)
@@ -213,17 +214,17 @@ def own_cores(local_index: int) -> list[int]:
 
 
 def cores_of(worker: int, num_threads: int, available: Sequence[int]) -> list[int]:
-    """Returns cores for the threads of a node's ``worker``-th worker: those behind the ones of the
-    workers before it, from the first again behind the last.
+    """Returns cores for the threads of a node's ``worker``-th worker. They follow the cores of the
+    workers before it, and wrap around after the last core.
     """
     count = min(num_threads, len(available))
     return [available[(worker * count + i) % len(available)] for i in range(count)]
 
 
 class NativePreviewer:
-    """Previews where everything lies, with the kernel of optimizerd: the same bits.
+    """A previewer on shared memory, with optimizerd's kernel and so the same bits.
 
-    Residents are of no use here, but can be had: copies in private memory.
+    Residents bring no gain on this device, but are supported: copies in private memory.
     """
 
     def __init__(
@@ -234,8 +235,10 @@ class NativePreviewer:
         residents: Collection[int] = (),
         flushed: Collection[int] = (),
     ) -> None:
-        """``cores``: one thread is pinned to each. ``residents``: blocks whose state is kept.
-        ``flushed``: those whose next state is written as well.
+        """Starts the native threads.
+
+        ``cores``: one thread is pinned to each. ``residents``: blocks with kept state. ``flushed``:
+        blocks with a written next state.
         """
         self._config = config
         self._memory = memory
@@ -254,8 +257,8 @@ class NativePreviewer:
         """Does nothing: the state is read where it lies."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """Run one sweep, or two over a resident whose copy lags, or a block that is flushed; an
-        abort waits for their end.
+        """Runs one sweep. A resident with an outdated copy and a flushed block take two. An abort
+        waits for their end.
         """
         scope.abort.check()
         arrays = self._arrays.get(block)
@@ -300,7 +303,7 @@ class NativePreviewer:
         return replace(shared, states=copy.states)
 
     def _flush(self, arrays: BlockArrays, step: OptimizerStep) -> None:
-        """Writes the state that ``step`` leads to beside the one that it was read from."""
+        """Writes the state after ``step`` into the copy next to the one that it was read from."""
         arrays.copy_of(step.version).fill(arrays.copy_of(step.version - 1))
         _native.settle(
             self._pool,

@@ -1,8 +1,8 @@
 """Weights of stages: from FETCH_WEIGHTS to RELEASE_WEIGHTS.
 
-Blocks that this node owns are read from shared memory as soon as their version is committed; blocks
-of other nodes are fetched from the owner on a background thread. A tied tensor is
-borrowed from its owner's arrays, which come with the stage that needs them.
+Blocks of this node are read from shared memory as soon as their version is committed. Blocks of
+other nodes are fetched from their owner on a background thread. A tied tensor is a view of its
+owner's arrays, which arrive with the stage that needs them.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ class StageKey:
 
 
 Loaded = Callable[[StageKey, Stamp, Stamp, bool], None]
-"""Told of a stage's load: from when to when, and whether beside the interpreter's thread."""
+"""Called after a stage's load with its start, its end, and True if another thread than the
+interpreter's did it.
+"""
 
 CopiedIn = Callable[[Copied], None]
-"""Told of the copy to the device that is part of a load."""
+"""Called with the copy to the device that is part of a load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchScope:
-    """What all fetches of one attempt have in common."""
+    """The facts that all fetches of one attempt share."""
 
     epoch: int
     attempt: int
@@ -74,18 +76,18 @@ class FetchScope:
     loaded: Loaded
     copied: CopiedIn
     awaiting: Callable[[object, IdleCause], AbstractContextManager[None]]
-    """An instruction waits inside for weights, named so."""
+    """Context in which an instruction waits for the named weights."""
 
 
 class LoadedStage:
-    """A stage whose weights are on the device, complete."""
+    """A stage with all of its weights on the device."""
 
     def __init__(self, ids: Sequence[ArrayId], buffer: StageBuffer) -> None:
         self._arrays = dict(zip(ids, buffer.tensors, strict=True))
         self._buffer = buffer
 
     def array(self, block: int, name: ArrayName) -> torch.Tensor | None:
-        """Flat tensor, or None where the block has no such array."""
+        """Returns the flat tensor, or None if the block has no such array."""
         return self._arrays.get(ArrayId(block, name))
 
     @property
@@ -94,44 +96,48 @@ class LoadedStage:
         return self._buffer.tensors
 
     def release(self) -> None:
-        """Give the memory back; tensors handed out before must be gone."""
+        """Releases the memory; tensors handed out before must be gone."""
         self._arrays.clear()
         self._buffer.release()
 
 
-def lender(table: BlockTable, lent: BorrowedTensor) -> ArrayId:
-    """The owner's array that holds a tied tensor."""
-    tensor = next(t for t in table.blocks[lent.owner].tensors if t.name == lent.name)
-    return ArrayId(lent.owner, "weights" if tensor.trainable else "frozen")
+def tied_owner(table: BlockTable, tied: BorrowedTensor) -> ArrayId:
+    """Returns the owner's array that holds a tied tensor."""
+    tensor = next(t for t in table.blocks[tied.owner].tensors if t.name == tied.name)
+    return ArrayId(tied.owner, "weights" if tensor.trainable else "frozen")
 
 
 def arrays_of(table: BlockTable, blocks: Sequence[int]) -> tuple[ArrayId, ...]:
-    """Every array that computing ``blocks`` reads, each once; empty ones left out."""
-    found: dict[ArrayId, None] = {}
+    """Returns every array that computing ``blocks`` reads, each once, without empty ones."""
+    arrays: dict[ArrayId, None] = {}
     for block in (table.blocks[index] for index in blocks):
         if block.trainable_elements:
-            found[ArrayId(block.index, "weights")] = None
+            arrays[ArrayId(block.index, "weights")] = None
         if block.frozen_elements:
-            found[ArrayId(block.index, "frozen")] = None
-        found |= dict.fromkeys(lender(table, lent) for lent in block.borrows)
-    return tuple(found)
+            arrays[ArrayId(block.index, "frozen")] = None
+        arrays |= dict.fromkeys(tied_owner(table, tied) for tied in block.borrows)
+    return tuple(arrays)
 
 
 def num_elements(table: BlockTable, array: ArrayId) -> int:
-    """Elements of an array, padding included."""
+    """Returns the elements of an array, padding included."""
     block = table.blocks[array.block]
     return block.trainable_elements if array.name == "weights" else block.frozen_elements
 
 
 def stage_bytes(table: BlockTable, blocks: Sequence[int], alignment: int) -> int:
-    """Bytes of a stage's weights in storage types, every array aligned to ``alignment`` bytes."""
+    """Returns the bytes of a stage's weights in storage types, every array aligned to ``alignment``
+    bytes.
+    """
     itemsize = table.weight_dtype.itemsize
     sizes = (num_elements(table, array) * itemsize for array in arrays_of(table, blocks))
     return sum(-(-size // alignment) * alignment for size in sizes)
 
 
 def buffers_needed(*programs: Program) -> int:
-    """Stages whose weights a device holds at a time, at most, in any of its programs."""
+    """Returns the largest number of stages with weights on a device at one time, over all its
+    programs.
+    """
     most = 0
     for program in programs:
         held = 0
@@ -151,7 +157,7 @@ class RemoteBlocks:
         addresses: Mapping[int, str],
         open_fetcher: OpenFetcher = BlockClient,
     ) -> None:
-        """``addresses``: memoryd's block server per node."""
+        """Opens a client. ``addresses``: memoryd's block server by node."""
         self._run_id = run_id
         self._table = table
         self._addresses = dict(addresses)
@@ -160,10 +166,10 @@ class RemoteBlocks:
         self._client = open_fetcher(self._context)
 
     def fetch(self, node: int, array: ArrayId, scope: FetchScope) -> HostArray:
-        """A private copy (bytes); give it back when done.
+        """Returns a private copy (bytes); :meth:`give` takes it back.
 
         Raises:
-            Interrupted: aborted. LostMemberError: not there in time. ProtocolError: refused.
+            Interrupted: aborted. LostMemberError: not available in time. ProtocolError: refused.
         """
         address = self._addresses.get(node)
         if not address:
@@ -194,7 +200,7 @@ class RemoteBlocks:
         return out
 
     def give(self, array: HostArray) -> None:
-        """The copy may be overwritten."""
+        """Takes back a copy, which may be overwritten from now on."""
         self._pool.give(torch.from_numpy(array))
 
     def close(self) -> None:
@@ -219,11 +225,13 @@ class _StageFetch:
         self._copies: list[HostArray] = []
 
     def start(self, submit: Callable[..., Future[list[HostArray]]], load: bool) -> None:
-        """Begin on the background thread; otherwise everything happens in :meth:`wait`."""
+        """Starts the fetch on the background thread. Without this call :meth:`wait` does all the
+        work.
+        """
         self._future = submit(self._arrive_and_load if load else self._arrive_beside)
 
     def wait(self) -> LoadedStage:
-        """The loaded stage, as soon as it is there."""
+        """Returns the loaded stage after its arrival."""
         if self._stage is None:
             arrays = self._arrive() if self._future is None else self._result(self._future)
             buffer = self._early or self._load(arrays)
@@ -233,15 +241,15 @@ class _StageFetch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What was loaded so far."""
+        """Tensors on the device so far."""
         if self._stage is not None:
             return self._stage.tensors
         return () if self._early is None else self._early.tensors
 
     def release(self) -> None:
-        """Free the device's buffer, then the host's copies."""
+        """Frees the device's buffer, then the host's copies."""
         if self._future is not None and self._stage is None:
-            # Nobody used it: the background thread may still be writing.
+            # The stage was never used: the background thread may still be writing.
             self._future.exception()
         if self._stage is not None:
             self._stage.release()
@@ -282,7 +290,7 @@ class _StageFetch:
         arrays = self._arrive()
         self._early = self._copy(arrays)
         begun, ended = self._early.loaded
-        # What comes from other nodes is on its way before it is copied to the device.
+        # Arrays from other nodes are on their way before they are copied to the device.
         self._scope.loaded(self._key, start if self._copies else begun, ended, True)
         return arrays
 
@@ -335,7 +343,7 @@ class WeightLoader:
         self._executor = world.executor(1, "worker-weights")
 
     def fetch(self, key: StageKey, blocks: Sequence[int], scope: FetchScope) -> None:
-        """Start to bring in a stage's weights."""
+        """Starts to fetch a stage's weights."""
         if key in self._fetches:
             raise ProtocolError(f"weights of {key.phase} stage {key.stage} are fetched already")
         ids = arrays_of(self.table, blocks)
@@ -346,11 +354,11 @@ class WeightLoader:
         self._fetches[key] = fetch
 
     def has(self, key: StageKey) -> bool:
-        """Whether the stage is fetched and not released."""
+        """Returns True if the stage is fetched and not released."""
         return key in self._fetches
 
     def use(self, key: StageKey) -> LoadedStage:
-        """The stage's weights; waits until they are there.
+        """Returns the stage's weights after their arrival.
 
         Raises:
             ProtocolError: never fetched. Interrupted, LostMemberError: see :mod:`.waiting`.
@@ -360,19 +368,19 @@ class WeightLoader:
         return self._fetches[key].wait()
 
     def release(self, key: StageKey) -> None:
-        """The stage's buffer is free."""
+        """Releases the stage's buffer."""
         if key not in self._fetches:
             raise ProtocolError(f"weights of {key.phase} stage {key.stage} are not fetched")
         self._fetches.pop(key).release()
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Flat weights on the device now, of all stages; asked for on the interpreter's thread."""
+        """Flat weights on the device now, of all stages; read on the interpreter's thread."""
         return tuple(t for fetch in self._fetches.values() for t in fetch.tensors)
 
     @property
     def coming_elements(self) -> int:
-        """Of the stages that are fetched and not on the device yet."""
+        """Elements of stages that are fetched and not on the device yet."""
         coming = (fetch.ids for fetch in self._fetches.values() if not fetch.tensors)
         return sum(num_elements(self.table, array) for ids in coming for array in ids)
 
@@ -382,14 +390,12 @@ class WeightLoader:
         return tuple(self._fetches)
 
     def drop(self) -> None:
-        """Release everything, whatever its state; an abort has been requested or the attempt is
-        over.
-        """
+        """Releases everything, in any state; an abort has been requested or the attempt is over."""
         while self._fetches:
             self._fetches.popitem()[1].release()
 
     def close(self) -> None:
-        """Release everything and end the background thread."""
+        """Releases everything and ends the background thread."""
         self.drop()
         self._executor.shutdown(wait=True)
         self.remote.close()

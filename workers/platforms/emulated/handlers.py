@@ -52,7 +52,7 @@ def device_of(attempt: Attempt) -> EmulatedDevice:
 def forward(instruction: Forward, attempt: Attempt) -> None:
     """Run a forward stage; leaves what a backward needs, or checkpoints, as ``keep`` says."""
     stage, m, keep = instruction.stage, instruction.micro_batch, instruction.keep
-    blocks = attempt.context.flow.layout.forward[stage].blocks
+    blocks = attempt.context.routing.layout.forward[stage].blocks
     inputs, left = attempt.inputs(instruction), attempt.left(instruction)
     if keep is Keep.INPUT and not left.keys() - {blocks.start}:
         for kind, of_stage in left.values():  # it computes nothing, so it has no weights
@@ -180,7 +180,7 @@ def _key(swap: SwapOut | SwapIn) -> SwapKey:
 
 
 def _bytes(swap: SwapOut | SwapIn, attempt: Attempt) -> float:
-    durations = device_of(attempt).durations(attempt.context.flow.facts)
+    durations = device_of(attempt).durations(attempt.context.routing.facts)
     return swap.fraction * durations.kept_bytes(swap.stage, swap.micro_batch)
 
 
@@ -200,15 +200,15 @@ def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
 def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
     """Sums go to the root over the link, or with ``shards_weights`` around a ring."""
     device, stage = device_of(attempt), instruction.stage
-    flow = attempt.context.flow
-    cost = device.emulation.costs.of(flow.layout.backward[stage].blocks)
+    routing = attempt.context.routing
+    cost = device.emulation.costs.of(routing.layout.backward[stage].blocks)
     if _shares(attempt):
         rings = _rings(attempt)
         number = rings.reserve(cost.gradient_bytes)
         rings.enter(number, device.compute.free_at)
         device.scatters[stage] = number
-    elif not flow.reduction.publishes(stage):
-        root = flow.reduction.root_device(stage)
+    elif not routing.reduction.publishes(stage):
+        root = routing.reduction.root_device(stage)
         device.sends(attempt.context.device_index, root, cost.device_gradient_bytes)
     state.reduce_gradients(instruction, attempt)
 
@@ -269,7 +269,7 @@ def _computed(handler: Handler) -> Handler:
         backward = isinstance(instruction, (Backward, BackwardInput))
         device.begin(IdleCause.GRADIENTS if backward else IdleCause.ACTIVATIONS)
         handler(instruction, attempt)
-        seconds = device.durations(attempt.context.flow.facts).seconds(instruction)
+        seconds = device.durations(attempt.context.routing.facts).seconds(instruction)
         start, end = device.compute_for(seconds, attempt.context.abort)
         attempt.timeline.ran(start, end, device.awaited)
 
@@ -280,7 +280,7 @@ def _sent(handler: Handler) -> Handler:
     def run(instruction: Any, attempt: Attempt) -> None:
         device, sender = device_of(attempt), attempt.context.device_index
         device.begin()
-        num_bytes = device.durations(attempt.context.flow.facts).num_bytes(instruction)
+        num_bytes = device.durations(attempt.context.routing.facts).num_bytes(instruction)
         device.sends(sender, instruction.peer, num_bytes)
         handler(instruction, attempt)
 

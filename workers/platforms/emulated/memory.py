@@ -72,7 +72,7 @@ class EmulatedMeter:
         now = dict(self._entries(attempt))
         before, self._before = self._before, now
         before = {key: entry for key, entry in before.items() if key not in _LEAVES_BY_ITSELF}
-        moved = _changes_its_name(instruction, attempt.context.flow.facts)
+        moved = _changes_its_name(instruction, attempt.context.routing.facts)
         if moved is not None:
             before = {k: e for k, e in before.items() if k in now or e.use is not moved}
         needed = _together(before, now)
@@ -105,7 +105,7 @@ class EmulatedMeter:
 
     def _state(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         """Weights, gradient sums until they are written, and what the device has all the time."""
-        context, table, layout = attempt.context, self._table, attempt.context.flow.layout
+        context, table, layout = attempt.context, self._table, attempt.context.routing.layout
         stages = layout.backward_stages_on(context.device_index)
         static = sum(self._costs.of(layout.backward[b].blocks).static_bytes for b in stages)
         yield "static", _Entry(Use.STATE, static + self._device.state_bytes, None)
@@ -126,7 +126,7 @@ class EmulatedMeter:
 
     def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         held, device = attempt.held_tensors, self._device
-        durations = device.durations(attempt.context.flow.facts)
+        durations = device.durations(attempt.context.routing.facts)
         for place, output in held.graphs.items():
             assert isinstance(output, EmulatedOutput)
             num_bytes = sum(self._cost(block.index).activation_bytes for block, _ in output.steps)
@@ -153,7 +153,7 @@ class EmulatedMeter:
 
     def _transfer_bytes(self, attempt: Attempt, kind: str, stage: int) -> float:
         tensor = TensorKind.ACTIVATION if kind == "activation" else TensorKind.GRADIENT
-        return self._costs.input_bytes(boundary(attempt.context.flow.layout, tensor, stage))
+        return self._costs.input_bytes(boundary(attempt.context.routing.layout, tensor, stage))
 
     def _cost(self, block: int) -> BlockCost:
         return self._costs.blocks[block]
@@ -161,7 +161,7 @@ class EmulatedMeter:
     def _workspace(self, instruction: Any, attempt: Attempt) -> float:
         if not isinstance(instruction, COMPUTES):
             return 0.0
-        stages = attempt.context.flow.layout.stages(side_of(instruction))
+        stages = attempt.context.routing.layout.stages(side_of(instruction))
         cost = self._costs.of(stages[instruction.stage].blocks)
         return cost.workspace_of(instruction)
 

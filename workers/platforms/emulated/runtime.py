@@ -76,9 +76,9 @@ class EmulatedRuntime:
     ) -> EmulatedBlock:
         """Hash the weights; their bytes stay where they are."""
         del sums
-        lent = (borrowed or {}).values()
-        arrays = (weights, frozen, *(array for array, _ in lent))
-        gradients = (grads, *(contribution for _, contribution in lent))
+        tied = (borrowed or {}).values()
+        arrays = (weights, frozen, *(array for array, _ in tied))
+        gradients = (grads, *(contribution for _, contribution in tied))
         return EmulatedBlock(
             index=block,
             weights=_hash(*(_crc(array) for array in arrays if array is not None)),

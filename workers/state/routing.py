@@ -1,11 +1,12 @@
-"""Where tensors go in a plan: what instructions take and leave, and who sums gradients.
+"""Routes of tensors in a plan: inputs and outputs of instructions, and sums of gradients.
 
-Programs name no sends and receives of what devices tell each other in collectives:
+Programs name no sends and receives for data that devices exchange in collectives:
 
-- Gradient sums, from the other routes of a stage to the one that publishes them
+- Gradient sums, from the other pipeline replicas of a stage to the publishing one
   (:mod:`penstock.protocol.plan.reduction`).
-- On devices whose time is modelled, if they share out weights, when each enters a collective, to
-  all others: its time follows from that (:mod:`penstock.workers.platforms.emulated`).
+- On devices with a simulated clock that shard weights: the time at which each device enters a
+  collective, to all others. A device's time follows from those
+  (:mod:`penstock.workers.platforms.emulated`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ Received = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
-    """The facts of a plan's training programs, and what they do to some (stage, micro-batch).
+class TensorRouting:
+    """The facts of a plan's training programs, and their treatment of (stage, micro-batch) pairs.
 
-    ``split``: backwards in two halves. ``swapped``: what a forward keeps is swapped.
+    ``split``: pairs with a backward in two halves. ``swapped``: pairs with swapped activations.
     """
 
     facts: PlanFacts
@@ -48,18 +49,18 @@ class Flow:
     swapped: frozenset[Place]
 
     @classmethod
-    def of(cls, plan: Plan) -> Flow:
-        """Returns the flow of all programs of the plan."""
-        found: dict[type, set[Place]] = {BackwardInput: set(), SwapOut: set()}
+    def of(cls, plan: Plan) -> TensorRouting:
+        """Returns the routing of all programs of the plan."""
+        places: dict[type, set[Place]] = {BackwardInput: set(), SwapOut: set()}
         for program in plan.programs:
             for instruction in program:
                 if isinstance(instruction, (BackwardInput, SwapOut)):
-                    found[type(instruction)].add((instruction.stage, instruction.micro_batch))
+                    places[type(instruction)].add((instruction.stage, instruction.micro_batch))
         return cls(
             facts=PlanFacts.of(StageLayout.of(plan), plan.programs),
             reduction=Reduction.of(plan),
-            split=frozenset(found[BackwardInput]),
-            swapped=frozenset(found[SwapOut]),
+            split=frozenset(places[BackwardInput]),
+            swapped=frozenset(places[SwapOut]),
         )
 
     @property
@@ -68,13 +69,13 @@ class Flow:
         return self.facts.layout
 
     def facts_in(self, phase: str) -> PlanFacts:
-        """The facts of training, or of an evaluation, which leaves no forward out."""
+        """Returns the facts of training, or of an evaluation, which skips no forward."""
         return self.facts if phase == "train" else PlanFacts(layout=self.layout)
 
 
 def tensor_taken(instruction: Instruction, facts: PlanFacts) -> TensorKey | None:
-    """The tensor that an instruction takes; ``None`` where it starts from the batch, the loss, or
-    what its own stage kept.
+    """Returns the tensor that an instruction takes. ``None``: the instruction starts from the
+    batch, the loss, or the tensors that its own stage kept.
     """
     for kind, stage, micro_batch in takes(instruction, facts):
         if isinstance(kind, TensorKind):
@@ -83,7 +84,7 @@ def tensor_taken(instruction: Instruction, facts: PlanFacts) -> TensorKey | None
 
 
 def tensors_awaited(instruction: Instruction, facts: PlanFacts) -> Iterator[TensorKey]:
-    """Yields tensors that an instruction waits for and leaves to another one."""
+    """Yields tensors that an instruction waits for and leaves to a later instruction."""
     gone = frozenset(takes(instruction, facts))
     for resource in reads(instruction, facts):
         if isinstance(resource.kind, TensorKind) and resource not in gone:
@@ -93,8 +94,8 @@ def tensors_awaited(instruction: Instruction, facts: PlanFacts) -> Iterator[Tens
 def tensors_left(
     instruction: Instruction, facts: PlanFacts
 ) -> Mapping[int, tuple[TransferKind, int]]:
-    """Kind and stage of the tensors that an instruction leaves to others, by the block at whose
-    input they are.
+    """Returns kind and stage of the tensors that an instruction produces. Keys are blocks; a tensor
+    is the input of its block.
     """
     return {
         boundary(facts.layout, kind, stage): (kind.value, stage)
@@ -104,30 +105,32 @@ def tensors_left(
 
 
 def collective_receives(
-    plan: Plan, flow: Flow, device: int, *, modelled: bool
+    plan: Plan, routing: TensorRouting, device: int, *, modelled: bool
 ) -> frozenset[Received]:
     """Returns what collectives bring to a device: gradient sums, and, if it is ``modelled``,
     entries.
     """
-    found: set[Received] = {
+    receives: set[Received] = {
         ("train", "reduction", sender, 0)
-        for stage in flow.layout.backward_stages_on(device)
-        for sender in flow.reduction.senders(stage)
+        for stage in routing.layout.backward_stages_on(device)
+        for sender in routing.reduction.senders(stage)
     }
     if modelled and plan.shards_weights:
-        found.update(_entries("train", plan.programs, device))
-        found.update(_entries("eval", plan.evaluation, device))
-    return frozenset(found)
+        receives.update(_entries("train", plan.programs, device))
+        receives.update(_entries("eval", plan.evaluation, device))
+    return frozenset(receives)
 
 
-def collective_peers(plan: Plan, flow: Flow, device: int, *, modelled: bool) -> frozenset[int]:
+def collective_peers(
+    plan: Plan, routing: TensorRouting, device: int, *, modelled: bool
+) -> frozenset[int]:
     """Returns the devices that collectives make a device send to."""
     if modelled and plan.shards_weights:
         return frozenset(range(plan.num_devices)) - {device}
     return frozenset(
-        flow.reduction.root_device(stage)
-        for stage in flow.layout.backward_stages_on(device)
-        if not flow.reduction.publishes(stage)
+        routing.reduction.root_device(stage)
+        for stage in routing.layout.backward_stages_on(device)
+        if not routing.reduction.publishes(stage)
     )
 
 
