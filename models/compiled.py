@@ -1,18 +1,23 @@
 """Layers through ``torch.compile``: one graph for all layers of a kind.
 
-The runtime has one module object per kind, whose parameters are other tensors for each layer. For
-the compiler parameters are inputs of its graph: it checks their types and shapes, not which they
-are, so the second layer compiles nothing. These need a graph of their own: with and without
-autograd, training and evaluation, another micro-batch shape, other frozen tensors, and a layer
-number that the model's code reads (GPT-2's ``scale_attn_by_inverse_layer_idx``). A process compiles
-any number of graphs: torch's limit, beyond which layers would run uncompiled and round otherwise,
-is out of reach.
+The runtime has one module object per kind; its parameters are different tensors for each layer. For
+the compiler, parameters are inputs of its graph. It checks their types and shapes, not their
+identity, so the second layer compiles nothing. A graph of its own is compiled for each combination
+of:
 
-Forwards that drop operators (:mod:`penstock.models.forward_storage`) run uncompiled: a mode would see one
-opaque function. Whole and split backwards are one graph, whose products hand their tensors to a
-sink (:mod:`penstock.models.split_backward.products`). Saved tensors of compiled layers are swapped,
-and their weights bound anew, like those of any graph. Embedding and head, which are calls of a
-whole decoder around stubs, run uncompiled, too.
+* with or without autograd, and training or evaluation;
+* the shape of micro-batches;
+* the set of frozen tensors;
+* a layer number that the model's code reads (GPT-2's ``scale_attn_by_inverse_layer_idx``).
+
+A process compiles any number of graphs. Beyond torch's limit layers would run uncompiled and round
+otherwise, so the limit is raised out of reach.
+
+Forwards that drop operators (:mod:`penstock.models.forward_storage`) run uncompiled: a mode would
+see one opaque function. Whole and split backwards are one graph, whose products hand their tensors
+to a sink (:mod:`penstock.models.split_backward.products`). Saved tensors of compiled layers are
+swapped, and their weights found again, like those of any graph. Embedding and head are calls of a
+whole decoder around stubs and run uncompiled, too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Streams, copies, allocation, pinning and random numbers of the devices that torch computes on.
 
-Swaps, op logs, runtimes and profiles ask a :class:`TorchDevice` for these and never torch itself, so
-that what they do to streams and memory can be carried out, or checked, by another implementation.
-What only one platform does, such as streaming weights, is in :mod:`penstock.workers.platforms`.
+Swaps, op logs, runtimes and profiles ask a :class:`TorchDevice` for these and never torch itself.
+So another implementation can carry out, or check, their use of streams and memory. Code for one
+platform only, such as streaming weights, is in :mod:`penstock.workers.platforms`.
 
-Memory elsewhere comes from an :data:`Allocate`. It is in use for as long as the tensor object
-exists; a pool may hand out views and take them back with ``weakref.finalize``.
+Memory elsewhere comes from an :data:`Allocate`. It is in use as long as the tensor object exists; a
+pool may hand out views and take them back with ``weakref.finalize``.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.transport import Transport
 from penstock.workers.device import Device, Runtime, Stamp
+from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.routing import (
     TensorRouting,
     tensor_taken,
     tensors_awaited,
     tensors_left,
 )
-from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.stages import Stages
 from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
 from penstock.workers.state.weights import FetchScope, StageKey, WeightLoader
