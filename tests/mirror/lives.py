@@ -49,7 +49,7 @@ from penstock.daemons.optimizer.machine.events import (
     WriteRecord,
 )
 from penstock.daemons.optimizer.machine.sweeps import FinishSettle, Settle, sweep_tag
-from penstock.daemons.scheduler.machine.lost_nodes.partners import Holdings
+from penstock.daemons.scheduler.machine.node_loss import Holdings
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision, SweepIntent
 from tests.scheduler.test_partner import partner_rules

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.config.schema import Config, parse_config
 from penstock.daemons.kit.events import Exit, Say, Tick
+from penstock.daemons.scheduler.machine.activities.save import Save
 from penstock.daemons.scheduler.machine.events import (
     Accept,
     AppendMetrics,
@@ -44,7 +45,6 @@ from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalFacts, JournalMirror
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.rules import Rules, member_specs
-from penstock.daemons.scheduler.machine.saving.save import Save
 from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.daemons.kit.events import Exit, Say
-from penstock.daemons.scheduler.machine.activity import Hangs
+from penstock.daemons.scheduler.machine.activities.activity import Hangs
 from penstock.daemons.scheduler.machine.events import ControlCall
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_config, make_rules

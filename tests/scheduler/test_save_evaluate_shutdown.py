@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.daemons.kit.events import EffectFailed, StopAsked
-from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW
+from penstock.daemons.scheduler.machine.activities.activity import MAX_IN_A_ROW
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
     CompleteSave,

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.training import OptimizerConfig
+from penstock.daemons.scheduler.machine.activities.transaction import judge
 from penstock.daemons.scheduler.machine.events import AppendMetrics, JournalDecision, Send
 from penstock.daemons.scheduler.machine.position import LossScaling, Position, learning_rate
-from penstock.daemons.scheduler.machine.transaction import judge
 from penstock.host.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.config.schema import Config
-from penstock.daemons.scheduler.machine.transaction import CLIP_EPSILON
+from penstock.daemons.scheduler.machine.activities.transaction import CLIP_EPSILON
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import RECORD_FIELDS, CommitRecord, Decision
 from penstock.shm.table import BlockTable

@@ -10,7 +10,7 @@ import numpy as np
 import penstock.daemons.memory.saving as saving_module
 import penstock.daemons.memory.snapshot as snapshot_module
 from penstock.daemons.memory.tensorfile import CancelledError
-from penstock.daemons.scheduler.machine.saving.save import Save
+from penstock.daemons.scheduler.machine.activities.save import Save
 from penstock.host import world
 
 LONG, LONG_S, ASKS_S = 0.02, 12.0, 0.5

@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.config.schema import Config
 from penstock.daemons.node.machine.machine import NodeLimits, NodePhase
+from penstock.daemons.scheduler.machine.activities.save import Saving
 from penstock.daemons.scheduler.machine.requests import is_last
-from penstock.daemons.scheduler.machine.saving.save import Saving
 from penstock.host.errors import ExitCode
 from tests.simulation.kernel import Kernel, Process
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from penstock.daemons.scheduler.machine.activity import MAX_IN_A_ROW
+from penstock.daemons.scheduler.machine.activities.activity import MAX_IN_A_ROW
 from penstock.host.errors import ExitCode
 from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory

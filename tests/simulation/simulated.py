@@ -48,8 +48,8 @@ from penstock import _native
 from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import GradientStatus
+from penstock.daemons.scheduler.machine.activities.save import Save
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
-from penstock.daemons.scheduler.machine.saving.save import Save
 from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.host import world
 from penstock.host.cgroup import MemoryLimit

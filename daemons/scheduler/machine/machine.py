@@ -20,9 +20,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import EffectFailed, Say, StopAsked, Tick
-from penstock.daemons.scheduler.machine.activity import Activity, Hangs, with_cause
-from penstock.daemons.scheduler.machine.barrier import Barrier
-from penstock.daemons.scheduler.machine.evaluate_shutdown import Evaluation, Shutdown
+from penstock.daemons.scheduler.machine.activities.activity import Activity, Hangs, with_cause
+from penstock.daemons.scheduler.machine.activities.barrier import Barrier
+from penstock.daemons.scheduler.machine.activities.evaluate_shutdown import Evaluation, Shutdown
+from penstock.daemons.scheduler.machine.activities.save import Answer, Saving
+from penstock.daemons.scheduler.machine.activities.saves import Saves
+from penstock.daemons.scheduler.machine.activities.transaction import Transaction
 from penstock.daemons.scheduler.machine.events import (
     Beat,
     ControlAsked,
@@ -49,8 +52,6 @@ from penstock.daemons.scheduler.machine.requests import (
     snapshot_answers,
 )
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
-from penstock.daemons.scheduler.machine.saving.save import Answer, Saving
-from penstock.daemons.scheduler.machine.saving.saves import Saves
 from penstock.daemons.scheduler.machine.status import (
     BreakCause,
     Chronicle,
@@ -58,7 +59,6 @@ from penstock.daemons.scheduler.machine.status import (
     Tally,
     status_reply,
 )
-from penstock.daemons.scheduler.machine.transaction import Transaction
 from penstock.host.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.run_result import RunEnd

@@ -13,11 +13,11 @@ while its node is not heard either, since then nobody could be told to fence it.
 the same process answers the next Drain like all others, so nothing of its old work is left. One
 that died is replaced by its node without being asked.
 
-A process that dies or stops is noticed by its stream and its heartbeats (:class:`Membership`). One
-whose heartbeats go on while its work is stuck, in a driver, a lock or a file system, is noticed by
-:class:`~penstock.daemons.scheduler.machine.activity.Hangs`. One that stands still before it could
-join has no process id here: its node is told that the member is missing, and knows how long the
-process has had.
+A dead or stopped process is noticed by its stream and its heartbeats (:class:`Membership`). A process
+that sends heartbeats while its work is stuck is noticed by ``Hangs``
+(:mod:`~penstock.daemons.scheduler.machine.activities.activity`). A process that hangs before it could
+join has no process id here. Its node is told that the member is missing, and knows since when the
+process runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from penstock.daemons.kit.events import Say
 from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Send
-from penstock.daemons.scheduler.machine.lost_nodes.leases import Leases
+from penstock.daemons.scheduler.machine.node_loss import Leases
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
 from penstock.host.logs import COMPLAINT_INTERVAL_S
 from penstock.protocol.generated import scheduler_pb2 as pb

@@ -4,7 +4,7 @@ Named mutants are in ``planted/*.toml``, and those of kinds that the simulation 
 ``kinds/*.toml``, those held out for one trial in ``held_out/*.toml``, one table each::
 
     [announces-before-the-journal]
-    file = "daemons/scheduler/machine/transaction.py"
+    file = "daemons/scheduler/machine/activities/transaction.py"
     origin = "protocol"         a promise broken, or the commit that mended the fault
     wrong = "What goes wrong."  one sentence
     old = '''…'''               exact text, found once in the file

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.daemons.kit.events import Say
 from penstock.daemons.kit.messages import record_message
-from penstock.daemons.scheduler.machine.activity import Activity, send_all
+from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect, Send
 from penstock.daemons.scheduler.machine.metrics_lines import AttemptTimes, attempt_line
 from penstock.daemons.scheduler.machine.mirror import JournalMirror

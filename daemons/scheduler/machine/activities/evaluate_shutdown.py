@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from penstock.daemons.kit.events import Exit, Say
-from penstock.daemons.scheduler.machine.activity import Activity, send_all
+from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
     Effect,

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 from penstock.daemons.kit.events import Say
 from penstock.daemons.kit.messages import record_message
-from penstock.daemons.scheduler.machine.activity import Activity, send_all
+from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import Effect, FindSaved, SavedFound, Send
-from penstock.daemons.scheduler.machine.lost_nodes.partners import Holdings, Refill
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.node_loss import Holdings, Refill
 from penstock.daemons.scheduler.machine.requests import is_finished
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb

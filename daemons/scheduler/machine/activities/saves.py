@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.daemons.scheduler.machine.activity import Activity
-from penstock.daemons.scheduler.machine.barrier import Barrier
+from penstock.daemons.scheduler.machine.activities.activity import Activity
+from penstock.daemons.scheduler.machine.activities.barrier import Barrier
+from penstock.daemons.scheduler.machine.activities.save import Answer, Save, Saving
 from penstock.daemons.scheduler.machine.events import (
     Effect,
     SavedState,
@@ -17,7 +18,6 @@ from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.requests import Next, Requests
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
-from penstock.daemons.scheduler.machine.saving.save import Answer, Save, Saving
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 _TO_THE_END: Mapping[Next, bool] = MappingProxyType(

@@ -180,3 +180,53 @@ def _why_unfit(member: str, memory: pb.MemoryState, record: CommitRecord, genera
     if memory.committed not in explained:
         return f"{member} is at version {memory.committed}, the journal at {record.version}"
     return ""
+
+
+MARGIN = 1.5
+"""Factor of the lease that a spare node waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lease:
+    machine: str
+    until_s: float
+
+
+class Leases:
+    """When another machine may take over a node's name (``memory.mirror: partner``).
+
+    A node without an answer from the scheduler for its lease kills its children. A spare node of
+    the same name therefore waits for that time after the stream ended, plus a margin for clocks and
+    for messages under way. A node on the same machine need not wait: the node's lock is free only
+    when the last process of its predecessor is dead. A restarted scheduler does not know the
+    machines of nodes, and lets every node join. ``lease_s`` None: no node waits.
+    """
+
+    def __init__(self, lease_s: float | None) -> None:
+        self._lease_s = lease_s
+        self._running: dict[str, _Lease] = {}
+
+    def ended(self, node: str, machine: str, now_s: float) -> None:
+        """Starts the lease of a node whose stream from ``machine`` (a kernel's boot id) ended."""
+        if self._lease_s is not None and machine:
+            until_s = now_s + MARGIN * self._lease_s
+            self._running[node] = _Lease(machine=machine, until_s=until_s)
+
+    def objection(self, node: str, machine: str, now_s: float) -> str:
+        """Returns why a process on ``machine`` may not be the node yet; empty if it may."""
+        lease = self._running.get(node)
+        if lease is None or machine == lease.machine or now_s >= lease.until_s:
+            return ""
+        return (
+            f"{node} was on another machine, which may still run for"
+            f" {lease.until_s - now_s:.1f} s without an answer from this scheduler; join again then"
+        )
+
+    def taken(self, node: str) -> None:
+        """Forgets the lease of a node whose process has joined."""
+        self._running.pop(node, None)
+
+    def forgive(self, now_s: float) -> None:
+        """Restarts all leases, after the scheduler itself was stopped."""
+        for node, lease in list(self._running.items()):
+            self.ended(node, lease.machine, now_s)

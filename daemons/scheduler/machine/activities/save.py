@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TypeAlias
 
-from penstock.daemons.scheduler.machine.activity import Activity, send_all
+from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import CompleteSave, Effect, PrepareSave, SavedState
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase

@@ -1,0 +1,1 @@
+"""Activities of the scheduler's machine: barrier, attempt, save, evaluation, shutdown."""

@@ -1,1 +1,0 @@
-"""Saves: one at a time, written while attempts go on."""
