@@ -1,12 +1,12 @@
-"""Whose memory is not what the journal says, and which replica can fill it again.
+"""The loss of a node with its memory: unfit memory, replicas that can fill it, and leases of names.
 
-Journal and owners are the truth. A replica counts when it follows the journal's filling of memory,
-has all blocks, and is at the committed version, or one step behind with the gradients of that
-commit. It has those whenever it was complete at the commit, which waited for it.
+Journal and owners are the truth. A replica counts if it belongs to the journal's filling of memory,
+has all blocks, and is at the committed version. A replica may also be one step behind, if it has
+the gradients of that commit. A replica that was complete at a commit has them: the commit waited.
 
-A node whose optimizerd is new has lost what it pulled from a node that is to be filled, or was
-since the last commit (*bereft* of its gradients), and cannot take a pending step in: its own memory
-counts as lost, too, and its partner has that step.
+A new optimizerd lost the gradients that its predecessor pulled from other nodes. If such a node is
+unfit, or was filled since the last commit (*bereft* of its gradients), the pending step cannot be
+applied. The memory of the new optimizerd's node then counts as lost, too; its partner has the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.shm.control import CommitRecord, Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refill:
-    """A memoryd that is to be filled from the replica that ``mirrord`` keeps, and why."""
+    """A memoryd to fill from the replica of ``mirrord``, with the reason."""
 
     memoryd: str
     mirrord: str
@@ -31,39 +31,39 @@ class Refill:
 
 @dataclass(slots=True, kw_only=True)
 class Holdings:
-    """Reports of members at a Drain. ``forgetful``: optimizerds that took part in no epoch yet.
-    ``tokens``: those that the journal has of members' segments.
-    """
+    """Reports of members at a Drain, compared with the journal."""
 
     memory: dict[str, pb.MemoryState] = field(default_factory=dict)
+    """Content of each memoryd's shared memory, as ``Drained`` reports it."""
     replicas: dict[str, pb.ReplicaState] = field(default_factory=dict)
+    """Content of each mirrord's replica, as ``Drained`` reports it."""
     forgetful: frozenset[str] = frozenset()
+    """optimizerds that have taken part in no epoch yet."""
     tokens: Mapping[str, str] = field(default_factory=dict)
+    """Tokens of members' segments in the journal, hexadecimal."""
 
     def unfit(
         self, rules: Rules, record: CommitRecord | None, generations: Mapping[str, int]
     ) -> dict[str, str]:
-        """Returns the memoryds whose memory is not what the journal says, or cannot get there, and
-        why.
+        """Returns the memoryds with memory that contradicts the journal, mapped to reasons.
 
         A memoryd may be one version behind: the commit was journaled and not announced to its node.
-        No more, because no attempt is decided before each optimizerd has said something of it, and
-        commits before it came first on the same stream.
+        It is never two behind: an attempt is decided after a message of each optimizerd about it.
+        Earlier commits came first on the same stream.
         """
         if record is None:
             return dict.fromkeys(sorted(self.memory), "the journal has no committed version")
-        found = {
+        reasons = {
             member: _why_unfit(member, memory, record, generations.get(member, 0))
             or self._why_strange(member, memory)
             for member, memory in sorted(self.memory.items())
         }
-        unfit = {member: reason for member, reason in found.items() if reason}
+        unfit = {member: reason for member, reason in reasons.items() if reason}
         return unfit | self._dependent(rules, record, unfit) if rules.mirrords else unfit
 
     def recognisable(self, record: CommitRecord) -> dict[str, str]:
-        """Returns the tokens that the journal is to have, once all memory is what ``record`` says
-        or is filled: of a replica that claims to hold something already, only where the journal
-        has none.
+        """Returns the tokens to journal once all memory is at ``record``, or is filled. The token
+        of a replica that claims content is included only if the journal has no token of its member.
         """
         states: dict[str, pb.MemoryState | pb.ReplicaState] = dict(self.memory)
         for member, replica in self.replicas.items():
@@ -72,8 +72,8 @@ class Holdings:
         return {member: state.tokens.hex() for member, state in states.items() if state.tokens}
 
     def strange(self, record: CommitRecord) -> tuple[str, ...]:
-        """Returns the mirrords whose replicas claim to hold something and do not bear the journal's
-        tokens: such a replica fills no memory, so its mirrord has to begin anew.
+        """Returns the mirrords with a replica that claims content under a foreign token. Such a
+        replica fills no memory: its mirrord starts over with an empty replica.
         """
         return tuple(
             member
@@ -82,15 +82,15 @@ class Holdings:
         )
 
     def _why_strange(self, member: str, state: pb.MemoryState | pb.ReplicaState) -> str:
-        """Returns why a member's segments are not those that the journal knows; empty: they are."""
+        """Returns why a member's segments are not the journal's; empty if they are."""
         expected = self.tokens.get(member)
         if expected is None or expected == state.tokens.hex():
             return ""
         return f"memory of {member} does not bear the tokens that the journal has of it"
 
     def bereft(self, record: CommitRecord | None) -> frozenset[str]:
-        """Returns the memoryds that partners filled with this very commit: its state is there, the
-        gradients that led to it are not.
+        """Returns the memoryds that partners filled with the state of this commit. They lack the
+        gradients of the commit.
         """
         if record is None or record.decision is Decision.RESTORE:
             return frozenset()
@@ -103,7 +103,7 @@ class Holdings:
     def refills(
         self, rules: Rules, record: CommitRecord | None, unfit: Mapping[str, str]
     ) -> tuple[Refill, ...]:
-        """Returns how partners can fill all memory that is unfit; nothing if they cannot."""
+        """Returns one refill for each unfit memoryd; none if a partner cannot fill one of them."""
         if record is None or not rules.mirrords:
             return ()
         keepers = keepers_of(rules)
@@ -119,10 +119,10 @@ class Holdings:
     ) -> dict[str, str]:
         if record.decision is Decision.RESTORE:  # no step is pending
             return {}
-        found: dict[str, str] = {}
+        dependent: dict[str, str] = {}
         bereft = self.bereft(record)
         while True:
-            lost = {*unfit, *found, *bereft}
+            lost = {*unfit, *dependent, *bereft}
             more = {
                 member: f"its optimizerd is new, and needs gradients of {', '.join(on)}"
                 for member, sources in rules.contributors.items()
@@ -130,8 +130,8 @@ class Holdings:
                 if (on := sorted(sources & lost))
             }
             if not more:
-                return found
-            found |= more
+                return dependent
+            dependent |= more
 
     def _usable(self, rules: Rules, memoryd: str, mirrord: str, record: CommitRecord) -> bool:
         replica = self.replicas.get(mirrord)
@@ -147,7 +147,7 @@ class Holdings:
 
 
 def keepers_of(rules: Rules) -> dict[str, str]:
-    """Returns memoryd -> the mirrord that keeps the replica of its memory."""
+    """Maps each memoryd to the mirrord that keeps the replica of its memory."""
     nodes = rules.config.cluster.nodes
     return {
         memoryd_name(node.name): mirrord_name(nodes[partner_of(rules.config, index)].name)
@@ -156,7 +156,7 @@ def keepers_of(rules: Rules) -> dict[str, str]:
 
 
 def _claims(replica: pb.ReplicaState, record: CommitRecord) -> bool:
-    """Returns whether a replica says that it can fill memory of the record's filling."""
+    """Returns whether a replica claims to be complete and of the record's incarnation."""
     return replica.complete and replica.incarnation == record.incarnation
 
 
@@ -195,10 +195,10 @@ class _Lease:
 class Leases:
     """When another machine may take over a node's name (``memory.mirror: partner``).
 
-    A node without an answer from the scheduler for its lease kills its children. A spare node of
-    the same name therefore waits for that time after the stream ended, plus a margin for clocks and
-    for messages under way. A node on the same machine need not wait: the node's lock is free only
-    when the last process of its predecessor is dead. A restarted scheduler does not know the
+    A node that receives nothing from the scheduler for its lease kills its children. A spare node
+    of the same name therefore waits after the stream ended. The wait is the lease plus a margin for
+    clocks and messages under way. A node on the same machine need not wait: the node's lock is free
+    only when the last process of its predecessor is dead. A restarted scheduler does not know the
     machines of nodes, and lets every node join. ``lease_s`` None: no node waits.
     """
 
@@ -207,13 +207,13 @@ class Leases:
         self._running: dict[str, _Lease] = {}
 
     def ended(self, node: str, machine: str, now_s: float) -> None:
-        """Starts the lease of a node whose stream from ``machine`` (a kernel's boot id) ended."""
+        """Starts a node's lease, after its stream from ``machine`` (a kernel's boot id) ended."""
         if self._lease_s is not None and machine:
             until_s = now_s + MARGIN * self._lease_s
             self._running[node] = _Lease(machine=machine, until_s=until_s)
 
     def objection(self, node: str, machine: str, now_s: float) -> str:
-        """Returns why a process on ``machine`` may not be the node yet; empty if it may."""
+        """Returns why a node on ``machine`` must not join yet; empty if it may join."""
         lease = self._running.get(node)
         if lease is None or machine == lease.machine or now_s >= lease.until_s:
             return ""
@@ -223,7 +223,7 @@ class Leases:
         )
 
     def taken(self, node: str) -> None:
-        """Forgets the lease of a node whose process has joined."""
+        """Forgets the lease of a node: a process of the node has joined."""
         self._running.pop(node, None)
 
     def forgive(self, now_s: float) -> None:
