@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,21 +15,18 @@ from prometheus_client import CollectorRegistry
 from penstock.host import world
 from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import ExitCode, LostMemberError, PenstockError, RefusedError
-from penstock.host.stopping import StopSignal
 from penstock.models.device_facts import device_facts
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.hardware.cpus import threads_per_worker
 from penstock.protocol.run.hardware.placement import place
-from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     node_of_device,
     place_of_member,
     worker_name,
 )
-from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.process import RunProcess, run_process
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import member_access
-from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.member import MemberLink, link_to_scheduler
 from penstock.protocol.wire.sockets import socket_access
 from penstock.workers.channels.inbox import Inbox
 from penstock.workers.channels.opening import transport_here
@@ -52,16 +50,13 @@ def main(run_dir: Path, device: int, scheduler: str, parent_pid: int | None = No
 
     ``scheduler`` is HOST:PORT. Returns the exit code: 0 after Shutdown or SIGTERM.
     """
-    if parent_pid is not None:
-        die_with_parent(parent_pid)
-    files = RunDirectory(run_dir)
-    stop = StopSignal().install(parent_pid)
-    return run_main(lambda: _work(files, device, scheduler, stop), run_dir)
+    work = partial(worker, device, scheduler)
+    return run_process(run_dir, worker_name(device), work, parent_pid)
 
 
-def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) -> None:
-    config, name = files.config, worker_name(device)
-    configure_logging(name, files.path, config.observability.log_level)
+def worker(device: int, scheduler: str, process: RunProcess) -> None:
+    """Builds the parts of a worker and runs attempts until the process is asked to stop."""
+    files, config, stop = process.run, process.config, process.stop
     # Before any thread starts: threads inherit it.
     os.sched_setaffinity(0, place(config, node_of_device(config, device)).workers)
     # Fixed: a repeated attempt gives the same bits only on as many threads.
@@ -70,73 +65,69 @@ def _work(files: RunDirectory, device: int, scheduler: str, stop: StopSignal) ->
     registry = CollectorRegistry()
     fence, progress = EpochFence(stopped=lambda: stop.is_set), Progress()
     metrics = WorkerMetrics(registry, progress)
-    with ExitStack() as stack:
-        server = serve_metrics(registry, files, name)
-        stack.callback(server.close)
-        node = config.cluster.nodes[node_of_device(config, device)].name
-        access = socket_access(config, files.path, node)
-        transport = bind_transport(files, device, metrics, Inbox(), access)
-        stack.callback(transport.close)
-        link = _connect(files, device, scheduler, fence, progress, transport)
-        stack.callback(link.close)
-        stack.enter_context(_reported_failure(link, fence))
-        platform = open_platform(
-            WorkerSite(config=config, table=files.table, run_dir=files.path, device_index=device)
-        )
-        platform.set_up_process()
-        metrics.describe_device(platform.peak_flops, platform.meter.limit_bytes)
-        builder = EpochBuilder(
-            files=files,
-            device_index=device,
-            platform=platform,
-            transport=transport,
-            progress=progress,
-            metrics=metrics,
-            access=access,
-            cut_off=lambda epoch, loss: link.send(
-                pb.MemberMessage(cut_off=pb.CutOff(epoch=epoch, loss=loss))
-            ),
-        )
-        stack.callback(builder.detach)
-        builder.compile()
-        session = Session(
-            link=link,
-            builder=builder,
-            fence=fence,
-            metrics=metrics,
-            global_batch=config.train.global_batch,
-            handlers=platform.handlers,
-        )
-        session.run(lambda: stop.is_set)
+    process.serve(registry)
+    node = config.cluster.nodes[node_of_device(config, device)].name
+    access = socket_access(config, files.path, node)
+    transport = process.keep(bind_transport(files, device, metrics, Inbox(), access))
+    link = process.keep(_connect(process, device, scheduler, fence, progress, transport))
+    process.stack.enter_context(_reported_failure(link, fence))
+    platform = open_platform(
+        WorkerSite(config=config, table=files.table, run_dir=files.path, device_index=device)
+    )
+    platform.set_up_process()
+    metrics.describe_device(platform.peak_flops, platform.meter.limit_bytes)
+    builder = EpochBuilder(
+        files=files,
+        device_index=device,
+        platform=platform,
+        transport=transport,
+        progress=progress,
+        metrics=metrics,
+        access=access,
+        cut_off=lambda epoch, loss: link.send(
+            pb.MemberMessage(cut_off=pb.CutOff(epoch=epoch, loss=loss))
+        ),
+    )
+    process.stack.callback(builder.detach)
+    builder.compile()
+    session = Session(
+        link=link,
+        builder=builder,
+        fence=fence,
+        metrics=metrics,
+        global_batch=config.train.global_batch,
+        handlers=platform.handlers,
+    )
+    session.run(lambda: stop.is_set)
 
 
 def _connect(
-    files: RunDirectory,
+    process: RunProcess,
     device: int,
     scheduler: str,
     fence: EpochFence,
     progress: Progress,
     transport: Transport,
 ) -> MemberLink:
-    cluster = files.config.cluster
-    node, _ = place_of_member(files.config, worker_name(device))
+    """Returns the worker's link to the scheduler, started."""
+    files = process.run
+    node, _ = place_of_member(files.config, process.member)
     facts = [pb.Fact(name=name, value=value) for name, value in device_facts(files.config, device)]
-    link = MemberLink(
-        address=scheduler,
-        access=member_access(files.config, files.path, node),
+    link = link_to_scheduler(
+        process,
+        node,
+        scheduler,
         hello=lambda: pb.Hello(
             run_id=files.run_id,
-            member=worker_name(device),
+            member=process.member,
             pid=world.pid(),
             epoch=fence.epoch,
             data_endpoint=transport.address,
             peers=_peers(files, device),
             facts=facts,
         ),
-        heartbeat_interval_s=cluster.heartbeat_interval_s,
-        silence_timeout_s=cluster.heartbeat_timeout_s,
-        listener=fence_listener(fence),
         doing=progress.doing,
+        listener=fence_listener(fence),
     )
     link.start()
     return link

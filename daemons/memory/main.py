@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,13 @@ from penstock.daemons.preload.kinds import TORCH
 from penstock.daemons.preload.owner import Preloader
 from penstock.host import world
 from penstock.host.errors import PenstockError
-from penstock.host.stopping import StopSignal
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.hardware.placement import page_places, place
-from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import ipc_address, memoryd_name, node_index, partner_of
-from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.process import RunProcess, run_process
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import member_access
 from penstock.protocol.wire.blocks import MEMORY_SOCKET
-from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.member import MemberLink, link_to_scheduler
 from penstock.protocol.wire.sockets import socket_access
 from penstock.shm.memory import NodeMemory
 
@@ -55,67 +52,57 @@ def main(
 
     ``load_initial`` replaces the loader process.
     """
-    if parent_pid is not None:
-        die_with_parent(parent_pid)
-    stop = StopSignal().install(parent_pid)
-    directory = RunDirectory(run_dir.absolute())
-    return run_main(lambda: _run(directory, node, scheduler, load_initial, stop), directory.path)
+    work = partial(memoryd, node, scheduler, load_initial)
+    return run_process(run_dir, memoryd_name(node), work, parent_pid)
 
 
-def _run(
-    directory: RunDirectory,
-    node: str,
-    scheduler: str,
-    load_initial: LoadInitial | None,
-    stop: StopSignal,
+def memoryd(
+    node: str, scheduler: str, load_initial: LoadInitial | None, process: RunProcess
 ) -> int:
-    config, member = directory.config, memoryd_name(node)
+    """Builds the parts of a memoryd and serves until the run ends; returns the exit code."""
+    run, config = process.run, process.config
     index = node_index(config, node)
-    configure_logging(member, directory.path, config.observability.log_level)
     registry = CollectorRegistry()
     metrics, machine, jobs = MemoryMetrics(registry), MemoryMachine(), JobThread()
-    with ExitStack() as cleanup:
-        exporter = serve_metrics(registry, directory, member)
-        cleanup.callback(exporter.close)
-        # The local address is bound before any segment is looked at: it is the lock that keeps a
-        # second memoryd of this run and node out.
-        server = BlockServer(
-            run_id=directory.run_id,
-            local_address=ipc_address(directory.run_id, node, MEMORY_SOCKET),
+    process.serve(registry)
+    # The local address is bound before any segment is looked at: it is the lock that keeps a
+    # second memoryd of this run and node out.
+    server = process.keep(
+        BlockServer(
+            run_id=run.run_id,
+            local_address=ipc_address(run.run_id, node, MEMORY_SOCKET),
             host=config.cluster.nodes[index].host,
             attempt_timeout_s=config.cluster.attempt_timeout_s,
-            access=socket_access(config, directory.path, node),
+            access=socket_access(config, run.path, node),
         )
-        cleanup.callback(server.close)
-        link = _link(directory, node, scheduler, machine, jobs, server)
-        link.start()
-        cleanup.callback(link.close)
-        try:
-            memory = _acquire(directory, index)
-        except PenstockError as error:
-            _report(link, error)
-            raise
-        server.start(memory, metrics)
-        metrics.watch(memory)
-        preloader = cleanup.enter_context(_own_preloader())
-        loader = _loader(directory, node, jobs, preloader)
-        effects = MemoryEffects(
-            memory=memory,
-            link=link,
-            metrics=metrics,
-            load_initial=load_initial or loader,
-            cores=place(config, index).optimizer,
-            jobs=jobs,
-            partner=_partner(directory, index),
-        )
-        service = MemoryService(
-            machine=machine, effects=effects, link=link, server=server, stop=stop
-        )
-        # Unmapped only when nobody can touch it any more: jobs and block server have ended.
-        cleanup.callback(memory.close)
-        cleanup.callback(server.close)
-        cleanup.callback(effects.close)
-        return service.run()
+    )
+    link = process.keep(_link(process, node, scheduler, machine, jobs, server))
+    link.start()
+    try:
+        memory = _acquire(run, index)
+    except PenstockError as error:
+        _report(link, error)
+        raise
+    server.start(memory, metrics)
+    metrics.watch(memory)
+    preloader = process.stack.enter_context(_own_preloader())
+    effects = MemoryEffects(
+        memory=memory,
+        link=link,
+        metrics=metrics,
+        load_initial=load_initial or _loader(run, node, jobs, preloader),
+        cores=place(config, index).optimizer,
+        jobs=jobs,
+        partner=_partner(run, index),
+    )
+    service = MemoryService(
+        machine=machine, effects=effects, link=link, server=server, stop=process.stop
+    )
+    # Unmapped only when nobody can touch it any more: jobs and block server have ended.
+    process.keep(memory)
+    process.keep(server)
+    process.keep(effects)
+    return service.run()
 
 
 @contextmanager
@@ -131,27 +118,25 @@ def _own_preloader() -> Iterator[Preloader | None]:
 
 
 def _link(
-    directory: RunDirectory,
+    process: RunProcess,
     node: str,
     scheduler: str,
     machine: MemoryMachine,
     jobs: JobThread,
     server: BlockServer,
 ) -> MemberLink:
-    cluster = directory.config.cluster
-    return MemberLink(
-        address=scheduler,
-        access=member_access(directory.config, directory.path, node),
+    return link_to_scheduler(
+        process,
+        node,
+        scheduler,
         hello=lambda: pb.Hello(
-            run_id=directory.run_id,
-            member=memoryd_name(node),
+            run_id=process.run.run_id,
+            member=process.member,
             pid=world.pid(),
             epoch=machine.epoch,
             data_endpoint=server.endpoint,
             peers=pb.Peers(),  # it contacts nobody
         ),
-        heartbeat_interval_s=cluster.heartbeat_interval_s,
-        silence_timeout_s=cluster.heartbeat_timeout_s,
         doing=lambda: replace(jobs.doing(), stuck=server.stuck),
     )
 

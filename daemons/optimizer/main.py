@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -22,12 +23,10 @@ from penstock.daemons.optimizer.metrics import OptimizerMetrics, local_ratio
 from penstock.daemons.optimizer.pulls import Puller
 from penstock.daemons.optimizer.service import OptimizerService, ServiceParts
 from penstock.host import world
-from penstock.host.stopping import StopSignal
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog
 from penstock.protocol.run.hardware.placement import Placement, place
-from penstock.protocol.run.metrics import serve_metrics
 from penstock.protocol.run.names import (
     ipc_address,
     memoryd_name,
@@ -35,13 +34,12 @@ from penstock.protocol.run.names import (
     optimizerd_name,
     ownership,
 )
-from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
+from penstock.protocol.run.process import RunProcess, run_process
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import TraceLog
-from penstock.protocol.security.access import member_access
 from penstock.protocol.wire.blocks import LeaseCancelledError, attach
 from penstock.protocol.wire.fetching import fetchers
-from penstock.protocol.wire.member import MemberLink
+from penstock.protocol.wire.member import MemberLink, link_to_scheduler
 from penstock.protocol.wire.sockets import SocketAccess, socket_access
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
@@ -51,24 +49,20 @@ _MAPPED = (SegmentKind.WEIGHTS, SegmentKind.STATE, SegmentKind.GRADS)
 
 
 def main(run_dir: Path, node: str, scheduler: str, parent_pid: int | None) -> int:
-    """Run the optimizerd of ``node`` until it is told to stop; returns the exit code."""
-    if parent_pid is not None:
-        die_with_parent(parent_pid)
-    stop = StopSignal().install(parent_pid)
-    run = RunDirectory(run_dir)
-    return run_main(lambda: _run(run, node, scheduler, stop), run_dir)
+    """Runs the optimizerd of ``node`` until it is asked to stop; returns the exit code."""
+    work = partial(optimizerd, node, scheduler)
+    return run_process(run_dir, optimizerd_name(node), work, parent_pid)
 
 
-def _run(run: RunDirectory, node: str, scheduler: str, stop: StopSignal) -> None:
-    member = optimizerd_name(node)
-    configure_logging(member, run.path, run.config.observability.log_level)
-    with ExitStack() as stack, suppress(LeaseCancelledError):
-        service, link, readers = _build(stack, run, node, scheduler, stop)
+def optimizerd(node: str, scheduler: str, process: RunProcess) -> None:
+    """Builds the parts of an optimizerd and serves until the process is asked to stop."""
+    with suppress(LeaseCancelledError):
+        service, link, readers = _build(process, node, scheduler)
         link.start()
-        stack.callback(link.close)
+        process.keep(link)
         for reader in readers:
             reader.start()
-            stack.callback(reader.close)
+            process.keep(reader)
         service.run()
 
 
@@ -92,40 +86,39 @@ def _sources(run: RunDirectory, blocks: tuple[OwnedBlock, ...]) -> dict[tuple[in
 
 
 def _build(
-    stack: ExitStack, run: RunDirectory, node: str, scheduler: str, stop: StopSignal
+    process: RunProcess, node: str, scheduler: str
 ) -> tuple[OptimizerService, MemberLink, tuple[GradientSocket | LinkReader, ...]]:
-    """Make all parts; ``stack`` takes them apart again, in the opposite order."""
-    config, member = run.config, optimizerd_name(node)
+    run, config, member = process.run, process.config, process.member
     inbox: Inbox = world.queue()
     index = node_index(config, node)
     registry = CollectorRegistry()
     metrics = OptimizerMetrics(registry)
     placement = place(config, index)  # first of all: refuses cores that are not there
-    server = serve_metrics(registry, run, member)
-    stack.callback(server.close)
+    process.serve(registry)
     several = len(config.cluster.nodes) > 1
     access = socket_access(config, run.path, node)
-    gradients = GradientSocket(
-        local_address=ipc_address(run.run_id, node, GRADIENT_SOCKET),
-        host=config.cluster.nodes[index].host if several else None,
-        inbox=inbox,
-        metrics=metrics,
-        access=access,
+    gradients = process.keep(
+        GradientSocket(
+            local_address=ipc_address(run.run_id, node, GRADIENT_SOCKET),
+            host=config.cluster.nodes[index].host if several else None,
+            inbox=inbox,
+            metrics=metrics,
+            access=access,
+        )
     )
-    stack.callback(gradients.close)
-    memory = attach(run, index, member, kinds=_MAPPED, cancelled=lambda: stop.is_set)
-    stack.callback(memory.close)
+    memory = process.keep(
+        attach(run, index, member, kinds=_MAPPED, cancelled=lambda: process.stop.is_set)
+    )
     metrics.placed(placement, local_ratio(memory, placement), sum(memory.huge_bytes().values()))
     blocks = owned_blocks(memory, _policy(run.plan, config.optimizer))
     remote = RemoteGradients(memory, blocks, placement)
-    kernels, sweeps = _sweeps(stack, run, placement, memory, blocks, remote, inbox, metrics)
-    puller = _puller(stack, run, index, blocks, remote, inbox, metrics, access)
-    link = MemberLink(
-        address=scheduler,
-        access=member_access(config, run.path, node),
+    kernels, sweeps = _sweeps(process, placement, memory, blocks, remote, inbox, metrics)
+    puller = _puller(process, index, blocks, remote, inbox, metrics, access)
+    link = link_to_scheduler(
+        process,
+        node,
+        scheduler,
         hello=lambda: service.hello(member, gradients.endpoint),
-        heartbeat_interval_s=config.cluster.heartbeat_interval_s,
-        silence_timeout_s=config.cluster.heartbeat_timeout_s,
         doing=lambda: service.doing(sweeps.running),
     )
     parts = ServiceParts(
@@ -139,7 +132,7 @@ def _build(
         ),
         puller=puller,
         metrics=metrics,
-        stop=stop,
+        stop=process.stop,
         trace=TraceLog.of_run(run.path, member, config.observability.traced_every),
     )
     machine = OptimizerMachine(blocks, together=config.emulation.optimizer_start == "flush")
@@ -148,8 +141,7 @@ def _build(
 
 
 def _sweeps(
-    stack: ExitStack,
-    run: RunDirectory,
+    process: RunProcess,
     placement: Placement,
     memory: NodeMemory,
     blocks: tuple[OwnedBlock, ...],
@@ -157,17 +149,15 @@ def _sweeps(
     inbox: Inbox,
     metrics: OptimizerMetrics,
 ) -> tuple[SweepRunner, SweepThread]:
-    config = run.config
-    pool, threads = stack.enter_context(open_pool(placement.optimizer))
-    kernels = Kernels(pool, memory, config.optimizer, blocks, remote)
-    stack.callback(kernels.close)
+    run, config = process.run, process.config
+    pool, threads = process.stack.enter_context(open_pool(placement.optimizer))
+    kernels = process.keep(Kernels(pool, memory, config.optimizer, blocks, remote))
     runner: SweepRunner = kernels
     metrics.runs_on(pool.num_threads, sorted(threads))
     if config.cluster.platform.simulated_clock:
         metrics.runs_on(pool.num_threads, ())
         node = memory.spec.node_name
-        log = BandwidthLog.of_node(run.path, node, config.cluster.workers)
-        stack.callback(log.close)
+        log = process.keep(BandwidthLog.of_node(run.path, node, config.cluster.workers))
         log.clear()
         emulation = Emulation.of(config)
         runner = EmulatedKernels(kernels, emulation, log)
@@ -179,13 +169,11 @@ def _sweeps(
             metrics.ceiling(found)
     sweeps = SweepThread(runner, inbox.put)
     sweeps.start()
-    stack.callback(sweeps.close)
-    return runner, sweeps
+    return runner, process.keep(sweeps)
 
 
 def _puller(
-    stack: ExitStack,
-    run: RunDirectory,
+    process: RunProcess,
     node: int,
     blocks: tuple[OwnedBlock, ...],
     remote: RemoteGradients,
@@ -194,13 +182,14 @@ def _puller(
     access: SocketAccess,
 ) -> Puller | None:
     """Returns a puller if another node computes gradients of a block of this one."""
+    run = process.run
     sources = _sources(run, blocks)
     if not sources:
         return None
     pace = None
     if run.config.cluster.platform.simulated_clock:
         pace = Emulation.of(run.config).reads(run.path, run.config, node)
-        stack.callback(pace.board.close)
+        process.keep(pace.board)
         pace.board.clear(node)
     puller = Puller(
         run_id=run.run_id,
@@ -211,5 +200,4 @@ def _puller(
         access=access,
     )
     puller.start()
-    stack.callback(puller.close)
-    return puller
+    return process.keep(puller)

@@ -1,6 +1,7 @@
-"""What every process does at birth: JSON-line logs, parent-death signal, metrics, exit codes.
+"""Processes of a run: one runner for start, logs, stop signals, metrics, end and exit code.
 
-Stop signals are in :mod:`penstock.host.stopping`.
+A daemon and a worker give :func:`run_process` a function that builds their parts and works. Stop
+signals are in :mod:`penstock.host.stopping`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from prometheus_client import CollectorRegistry
+
+from penstock.config.schema import Config
 from penstock.host import world
 from penstock.host.errors import ExitCode, PenstockError
 from penstock.host.files import is_no_room, unforeseen
 from penstock.host.logs import open_log
+from penstock.host.stopping import StopSignal
+from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.rundir import RunDirectory
 
 _PR_SET_PDEATHSIG = 1
 _PR_GET_PDEATHSIG = 2
@@ -81,6 +90,66 @@ def parent_to_die_with() -> int | None:
     if ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number)) != 0 or not number.value:
         return None
     return os.getppid()
+
+
+class Closable(Protocol):
+    """A part of a process that is closed at its end."""
+
+    def close(self) -> Any:
+        """Ends the part."""
+
+
+Part = TypeVar("Part", bound=Closable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProcess:
+    """A process of a run, while it builds its parts and works.
+
+    ``member``: its name in logs and metrics. ``stop``: set when the process is asked to stop.
+    ``stack``: closes the parts at the end, in the opposite order of their making.
+    """
+
+    run: RunDirectory
+    member: str
+    stop: StopSignal
+    stack: ExitStack
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration."""
+        return self.run.config
+
+    def keep(self, part: Part) -> Part:
+        """Returns the part, which the end of the process closes."""
+        self.stack.callback(part.close)
+        return part
+
+    def serve(self, registry: CollectorRegistry) -> None:
+        """Serves metrics to metricsd of the node, on a thread that inherits this one's cores."""
+        self.keep(serve_metrics(registry, self.run, self.member))
+
+
+Work = Callable[[RunProcess], int | None]
+
+
+def run_process(run_dir: Path, member: str, work: Work, parent_pid: int | None) -> int:
+    """Runs ``work`` as the process ``member`` of a run; returns the exit code, 0 for None.
+
+    The process obeys stop signals, and dies with its parent if ``parent_pid`` is given.
+    """
+    if parent_pid is not None:
+        die_with_parent(parent_pid)
+    stop = StopSignal().install(parent_pid)
+    run = RunDirectory(run_dir.absolute())
+    return run_main(lambda: work_in_run(run, member, work, stop), run.path)
+
+
+def work_in_run(run: RunDirectory, member: str, work: Work, stop: StopSignal) -> int | None:
+    """Opens the log of a process, and returns the result of ``work``, whose parts are closed."""
+    configure_logging(member, run.path, run.config.observability.log_level)
+    with ExitStack() as stack:
+        return work(RunProcess(run=run, member=member, stop=stop, stack=stack))
 
 
 def run_main(main: Callable[[], int | None], run_dir: Path) -> int:

@@ -22,7 +22,8 @@ from penstock.host import world
 from penstock.host.errors import PenstockError, ProtocolError
 from penstock.host.logs import recover_from
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.security.access import Access, Connection
+from penstock.protocol.run.process import RunProcess
+from penstock.protocol.security.access import Access, Connection, member_access
 
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 0.5
@@ -287,6 +288,30 @@ def _heartbeat(sequence: int, doing: Doing) -> pb.Heartbeat:
         activity=doing.activity,
         waiting=doing.waiting,
         progress=doing.progress,
+    )
+
+
+def link_to_scheduler(
+    process: RunProcess,
+    node: str,
+    scheduler: str,
+    hello: HelloFactory,
+    doing: Callable[[], Doing] = lambda: IDLE,
+    listener: Listener | None = None,
+) -> MemberLink:
+    """Returns the link of a process of ``node`` to ``scheduler`` (HOST:PORT), not yet started.
+
+    The run's configuration gives access and intervals.
+    """
+    cluster = process.config.cluster
+    return MemberLink(
+        address=scheduler,
+        access=member_access(process.config, process.run.path, node),
+        hello=hello,
+        heartbeat_interval_s=cluster.heartbeat_interval_s,
+        silence_timeout_s=cluster.heartbeat_timeout_s,
+        listener=listener,
+        doing=doing,
     )
 
 

@@ -6,6 +6,7 @@ import errno
 import random
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from penstock.protocol.run.names import (
     optimizerd_name,
     worker_name,
 )
+from penstock.protocol.run.process import Work, work_in_run
 from penstock.protocol.run.run_result import EndWatch, RunEnd
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.layout import SegmentKind
@@ -518,15 +520,18 @@ class SimNode:
                 return scheduler_main._run(run, PORT, process.pid, None)
             stop = StopSignal()
             process.listen(stop.set)
+            work: Work
             if kind == "memoryd":
                 load = load_initial(run, self.index)
-                return memory_main._run(run, self.name, address, load, stop)
-            if kind == "mirrord":
-                return mirror_main._run(run, self.name, address, stop)
-            if kind == "optimizerd":
-                return optimizer_main._run(run, self.name, address, stop)
-            assert kind == "worker"
-            return worker_main._work(run, int(rest), address, stop)
+                work = partial(memory_main.memoryd, self.name, address, load)
+            elif kind == "mirrord":
+                work = partial(mirror_main.mirrord, self.name, address)
+            elif kind == "optimizerd":
+                work = partial(optimizer_main.optimizerd, self.name, address)
+            else:
+                assert kind == "worker"
+                work = partial(worker_main.worker, int(rest), address)
+            return work_in_run(run, name, work, stop)
 
         cluster.history.rare[f"starts {kind}"] += 1
         return main

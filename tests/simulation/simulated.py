@@ -36,7 +36,9 @@ import penstock.daemons.scheduler.journal as journal_module
 import penstock.daemons.scheduler.main as scheduler_main
 import penstock.protocol.metrics.page as page_module
 import penstock.protocol.run.hardware.placement as placement_module
+import penstock.protocol.run.process as process_module
 import penstock.protocol.wire.blocks as blocks_module
+import penstock.protocol.wire.member as member_module
 import penstock.protocol.wire.sockets as sockets_module
 import penstock.shm.control as control_module
 import penstock.shm.inventory as inventory_module
@@ -431,8 +433,6 @@ def _peers_once(find: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
 
 _torch = SimpleNamespace(set_num_threads=_nothing, set_num_interop_threads=_nothing)
 
-MODULES = (memory_main, mirror_main, optimizer_main, scheduler_main, worker_main)
-
 
 def _replace_points(put: Callable[[Any, str, Any], None]) -> None:
     """Where a process may die, between a word and its bytes, and what the history is told of."""
@@ -463,11 +463,11 @@ def replaced() -> Iterator[None]:
         local = _LocalAccess()
         for name in ("__init__", "add", "set", "observe", "say", "ask", "refreshed_by", "forget"):
             put(page_module.MetricPage, name, _nothing)
-        for module in MODULES:
+        for module in (process_module, scheduler_main):
             put(module, "configure_logging", _nothing)
             put(module, "serve_metrics", lambda *_: _NoPage())
+        put(member_module, "member_access", _access)
         for module in (memory_main, mirror_main, optimizer_main, worker_main):
-            put(module, "member_access", _access)
             put(module, "socket_access", lambda *_: local)
         put(optimizer_main, "open_pool", _pool)
         put(mirror_main, "_native", SimpleNamespace(Pool=_replica_pool))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +41,7 @@ from penstock.protocol.run.names import (
     worker_name,
 )
 from penstock.protocol.run.pages import render
-from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
-from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.process import RunProcess, run_process
 from penstock.protocol.security.folders import KeyFolder
 
 RENEW_S = 60.0
@@ -57,38 +55,32 @@ def main(run_dir: Path, node: str, processes: str | None, parent_pid: int | None
     """Serve the metrics of ``node`` until told to stop; returns the exit code. ``processes``: names
     of those that run there, with commas between them; None: those that every node has.
     """
-    if parent_pid is not None:
-        die_with_parent(parent_pid)
-    stop = StopSignal().install(parent_pid)
-    run = RunDirectory(run_dir.absolute())
-    return run_main(lambda: _run(run, node, processes, stop, alone=parent_pid is None), run.path)
+    work = partial(metricsd, node, processes, alone=parent_pid is None)
+    return run_process(run_dir, metricsd_name(node), work, parent_pid)
 
 
-def _run(
-    run: RunDirectory, node: str, processes: str | None, stop: StopSignal, *, alone: bool
-) -> None:
-    config, member = run.config, metricsd_name(node)
-    configure_logging(member, run.path, config.observability.log_level)
+def metricsd(node: str, processes: str | None, process: RunProcess, *, alone: bool) -> None:
+    """Serves metrics until the process is asked to stop. ``alone``: no node started it."""
+    run, config = process.run, process.config
     names = _usual(config, node) if processes is None else processes.split(",")
-    with ExitStack() as stack:
-        collection = Collection(
-            run.run_id,
-            {name: labels_of(config, node, name) for name in names},
-            _own_page(run, node, stack),
-            labels_of(config, node, member),
-        )
-        pages = application(collection, config, run.path)
-        serve = partial(listen, pages, config, node, former_port(run, node))
-        # The node found the port free, and a run goes on without metrics.
-        note = WaitNote(run.path, member)
-        server = serve() if alone else _await_port(serve, stop, note)
-        if server is None:
-            return
-        stack.callback(server.close)
-        write_targets(run, node, server.port)
-        stack.callback(remove_targets, run, node)
-        while not stop.wait(RENEW_S):
-            renew_targets(run, node, server.port)
+    collection = Collection(
+        run.run_id,
+        {name: labels_of(config, node, name) for name in names},
+        _own_page(process, node),
+        labels_of(config, node, process.member),
+    )
+    pages = application(collection, config, run.path)
+    serve = partial(listen, pages, config, node, former_port(run, node))
+    # The node found the port free, and a run goes on without metrics.
+    note = WaitNote(run.path, process.member)
+    server = serve() if alone else _await_port(serve, process.stop, note)
+    if server is None:
+        return
+    process.keep(server)
+    write_targets(run, node, server.port)
+    process.stack.callback(remove_targets, run, node)
+    while not process.stop.wait(RENEW_S):
+        renew_targets(run, node, server.port)
 
 
 def _await_port(serve: Callable[[], Exporter], stop: StopSignal, note: WaitNote) -> Exporter | None:
@@ -109,19 +101,18 @@ def _await_port(serve: Callable[[], Exporter], stop: StopSignal, note: WaitNote)
         note.clear()
 
 
-def _own_page(run: RunDirectory, node: str, stack: ExitStack) -> Callable[[], bytes]:
-    """Returns what makes the page of metricsd itself; ``stack`` ends what measures for it."""
-    config, first = run.config, run.config.cluster.nodes[0].name
+def _own_page(process: RunProcess, node: str) -> Callable[[], bytes]:
+    """Returns a function that renders the page of metricsd itself."""
+    run, config = process.run, process.config
+    first = config.cluster.nodes[0].name
     registry = CollectorRegistry()
     registry.register(DroppedLines())
     facts = Sheet(OWN)
     put_facts(facts, run)
-    resources = NodeResources(run, node)
-    stack.callback(resources.close)
+    resources = process.keep(NodeResources(run, node))
     measuring = [resources.put]
     if node != first:
-        clocks = ClockWatch(run, first, node)
-        stack.callback(clocks.close)
+        clocks = process.keep(ClockWatch(run, first, node))
         measuring.append(clocks.put)
     keys = keys_of_metrics(config, node)
     if keys is not None:

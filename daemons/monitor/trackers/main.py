@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
@@ -18,8 +19,7 @@ from penstock.daemons.monitor.trackers.sink import Reading, Sink, Subject, setti
 from penstock.host.errors import ExitCode
 from penstock.host.files import make_directory
 from penstock.host.stopping import StopSignal
-from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
-from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.process import RunProcess, run_process
 
 LOOK_S = 1.0
 """How often it looks for new lines."""
@@ -30,15 +30,12 @@ _log = logging.getLogger(__name__)
 
 def main(run_dir: Path, tracker: str, parent_pid: int | None) -> int:
     """Track the run in ``run_dir`` until told to stop; returns the exit code."""
-    if parent_pid is not None:
-        die_with_parent(parent_pid)
-    stop = StopSignal().install(parent_pid)
-    run = RunDirectory(run_dir.absolute())
-    return run_main(lambda: _run(run, tracker, stop), run.path)
+    return run_process(run_dir, f"tracker.{tracker}", partial(track, tracker), parent_pid)
 
 
-def _run(run: RunDirectory, tracker: str, stop: StopSignal) -> int:
-    configure_logging(f"tracker.{tracker}", run.path, run.config.observability.log_level)
+def track(tracker: str, process: RunProcess) -> int:
+    """Follows the run's metrics until the process is asked to stop; returns the exit code."""
+    run = process.run
     subject = Subject(
         run_id=run.run_id,
         name=run.config.run.name,
@@ -49,7 +46,7 @@ def _run(run: RunDirectory, tracker: str, stop: StopSignal) -> int:
     make_directory(bookmark_path(run.path, tracker).parent)
     try:
         sink = TRACKERS[tracker].opener()(subject)
-        follow(sink, run.path, tracker, stop)
+        follow(sink, run.path, tracker, process.stop)
     except Exception as error:  # libraries raise what they like
         _log.exception("%s failed: %s", tracker, error)
         return int(ExitCode.LOST_MEMBERS)
