@@ -146,7 +146,7 @@ def run_process(run_dir: Path, member: str, work: Work, parent_pid: int | None) 
 
 
 def work_in_run(run: RunDirectory, member: str, work: Work, stop: StopSignal) -> int | None:
-    """Opens the log of a process, and returns the result of ``work``, whose parts are closed."""
+    """Opens the log of a process, runs ``work``, and closes its parts; returns the exit code."""
     configure_logging(member, run.path, run.config.observability.log_level)
     with ExitStack() as stack:
         return work(RunProcess(run=run, member=member, stop=stop, stack=stack))
