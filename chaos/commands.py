@@ -37,40 +37,75 @@ MOST_GAP_STEPS = 10
 def chaos(
     config: ConfigArgument,
     settings: SetOption = None,
-    faults: Annotated[int, typer.Option(metavar="N", min=1, help="So many of them.")] = 100,
+    faults: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of faults to inject.")
+    ] = 100,
     minutes: Annotated[
-        float | None, typer.Option(metavar="M", min=0.0, help="For so long, instead of --faults.")
+        float | None,
+        typer.Option(
+            metavar="M", min=0.0, help="Minutes to inject faults for, instead of --faults."
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="S", help="Draws the same faults again.")
+        int | None,
+        typer.Option(
+            metavar="S", help="Seed of the random faults; the same seed draws the same faults."
+        ),
     ] = None,
     kinds: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Only these: kill, several, pause, stop …; see the page."),
+        typer.Option(
+            metavar="A,B",
+            help="Kinds of faults: kill, several, recovery, sweep, pause, stop, term, closed,"
+            " half-open, disk, shm, second, lost. Default: all that this user may inject and that"
+            " cost no step. See docs/CHAOS.md.",
+        ),
     ] = None,
     processes: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Only these: worker, memoryd, optimizerd, train …"),
+        typer.Option(
+            metavar="A,B",
+            help="Kinds of processes to fault: worker, memoryd, optimizerd, schedulerd, node,"
+            " train … Default: all.",
+        ),
     ] = None,
     run: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Only run N of those that --seed gives.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Number of the only run of --seed to repeat."),
     ] = None,
     gap: Annotated[
-        int | None, typer.Option(metavar="STEPS", min=0, help="At most so many between two faults.")
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            min=0,
+            help="Largest number of steps between two faults. Default: a 40th of train.steps, at"
+            " most 10.",
+        ),
     ] = None,
     patience: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1.0, help="A run without a step so long hangs.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1.0, help="Seconds without a step after which a run has hung."
+        ),
     ] = PATIENCE_S,
     reference: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="A finished run of the same, to compare with."),
+        typer.Option(
+            metavar="RUN",
+            help="Directory of a finished run of the same configuration, to compare with. Default:"
+            " a new run without faults.",
+        ),
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="New directory for all runs.")
+        Path, typer.Option("--out", metavar="DIR", help="New directory for the runs.")
     ] = Path("chaos"),
     as_json: JsonOption = False,
 ) -> None:
-    """Train with faults (kills, stops, closed connections, full disks) and compare every byte."""
+    """Trains with injected faults, and compares every byte.
+
+    Kills and stops processes, closes connections and fills disks. The bytes must equal those of a
+    run without faults.
+    """
     code = 0
     with errors_explained():
         from penstock.chaos.campaign import Campaign, Wish
@@ -216,7 +251,7 @@ def register(app: typer.Typer) -> None:
     """Adds the command to ``penstock``."""
     app.command(
         cls=Command,
-        epilog="Exit codes: 0 all runs end with the undisturbed bytes, 4 one does not (it is kept,"
-        " and a line repeats it). Example: penstock chaos tiny.yaml --faults 50 --set"
-        " train.steps=200",
+        epilog="Exit codes: 0 the bytes of all runs are equal; 4 a run differs or hangs. That run"
+        " is kept, and the command that repeats it is printed. Example: penstock chaos tiny.yaml"
+        " --faults 50 --set train.steps=200",
     )(chaos)

@@ -28,16 +28,25 @@ if TYPE_CHECKING:
     from penstock.daemons.preload.starting import Preloading
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration; see penstock config.")
+    Path,
+    typer.Argument(
+        metavar="CONFIG.yaml", help="Configuration file; penstock config explains its keys."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key: --set train.steps=100."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Value of a configuration key, instead of the file's: --set train.steps=100. Repeat"
+        " the option for several keys.",
+    ),
 ]
 RunDirOption = Annotated[
-    Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")
+    Path | None,
+    typer.Option("--run-dir", metavar="DIR", help="Directory of the run, such as runs/tiny."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Prints the result as JSON.")]
 
 
 def command_group(name: str, explanation: str) -> typer.Typer:

@@ -21,17 +21,17 @@ from penstock.client.planning import commands as plan_commands
 imported()
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 2 bad configuration or state, 3 not enough memory, space or CPUs,"
-    " 4 lost members or internal error, 5 stopped by command before the last step (saved),"
+    "Exit codes: 0 success, 2 bad configuration or state, 3 not enough memory, disk space or CPUs,"
+    " 4 lost processes or internal error, 5 stopped on request before the last step (state saved),"
     " 130 interrupted (state kept)."
 )
 
 app = typer.Typer(
     name="penstock",
-    help="Train language models that do not fit in the memory of the GPUs at hand.",
+    help="Trains language models that do not fit in the memory of the GPUs at hand.",
     epilog=EXIT_CODES
-    + "\n\nStart with: penstock init, then penstock train tiny.yaml; while it runs, in another"
-    " terminal: penstock status --run-dir runs/tiny",
+    + "\n\nFirst steps: penstock init, then penstock train tiny.yaml. In another terminal, while"
+    " the run trains: penstock watch --run-dir runs/tiny",
     cls=SectionedHelp,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -40,7 +40,7 @@ app = typer.Typer(
 
 
 def _show_versions(wanted: bool) -> None:
-    """Prints the version, and those of what training depends on, and ends."""
+    """Prints the versions of Penstock and of the packages that training depends on, and exits."""
     if wanted:
         from penstock.client.cli import versions
 
@@ -53,11 +53,14 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_versions, is_eager=True, help="Show versions and exit."
+            "--version",
+            callback=_show_versions,
+            is_eager=True,
+            help="Shows the versions of Penstock, Python, torch and transformers.",
         ),
     ] = False,
 ) -> None:
-    """Train language models that do not fit in the memory of the GPUs at hand."""
+    """Trains language models that do not fit in the memory of the GPUs at hand."""
 
 
 ABOVE = ("penstock.chaos.commands",)

@@ -16,39 +16,44 @@ if TYPE_CHECKING:
 
 app = command_group(
     "deploy",
-    "Write what Slurm, systemd or Kubernetes need to run one penstock node a machine, and what"
-    " Prometheus and Grafana need to watch runs.",
+    "Writes files for Slurm, systemd, Kubernetes and Grafana. Slurm, systemd and Kubernetes run one"
+    " penstock node on each machine; Prometheus and Grafana watch runs.",
 )
 
 ConfigOption = Annotated[
-    Path, typer.Option("--config", metavar="FILE", help="Configuration of the run.")
+    Path, typer.Option("--config", metavar="FILE", help="Configuration file of the run.")
 ]
 
 
 @app.command(
-    epilog="Installs penstock-node@RUN.NODE.service and penstock-run@RUN.target, and says how to"
-    " start them; run it on each machine, or with --root on its image. See docs/SYSTEMD.md."
+    epilog="Installs penstock-node@RUN.NODE.service and penstock-run@RUN.target, and prints the"
+    " commands that start them. Run it on each machine, or with --root on an image of the machine."
+    " See docs/SYSTEMD.md. Example: penstock deploy systemd --config run.yaml --node b"
 )
 def systemd(
     config: ConfigOption,
     node: Annotated[
-        str, typer.Option("--node", metavar="NAME", help="Which of cluster.nodes this machine is.")
+        str,
+        typer.Option("--node", metavar="NAME", help="Name of this machine in cluster.nodes."),
     ],
     user: Annotated[
         str,
-        typer.Option(
-            metavar="USER", help="User that the node runs as. Default: the system user penstock."
-        ),
+        typer.Option(metavar="USER", help="User that the node runs as."),
     ] = "penstock",
     cores: Annotated[
-        str, typer.Option(metavar="LIST", help="CPUAffinity of the node: 0-7,16; default: all.")
+        str,
+        typer.Option(
+            metavar="LIST", help="CPUs of the node (CPUAffinity), such as 0-7,16. Default: all."
+        ),
     ] = "",
     root: Annotated[
-        Path, typer.Option(metavar="DIR", help="Write below this folder: an image, another system.")
+        Path, typer.Option(metavar="DIR", help="Root folder of the system to install on.")
     ] = Path("/"),
-    remove: Annotated[bool, typer.Option("--remove", help="Take the node away again.")] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Removes the units of the node.")
+    ] = False,
 ) -> None:
-    """Install units for one node of a run on this machine."""
+    """Installs systemd units for one node of a run."""
     with errors_explained():
         from penstock.deploy.systemd import installing
         from penstock.deploy.systemd.units import NodeUnit
@@ -78,41 +83,53 @@ def systemd(
 
 
 @app.command(
-    epilog="Start it with sbatch FILE; options there, such as --partition, replace those inside. It"
-    " goes on after its time limit and after a machine failed, also on other machines. Example:"
-    " penstock deploy slurm --config tiny.yaml --nodes 2 --time 12:00:00. See docs/SLURM.md."
+    epilog="Submit the script with sbatch FILE; options of sbatch, such as --partition, replace"
+    " those in the script. The job requeues itself at its time limit and after a machine failure,"
+    " also on other machines. See docs/SLURM.md. Example: penstock deploy slurm --config tiny.yaml"
+    " --nodes 2 --time 12:00:00"
 )
 def slurm(
     config: ConfigOption,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="So many machines.")],
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Number of machines.")],
     time: Annotated[
         str,
-        typer.Option("--time", metavar="TIME", help="Time limit of one start, as sbatch takes it."),
+        typer.Option(
+            "--time",
+            metavar="TIME",
+            help="Time limit of one start, in the format of sbatch: 12:00:00.",
+        ),
     ],
     cpus: Annotated[
         int,
         typer.Option(
             metavar="N",
             min=0,
-            help="A machine has at least so many CPUs; default: the threads that the configuration"
-            " names, and one where it names none.",
+            help="CPUs of a machine, at least. Default (0): the threads in the configuration, else"
+            " 1.",
         ),
     ] = 0,
     memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory of a machine, such as 200G; 0: all of it.")
+        str,
+        typer.Option(metavar="SIZE", help="Memory of a machine, such as 200G. Default (0): all."),
     ] = "0",
     lead: Annotated[
         int,
         typer.Option(
-            metavar="SECONDS", min=1, help="So long before the time limit the run saves and ends."
+            metavar="SECONDS",
+            min=1,
+            help="Seconds before the time limit at which the run saves and ends.",
         ),
     ] = 120,
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to; default: RUN.sbatch, right here."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="File to write. Default: RUN.sbatch in the current folder.",
+        ),
     ] = None,
 ) -> None:
-    """Write a batch script that trains on machines of a Slurm cluster."""
+    """Writes a batch script for a Slurm cluster."""
     with errors_explained():
         from penstock.deploy.slurm.script import SlurmJob
 
@@ -148,35 +165,43 @@ def write_new(target: Path, text: str) -> None:
 
 
 @app.command(
-    epilog="Writes Containerfile, storage.yaml, jobset.yaml and trainjob.yaml, and says what to do"
-    " with them. Memory and CPUs of the pods are what the plan needs. See docs/KUBERNETES.md."
+    epilog="Writes Containerfile, storage.yaml, jobset.yaml and trainjob.yaml, and prints the next"
+    " commands. The pods request the memory and CPUs that the plan needs. See docs/KUBERNETES.md."
+    " Example: penstock deploy kubernetes --config run.yaml --image registry/penstock:1 --out k8s"
 )
 def kubernetes(
     config: ConfigOption,
     image: Annotated[
-        str, typer.Option(metavar="IMAGE", help="Image of Penstock, as the cluster pulls it.")
+        str,
+        typer.Option(metavar="IMAGE", help="Container image of Penstock that the cluster pulls."),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Folder to write the files to.")
+    ],
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="Of all objects; default: run.name.")
+        str, typer.Option("--name", metavar="NAME", help="Name of all objects. Default: run.name.")
     ] = "",
     nodes: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Pods; default: as many as cluster.nodes.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Number of pods. Default (0): number of cluster.nodes."
+        ),
     ] = 0,
     cpus: Annotated[
-        int, typer.Option(metavar="N", min=0, help="CPUs a pod; default: what the node needs.")
+        int,
+        typer.Option(metavar="N", min=0, help="CPUs of a pod. Default (0): the need of a node."),
     ] = 0,
-    kueue: Annotated[str, typer.Option(metavar="QUEUE", help="Queue of Kueue's.")] = "",
-    volcano: Annotated[str, typer.Option(metavar="QUEUE", help="Queue of Volcano's.")] = "",
+    kueue: Annotated[str, typer.Option(metavar="QUEUE", help="Kueue queue of the job.")] = "",
+    volcano: Annotated[str, typer.Option(metavar="QUEUE", help="Volcano queue of the job.")] = "",
     older: Annotated[
         bool,
         typer.Option(
             "--older-cluster",
-            help="For Kubernetes before 1.35: containers restart after every exit code.",
+            help="For Kubernetes before 1.35: restarts containers after every exit code.",
         ),
     ] = False,
 ) -> None:
-    """Write manifests that run one pod a node on Kubernetes (JobSet)."""
+    """Writes Kubernetes manifests (JobSet) with one pod a node."""
     with errors_explained():
         from penstock.client.capacity import pod_needs
         from penstock.config.reading import read_mapping
@@ -202,14 +227,14 @@ def kubernetes(
 
 
 @app.command(
-    epilog="Dashboards, alert rules, and configurations of Prometheus, Alertmanager and Grafana"
-    " with a compose file that starts them. It can be repeated: what you have edited"
-    " stays. See docs/SEEING.md."
+    epilog="Writes dashboards, alert rules, configurations of Prometheus, Alertmanager and Grafana,"
+    " and a compose file that starts the three. A repeated call keeps files that you edited."
+    " See docs/SEEING.md. Example: penstock deploy monitoring watch"
 )
 def monitoring(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write the files to.")],
 ) -> None:
-    """Write dashboards and alerts for Prometheus and Grafana."""
+    """Writes dashboards and alerts for Prometheus and Grafana."""
     with errors_explained():
         from penstock.grafana import files
 

@@ -8,25 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.client.cli import command_group, errors_explained, load
+from penstock.client.cli import SetOption, command_group, errors_explained, load
 
 if TYPE_CHECKING:
     from penstock.config.schema import Config
 
-app = command_group("keys", "Make and renew the keys of a run (cluster.security: tls).")
+app = command_group("keys", "Makes and renews the TLS keys of a run (cluster.security: tls).")
 
-FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the keys.")]
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder of the keys (cluster.keys).")
+]
 CountOption = Annotated[
     int | None,
     typer.Option(
         "--count",
         metavar="N",
         min=1,
-        help="Where an engine names the nodes: for node-0 to node-(N-1), not for cluster.nodes.",
+        help="Number of nodes that Slurm or Kubernetes will name node-0 to node-(N-1). Default: the"
+        " nodes in cluster.nodes.",
     ),
 ]
 DaysOption = Annotated[
-    float, typer.Option("--days", metavar="N", min=0.0, help="Certificates are valid so long.")
+    float, typer.Option("--days", metavar="N", min=0.0, help="Validity of certificates, in days.")
 ]
 
 
@@ -40,24 +43,28 @@ def _nodes(config: Config, count: int | None) -> list[str]:
 def make(
     folder: FolderArgument,
     config: Annotated[
-        Path, typer.Option("--config", metavar="FILE", help="Run name and nodes are read from it.")
+        Path,
+        typer.Option(
+            "--config", metavar="FILE", help="Configuration with the name of the run and its nodes."
+        ),
     ],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")
-    ] = None,
+    settings: SetOption = None,
     authority: Annotated[
         Path | None,
         typer.Option(
             "--authority",
             metavar="DIR",
-            help="Where to put ca.key, for keys in a folder that nodes read; default:"
+            help="Folder for the authority's secret key (ca.key); nodes must not read it. Default:"
             " DIR/authority.",
         ),
     ] = None,
     count: CountOption = None,
     days: DaysOption = 90.0,
 ) -> None:
-    """Make an authority for a run, and keys for its nodes, control clients and Prometheus."""
+    """Makes keys for the nodes, clients and Prometheus of a run.
+
+    Makes a certificate authority first, which signs the keys.
+    """
     with errors_explained():
         from penstock.protocol.security.authority import make as make_keys
 
@@ -72,9 +79,9 @@ def make(
         )
 
 
-@app.command()
+@app.command(epilog="Example: penstock keys show keys")
 def show(folder: FolderArgument) -> None:
-    """Show whose keys there are, and when they expire."""
+    """Lists keys with the identity and expiry date of each."""
     with errors_explained():
         from penstock.protocol.security.authority import expiries
         from penstock.protocol.security.folders import days_left, expiry_warning
@@ -92,23 +99,28 @@ def show(folder: FolderArgument) -> None:
 
 
 @app.command(
-    epilog="Running processes read the new files at their next connection, incoming or outgoing."
-    " Copy the folders of nodes to where the nodes read them."
+    epilog="Copy the folder of each node to the node's machine. Running processes read the new"
+    " files at the next connection, incoming or outgoing. Example: penstock keys renew keys --days"
+    " 90"
 )
 def renew(
     folder: FolderArgument,
     authority: Annotated[
         Path | None,
-        typer.Option("--authority", metavar="DIR", help="Where ca.key is; default: DIR/authority."),
+        typer.Option(
+            "--authority", metavar="DIR", help="Folder of ca.key. Default: DIR/authority."
+        ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="Make keys for new nodes of it, too."),
+        typer.Option(
+            "--config", metavar="FILE", help="Configuration whose new nodes get keys, too."
+        ),
     ] = None,
     count: CountOption = None,
     days: DaysOption = 90.0,
 ) -> None:
-    """Issue new certificates of the same authority for everybody who has some."""
+    """Renews all certificates with the same authority."""
     with errors_explained():
         from penstock.protocol.security.authority import renew as renew_keys
 
@@ -120,12 +132,15 @@ def renew(
 @app.command(epilog="Example: penstock keys pack keys b | ssh b 'mkdir -p keys && tar xC keys'")
 def pack(
     folder: FolderArgument,
-    node: Annotated[str, typer.Argument(metavar="NODE", help="Name in cluster.nodes.")],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Name of the node in cluster.nodes.")],
     output: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write here, not to stdout.")
+        Path | None, typer.Option("--out", metavar="FILE", help="File to write. Default: stdout.")
     ] = None,
 ) -> None:
-    """Write a tar archive of what one node needs: nobody else's keys, not the authority's."""
+    """Writes a tar archive with the keys of one node.
+
+    The archive holds no keys of other nodes, and no secret key of the authority.
+    """
     with errors_explained():
         from penstock.host.errors import ConfigError, reason
         from penstock.protocol.security.authority import pack as pack_keys

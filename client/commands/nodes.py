@@ -26,17 +26,25 @@ if TYPE_CHECKING:
     from penstock.config.schema import Config
 
 ProcessConfig = Annotated[
-    Path, typer.Option("--config", metavar="FILE", help="RUN_DIR/resolved.yaml of a prepared run.")
+    Path,
+    typer.Option(
+        "--config", metavar="FILE", help="File resolved.yaml in the directory of a prepared run."
+    ),
 ]
-NodeOption = Annotated[str, typer.Option("--node", metavar="NAME", help="Name in cluster.nodes.")]
+NodeOption = Annotated[
+    str, typer.Option("--node", metavar="NAME", help="Name of the node in cluster.nodes.")
+]
 SchedulerOption = Annotated[
     str,
     typer.Option(
-        "--scheduler", metavar="HOST:PORT", help="Where the run's scheduler listens; see status."
+        "--scheduler",
+        metavar="HOST:PORT",
+        help="Address of the scheduler; penstock status shows it.",
     ),
 ]
 ParentOption = Annotated[
-    int | None, typer.Option("--parent-pid", hidden=True, help="Die with this process.")
+    int | None,
+    typer.Option("--parent-pid", hidden=True, help="Process whose death ends this process."),
 ]
 
 
@@ -46,15 +54,16 @@ GraceOption = Annotated[
         "--grace-seconds",
         metavar="N",
         min=1.0,
-        help="Seconds between a stop request and the external kill: save within them, or keep the"
-        " memory. Default: cluster.grace_seconds, SLURM_JOB_END_TIME.",
+        help="Seconds between a stop request and the kill by the batch system. A state that cannot"
+        " be saved in time stays in shared memory. Default: cluster.grace_seconds, else the end of"
+        " the Slurm job.",
     ),
 ]
 StrictOption = Annotated[
     bool,
     typer.Option(
         "--strict",
-        help="Refuse to go on with other software or hardware than at the last start.",
+        help="Refuses to resume with other software or hardware than at the last start.",
     ),
 ]
 
@@ -65,32 +74,37 @@ def strict_setting(strict: bool) -> list[str]:
 
 
 NODE_HELP = (
-    "The same command on every machine. Which node this is, where the others are and where"
-    " the scheduler listens, say --node and cluster.nodes; or else the engine that started the"
-    " command, once on each machine: Slurm (srun), a Kubernetes JobSet or Indexed Job"
-    " (JOB_COMPLETION_INDEX, JOBSET_NAME, REPLICATED_JOB_NAME, and NNODES), or torchrun"
-    " (--nproc-per-node=1; GROUP_RANK or NODE_RANK, NNODES, MASTER_ADDR, MASTER_PORT: the scheduler"
-    " takes the port after it). What contradicts each other is refused."
-    "\n\nAll nodes use one run directory, on a file system that they share. The first prepares it"
-    " (run.dir), the others wait for that. SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any of them"
-    " saves and stops the run; a second Ctrl-C, or SIGTERM 5 s later, kills this node's processes"
-    " and keeps the memory."
+    "Start the same command on every machine. --node and cluster.nodes name this node, the other"
+    " nodes and the scheduler. Without --node, the launcher names them: Slurm (srun), a Kubernetes"
+    " JobSet or Indexed Job (JOB_COMPLETION_INDEX, JOBSET_NAME, REPLICATED_JOB_NAME, NNODES), or"
+    " torchrun (--nproc-per-node=1; GROUP_RANK or NODE_RANK, NNODES, MASTER_ADDR, MASTER_PORT; the"
+    " scheduler listens on the port after MASTER_PORT). The launcher starts the command once on"
+    " each machine. Contradictions are refused."
+    "\n\nAll nodes use one run directory (run.dir) on a shared file system. The first node prepares"
+    " the directory; the other nodes wait. SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any node saves"
+    " and stops the run. A second Ctrl-C, or a SIGTERM 5 s after the first, kills the processes of"
+    " this node; the state stays in shared memory."
     "\n\nExample: srun --ntasks-per-node=1 penstock node --config tiny.yaml"
 )
-"""What ``penstock node --help`` says of the nodes' places and of signals."""
+"""Explanation of node names, launchers and signals in ``penstock node --help``."""
 
 
 def node(
     config: Annotated[
-        Path, typer.Option("--config", metavar="FILE", help="resolved.yaml, or a configuration.")
+        Path,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Configuration file, or resolved.yaml of a prepared run.",
+        ),
     ],
     name: Annotated[
         str | None,
         typer.Option(
             "--node",
             metavar="NAME",
-            help="Which of cluster.nodes this machine is; default: what the engine says, else the"
-            " first, which runs the scheduler.",
+            help="Name of this machine in cluster.nodes. Default: the name from the launcher"
+            " (Slurm, Kubernetes, torchrun), else the first node, which runs the scheduler.",
         ),
     ] = None,
     scheduler: Annotated[
@@ -98,8 +112,8 @@ def node(
         typer.Option(
             "--scheduler",
             metavar="HOST:PORT",
-            help="Where the scheduler listens, for nodes on other machines than the first; default:"
-            " the first node's host and cluster.scheduler_port, or endpoint.json on one machine.",
+            help="Address of the scheduler. Default: host of the first node and"
+            " cluster.scheduler_port; on one machine, the address in endpoint.json.",
         ),
     ] = None,
     settings: SetOption = None,
@@ -107,7 +121,7 @@ def node(
     strict: StrictOption = False,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Run one node of several (Slurm, systemd, Kubernetes): the same command on each machine."""
+    """Runs one node of a run on several machines."""
     with interrupted_by_stop_signals():
         with errors_explained(interrupted=ExitCode.STOPPED):
             from penstock.host.logs import forgive_streams
@@ -175,7 +189,7 @@ def memoryd(
     scheduler: SchedulerOption,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Own one node's shared memory, in the foreground."""
+    """Owns the shared memory of one node, in the foreground."""
     _launch("memoryd", config, parent_pid, node=node_name, scheduler=scheduler)
 
 
@@ -185,7 +199,7 @@ def optimizerd(
     scheduler: SchedulerOption,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Run one node's optimizer threads, in the foreground."""
+    """Runs the optimizer threads of one node, in the foreground."""
     _launch("optimizerd", config, parent_pid, node=node_name, scheduler=scheduler)
 
 
@@ -194,12 +208,12 @@ def fetchd(
     node_name: NodeOption,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Read other nodes' memory for the processes of one node, in the foreground."""
+    """Reads the memory of other nodes for one node, in the foreground."""
     _launch("fetchd", config, parent_pid, node=node_name)
 
 
 def observerd(config: ProcessConfig, parent_pid: ParentOption = None) -> None:
-    """Analyse samples of a run from its files, in the foreground."""
+    """Analyses sampled traces of a run from its files, in the foreground."""
     _launch("observerd", config, parent_pid)
 
 
@@ -207,30 +221,35 @@ def metricsd(
     config: ProcessConfig,
     node_name: NodeOption,
     processes: Annotated[
-        str | None, typer.Option(help="Names of the node's processes, with commas between them.")
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Names of the processes of the node, separated by commas."
+        ),
     ] = None,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Serve the metrics of one node's processes, in the foreground."""
+    """Serves the metrics of the processes of one node, in the foreground."""
     _launch("metricsd", config, parent_pid, node=node_name, processes=processes)
 
 
 def schedulerd(
     config: ProcessConfig,
-    port: Annotated[int, typer.Option(help="Port to listen on.")],
+    port: Annotated[int, typer.Option(help="TCP port to listen on.")],
     parent_pid: ParentOption = None,
 ) -> None:
-    """Decide steps and keep the journal of a run, in the foreground."""
+    """Runs the scheduler of a run, in the foreground."""
     _launch("schedulerd", config, parent_pid, port=port, grace_seconds=None)
 
 
 def worker(
     config: ProcessConfig,
-    device: Annotated[int, typer.Option(help="Device number, counted over all nodes.")],
+    device: Annotated[
+        int, typer.Option(help="Number of the device, counted over all nodes from 0.")
+    ],
     scheduler: SchedulerOption,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Execute one device's instructions, in the foreground."""
+    """Executes the instructions of one device, in the foreground."""
     _launch("worker", config, parent_pid, device=device, scheduler=scheduler)
 
 

@@ -13,17 +13,24 @@ import typer
 
 from penstock.client.cli import JsonOption, RunDirOption, errors_explained
 
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Directory of the run, such as runs/tiny.")
+]
 EndpointOption = Annotated[
     str | None,
-    typer.Option("--endpoint", metavar="HOST:PORT", help="Scheduler, instead of --run-dir."),
+    typer.Option(
+        "--endpoint",
+        metavar="HOST:PORT",
+        help="Address of the scheduler, instead of --run-dir. Needs --keys.",
+    ),
 ]
 KeysOption = Annotated[
     Path | None,
     typer.Option(
         "--keys",
         metavar="DIR",
-        help="Keys to show, such as KEYS/look; or a run directory, for its token. Default: those"
-        " of the run in --run-dir.",
+        help="Folder of keys to authenticate with, such as KEYS/look, or a run directory with a"
+        " token. Default: the keys of the run in --run-dir.",
     ),
 ]
 
@@ -34,7 +41,7 @@ def status(
     keys: KeysOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a run is doing, and its processes."""
+    """Shows the progress of a run and the state of its processes."""
     with errors_explained():
         from rich.console import Console
 
@@ -51,7 +58,7 @@ def status(
 
 
 def list_runs(as_json: JsonOption = False) -> None:
-    """Show the runs of this machine, and what dead ones left in its memory."""
+    """Lists the runs on this machine, and the memory of dead runs."""
     with errors_explained():
         from rich.console import Console
 
@@ -69,7 +76,7 @@ def list_runs(as_json: JsonOption = False) -> None:
 def watch(
     run_dir: RunDirOption = None, endpoint: EndpointOption = None, keys: KeysOption = None
 ) -> None:
-    """Follow a run until it ends."""
+    """Shows a run live until the run ends."""
     code = 0
     with errors_explained():
         from penstock.client.views.control import connect
@@ -92,10 +99,10 @@ def watch(
 
 
 _REQUESTS = {
-    "pause": "Pause after the attempt under way.",
-    "resume": "Go on after a pause.",
-    "snapshot": "Save the committed state now; returns when it is on disk.",
-    "stop": "Finish the step under way, save, and end the run.",
+    "pause": "Pauses a run after the current attempt of a step.",
+    "resume": "Continues a paused run.",
+    "snapshot": "Saves the committed state, and returns once it is on disk.",
+    "stop": "Finishes the current step, saves the state, and ends the run.",
 }
 """Commands that send one request to the scheduler, with their help."""
 
@@ -122,27 +129,37 @@ def _request(name: str) -> Callable[..., None]:
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
-    attempt: Annotated[int | None, typer.Option(help="This attempt only.")] = None,
+    run: RunArgument,
+    attempt: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of the only attempt to evaluate.")
+    ] = None,
     attempts: Annotated[
-        str | None, typer.Option(metavar="A:B", help="These attempts only.")
+        str | None,
+        typer.Option(metavar="A:B", help="First and last attempt to evaluate: 10:20, 10: or :20."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write Chrome-trace JSON.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="File for the trace as Chrome-trace JSON."),
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw measured over simulated, as SVG.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the measured and simulated step as SVG."),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw measured over simulated, as PNG.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the measured and simulated step as PNG."),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Simulate with a profile, not with the trace's costs."),
+        typer.Option(
+            metavar="FILE",
+            help="Costs for the simulation, from penstock profile. Default: costs fitted to the"
+            " trace.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a traced run did when, beside a simulation of its plan."""
+    """Compares a traced run with a simulation of its plan."""
     with errors_explained():
         from penstock.client.views.trace.comparison import (
             TraceOutputs,
@@ -156,17 +173,20 @@ def trace(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    run: RunArgument,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to; default: RUN/report.html."),
+        typer.Option("--out", metavar="FILE", help="File to write. Default: RUN/report.html."),
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option("--compare", metavar="RUN2", help="Show RUN2 beside it.")
+        Path | None,
+        typer.Option(
+            "--compare", metavar="RUN2", help="Directory of a second run to compare with RUN."
+        ),
     ] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Opens the page in a browser.")] = False,
 ) -> None:
-    """Write one page of HTML about a run, or about two side by side."""
+    """Writes an HTML report of one run, or of two compared."""
     with errors_explained():
         from penstock.client.views.report.command import write_report
 
@@ -177,18 +197,18 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to ``penstock``."""
     app.command(epilog="Example: penstock status --run-dir runs/tiny --json")(status)
     app.command("list", epilog="Example: penstock list --json")(list_runs)
-    app.command()(watch)
+    app.command(epilog="Example: penstock watch --run-dir runs/tiny")(watch)
     for name, explanation in _REQUESTS.items():
-        app.command(name, help=explanation)(_request(name))
+        example = f"Example: penstock {name} --run-dir runs/tiny"
+        app.command(name, help=explanation, epilog=example)(_request(name))
     app.command(
         epilog="\b\nExamples:\n  penstock train examples/tiny.yaml --set observability.trace=true\n"
         "  penstock trace runs/tiny --out tiny.json --svg tiny.svg\n\n"
-        "tiny.json opens in https://ui.perfetto.dev. The picture shows the typical step, whose time"
-        " is nearest to the median, over its simulation; figures are medians over all attempts but"
-        " the first three."
+        "https://ui.perfetto.dev opens tiny.json. The picture shows the step nearest to the median"
+        " time above its simulation. Figures are medians of all attempts except the first three."
     )(trace)
     app.command(
         epilog="\b\nExamples:\n  penstock report runs/tiny --open\n"
         "  penstock report runs/tiny --compare runs/other --out compared.html\n\n"
-        "The page needs no network and no other file. It works for runs that still go on."
+        "The page is one file and needs no network. The run may still be training."
     )(report)

@@ -13,16 +13,23 @@ from penstock.host.errors import ConfigError
 
 
 def snapshots(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.")],
-    action: Annotated[str, typer.Argument(help="list, verify, or delete.")] = "list",
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run, such as runs/tiny.")
+    ],
+    action: Annotated[
+        str, typer.Argument(help="Action: list, verify (reads every byte), or delete.")
+    ] = "list",
     steps: Annotated[
-        list[int] | None, typer.Argument(metavar="[STEP]...", help="All, if none is named.")
+        list[int] | None,
+        typer.Argument(
+            metavar="[STEP]...", help="Saved steps. Default: all; delete needs at least one."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List what is saved of a run, check every byte of it, or delete some of it.
+    """Lists, verifies or deletes the saved states of a run.
 
-    Ends with 2 if a saved state is damaged.
+    A damaged state ends with exit code 2.
     """
     damaged = False
     with errors_explained():
@@ -42,13 +49,26 @@ def snapshots(
 
 
 def rollback(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.")],
-    to: Annotated[int, typer.Option("--to", metavar="STEP", help="A step that is saved.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run, such as runs/tiny.")
+    ],
+    to: Annotated[
+        int,
+        typer.Option(
+            "--to", metavar="STEP", help="Saved step to go back to; penstock snapshots lists them."
+        ),
+    ],
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete what is newer; else it is kept aside.")
+        bool,
+        typer.Option(
+            "--delete", help="Deletes newer states. Default: moves them to RUN_DIR/state/aside."
+        ),
     ] = False,
 ) -> None:
-    """Go back: the next start of a stopped run goes on from a saved step, with the same bytes."""
+    """Sets a stopped run back to a saved step.
+
+    The next start continues from that step, with the bytes that were saved.
+    """
     with errors_explained():
         from penstock.client import states
 
@@ -58,13 +78,27 @@ def rollback(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write.")],
-    form: Annotated[str, typer.Option("--format", help="hf is the only one.")] = "hf",
-    step: Annotated[int | None, typer.Option(help="A saved step; default: the newest.")] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="With its other parts, too.")] = False,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of the run, such as runs/tiny.")
+    ],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist or be empty.")
+    ],
+    form: Annotated[
+        str, typer.Option("--format", help="Format: hf (Hugging Face), the only one.")
+    ] = "hf",
+    step: Annotated[
+        int | None, typer.Option(metavar="STEP", help="Saved step. Default: the newest.")
+    ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="Also writes the untrained parts of a model whose text model was trained.",
+        ),
+    ] = False,
 ) -> None:
-    """Write a saved state as a directory that transformers loads."""
+    """Writes a saved state as a Hugging Face model directory."""
     with errors_explained():
         from penstock.client.export import export as write
 

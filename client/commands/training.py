@@ -16,7 +16,6 @@ from penstock.client.cli import (
     Command,
     ConfigArgument,
     JsonOption,
-    RunDirOption,
     SetOption,
     begin_to_import,
     errors_explained,
@@ -26,15 +25,37 @@ from penstock.client.commands.nodes import GraceOption, StrictOption, strict_set
 from penstock.host.errors import ConfigError
 from penstock.host.stopping import interrupted_by_stop_signals
 
+TrainedRunOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir",
+        metavar="DIR",
+        help="Directory of the run. Default: run.dir of the configuration.",
+    ),
+]
+ExaminedRunOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir", metavar="DIR", help="Run to examine. Default: all runs on this machine."
+    ),
+]
+
 
 def init(
-    example: Annotated[str, typer.Option("--example", metavar="NAME", help="Which one.")] = "tiny",
+    example: Annotated[
+        str,
+        typer.Option(
+            "--example", metavar="NAME", help="Name of the example: tiny, emulated or two-machines."
+        ),
+    ] = "tiny",
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to; default: NAME.yaml, right here."),
+        typer.Option(
+            "--out", metavar="FILE", help="File to write. Default: NAME.yaml in the current folder."
+        ),
     ] = None,
 ) -> None:
-    """Write an example configuration to start from."""
+    """Writes an example configuration."""
     with errors_explained():
         from penstock.client.cli import first_commands, write_example
 
@@ -44,11 +65,14 @@ def init(
 def train(
     config: ConfigArgument,
     settings: SetOption = None,
-    run_dir: RunDirOption = None,
+    run_dir: TrainedRunOption = None,
     grace_seconds: GraceOption = None,
     strict: StrictOption = False,
 ) -> None:
-    """Train on this machine: starts every process, shows progress, ends with the run."""
+    """Trains on this machine, or resumes a run.
+
+    Starts every process of the run, shows the progress, and returns at the end of the run.
+    """
     with errors_explained(), interrupted_by_stop_signals(), ExitStack() as stack:
         from penstock.host.logs import forgive_streams
 
@@ -90,18 +114,21 @@ def explain_keys(
         str | None,
         typer.Argument(
             metavar="KEY|SECTION",
-            help="Such as optimizer.lr, lr or optimizer; default: everything.",
+            help="Key or section, such as optimizer.lr, lr or optimizer. Default: all keys.",
             show_default=False,
         ),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--json-schema", help="Print a JSON schema, for editors.")
+        bool, typer.Option("--json-schema", help="Prints a JSON schema for editors.")
     ] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the page docs/CONFIGURATION.md.")
+        bool, typer.Option("--markdown", help="Prints all keys as Markdown.")
     ] = False,
 ) -> None:
-    """Explain the configuration: keys, what they accept, defaults, what a resume may change."""
+    """Explains the configuration keys: values, units, defaults.
+
+    Also says which keys may change when a run resumes.
+    """
     with errors_explained():
         from penstock.client.cli import terminal_width
         from penstock.client.configuration import describe, json_schema, page
@@ -118,19 +145,28 @@ def doctor(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG", help="Say what this configuration would get, and refuse too little."
+            metavar="CONFIG",
+            help="Configuration whose need of CPUs and memory is compared with this machine.",
         ),
     ] = None,
-    run_dir: RunDirOption = None,
-    remove: Annotated[bool, typer.Option("--clean", help="Remove unused entries.")] = False,
+    run_dir: ExaminedRunOption = None,
+    remove: Annotated[
+        bool,
+        typer.Option(
+            "--clean",
+            help="Removes shared memory, sockets, processes and partial saves of dead processes.",
+        ),
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="With --clean: also memory with steps not saved.")
+        bool,
+        typer.Option("--force", help="With --clean: also removes memory that holds unsaved steps."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List what Penstock left on this machine, what the machine offers, and whether that will do.
+    """Checks this machine, and lists what dead runs left on it.
 
-    With CONFIG it refuses (exit code 2 or 3) what would be starved of CPUs or memory here.
+    Shows software, memory, limits, the placement of processes on CPU cores, and the shared memory
+    of runs. With CONFIG, too few CPUs or too little memory end with exit code 2 or 3.
     """
     code = 0
     with errors_explained():
@@ -155,10 +191,10 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: penstock init --example tiny, then penstock train tiny.yaml")(init)
     app.command(
         cls=Command,
-        epilog="The same command resumes a run that was stopped or killed. Ctrl-C, SIGTERM,"
-        " SIGUSR1, SIGUSR2, or SIGHUP without nohup, finishes the step under way and saves; a"
-        " second Ctrl-C kills, and the state stays in memory."
-        " Example: penstock train tiny.yaml --set train.steps=50 --run-dir runs/short",
+        epilog="The same command resumes a stopped or killed run. Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2"
+        " and SIGHUP (unless nohup ignores it) finish the current step and save the state. A second"
+        " Ctrl-C kills the processes; the state stays in shared memory for the next start."
+        "\n\nExample: penstock train tiny.yaml --set train.steps=50 --run-dir runs/short",
     )(train)
     app.command(
         "config",
@@ -167,5 +203,7 @@ def register(app: typer.Typer) -> None:
         "  penstock config --json-schema > penstock.schema.json",
     )(explain_keys)
     app.command(
-        epilog="--clean removes only what belongs to dead processes, and says what was in it."
+        epilog="--clean removes nothing of live processes, and prints the content of each entry."
+        "\n\n\b\nExamples:\n  penstock doctor tiny.yaml\n"
+        "  penstock doctor --run-dir runs/tiny --clean"
     )(doctor)

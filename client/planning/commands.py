@@ -55,9 +55,10 @@ def plan(
     torch_csv: options.TorchOption = None,
     _list_names: options.ListOption = False,
 ) -> None:
-    """Show a schedule: its picture, times, bubbles, memory, and distance from the best possible.
+    """Shows the schedule of a configuration or of a named scheme.
 
-    Of a configuration (with the memory it needs and the machine has), or of a scheme by name.
+    Shows a picture, step time, bubbles, memory, and the distance from a lower bound. For a
+    configuration, also compares the memory needed with the memory of this machine.
     """
     with errors_explained():
         from penstock.client.planning import configured, plan_command
@@ -107,7 +108,10 @@ def simulate(
     out: options.PlanFileOption = None,
     torch_csv: options.TorchOption = None,
 ) -> None:
-    """Validate a plan, and show how long it takes and where it waits; passes can improve it."""
+    """Validates a plan and simulates its step time.
+
+    Shows where devices wait. --passes improves the plan first.
+    """
     with errors_explained():
         from penstock.client.planning.outputs import Outputs
         from penstock.client.planning.plan_command import Conditions, make_simulation_report
@@ -129,7 +133,7 @@ def profile(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what a configuration's model takes on this machine."""
+    """Measures the costs of a model on this machine."""
     with errors_explained():
         from rich.console import Console
 
@@ -164,9 +168,10 @@ def tune(
     as_json: JsonOption = False,
     out: options.TunedFileOption = None,
 ) -> None:
-    """Find the fastest schedule that fits: scheme, stages, micro-batch size, recomputation, passes.
+    """Searches for the fastest schedule that fits in memory.
 
-    Of a configuration (what train can run; --all for more), or of a model and GPUs by name.
+    Varies scheme, stages, micro-batch size, recomputation and passes. The model and devices come
+    from a configuration, or from --model and --gpu.
     """
     with errors_explained():
         from rich.console import Console
@@ -211,9 +216,9 @@ def estimate(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the memory, disk space and time of a step that a model needs, from its config.json.
+    """Estimates memory, disk space and step time of a model.
 
-    Needs no weights and no data, and starts nothing.
+    Reads config.json of a Hugging Face model. Needs no weights, no data and no GPU.
     """
     with errors_explained():
         from penstock.client.planning.estimate import EstimateOptions
@@ -237,7 +242,7 @@ def estimate(
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
+    """Adds the commands to ``penstock``."""
     app.command(cls=Command, epilog=_PLAN_EXAMPLES)(plan)
     app.command(epilog=_SIMULATE_EXAMPLES)(simulate)
     app.command(cls=Command, epilog=_PROFILE_EXAMPLES)(profile)
@@ -257,8 +262,7 @@ Examples:
       --micro-batches 4 --costs unit:f=1,b=1,r=1 --json
   penstock plan examples/tiny.yaml --set schedule.scheme=1f1b --svg plan.svg
 
-Starts nothing and keeps nothing but the files asked for. An unknown GPU or model
-in --costs lists those that are known."""
+Starts no process of a run, and writes only the named files."""
 
 _SIMULATE_EXAMPLES = """\b
 Examples:
@@ -273,8 +277,8 @@ Examples:
   penstock plan examples/tiny.yaml --costs p.json
   penstock tune examples/tiny.yaml --costs p.json
 
-Runs each kind of block, the copies, and the optimizer's passes, one after the
-other: let the machine be idle meanwhile. Nothing is trained."""
+Runs each kind of block, the copies and the passes of the optimizer in turn.
+Keep the machine idle during the measurement. Nothing is trained."""
 
 _ESTIMATE_EXAMPLES = """\b
 Examples:
@@ -283,8 +287,7 @@ Examples:
       --sequence-length 4096 --global-batch 16 --micro-batch 2
   penstock estimate models/Qwen3-0.6B-Base --set optimizer.master=split --json
 
-Keys without an option are set with --set; all others have their defaults. The
-type of the weights is the one that config.json names."""
+--set sets keys that have no option; all other keys have their defaults."""
 
 _TUNE_EXAMPLES = """\b
 Examples:
@@ -293,9 +296,9 @@ Examples:
   penstock tune --model gpt3-13b --gpu V100-32 --devices 4 --global-batch 16
       --memory 32G --host-memory 500G --schemes mobius,spipe --json
 
-Simulates a grid and leaves out early what cannot fit or cannot be faster than the
-table's last row. Then tries passes on the best of it. --out writes CONFIG with the
-winner's keys, for penstock train; of a model by name, these keys only."""
+Simulates a grid of schedules, without those that cannot fit or cannot be faster
+than the last row shown. Then tries passes on the fastest. --out writes CONFIG with
+the keys of the fastest schedule, for penstock train; with --model, only the keys."""
 
 
 def _finish(

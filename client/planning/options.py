@@ -16,19 +16,19 @@ RecomputeMode = Literal["none", "full", "selective"]
 
 OptionalConfig = Annotated[
     Path | None,
-    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration; without one give --scheme."),
+    typer.Argument(metavar="[CONFIG.yaml]", help="Configuration file. Without one, give --scheme."),
 ]
 TunedArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[CONFIG.yaml]", help="Configuration; without one give --model and --gpu."
+        metavar="[CONFIG.yaml]", help="Configuration file. Without one, give --model and --gpu."
     ),
 ]
 PlanArgument = Annotated[
     Path,
     typer.Argument(
         metavar="PLAN.json|ACTIONS.csv",
-        help="What plan --out or --torch-csv has written, or torch itself.",
+        help="Plan from plan --out or plan --torch-csv, or action text of torch.",
     ),
 ]
 
@@ -41,42 +41,61 @@ def _small(text: str | None) -> str | None:
 SchemeOption = Annotated[
     str | None,
     typer.Option(
-        "--scheme", metavar="NAME", callback=_small, help="Scheme; penstock plan --list shows them."
+        "--scheme",
+        metavar="NAME",
+        callback=_small,
+        help="Name of the scheme; penstock plan --list shows all.",
     ),
 ]
 DevicesOption = Annotated[
-    int | None, typer.Option("--devices", metavar="P", min=1, help="Devices (default 4).")
+    int | None, typer.Option("--devices", metavar="P", min=1, help="Number of devices. Default: 4.")
 ]
 MicroBatchesOption = Annotated[
     int | None,
-    typer.Option("--micro-batches", metavar="M", min=1, help="Micro-batches (default 2 P)."),
+    typer.Option("--micro-batches", metavar="M", min=1, help="Micro-batches a step. Default: 2 P."),
 ]
 StagesPerDeviceOption = Annotated[
     int | None,
     typer.Option(
-        "--stages-per-device", metavar="V", min=1, help="Forward stages of a route on each device."
+        "--stages-per-device",
+        metavar="V",
+        min=1,
+        help="Forward stages of a pipeline replica on each device.",
     ),
 ]
 ForwardStagesOption = Annotated[
     int | None,
-    typer.Option("--forward-stages", metavar="F", min=1, help="Forward stages of a route, in all."),
+    typer.Option(
+        "--forward-stages",
+        metavar="F",
+        min=1,
+        help="Forward stages of a pipeline replica, on all devices.",
+    ),
 ]
 BackwardStagesOption = Annotated[
     int | None,
     typer.Option(
-        "--backward-stages", metavar="B", min=1, help="Backward stages of a route, in all."
+        "--backward-stages",
+        metavar="B",
+        min=1,
+        help="Backward stages of a pipeline replica, on all devices.",
     ),
 ]
 RecomputeOption = Annotated[
-    str | None, typer.Option("--recompute", metavar="MODE", help="auto, none, full or selective.")
+    str | None,
+    typer.Option(
+        "--recompute",
+        metavar="MODE",
+        help="Recomputation of activations: auto, none, full or selective.",
+    ),
 ]
 RecomputeAfterOption = Annotated[
     str,
     typer.Option(
         "--recompute-after",
         metavar="WHAT",
-        help="When a recomputation may start: with the gradient, as the papers' baselines do, or"
-        " as soon as its checkpoint is there.",
+        help="Event that a recomputation waits for: gradient (it has arrived, as in the papers'"
+        " baselines), or checkpoint (the stage's input is on the device).",
     ),
 ]
 DropOption = Annotated[
@@ -84,7 +103,7 @@ DropOption = Annotated[
     typer.Option(
         "--drop",
         metavar="OPS",
-        help="What selective recomputation makes again: operators, or sets of them (cmb, mlp,"
+        help="Operators that selective recomputation repeats, or sets of operators (cmb, mlp,"
         " attention, core), separated by commas.",
     ),
 ]
@@ -93,7 +112,7 @@ PassesOption = Annotated[
     typer.Option(
         "--passes",
         metavar="A,B,…",
-        help="Passes to apply, in order; penstock plan --list shows them.",
+        help="Passes to apply, in this order; penstock plan --list shows all.",
     ),
 ]
 CostsOption = Annotated[
@@ -101,18 +120,20 @@ CostsOption = Annotated[
     typer.Option(
         "--costs",
         metavar="COSTS",
-        help="unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] of a forward stage (b is p1+p2; the default), or"
-        " analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…] (penstock plan --list shows"
-        " which), or a profile.json.",
+        help="Costs of instructions: unit[:f=1,b=2,p1=1,p2=1,r=1,o=0], in times of a forward stage"
+        " (b = p1 + p2; the default); or analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…]"
+        " (penstock plan --list shows GPUs and models); or a file of penstock profile.",
     ),
 ]
 ProfileOption = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="p.json", help="Measured costs; the same as --costs p.json."),
+    typer.Option("--profile", metavar="p.json", help="Measured costs; same as --costs p.json."),
 ]
 MeasuredOption = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="p.json", help="Costs that penstock profile measured."),
+    typer.Option(
+        "--profile", metavar="p.json", help="File of penstock profile with measured costs."
+    ),
 ]
 MemoryOption = Annotated[
     str | None,
@@ -123,13 +144,13 @@ OptimizerOption = Annotated[
     typer.Option(
         "--optimizer",
         metavar="KIND",
-        help="CPU optimizer: advance, preview-settle, in-place or synchronous.",
+        help="Mode of the CPU optimizer: advance, preview-settle, in-place or synchronous.",
     ),
 ]
 ShowOption = Annotated[
     str | None,
     typer.Option(
-        "--show", metavar="instructions", help="Print the instructions of all devices, too."
+        "--show", metavar="instructions", help="Also prints the instructions of all devices."
     ),
 ]
 SearchOption = Annotated[
@@ -138,24 +159,27 @@ SearchOption = Annotated[
         "--search",
         metavar="SECONDS",
         min=0.001,
-        help="Search so long for the best order of this work, and say how far this one is from it.",
+        help="Seconds to search for the fastest order of the same instructions. The report says how"
+        " far the plan is from that order.",
     ),
 ]
 SvgOption = Annotated[
-    Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture as SVG.")
+    Path | None,
+    typer.Option("--svg", metavar="FILE", help="File for a picture of the schedule as SVG."),
 ]
 PngOption = Annotated[
-    Path | None, typer.Option("--png", metavar="FILE", help="Write a picture as PNG.")
+    Path | None,
+    typer.Option("--png", metavar="FILE", help="File for a picture of the schedule as PNG."),
 ]
 PlanFileOption = Annotated[
-    Path | None, typer.Option("--out", metavar="plan.json", help="Write the plan.")
+    Path | None, typer.Option("--out", metavar="plan.json", help="File for the plan.")
 ]
 TorchOption = Annotated[
     Path | None,
     typer.Option(
         "--torch-csv",
         metavar="FILE",
-        help="Write the order as action text of torch.distributed.pipelining.",
+        help="File for the order as action text of torch.distributed.pipelining.",
     ),
 ]
 
@@ -172,7 +196,7 @@ ListOption = Annotated[
     bool,
     typer.Option(
         "--list",
-        help="List schemes, passes, GPUs and models, and stop.",
+        help="Lists schemes, passes, GPUs and models, and exits.",
         callback=_list_names,
         is_eager=True,
     ),
@@ -180,65 +204,102 @@ ListOption = Annotated[
 
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="A named model, such as llama2-7b.")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Name of a model, such as llama2-7b; penstock plan --list shows all.",
+    ),
 ]
 GpuOption = Annotated[
-    str | None, typer.Option("--gpu", metavar="GPU", help="A named GPU, such as A100-40.")
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="GPU",
+        help="Name of a GPU, such as A100-40; penstock plan --list shows all.",
+    ),
 ]
 AllDevicesOption = Annotated[
-    int | None, typer.Option("--devices", metavar="N", min=1, help="Devices, of all replicas.")
+    int | None,
+    typer.Option("--devices", metavar="N", min=1, help="Number of devices of all replicas."),
 ]
 DevicesPerNodeOption = Annotated[
-    int, typer.Option("--devices-per-node", metavar="K", min=1, help="Devices in a node.")
+    int, typer.Option("--devices-per-node", metavar="K", min=1, help="Number of devices in a node.")
 ]
 GlobalBatchOption = Annotated[
-    int | None, typer.Option("--global-batch", metavar="G", min=1, help="Sequences a step.")
+    int | None,
+    typer.Option("--global-batch", metavar="G", min=1, help="Sequences of all replicas in a step."),
 ]
 SequenceLengthOption = Annotated[
-    int, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sequence.")
+    int,
+    typer.Option("--sequence-length", metavar="T", min=1, help="Length of a sequence, in tokens."),
 ]
 SchemesOption = Annotated[
     str | None,
-    typer.Option("--schemes", metavar="A,B,…", callback=_small, help="Only these schemes."),
+    typer.Option(
+        "--schemes",
+        metavar="A,B,…",
+        callback=_small,
+        help="Schemes to search, separated by commas. Default: all.",
+    ),
 ]
 TuneDropOption = Annotated[
     str | None,
-    typer.Option("--drop", metavar="SETS", help="Try selective recomputation of these sets, too."),
+    typer.Option(
+        "--drop",
+        metavar="SETS",
+        help="Sets of operators (cmb, mlp, attention, core) whose recomputation is searched, too.",
+    ),
 ]
 HostMemoryOption = Annotated[
     str | None,
     typer.Option("--host-memory", metavar="SIZE", help="Memory limit of one node, such as 500G."),
 ]
 EverythingOption = Annotated[
-    bool, typer.Option("--all", help="Of a configuration: also what train cannot run yet.")
+    bool,
+    typer.Option(
+        "--all", help="With CONFIG.yaml: also searches schedules that train cannot run yet."
+    ),
 ]
 KeepOption = Annotated[
-    int, typer.Option("--keep", metavar="COUNT", min=1, help="Rows of the table.")
+    int, typer.Option("--keep", metavar="COUNT", min=1, help="Number of schedules to show.")
 ]
 TunedFileOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="tuned.yaml", help="Write the configuration, tuned."),
+    typer.Option(
+        "--out",
+        metavar="tuned.yaml",
+        help="File for the configuration with the keys of the fastest schedule.",
+    ),
 ]
 ProfileFileOption = Annotated[
-    Path, typer.Option("--out", metavar="p.json", help="Where the profile goes.")
+    Path, typer.Option("--out", metavar="p.json", help="File for the profile.")
 ]
 
 
 ModelFolderArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A folder with config.json, or that file.")
+    Path,
+    typer.Argument(metavar="MODEL", help="Folder with a Hugging Face config.json, or the file."),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option("--workers", metavar="N", min=1, help="Workers of the node.")
+    int | None,
+    typer.Option("--workers", metavar="N", min=1, help="Number of workers (devices) of the node."),
 ]
 EstimateLengthOption = Annotated[
-    int | None, typer.Option("--sequence-length", metavar="T", min=1, help="Tokens of a sequence.")
+    int | None,
+    typer.Option("--sequence-length", metavar="T", min=1, help="Length of a sequence, in tokens."),
 ]
 MicroBatchOption = Annotated[
     str | None,
-    typer.Option("--micro-batch", metavar="B", help="Sequences that a device computes at once."),
+    typer.Option("--micro-batch", metavar="B", help="Sequences of a micro-batch."),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", metavar="TYPE", help="Weights: fp32, bf16 or fp16.")
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="Type of the weights: fp32, bf16 or fp16. Default: the type in config.json.",
+    ),
 ]
 DeviceMemoryOption = Annotated[
     str | None,

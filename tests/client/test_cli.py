@@ -87,7 +87,7 @@ def test_help_lists_every_command_once_but_processes_of_a_node() -> None:
 
 def test_tune_names_only_its_own_options() -> None:
     _, out, _ = penstock("tune", "--help")
-    assert "--scheme." not in out and "without one give --model and --gpu" in " ".join(out.split())
+    assert "--scheme." not in out and "Without one, give --model and --gpu" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
