@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config.execution import NodeConfig
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.capacity import Need, check_capacity, render_needs
+from penstock.daemons.node.preparing.capacity import MemoryDemand, check_capacity, render_demands
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
     RunRequest,
@@ -38,7 +38,7 @@ class CapacityReport:
 
     cpus: CpuLimit
     cpus_needed: int
-    needs: tuple[Need, ...]
+    demands: tuple[MemoryDemand, ...]
     warning: str
     refusals: tuple[PenstockError, ...]
 
@@ -50,14 +50,14 @@ class CapacityReport:
         config = _of_job(config, os.environ)
         nodes = nodes_beside(config, 0)
         cpus, refusals = cpu_limit(), list[PenstockError]()
-        found: Sequence[Need] = ()
+        demands: Sequence[MemoryDemand] = ()
         try:
             check_cpus(config, nodes, cpus, os.environ)
         except PenstockError as error:
             refusals.append(error)
         try:
-            found = _needs(path, config, nodes)
-            check_capacity(found)
+            demands = _demands(path, config, nodes)
+            check_capacity(demands)
         except PenstockError as error:
             refusals.append(error)
         if (risk := logout_risk()) is not None:
@@ -65,7 +65,7 @@ class CapacityReport:
         return cls(
             cpus=cpus,
             cpus_needed=cpus_needed(config) * len(nodes),
-            needs=tuple(found),
+            demands=tuple(demands),
             warning="" if refusals else cpu_shortage(config, nodes, cpus),
             refusals=tuple(refusals),
         )
@@ -77,8 +77,8 @@ class CapacityReport:
             "cpus_from": self.cpus.owner,
             "cpus_needed": self.cpus_needed,
             "memory": [
-                {"where": n.place, "what": n.what, "needed": n.needed, "there": n.there}
-                for n in self.needs
+                {"where": n.place, "what": n.what, "needed": n.needed, "there": n.available}
+                for n in self.demands
             ],
             "warning": self.warning,
             "refused": [str(refusal) for refusal in self.refusals],
@@ -88,10 +88,9 @@ class CapacityReport:
         """Yields the report for people."""
         yield "capacity"
         yield f"  CPUs: needed {self.cpus_needed}, there {self.cpus}"
-        if self.needs and not any(
-            need.short for need in self.needs
-        ):  # else the refusal has the table
-            yield from (f"  {line}" for line in render_needs(self.needs).splitlines())
+        # A refusal for lack of memory has the table in its message.
+        if self.demands and not any(demand.short for demand in self.demands):
+            yield from (f"  {line}" for line in render_demands(self.demands).splitlines())
         if self.warning:
             yield f"  advice: {self.warning}: threads will wait for each other"
         yield from (f"  REFUSED: {refusal}" for refusal in self.refusals)
@@ -107,7 +106,7 @@ def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
     """
     spread = _spread(config, num_nodes)
     request = RunRequest(config=spread, table=table_of(spread))
-    shm, memory = (need.needed for need in plan_run(request, HostMachine.here(spread)).needs[:2])
+    shm, memory = (need.needed for need in plan_run(request, HostMachine.here(spread)).demands[:2])
     has_gpus = config.cluster.platform.pins_host_memory
     return PodNeeds(
         cpus=cpus or cpus_needed(config),
@@ -136,11 +135,11 @@ def _spread(config: Config, num_nodes: int) -> Config:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 
-def _needs(path: Path, config: Config, nodes: Sequence[int]) -> tuple[Need, ...]:
+def _demands(path: Path, config: Config, nodes: Sequence[int]) -> tuple[MemoryDemand, ...]:
     run_dir = run_of(path)
     if run_dir is not None and (run_dir / "plan.json").exists():
-        return planned_before(RunDirectory(run_dir), nodes).needs
+        return planned_before(RunDirectory(run_dir), nodes).demands
     held_by = run_dir or config.run_dir
     run_id = RunDirectory(held_by).run_id if (held_by / "run.json").exists() else None
     request = RunRequest(config=config, table=table_of(config))
-    return plan_run(request, HostMachine.here(config, run_id)).needs
+    return plan_run(request, HostMachine.here(config, run_id)).demands

@@ -131,7 +131,7 @@ LIGHT_MODULES = (
     "penstock.client.doctor",
     "penstock.client.views.control",
     "penstock.client.views.screen.screen",
-    "penstock.client.planning.configured",
+    "penstock.client.planning.run_report",
     "penstock.client.export",
     "penstock.daemons.memory.main",
     "penstock.daemons.fetch.main",

@@ -1,6 +1,6 @@
 """The planning commands: ``plan``, ``simulate``, ``profile``, ``tune`` and ``estimate``.
 
-Each only reads its options; what they do is in :mod:`penstock.client.planning.configured` (a
+Each only reads its options; what they do is in :mod:`penstock.client.planning.run_report` (a
 configuration), :mod:`penstock.client.planning.plan_command` (schemes and costs by name),
 :mod:`penstock.client.planning.profiling`, :mod:`penstock.client.planning.tuning` and
 :mod:`penstock.client.planning.estimate`.
@@ -25,9 +25,9 @@ from penstock.client.cli import (
 from penstock.client.planning import options
 
 if TYPE_CHECKING:
-    from penstock.client.planning.configured import PlanReport
     from penstock.client.planning.outputs import Outputs
-    from penstock.client.planning.plan_command import LabReport
+    from penstock.client.planning.plan_command import PlanReport
+    from penstock.client.planning.run_report import RunReport
 
 
 def plan(
@@ -61,7 +61,7 @@ def plan(
     configuration, also compares the memory needed with the memory of this machine.
     """
     with errors_explained():
-        from penstock.client.planning import configured, plan_command
+        from penstock.client.planning import plan_command, run_report
         from penstock.client.planning.outputs import Outputs
 
         wanted: dict[str, Any] = {
@@ -75,10 +75,10 @@ def plan(
             "drop": options.names(drop),
             "passes": options.names(passes),
         }
-        report: LabReport | PlanReport
+        report: PlanReport | RunReport
         if config is not None:
             options.require_nothing({**wanted, "memory": memory})
-            report = configured.make_report(load(config, settings), options.profile_path(costs))
+            report = run_report.make_run_report(load(config, settings), options.profile_path(costs))
         else:
             options.require_configuration(settings)
             wanted["recompute_after"] = options.recompute_after(recompute_after)
@@ -88,7 +88,7 @@ def plan(
                 memory_limit_bytes=options.size("--memory", memory),
                 search_s=search,
             )
-            report = plan_command.make_lab_report(plan_command.request_of(**wanted), conditions)
+            report = plan_command.make_plan_report(plan_command.request_of(**wanted), conditions)
         outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         _finish(report, outputs, as_json, show)
 
@@ -302,7 +302,7 @@ the keys of the fastest schedule, for penstock train; with --model, only the key
 
 
 def _finish(
-    report: LabReport | PlanReport, outputs: Outputs, as_json: bool, show: str | None
+    report: PlanReport | RunReport, outputs: Outputs, as_json: bool, show: str | None
 ) -> None:
     """Writes the files that were asked for, and prints the report."""
     outputs.write(report.simulation, report.caption)

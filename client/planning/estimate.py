@@ -72,7 +72,7 @@ class Estimate:
     @property
     def host_bytes(self) -> int:
         """Bytes of host RAM that the processes of a machine need beside /dev/shm."""
-        shm, both = self.run.needs[:2]
+        shm, both = self.run.demands[:2]
         return both.needed - shm.needed
 
     @property

@@ -1,6 +1,6 @@
 """``penstock plan`` and ``penstock simulate`` without a configuration: schemes, passes and costs by
 name, figures and pictures out. What a configuration leads to is
-:mod:`penstock.client.planning.configured`'s matter.
+:mod:`penstock.client.planning.run_report`'s matter.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def request_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabReport:
+class PlanReport:
     """A simulation, and how to speak about it."""
 
     simulation: Simulation
@@ -190,7 +190,7 @@ class LabReport:
             yield "(kept: activations, those of one forward stage and micro-batch are 1)"
 
 
-def make_lab_report(request: ScheduleRequest, conditions: Conditions) -> LabReport:
+def make_plan_report(request: ScheduleRequest, conditions: Conditions) -> PlanReport:
     """Schedules, transforms and simulates what was asked for.
 
     Raises:
@@ -205,7 +205,7 @@ def make_lab_report(request: ScheduleRequest, conditions: Conditions) -> LabRepo
 
 def make_simulation_report(
     path: Path, passes: tuple[str, ...], conditions: Conditions
-) -> LabReport:
+) -> PlanReport:
     """Simulates a plan, or actions of ``torch.distributed.pipelining``, that are in a file, after
     passes.
 
@@ -249,9 +249,9 @@ def _read_actions(path: Path, source: CostSource) -> tuple[Schedule, Prices]:
 
 def _report(
     simulation: Simulation, passes: tuple[str, ...], conditions: Conditions, context: PlanContext
-) -> LabReport:
+) -> PlanReport:
     limit_s = conditions.search_s
-    return LabReport(
+    return PlanReport(
         simulation=simulation,
         passes=passes,
         costs=conditions.costs,

@@ -72,7 +72,7 @@ _REFUSED = ("file", "stages_per_device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Winner:
+class BestPlan:
     """What a search came to.
 
     ``config``: the configuration with the chosen schedule; ``default``: what the default scheme
@@ -175,7 +175,7 @@ def choose(
     capacity: Capacity,
     progress: Progress = lambda done, of, best: None,
     guess: Guess | None = None,
-) -> Winner:
+) -> BestPlan:
     """Searches for the fastest schedule that ``train`` can run within all memory limits.
 
     ``config.schedule`` may fix ``forward_stages``, ``backward_stages``, ``replicas``,
@@ -198,7 +198,7 @@ def choose(
     search = tuned.searched(space, progress, keep=KEPT, work=WORK)
     if search.best is None:
         raise _nothing(tuned, asked, search)
-    return Winner(
+    return BestPlan(
         config=tuned.config_of(search.best.candidate),
         step_s=search.best.step_s,
         default=_default(tuned),
@@ -210,7 +210,7 @@ def choose(
 
 def _choose_micro_batch(
     config: Config, table: BlockTable, capacity: Capacity, guess: Guess | None
-) -> Winner:
+) -> BestPlan:
     """Returns the configuration with the micro-batch whose step is shortest; its schedule stays.
 
     Raises:
@@ -230,7 +230,7 @@ def _choose_micro_batch(
         raise refused[0]
     best = min(steps_s, key=steps_s.__getitem__)
     smallest = min(steps_s)
-    return Winner(
+    return BestPlan(
         config=config.with_micro_batch(best),
         step_s=steps_s[best],
         default=f"micro-batches of {smallest} {SECONDS.format(steps_s[smallest])}",

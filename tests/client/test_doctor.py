@@ -266,8 +266,8 @@ def test_a_configuration_that_would_starve_is_refused(
     assert accepted.refusals == () and accepted.warning == ""
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     of_job = CapacityReport.of(file, load_config(file, ("cluster.cpus_per_node=2",)))
-    here = {n.what: n.needed for n in of_job.needs if n.place == "machine"}
-    assert here["/dev/shm"] < {n.what: n.needed for n in accepted.needs}["/dev/shm"]
+    here = {n.what: n.needed for n in of_job.demands if n.place == "machine"}
+    assert here["/dev/shm"] < {n.what: n.needed for n in accepted.demands}["/dev/shm"]
 
 
 def test_this_machine_has_a_placement_section() -> None:

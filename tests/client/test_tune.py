@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.planning import configured as planning
+from penstock.client.planning import run_report as planning
 from penstock.client.planning import tuning
 from penstock.config.schema import load_config
 from penstock.daemons.node.preparing import tool

@@ -23,7 +23,7 @@ from penstock.daemons.node.preparing.capacity import (
     check_capacity,
     heaviest_machine,
     human_bytes,
-    needs,
+    memory_demands,
 )
 from penstock.daemons.node.preparing.changes import check_resume, find_changes
 from penstock.daemons.node.preparing.prepare import prepare_run, warn_if_open
@@ -182,7 +182,7 @@ def machine(**changes: Any) -> MachineMemory:
 
 
 def test_enough_memory() -> None:
-    table = needs(config("cluster.workers=1"), ROWS, machine(), range(1))
+    table = memory_demands(config("cluster.workers=1"), ROWS, machine(), range(1))
     check_capacity(table)
     assert [(n.what, n.short) for n in table] == [
         ("/dev/shm", False),
@@ -202,7 +202,7 @@ def test_enough_memory() -> None:
 def test_short_memory_is_refused_with_the_table(
     there: MachineMemory, overrides: tuple[str, ...], short: str
 ) -> None:
-    table = needs(config("cluster.workers=1", *overrides), ROWS, there, range(1))
+    table = memory_demands(config("cluster.workers=1", *overrides), ROWS, there, range(1))
     assert [n.what for n in table if n.short] == [short]
     with pytest.raises(CapacityError, match="<-- short") as caught:
         check_capacity(table)
@@ -215,8 +215,8 @@ def test_the_group_that_leaves_least_has_its_line_and_its_remedy() -> None:
         MemoryLimit(owner="cgroup /slurm/job_5", limit=5 * GIB, available=4 * GIB),
     )
     there = machine(groups=groups, engine=engine_of({"SLURM_JOB_ID": "5"}))
-    table = needs(config("cluster.workers=1"), ROWS, there, range(1))
-    assert [(n.what, n.there) for n in table if n.short] == [
+    table = memory_demands(config("cluster.workers=1"), ROWS, there, range(1))
+    assert [(n.what, n.available) for n in table if n.short] == [
         ("cgroup /slurm/job_5: 5.0 GiB", 4 * GIB)
     ]
     with pytest.raises(CapacityError, match=r"<-- short(?s:.*)Ask Slurm .* --mem="):
@@ -228,23 +228,23 @@ def test_only_nodes_on_this_machine_count_here() -> None:
     rows = (*ROWS, *(row(f"node {name}", MemoryKind.SHM, GIB) for name in "bc"))
     several = config("cluster.workers=1", nodes, "memory.host_limit=3G")
     assert heaviest_machine(several, rows) == (0,)
-    table = needs(several, rows, machine(), (1, 2))
+    table = memory_demands(several, rows, machine(), (1, 2))
     assert [n.needed for n in table if n.what == "/dev/shm"] == [2 * GIB]
     assert [n.place for n in table if n.short] == ["node a"]  # of memory.host_limit
 
 
 def test_what_the_run_holds_already_counts_as_there() -> None:
     there = machine(shm_free=GIB, ram_available=4 * GIB, held=4 * GIB)
-    check_capacity(needs(config("cluster.workers=1"), ROWS, there, range(1)))
+    check_capacity(memory_demands(config("cluster.workers=1"), ROWS, there, range(1)))
 
 
 def test_gpu_devices_and_memlock_have_their_lines() -> None:
     rows = (*ROWS, row("device 0", MemoryKind.DEVICE, 2 * GIB))
     gpu = config("cluster.workers=1", "cluster.device=cuda", "memory.device_limit=1G")
-    table = needs(gpu, rows, machine(memlock=8 * 2**20), range(1))
+    table = memory_demands(gpu, rows, machine(memlock=8 * 2**20), range(1))
     assert [n.what for n in table if n.short] == ["memory.device_limit", "memlock limit"]
     unpinned = config("cluster.workers=1", "cluster.device=cuda", "cluster.pin_memory=false")
-    table = needs(unpinned, rows, machine(memlock=8 * 2**20), range(1))
+    table = memory_demands(unpinned, rows, machine(memlock=8 * 2**20), range(1))
     assert "memlock limit" not in [n.what for n in table]
 
 

@@ -11,7 +11,7 @@ from penstock.config.values import CHOSEN_LATER
 from penstock.daemons.node.preparing.changes import keep_recomputation
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.costs import Costs
-from penstock.planner.planning.auto import Winner, asked_of, choose
+from penstock.planner.planning.auto import BestPlan, asked_of, choose
 from penstock.planner.planning.configured import config_context, trainable_plan
 from penstock.planner.planning.pipeline import try_plan
 from penstock.planner.render.units import SECONDS
@@ -21,7 +21,7 @@ from tests.planner.conftest import AnyMachine, make_config, make_table
 TABLE = make_table(8)
 
 
-def chosen(**schedule: Any) -> Winner:
+def chosen(**schedule: Any) -> BestPlan:
     return choose(make_config("auto", **schedule), TABLE, AnyMachine())
 
 

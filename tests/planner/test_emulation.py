@@ -112,18 +112,18 @@ def test_a_plan_that_fits_here_but_not_there_is_refused_with_its_needs() -> None
         cluster={"workers": 1, "device": "emulated:analytic:V100-32:spipe-10b"},
     )
     run = planned(wanted, table_of(wanted))
-    short = [(need.place, need.what) for need in run.needs if need.short]
+    short = [(need.place, need.what) for need in run.demands if need.short]
     assert short == [("device 0", "emulated V100-32 memory")]
     with pytest.raises(CapacityError, match=r"device 0 +emulated V100-32 memory .*<-- short"):
-        check_capacity(run.needs)
+        check_capacity(run.demands)
 
 
 def test_configured_limits_stand_for_the_emulated_machines() -> None:
     wanted = config(memory={"host_limit": "100G"})
     run = planned(wanted, table_of(wanted))
-    by_what = {need.what: need for need in run.needs}
+    by_what = {need.what: need for need in run.demands}
     host = by_what["emulated host memory"]
-    assert host.there == 100 * 2**30
+    assert host.available == 100 * 2**30
     # 16-bit weights twice, three fp32 arrays, 16-bit gradients twice: 20 bytes a parameter.
     assert host.needed == pytest.approx(20 * 10_050_613_248, rel=1e-3)
     assert host.short
@@ -175,7 +175,7 @@ def test_a_split_master_needs_two_bytes_less_and_two_less_again_where_settled_ea
     """Two slots of weights, lower halves, two moments, two copies of gradients or one."""
     wanted = config(model={"dtype": "bf16"}, optimizer={"master": "split", "settle": settle})
     run = planned(wanted, table_of(wanted))
-    (host,) = (need for need in run.needs if need.what == "emulated host memory")
+    (host,) = (need for need in run.demands if need.what == "emulated host memory")
     assert host.needed == pytest.approx(each * 10_050_613_248, rel=1e-3)
 
 

@@ -96,8 +96,8 @@ def test_selective_recomputation_fits_where_its_own_peak_does(
     assert peak < peak_bytes(measured(recompute="none"), table) < 4 * 2 * 256 * 1000
     limited = measured(peak, **keys)
     run = planned(limited, table)
-    needs = [need for need in run.needs if need.what == "memory.device_limit"]
-    assert len(needs) == 4 and not any(need.short for need in run.needs if need in needs)
+    needs = [need for need in run.demands if need.what == "memory.device_limit"]
+    assert len(needs) == 4 and not any(need.short for need in run.demands if need in needs)
     assert max(need.needed for need in needs) == peak
     simulated = try_plan(run.plan, config_context(limited, table)).peaks
     assert (

@@ -1,6 +1,6 @@
 """Needed memory against what the machine and its control groups give, before anything is allocated.
 
-The needs come from :func:`penstock.planner.memory.table.memory_table`; here they are summed by
+Rows come from :func:`penstock.planner.memory.table.memory_table`; here they are summed by
 resource and held against /dev/shm, host RAM, the limits of control groups, and those that are
 configured. One machine is assumed for the nodes asked about.
 """
@@ -75,45 +75,51 @@ class MachineMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """One line of the table: ``there`` None means that nothing limits it. ``remedy``: what gives
-    more of it, in whole sentences.
+class MemoryDemand:
+    """One line of the table of needed memory: bytes ``needed`` and bytes ``available`` (None: no
+    limit). ``remedy``: how to get more, in whole sentences.
     """
 
     place: str
     what: str
     needed: int
-    there: int | None
+    available: int | None
     remedy: str = ""
 
     @property
     def short(self) -> bool:
-        """Whether it does not fit."""
-        return self.there is not None and self.needed > self.there
+        """True if more is needed than available."""
+        return self.available is not None and self.needed > self.available
 
 
-def needs(
+def memory_demands(
     config: Config, rows: Sequence[MemoryRow], machine: MachineMemory, nodes: Sequence[int]
-) -> tuple[Need, ...]:
-    """Returns the needs of ``nodes`` (indices), all on ``machine``, against what is there, and of
-    all nodes and devices against the limits that are configured.
+) -> tuple[MemoryDemand, ...]:
+    """Returns the demands of ``nodes`` (indices), all on ``machine``, beside the machine's memory;
+    and those of all nodes and devices beside the configured limits.
     """
     everyone = range(len(config.cluster.nodes))
     shm = {node: _sum(rows, _node_place(config, node), MemoryKind.SHM) for node in everyone}
     host = {node: _host_bytes(config, rows, node) for node in everyone}
     table = list(
-        _machine_needs(machine, sum(shm[node] for node in nodes), sum(host[node] for node in nodes))
+        _machine_demands(
+            machine, sum(shm[node] for node in nodes), sum(host[node] for node in nodes)
+        )
     )
     for node in everyone:
         needed = shm[node] + host[node]
         place = _node_place(config, node)
         limit = config.memory.host_limit
-        table.append(Need(place=place, what="memory.host_limit", needed=needed, there=limit))
-    table += _device_needs(config, rows)
+        table.append(
+            MemoryDemand(place=place, what="memory.host_limit", needed=needed, available=limit)
+        )
+    table += _device_demands(config, rows)
     if config.cluster.platform.pins_host_memory and config.cluster.pin_memory:
         needed = sum(shm[node] for node in nodes)
         table.append(
-            Need(place="machine", what="memlock limit", needed=needed, there=machine.memlock)
+            MemoryDemand(
+                place="machine", what="memlock limit", needed=needed, available=machine.memlock
+            )
         )
     return tuple(table)
 
@@ -135,36 +141,38 @@ def heaviest_machine(config: Config, rows: Sequence[MemoryRow]) -> tuple[int, ..
     return tuple(max(machines.values(), key=needed))
 
 
-def _machine_needs(machine: MachineMemory, shm_bytes: int, host_bytes: int) -> Iterator[Need]:
+def _machine_demands(
+    machine: MachineMemory, shm_bytes: int, host_bytes: int
+) -> Iterator[MemoryDemand]:
     """Yields what is needed of /dev/shm, of the machine, and of the control group that leaves
     least.
     """
     needed = shm_bytes + host_bytes
-    yield Need(
+    yield MemoryDemand(
         place="machine",
         what="/dev/shm",
         needed=shm_bytes,
-        there=machine.shm_free + machine.held,
+        available=machine.shm_free + machine.held,
         remedy=machine.engine.more_shm,
     )
-    yield Need(
+    yield MemoryDemand(
         place="machine",
         what="host RAM (/dev/shm and processes)",
         needed=needed,
-        there=machine.ram_available + machine.held,
+        available=machine.ram_available + machine.held,
     )
     group = machine.tightest
     if group is not None:
-        yield Need(
+        yield MemoryDemand(
             place="machine",
             what=f"{group.owner}: {human_bytes(group.limit)}",
             needed=needed,
-            there=group.room(machine.held),
+            available=group.room(machine.held),
             remedy=machine.engine.more_memory,
         )
 
 
-def _device_needs(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Need]:
+def _device_demands(config: Config, rows: Sequence[MemoryRow]) -> Iterator[MemoryDemand]:
     """Yields what each device needs; of devices whose memory is the host's only where they have a
     limit of their own.
     """
@@ -175,10 +183,12 @@ def _device_needs(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Need]:
     for place in (f"device {device}" for device in range(config.num_workers)):
         needed = _sum(rows, place, resource)
         if needed:
-            yield Need(place=place, what="memory.device_limit", needed=needed, there=limit)
+            yield MemoryDemand(
+                place=place, what="memory.device_limit", needed=needed, available=limit
+            )
 
 
-def check_capacity(table: Sequence[Need]) -> None:
+def check_capacity(table: Sequence[MemoryDemand]) -> None:
     """Refuse to start when something is short.
 
     Raises:
@@ -187,19 +197,19 @@ def check_capacity(table: Sequence[Need]) -> None:
     if any(need.short for need in table):
         remedies = dict.fromkeys(need.remedy for need in table if need.short and need.remedy)
         raise CapacityError(
-            "not enough memory:\n" + render_needs(table) + "\nUse a smaller model or batch, more"
+            "not enough memory:\n" + render_demands(table) + "\nUse a smaller model or batch, more"
             " stages, or fewer workers; raise the limit; or free /dev/shm (penstock doctor)"
             + "".join(f". {remedy}" for remedy in remedies)
         )
 
 
-def render_needs(table: Sequence[Need]) -> str:
+def render_demands(table: Sequence[MemoryDemand]) -> str:
     """Returns the table as text, one line a need."""
     width = max(34, *(len(need.what) for need in table))
     lines = [f"{'where':<12} {'what':<{width}} {'needed':>10} {'there':>10}"]
     for need in table:
-        there = "no limit" if need.there is None else human_bytes(need.there)
-        sizes = f"{human_bytes(need.needed):>10} {there:>10}"
+        limit = "no limit" if need.available is None else human_bytes(need.available)
+        sizes = f"{human_bytes(need.needed):>10} {limit:>10}"
         mark = "  <-- short" if need.short else ""
         lines.append(f"{need.place:<12} {need.what:<{width}} {sizes}{mark}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from math import isinf
 from pathlib import Path
 
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.capacity import MachineMemory, Need, needs
+from penstock.daemons.node.preparing.capacity import MachineMemory, MemoryDemand, memory_demands
 from penstock.host.files import write_atomically
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.table import MemoryKind, MemoryRow, device_rows, node_rows
@@ -22,7 +22,7 @@ from penstock.protocol.plan.plan import Plan
 
 
 def write_model(emulation: Emulation, run_dir: Path) -> None:
-    """What daemons and the preparation of data read about the model: the stored table."""
+    """Writes the stored table, which daemons and the preparation of data read as the model."""
     write_atomically(run_dir / "table.json", emulation.stored.to_json())
     (run_dir / "model").mkdir(exist_ok=True)
     description = {"model_type": "emulated", "emulated": emulation.name, "eos_token_id": None}
@@ -30,7 +30,7 @@ def write_model(emulation: Emulation, run_dir: Path) -> None:
 
 
 def emulated_rows(config: Config, emulation: Emulation, plan: Plan) -> tuple[MemoryRow, ...]:
-    """What is stored here, then what the emulated nodes and devices would need."""
+    """Returns the rows that this machine stores, then those of the emulated nodes and devices."""
     return (
         *node_rows(config, emulation.stored, plan),
         *(
@@ -44,14 +44,14 @@ def emulated_rows(config: Config, emulation: Emulation, plan: Plan) -> tuple[Mem
     )
 
 
-def emulated_needs(
+def emulated_demands(
     config: Config,
     emulation: Emulation,
     rows: Sequence[MemoryRow],
     machine: MachineMemory,
     nodes: Sequence[int],
-) -> tuple[Need, ...]:
-    """Stored memory against this machine, full memory against the emulated one.
+) -> tuple[MemoryDemand, ...]:
+    """Returns stored memory beside this machine's, and full memory beside the emulated one's.
 
     ``memory.host_limit`` and ``memory.device_limit`` stand for what the emulated machines have.
     """
@@ -59,16 +59,18 @@ def emulated_needs(
     unlimited = config.model_copy(
         update={"memory": config.memory.model_copy(update={"host_limit": None})}
     )
-    real = needs(unlimited, stored, machine, nodes)
+    real = memory_demands(unlimited, stored, machine, nodes)
     return (
         *(need for need in real if need.place == "machine"),
         *_emulated(config, emulation, rows),
     )
 
 
-def _emulated(config: Config, emulation: Emulation, rows: Sequence[MemoryRow]) -> Iterator[Need]:
+def _emulated(
+    config: Config, emulation: Emulation, rows: Sequence[MemoryRow]
+) -> Iterator[MemoryDemand]:
     cluster, memory = emulation.cluster, config.memory
-    for resource, what, limit, there in (
+    for resource, what, limit, size in (
         (MemoryKind.EMULATED, "host memory", memory.host_limit, cluster.host_memory_bytes),
         (
             MemoryKind.DEVICE,
@@ -77,14 +79,14 @@ def _emulated(config: Config, emulation: Emulation, rows: Sequence[MemoryRow]) -
             cluster.device_memory_bytes,
         ),
     ):
-        found = None if isinf(there) else int(there)
+        emulated = None if isinf(size) else int(size)
         places = dict.fromkeys(row.place for row in rows if row.resource is resource)
         for place in places:
-            yield Need(
+            yield MemoryDemand(
                 place=place,
                 what=f"emulated {what}",
                 needed=sum(
                     row.num_bytes for row in rows if row.place == place and row.resource is resource
                 ),
-                there=found if limit is None else limit,
+                available=emulated if limit is None else limit,
             )

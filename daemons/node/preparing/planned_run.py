@@ -18,12 +18,12 @@ from penstock.config.schema import Config
 from penstock.config.values import AUTO, CHOSEN_LATER
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
-    Need,
+    MemoryDemand,
     check_capacity,
     heaviest_machine,
-    needs,
+    memory_demands,
 )
-from penstock.daemons.node.preparing.emulated import emulated_needs, emulated_rows
+from penstock.daemons.node.preparing.emulated import emulated_demands, emulated_rows
 from penstock.daemons.node.preparing.gpus import guess_here
 from penstock.host.cgroup import cpu_limit
 from penstock.planner.cost.cluster import OptimizerModel
@@ -97,7 +97,7 @@ class PlannedRun:
     context: PlanContext
     plan: Plan
     rows: tuple[MemoryRow, ...]
-    needs: tuple[Need, ...]
+    demands: tuple[MemoryDemand, ...]
     choice: str = ""
 
     def simulate(self) -> Simulation:
@@ -195,7 +195,7 @@ def check_room(directory: RunDirectory, node: int) -> None:
         ConfigError, StateError: the directory's files are damaged.
     """
     check_cpus(directory.config, [node], cpu_limit(), os.environ)
-    check_capacity(planned_before(directory, [node]).needs)
+    check_capacity(planned_before(directory, [node]).demands)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,20 +230,20 @@ class _Surroundings:
         self, config: Config, context: PlanContext, plan: Plan, choice: str = ""
     ) -> PlannedRun:
         """Returns a plan with its memory."""
-        rows, needed = self.memory(config, plan, context.prices.costs)
+        rows, demands = self.memory(config, plan, context.prices.costs)
         return PlannedRun(
             config=config,
             table=self.table,
             context=context,
             plan=plan,
             rows=rows,
-            needs=needed,
+            demands=demands,
             choice=choice,
         )
 
     def memory(
         self, config: Config, plan: Plan, costs: Costs
-    ) -> tuple[tuple[MemoryRow, ...], tuple[Need, ...]]:
+    ) -> tuple[tuple[MemoryRow, ...], tuple[MemoryDemand, ...]]:
         """Returns what a plan needs, row by row, and its sums beside what is there."""
         emulation = self.emulation
         if emulation is None:
@@ -253,8 +253,8 @@ class _Surroundings:
             rows = emulated_rows(config, emulation, plan)
         nodes = heaviest_machine(config, rows) if self.nodes is None else self.nodes
         if emulation is None:
-            return rows, needs(config, rows, self.machine, nodes)
-        return rows, emulated_needs(config, emulation, rows, self.machine, nodes)
+            return rows, memory_demands(config, rows, self.machine, nodes)
+        return rows, emulated_demands(config, emulation, rows, self.machine, nodes)
 
     def check(self, config: Config, plan: Plan, costs: Costs) -> None:
         """Refuses what does not fit.

@@ -217,7 +217,7 @@ def _make_ready(
     run = plan_run(request, HostMachine.here(config, directory.run_id), progress)
     asked = run.config.model.compile is True
     config = first_guess(run.config, run.plan, progress)
-    check_capacity(run.needs)
+    check_capacity(run.demands)
     # Only now: a configuration that was refused leaves the one of the run in place.
     if config.data.tokens is not None and not makes_inputs:
         move_tokens(directory, config.data.tokens)

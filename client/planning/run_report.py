@@ -10,7 +10,7 @@ from typing import Any
 from penstock.client.planning.outputs import blocks_text, heading, rates_of, stages_text
 from penstock.config.execution import DeviceUpdates
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.capacity import human_bytes, render_needs
+from penstock.daemons.node.preparing.capacity import human_bytes, render_demands
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
     PlannedRun,
@@ -29,7 +29,7 @@ from penstock.protocol.run.hardware.placement import check_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
+class RunReport:
     """The plan of a configuration, how long an attempt takes, and what memory it needs.
 
     ``forms_s``: seconds of a step by what devices do with the blocks that they update, where
@@ -64,10 +64,10 @@ class PlanReport:
                     "place": need.place,
                     "what": need.what,
                     "needed_bytes": need.needed,
-                    "there_bytes": need.there,
+                    "there_bytes": need.available,
                     "short": need.short,
                 }
-                for need in self.run.needs
+                for need in self.run.demands
             ],
         }
 
@@ -126,13 +126,13 @@ class PlanReport:
                 "",
                 _rows(self.run.rows),
                 "",
-                render_needs(self.run.needs),
+                render_demands(self.run.demands),
                 *(("", program_grid(plan.programs).rstrip()) if instructions else ()),
             )
         )
 
 
-def make_report(config: Config, profile: Path | None = None) -> PlanReport:
+def make_run_report(config: Config, profile: Path | None = None) -> RunReport:
     """Plans, simulates (with measured costs if there is a profile), and adds up memory.
 
     Raises:
@@ -143,7 +143,7 @@ def make_report(config: Config, profile: Path | None = None) -> PlanReport:
     check_cores(config)
     config = config.with_profile(profile)
     run = plan_run(RunRequest(config=config, table=table_of(config)), HostMachine.here(config))
-    return PlanReport(run=run, simulation=run.simulate(), forms_s=_forms_s(run))
+    return RunReport(run=run, simulation=run.simulate(), forms_s=_forms_s(run))
 
 
 def _forms_s(run: PlannedRun) -> dict[DeviceUpdates, float]:
