@@ -31,9 +31,9 @@ from penstock.host.stopping import (
     STOP_ORDER,
     Demand,
     Grace,
-    Insistence,
-    Patience,
-    Stillness,
+    StopDeadline,
+    StopEscalation,
+    StoppedDetector,
     stopping_signals,
 )
 from penstock.protocol.run.run_result import RunEnd, forget_end
@@ -171,7 +171,7 @@ class Interruptions:
     def __init__(self) -> None:
         self.asked_s: float | None = None
         self.insisted = False
-        self._insistence = Insistence()
+        self._escalation = StopEscalation()
         self._heard: int | None = None  # where the handler writes that there was a signal
         self._hears: int | None = None
 
@@ -188,7 +188,7 @@ class Interruptions:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # This runs between two bytecodes of the main thread: it takes a note, the loop acts.
         now_s = time.monotonic()
-        demand = self._insistence.heard(number, now_s)
+        demand = self._escalation.heard(number, now_s)
         if demand is Demand.STOP:
             self.asked_s = now_s
         elif demand is Demand.NOW:
@@ -253,7 +253,7 @@ class Supervision:
         self._names = [node.name for node in config.cluster.nodes]
         self._max_restarts = config.cluster.max_restarts
         self._nodes: list[NodeProcess] = []
-        self._stillness = Stillness(config.cluster.heartbeat_timeout_s)
+        self._stopped_detector = StoppedDetector(config.cluster.heartbeat_timeout_s)
         self._end: RunEnd | None = None
         self._stopping = False
         self._killed = False
@@ -332,7 +332,7 @@ class Supervision:
             self._stopping = True
             within_s = self._grace.left_s(time.time())
             if within_s is not None:
-                self._give_up_s = Patience.TRAIN.give_up_s(asked_s, within_s)
+                self._give_up_s = StopDeadline.TRAIN.give_up_s(asked_s, within_s)
             self._display.say(
                 "stopping: finishing the step under way and saving (Ctrl-C again: kill)"
             )
@@ -358,9 +358,9 @@ class Supervision:
         their full time again.
         """
         stopped = frozenset(node.name for node in self._nodes if node.stopped)
-        still = self._stillness.look(stopped, time.monotonic())
+        still = self._stopped_detector.look(stopped, time.monotonic())
         if self._linger_until_s is not None:
-            self._linger_until_s += self._stillness.jump_s
+            self._linger_until_s += self._stopped_detector.jump_s
         for node in self._nodes:
             if node.name in still:
                 seconds = still[node.name]

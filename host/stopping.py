@@ -7,8 +7,8 @@ its parent. Parents order a stop with :data:`STOP_ORDER`, which no stranger's si
 SIGKILL ends any process, as ever. A process that nobody of the run started obeys whoever signals
 it.
 
-Processes that a signal has stopped (SIGSTOP) are another matter: :class:`Stillness` tells their
-parents for how long they have stood still.
+:class:`StoppedDetector` tells a parent which processes a signal has stopped (SIGSTOP), and for how
+long.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Demand(Enum):
     NOW = "now"
 
 
-class Insistence:
+class StopEscalation:
     """Tells who insists from who only says the same thing to everybody.
 
     The first signal asks for a stop. A second SIGINT insists, and so does any signal that comes
@@ -159,7 +159,7 @@ class StopRequests:
     def __init__(self, on_demand: Callable[[Demand], None], parent_pid: int | None) -> None:
         self._on_demand = on_demand
         self._parent_pid = parent_pid
-        self._insistence = Insistence()
+        self._escalation = StopEscalation()
 
     def install(self) -> None:
         """Listen from now on, to the end of the process (main thread only)."""
@@ -188,7 +188,7 @@ class StopRequests:
             )
 
     def _hear(self, number: int) -> None:
-        demand = self._insistence.heard(number, time.monotonic())
+        demand = self._escalation.heard(number, time.monotonic())
         if demand is not None:
             self._on_demand(demand)
 
@@ -269,12 +269,12 @@ class Grace:
 
 def reserve_s(within_s: float) -> float:
     """Returns the part of a stop's time that is kept for what follows the save: telling everyone,
-    and ending. Who is nearer to the outside waits a little longer (:class:`Patience`).
+    and ending. Who is nearer to the outside waits a little longer (:class:`StopDeadline`).
     """
     return min(5.0, within_s / 4)
 
 
-class Patience(Enum):
+class StopDeadline(Enum):
     """Shares of the reserve that are left when a process gives up waiting."""
 
     SCHEDULER = 1.0
@@ -290,7 +290,7 @@ SHORTEST_JUMP_S = 4.0
 """Who sees nothing for so long was stopped itself, or its machine was."""
 
 
-class Stillness:
+class StoppedDetector:
     """Since when processes stand still. ``silence_s``: how long one may.
 
     The kernel's word is taken, not heartbeats: a loaded machine delays those, and nobody is killed

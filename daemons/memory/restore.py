@@ -23,7 +23,7 @@ from penstock.daemons.preload.birth import PYTHON_MODULE, Birth
 from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.host import world
 from penstock.host.errors import ExitCode, PenstockError, failure_code
-from penstock.host.stopping import Stillness
+from penstock.host.stopping import StoppedDetector
 from penstock.protocol.plan.step import WEIGHTS_DTYPES
 from penstock.shm.control import INVALID_VERSION, CommitRecord
 from penstock.shm.layout import WEIGHT_SLOTS
@@ -134,7 +134,7 @@ def _code_of(
     """Waits for the end of the process that writes initial weights, and returns its exit code;
     None: a signal had stopped the process for ``silence_s``, and it is dead.
     """
-    stillness, done = Stillness(silence_s), b""
+    stillness, done = StoppedDetector(silence_s), b""
     try:
         while not process.ended(_POLL_S):
             names = frozenset({"loader"}) if process.stopped else frozenset()

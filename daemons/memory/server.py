@@ -22,6 +22,12 @@ from penstock.host import world
 from penstock.host.errors import ConfigError, ProtocolError, StateError
 from penstock.host.process_identity import ProcessIdentity
 from penstock.protocol.wire.addresses import HomeSocket
+from penstock.protocol.wire.connection_limiter import (
+    Bounds,
+    ConnectionLimiter,
+    allow_own_user_only,
+    set_handshake_timeout,
+)
 from penstock.protocol.wire.frames import (
     CHUNK_BYTES,
     ENCRYPTED_CHUNK_BYTES,
@@ -39,10 +45,9 @@ from penstock.protocol.wire.frames import (
     decode,
     encode,
 )
-from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.local_names import LocalName
-from penstock.protocol.wire.neighbours import Neighbours
-from penstock.protocol.wire.sockets import ENCRYPTION_BYTES, OPEN, Door, SocketAccess
+from penstock.protocol.wire.local_peers import LocalPeerFilter
+from penstock.protocol.wire.sockets import ENCRYPTION_BYTES, OPEN, SocketAccess, ZapAuthenticator
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.layout import ArrayKey
 from penstock.shm.memory import NodeMemory
@@ -126,16 +131,16 @@ class BlockServer:
         self._stuck_s = min(STUCK_S, attempt_timeout_s)
         self._context: zmq.Context[Any] = world.sockets()
         self._local = self._router()
-        own_user_only(self._local)
+        allow_own_user_only(self._local)
         self._remote = self._router()
-        listen_guardedly(self._remote)
+        set_handshake_timeout(self._remote)
         self._remote.set(zmq.RCVHWM, REQUESTS_UNREAD)
         access.protect(self._remote)
         self._remote_chunk_bytes = ENCRYPTED_CHUNK_BYTES if access.encrypts else CHUNK_BYTES
-        self._door = Door(self._context, access)
+        self._authenticator = ZapAuthenticator(self._context, access)
         self._name: LocalName | None = None
-        self._guard: Guard | None = None
-        self._neighbours: Neighbours | None = None
+        self._limiter: ConnectionLimiter | None = None
+        self._peer_filter: LocalPeerFilter | None = None
         self._held: list[_Held] = []
         self._leases: dict[int, Lease] = {}
         self._offer: tuple[AgentOffer, ProcessIdentity] | None = None
@@ -148,10 +153,10 @@ class BlockServer:
         except BaseException:
             self._leave()
             raise
-        self._guard = Guard.where_possible(
-            self._remote, BOUNDS, said_to_strangers=access.said_to_strangers
+        self._limiter = ConnectionLimiter.where_possible(
+            self._remote, BOUNDS, pre_auth_reply_bytes=access.pre_auth_reply_bytes
         )
-        self._neighbours = Neighbours.where_possible(self._local)
+        self._peer_filter = LocalPeerFilter.where_possible(self._local)
 
     def start(self, memory: NodeMemory, metrics: ServingMetrics) -> None:
         """Begin to answer requests, also those that arrived since the sockets were bound."""
@@ -169,11 +174,11 @@ class BlockServer:
         self._leave()
 
     def _leave(self) -> None:
-        for watch in (self._guard, self._neighbours):
+        for watch in (self._limiter, self._peer_filter):
             if watch is not None:
                 watch.close()
-        self._guard = self._neighbours = None
-        self._door.close()
+        self._limiter = self._peer_filter = None
+        self._authenticator.close()
         self._context.destroy(linger=0)
         if self._name is not None:
             self._name.release()
@@ -265,8 +270,8 @@ class BlockServer:
             zmq.Again: there is none.
         """
         frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        if socket is self._remote and self._guard is not None:
-            self._guard.heard(frames[0])
+        if socket is self._remote and self._limiter is not None:
+            self._limiter.heard(frames[0])
         return [frame.bytes for frame in frames]
 
     def _on_lease(self, socket: zmq.Socket[bytes], client: bytes, request: LeaseRequest) -> None:

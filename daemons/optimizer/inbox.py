@@ -20,12 +20,17 @@ from penstock.host import world
 from penstock.host.errors import ConfigError, ProtocolError, StateError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.addresses import HomeSocket
+from penstock.protocol.wire.connection_limiter import (
+    Bounds,
+    ConnectionLimiter,
+    allow_own_user_only,
+    set_handshake_timeout,
+)
 from penstock.protocol.wire.frames import BlockUpdated, GradientReady, decode
-from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.local_names import LocalName
+from penstock.protocol.wire.local_peers import LocalPeerFilter
 from penstock.protocol.wire.member import MemberLink
-from penstock.protocol.wire.neighbours import Neighbours
-from penstock.protocol.wire.sockets import OPEN, Door, SocketAccess
+from penstock.protocol.wire.sockets import OPEN, SocketAccess, ZapAuthenticator
 
 POLL_S = 0.2
 RECEIVE_HIGH_WATER = 1024
@@ -124,11 +129,11 @@ class GradientSocket:
         self._context: zmq.Context[Any] = world.sockets()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._home: HomeSocket | None = None
-        self._guard: Guard | None = None
-        self._neighbours: Neighbours | None = None
+        self._limiter: ConnectionLimiter | None = None
+        self._peer_filter: LocalPeerFilter | None = None
         self._name: LocalName | None = None
         self._access = access
-        self._door = Door(self._context, access)
+        self._authenticator = ZapAuthenticator(self._context, access)
         try:
             self._bind_local(local_address)
             if host is not None:
@@ -136,7 +141,7 @@ class GradientSocket:
         except BaseException:
             self._leave()
             raise
-        self._neighbours = Neighbours.where_possible(self._sockets[0])
+        self._peer_filter = LocalPeerFilter.where_possible(self._sockets[0])
         self._thread = world.thread(target=self._run, name="gradients")
 
     @property
@@ -153,21 +158,21 @@ class GradientSocket:
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
-        for watch in (self._guard, self._neighbours):
+        for watch in (self._limiter, self._peer_filter):
             if watch is not None:
                 watch.close()
-        self._guard = self._neighbours = None
+        self._limiter = self._peer_filter = None
         self._leave()
 
     def _leave(self) -> None:
-        self._door.close()
+        self._authenticator.close()
         self._context.destroy(linger=0)
         if self._name is not None:
             self._name.release()
 
     def _bind_local(self, address: str) -> None:
         socket = self._socket()
-        own_user_only(socket)
+        allow_own_user_only(socket)
         try:
             self._name = LocalName.take(address, "optimizerd")
             socket.bind(address)
@@ -180,7 +185,7 @@ class GradientSocket:
 
     def _bind_tcp(self, host: str) -> None:
         socket = self._socket()
-        listen_guardedly(socket)
+        set_handshake_timeout(socket)
         self._access.protect(socket)
         try:
             self._home = HomeSocket(socket, host, self._access.announce)
@@ -188,8 +193,8 @@ class GradientSocket:
             raise ConfigError(
                 f"cluster.nodes host {host!r}: optimizerd cannot listen there: {error}"
             ) from error
-        self._guard = Guard.where_possible(
-            socket, BOUNDS, said_to_strangers=self._access.said_to_strangers
+        self._limiter = ConnectionLimiter.where_possible(
+            socket, BOUNDS, pre_auth_reply_bytes=self._access.pre_auth_reply_bytes
         )
 
     def _socket(self) -> zmq.Socket[bytes]:
@@ -209,8 +214,8 @@ class GradientSocket:
                 self._home.follow()
             for ready, _ in poller.poll(round(POLL_S * 1000)):
                 frames = ready.recv_multipart(copy=False)
-                if self._guard is not None and ready is not self._sockets[0]:
-                    self._guard.heard(frames[0])
+                if self._limiter is not None and ready is not self._sockets[0]:
+                    self._limiter.heard(frames[0])
                 self._take([frame.bytes for frame in frames])
 
     def _take(self, frames: list[bytes]) -> None:

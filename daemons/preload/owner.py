@@ -90,7 +90,7 @@ def spawn(
     the interpreter's lock all others, until the child runs its program: for ever if a signal stops
     it before that. So the child is known from its first instruction on. One that stands still
     before its program begins is killed and replaced here; one that does so later, or again, is left
-    to its watcher (:class:`penstock.host.stopping.Stillness`).
+    to its watcher (:class:`penstock.host.stopping.StoppedDetector`).
 
     Raises:
         OSError: the kernel would not, or said within :data:`REPORTS_WITHIN_S` that it cannot run

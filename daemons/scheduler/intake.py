@@ -4,8 +4,8 @@ Whatever members send is bounded: the size of texts, and the messages of a strea
 has not taken yet. A reader that is ahead waits, and gRPC's flow control then makes its peer wait.
 
 gRPC takes every call as soon as its headers are there, and waits for the first message for as long
-as the caller likes. So everybody who has not said yet what he wants is a stranger here: strangers
-are few at a time, for a short time, and beyond that the oldest goes.
+as the caller likes. A call without its message, or a stream without an accepted Hello, is pending
+(:class:`PendingConnections`): their number and time are bounded, and the oldest is cut first.
 """
 
 from __future__ import annotations
@@ -145,32 +145,32 @@ else:
     _Interceptor = grpc.aio.ServerInterceptor
 
 PATIENCE_S = 3.0
-"""How long anybody may be a stranger."""
+"""Seconds that a connection may be pending."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stranger:
+class _PendingConnection:
     cut: Callable[[], Any]
     due_s: float
 
 
-class Strangers:
-    """Who is there and has not said what he wants."""
+class PendingConnections:
+    """Calls and streams whose first message has not arrived, or whose Hello is not accepted yet."""
 
     def __init__(self, limit: int) -> None:
-        """At most ``limit`` are borne at a time."""
+        """``limit``: most connections that are pending at a time."""
         self._limit = limit
         self._next = 1
-        self._present: dict[int, _Stranger] = {}  # in the order in which they came
+        self._present: dict[int, _PendingConnection] = {}  # in the order in which they came
         self._complaints = Complaints(_log)
 
     def enter(self, cut: Callable[[], Any]) -> int:
-        """Somebody came, whom ``cut`` sends away. A number for :meth:`leave`."""
-        stranger = _Stranger(cut=cut, due_s=world.monotonic() + PATIENCE_S)
+        """Adds a connection, which ``cut`` ends; returns its number for :meth:`leave`."""
+        connection = _PendingConnection(cut=cut, due_s=world.monotonic() + PATIENCE_S)
         number, self._next = self._next, self._next + 1
-        self._present[number] = stranger
+        self._present[number] = connection
         surplus = []
         while len(self._present) > self._limit:
             surplus.append(self._present.pop(next(iter(self._present))))
@@ -178,20 +178,20 @@ class Strangers:
         return number
 
     def leave(self, number: int) -> None:
-        """He is none any more, or has gone."""
+        """Forgets a connection that was accepted or closed."""
         self._present.pop(number, None)
 
     def expire(self, now_s: float) -> None:
-        """Send away who has been here for too long."""
+        """Cuts connections that have been pending for too long."""
         late = [number for number, s in self._present.items() if s.due_s < now_s]
         overdue = [self._present.pop(number) for number in late]
         self._send_away(overdue, f"nothing said for {PATIENCE_S:g} s")
 
-    def _send_away(self, strangers: list[_Stranger], reason: str) -> None:
-        for stranger in strangers:
-            stranger.cut()
-        if strangers:
-            self._complaints.say(f"{len(strangers)} calls or streams cut: {reason}")
+    def _send_away(self, pending: list[_PendingConnection], reason: str) -> None:
+        for connection in pending:
+            connection.cut()
+        if pending:
+            self._complaints.say(f"{len(pending)} calls or streams cut: {reason}")
 
 
 LOOKING = frozenset(Role)
@@ -208,15 +208,15 @@ stop, and has the run saved before its machine goes down.
 """
 
 
-class Guard:
-    """Asks all who call who they are, and looks up what they may call."""
+class CallAuthorizer:
+    """Authenticates callers, and checks which methods their roles allow."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._complaints = Complaints(_log)
 
     async def admit(self, method: str, context: Any) -> Party:
-        """Returns who calls; ends the call of whoever may not."""
+        """Returns the caller of ``method``; aborts calls that the caller may not make."""
         party, allowed = self._admission.party(context), MAY_CALL.get(method, LOOKING)
         name = method.rpartition("/")[2]
         if party is None:
@@ -232,16 +232,18 @@ class Guard:
         return party
 
 
-class Doorkeeper(_Interceptor):
-    """Lets calls in: their handlers start with the message there, and with somebody who may.
+class AuthInterceptor(_Interceptor):
+    """Authenticates calls before their handlers, which start when the message has arrived.
 
-    ``own``: methods that deal with strangers themselves. Streams of answers to one message
+    ``own``: methods that authenticate callers themselves. Streams of answers to one message
     (``Watch`` of the health service) are not served: each would be there for ever.
     """
 
-    def __init__(self, strangers: Strangers, guard: Guard, own: frozenset[str]) -> None:
-        self._strangers = strangers
-        self._guard = guard
+    def __init__(
+        self, pending: PendingConnections, authorizer: CallAuthorizer, own: frozenset[str]
+    ) -> None:
+        self._pending = pending
+        self._authorizer = authorizer
         self._own = own
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -265,15 +267,15 @@ class Doorkeeper(_Interceptor):
 
     def _awaited(self, method: str, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         async def handle(requests: AsyncIterator[Any], context: Any) -> Any:
-            await self._guard.admit(method, context)
+            await self._authorizer.admit(method, context)
             caller, request = Caller(context), None
-            number = self._strangers.enter(caller.send_away)
+            number = self._pending.enter(caller.send_away)
             try:
                 request = await caller.unless_sent_away(context.read())
             except SentAway:
                 _log.debug("a call without its message was cut")
             finally:
-                self._strangers.leave(number)
+                self._pending.leave(number)
             if caller.is_sent_away:
                 await caller.end()
             if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
@@ -283,22 +285,22 @@ class Doorkeeper(_Interceptor):
         return handle
 
     def _bounded(self, method: str, call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Returns a handler of a conversation that has to be over in the time of a stranger."""
+        """Returns a handler of a conversation that has to end within :data:`PATIENCE_S`."""
 
         async def handle(requests: AsyncIterator[Any], context: Any) -> None:
             async def talk() -> None:
                 async for answer in call(requests, context):
                     await context.write(answer)
 
-            await self._guard.admit(method, context)
+            await self._authorizer.admit(method, context)
             caller = Caller(context)
-            number = self._strangers.enter(caller.send_away)
+            number = self._pending.enter(caller.send_away)
             try:
                 await caller.unless_sent_away(talk())
             except SentAway:
                 _log.debug("a conversation was cut")
             finally:
-                self._strangers.leave(number)
+                self._pending.leave(number)
             if caller.is_sent_away:
                 await caller.end()
 

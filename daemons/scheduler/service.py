@@ -25,10 +25,10 @@ from grpc_reflection.v1alpha import reflection
 
 from penstock.daemons.scheduler.callers import Caller, SentAway
 from penstock.daemons.scheduler.intake import (
-    Doorkeeper,
+    AuthInterceptor,
+    CallAuthorizer,
     EventQueue,
-    Guard,
-    Strangers,
+    PendingConnections,
     StreamCredit,
     cut_short,
     malformed,
@@ -51,7 +51,7 @@ from penstock.protocol.security.token import describe_listener
 
 MAX_QUEUED = 4096
 """Messages that wait to be written to one member."""
-MIN_STRANGERS = 16
+MIN_PENDING = 16
 """Streams that are no member's (yet), and calls without a message, at a time; where there are more
 members, as many as those. A member says Hello with its stream's first bytes, and comes again if it
 was cut.
@@ -85,13 +85,13 @@ _log = logging.getLogger(__name__)
 
 class _MemberStream:
     """The server's end of one member's stream. ``due_s``: when it is cut; None while it may go on.
-    ``stranger``: its number among those until the machine has accepted it.
+    ``pending``: number among pending connections until the machine has accepted the stream.
     """
 
     def __init__(self, number: int, context: Context) -> None:
         self.number = number
         self.due_s: float | None = None
-        self.stranger = 0
+        self.pending = 0
         self.room = StreamCredit()
         self.caller = Caller(context)
         self._context = context
@@ -127,12 +127,16 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     """Turns calls into events. Everything here happens on the event loop."""
 
     def __init__(
-        self, events: EventQueue, strangers: Strangers, homes: Mapping[str, str], guard: Guard
+        self,
+        events: EventQueue,
+        pending: PendingConnections,
+        homes: Mapping[str, str],
+        authorizer: CallAuthorizer,
     ) -> None:
         self._events = events
-        self._strangers = strangers
+        self._pending = pending
         self._homes = homes
-        self._guard = guard
+        self._authorizer = authorizer
         self._complaints = Complaints(_log)
         self._num_snapshots = 0
         self._next_stream = self._next_ticket = 1
@@ -145,11 +149,11 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
     # ---- members ----
 
     async def Join(self, requests: AsyncIterator[pb.MemberMessage], context: Context) -> None:
-        party = await self._guard.admit(_JOIN, context)
+        party = await self._authorizer.admit(_JOIN, context)
         stream = _MemberStream(self._next_stream, context)
         self._next_stream += 1
         self.streams[stream.number] = stream
-        stream.stranger = self._strangers.enter(stream.caller.send_away)
+        stream.pending = self._pending.enter(stream.caller.send_away)
         reader = asyncio.create_task(self._read(stream, party))
         # Finished, not cut, when the messages end: that could overtake the last of them.
         reader.add_done_callback(lambda _: stream.finish())
@@ -161,7 +165,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             reader.cancel()
             self._events.put(StreamClosed(stream=stream.number))
             del self.streams[stream.number]
-            self._strangers.leave(stream.stranger)
+            self._pending.leave(stream.pending)
         if stream.caller.is_sent_away:
             await stream.caller.end()
 
@@ -196,7 +200,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         """The stream is a member's."""
         stream = self.streams.get(number)
         if stream is not None:
-            self._strangers.leave(stream.stranger)
+            self._pending.leave(stream.pending)
 
     def put(self, number: int, message: pb.SchedulerMessage) -> None:
         """Queue a message for a stream, if it is still there."""
@@ -218,13 +222,13 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             stream.caller.send_away()
 
     def beat(self, numbers: list[int]) -> None:
-        """Queue a heartbeat for streams, and cut those that are overdue: of strangers, or with
+        """Queue a heartbeat for streams, and cut those that are overdue: pending ones, or with
         unread last words.
         """
         now_s = time.monotonic()
         for number in numbers:
             self.put(number, _HEARTBEAT)
-        self._strangers.expire(now_s)
+        self._pending.expire(now_s)
         for stream in self.streams.values():
             if stream.due_s is not None and stream.due_s < now_s:
                 stream.due_s = None
@@ -379,11 +383,11 @@ class SchedulerServer:
     async def _serve(self, address: str, listening: futures.Future[int]) -> None:
         """The event loop's work, from listening to :meth:`close`."""
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
-        strangers = Strangers(max(MIN_STRANGERS, len(self._homes)))
-        guard = Guard(self._admission)
-        self._servicer = _Servicer(self._events, strangers, self._homes, guard)
+        pending = PendingConnections(max(MIN_PENDING, len(self._homes)))
+        authorizer = CallAuthorizer(self._admission)
+        self._servicer = _Servicer(self._events, pending, self._homes, authorizer)
         try:
-            self._server = self._bound(strangers, guard)
+            self._server = self._bound(pending, authorizer)
             listening.set_result(self._admission.listen(self._server, address))
         except BaseException as error:
             listening.set_exception(error)
@@ -393,10 +397,10 @@ class SchedulerServer:
         self._servicer.finish()
         await self._server.stop(self._grace_s)
 
-    def _bound(self, strangers: Strangers, guard: Guard) -> grpc.aio.Server:
+    def _bound(self, pending: PendingConnections, authorizer: CallAuthorizer) -> grpc.aio.Server:
         server = grpc.aio.server(
             options=self._options,
-            interceptors=[Doorkeeper(strangers, guard, frozenset((_JOIN,)))],
+            interceptors=[AuthInterceptor(pending, authorizer, frozenset((_JOIN,)))],
             maximum_concurrent_rpcs=MAX_WAITING + 2 * len(self._homes),
         )
         rpc.add_MembershipServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]  # generated

@@ -1,16 +1,17 @@
-"""Who may connect to the ZeroMQ sockets of a run that listen on TCP, and whom a process talks to.
+"""Access to the ZeroMQ sockets of a run that listen on TCP: authentication of both sides.
 
-Each context that binds such a socket has a :class:`Door`: a thread that libzmq asks about every
-handshake (ZAP, ZeroMQ's RFC 27), before anything that the other side sends is delivered. What it
-asks for depends on ``cluster.security``: with ``tls`` a key that is in the node's list of peers,
-and everything is encrypted with it (:class:`CurveAccess`); with ``none`` something that only knows
-who can read the run's token (:class:`PlainAccess`). Without a door that answers, nobody is let in.
+Each context that binds such a socket has a :class:`ZapAuthenticator`: a thread that libzmq asks
+about every handshake (ZAP, ZeroMQ's RFC 27), before anything that the other side sends is
+delivered. What a server demands depends on ``cluster.security``. With ``tls``: a key in the node's
+list of peers, and everything is encrypted with that key (:class:`CurveAccess`). With ``none``: a
+password that follows from the run's token (:class:`PlainAccess`). Without an authenticator that
+answers, every handshake fails.
 
-Addresses of sockets travel as text, in ``Hello`` and ``Begin``. With ``tls`` they name the key of
-who listens: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. Whoever connects looks the key
-up in its own list, under the name of the node that the plan has there: an address cannot name a key
-that is not that node's. Local sockets are none of this: the kernel keeps other users away from them
-(:func:`penstock.protocol.wire.guard.own_user_only`).
+Addresses of sockets travel as text, in ``Hello`` and ``Begin``. With ``tls`` an address names the
+listener's key: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. A client looks up the key in
+its own list, under the name of the node that the plan has at the address: an address cannot name a
+key of another node. Local sockets need none of this: the kernel keeps other users away from them
+(:func:`~penstock.protocol.wire.connection_limiter.allow_own_user_only`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class SocketAccess(Protocol):
         """Whether what goes over TCP is encrypted."""
 
     @property
-    def said_to_strangers(self) -> int | None:
+    def pre_auth_reply_bytes(self) -> int | None:
         """Most bytes that a listening socket says to somebody who has not been let in: whoever has
         acknowledged more has been. None: everybody is let in.
         """
@@ -80,7 +81,9 @@ class SocketAccess(Protocol):
         """Returns the text that tells others of a bound socket."""
 
     def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
-        """Returns whether somebody who shows this is let in; called by a door's thread."""
+        """Returns whether a client with these credentials is accepted; called on the
+        authenticator's thread.
+        """
 
     def check(self, address: str, node: str) -> None:
         """Refuses an announced address on TCP that is not a place of ``node``.
@@ -101,7 +104,7 @@ class OpenAccess:
     """Nothing is asked for and nothing shown: for sockets that are no run's."""
 
     encrypts = False
-    said_to_strangers: int | None = None
+    pre_auth_reply_bytes: int | None = None
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
         """As :class:`SocketAccess` says."""
@@ -134,7 +137,7 @@ class PlainAccess:
 
     encrypts = False
     # The greeting (64 bytes) and ERROR (12); WELCOME (10) and READY (43) are for those let in.
-    said_to_strangers: int | None = 64 + 12
+    pre_auth_reply_bytes: int | None = 64 + 12
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -188,7 +191,7 @@ class CurveAccess:
 
     encrypts = True
     # The greeting (64 bytes), WELCOME (170) and ERROR (12); READY would be 52 at least.
-    said_to_strangers: int | None = 64 + 170 + 12
+    pre_auth_reply_bytes: int | None = 64 + 170 + 12
 
     def __init__(self, folder: Path) -> None:
         """Reads the keys in ``folder`` (``KEYS/node.NAME``).
@@ -313,7 +316,7 @@ def checked_places(
     return dict(announced)
 
 
-class Door:
+class ZapAuthenticator:
     """Answers libzmq about the handshakes of one context, on a thread of its own.
 
     Made before the first protected socket of the context is bound; closed before the context is.
@@ -324,13 +327,13 @@ class Door:
         self._access = access
         self._complaints = Complaints(_log)
         self._thread: threading.Thread | None = None
-        if access.said_to_strangers is None:
+        if access.pre_auth_reply_bytes is None:
             return  # libzmq does not ask
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)
         self._closing = world.event()
-        self._thread = world.thread(target=self._run, name="door", daemon=True)
+        self._thread = world.thread(target=self._run, name="authenticator", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.host.stopping import STOP_ORDER, Demand, Grace, Insistence, Patience
+from penstock.host.stopping import STOP_ORDER, Demand, Grace, StopDeadline, StopEscalation
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 HUP, USR1, USR2 = signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
@@ -39,7 +39,7 @@ the tests.
     ],
 )
 def test_who_insists(signals: list[tuple[int, float]], demands: list[Demand | None]) -> None:
-    insistence = Insistence()
+    insistence = StopEscalation()
     assert [insistence.heard(number, 100.0 + at_s) for number, at_s in signals] == demands
 
 
@@ -66,8 +66,8 @@ def test_how_long_a_stop_may_take(
 
 
 def test_who_is_nearer_to_the_outside_waits_longer() -> None:
-    assert [who.give_up_s(100.0, 60.0) for who in Patience] == [155.0, 157.5, 158.75]
-    assert [who.give_up_s(100.0, 4.0) for who in Patience] == [103.0, 103.5, 103.75]
+    assert [who.give_up_s(100.0, 60.0) for who in StopDeadline] == [155.0, 157.5, 158.75]
+    assert [who.give_up_s(100.0, 4.0) for who in StopDeadline] == [103.0, 103.5, 103.75]
 
 
 CHILD = """

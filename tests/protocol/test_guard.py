@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.wire.guard import Bounds, Guard, own_user_only
+from penstock.protocol.wire.connection_limiter import Bounds, ConnectionLimiter, allow_own_user_only
 from tests.protocol.hostile import HostilePeer
 
 MIB = 2**20
@@ -40,7 +40,7 @@ class Server:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.received = threading.Semaphore(0)
-        self.guard = Guard(self.socket, bounds, self._count)
+        self.limiter = ConnectionLimiter(self.socket, bounds, self._count)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -59,13 +59,13 @@ class Server:
     def _run(self) -> None:
         while not self._closing.is_set():
             if self.socket.poll(20):
-                self.guard.heard(self.socket.recv_multipart(copy=False)[-1])
+                self.limiter.heard(self.socket.recv_multipart(copy=False)[-1])
                 self.received.release()
 
     def close(self) -> None:
         self._closing.set()
         self._thread.join()
-        self.guard.close()
+        self.limiter.close()
         self.context.destroy(linger=0)
 
 
@@ -128,7 +128,7 @@ def test_those_that_never_sent_a_message_have_less_room() -> None:
     try:
         friend.socket.sendall(b"\0\x05hello")
         assert server.received.acquire(timeout=600.0)
-        time.sleep(0.1)  # the guard looks
+        time.sleep(0.1)  # the limiter looks
         friend.send_parts(1000, MIB * 3 // 4)
         for number, peer in enumerate(peers):
             assert peer.send_parts(1000, MIB * 3 // 4), number
@@ -173,7 +173,7 @@ def test_who_spoke_before_the_guard_saw_them_come_is_not_silent() -> None:
             pass  # libzmq's greeting: it was accepted
 
     try:
-        server.may_go_on.clear()  # the guard's thread stays in the first cut
+        server.may_go_on.clear()  # the limiter's thread stays in the first cut
         for _ in range(3):
             connect()
         friend.connect(server.address)
@@ -205,10 +205,10 @@ def test_local_sockets_are_for_their_own_user() -> None:
     for allowed in (True, False):
         pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         if allowed:
-            own_user_only(pull)
+            allow_own_user_only(pull)
         else:
             pull.set(zmq.IPC_FILTER_UID, 65534)
-        address = f"ipc://@penstock-test-guard-{allowed}"
+        address = f"ipc://@penstock-test-limiter-{allowed}"
         pull.bind(address)
         push.connect(address)
         push.send(b"x")

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from penstock.host.process_identity import descends_from, parent_of
-from penstock.protocol.wire.neighbours import Neighbours
+from penstock.protocol.wire.local_peers import LocalPeerFilter
 
 NOBODY = 2**22 + 1
 """No process has a number over PID_MAX_LIMIT."""
@@ -64,20 +64,20 @@ def test_descent_is_told_from_strangers() -> None:
 
 
 def test_children_of_the_same_parent_are_heard(listening: Listening) -> None:
-    neighbours = Neighbours(listening.pull, elder=os.getpid())
+    peer_filter = LocalPeerFilter(listening.pull, elder=os.getpid())
     child = subprocess.Popen([sys.executable, "-c", SENDS, listening.address])
     try:
         assert listening.pull.poll(20_000), "of a child"
         assert listening.pull.recv() == b"hello"
     finally:
         child.wait(timeout=600)
-        neighbours.close()
+        peer_filter.close()
 
 
 def test_a_process_of_no_neighbour_is_cut(
     listening: Listening, caplog: pytest.LogCaptureFixture
 ) -> None:
-    neighbours = Neighbours(listening.pull, elder=NOBODY)
+    peer_filter = LocalPeerFilter(listening.pull, elder=NOBODY)
     try:
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(600.0)
@@ -91,13 +91,13 @@ def test_a_process_of_no_neighbour_is_cut(
                     stranger.sendall(bytes(1000))
         assert f"process {os.getpid()}, which is none of its node" in caplog.text
     finally:
-        neighbours.close()
+        peer_filter.close()
 
 
 def test_the_end_is_quick(listening: Listening) -> None:
-    neighbours = Neighbours(listening.pull, elder=os.getpid())
-    neighbours.close()
-    assert not neighbours._thread.is_alive()
+    peer_filter = LocalPeerFilter(listening.pull, elder=os.getpid())
+    peer_filter.close()
+    assert not peer_filter._thread.is_alive()
     with listening.context.socket(zmq.PUSH) as push:
         push.connect(listening.address)
         push.send(b"still open")

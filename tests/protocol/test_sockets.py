@@ -17,15 +17,15 @@ import zmq
 from penstock.host.errors import ConfigError, LostMemberError, ProtocolError
 from penstock.protocol.security.authority import make
 from penstock.protocol.wire.blocks import BlockClient
+from penstock.protocol.wire.connection_limiter import PRE_AUTH_BYTES, Bounds, ConnectionLimiter
 from penstock.protocol.wire.frames import BlockRequest
-from penstock.protocol.wire.guard import STRANGER_BYTES, Bounds, Guard
 from penstock.protocol.wire.sockets import (
     OPEN,
     Connection,
     CurveAccess,
-    Door,
     PlainAccess,
     SocketAccess,
+    ZapAuthenticator,
 )
 from tests.protocol.hostile import GREETING, HostilePeer
 
@@ -59,7 +59,7 @@ class Server:
 
     def __init__(self, access: SocketAccess, kind: int = zmq.PULL) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
-        self.door = Door(self.context, access)
+        self.authenticator = ZapAuthenticator(self.context, access)
         self.socket = self.context.socket(kind)
         access.protect(self.socket)
         self.socket.set(zmq.RCVHWM, 4)
@@ -71,8 +71,10 @@ class Server:
         bounds = Bounds(
             connections=64, connection_bytes=4 * MIB, total_bytes=8 * MIB, silent_bytes=8 * MIB
         )
-        said = access.said_to_strangers
-        self.guard = Guard(self.socket, bounds, self._count, said_to_strangers=said)
+        said = access.pre_auth_reply_bytes
+        self.limiter = ConnectionLimiter(
+            self.socket, bounds, self._count, pre_auth_reply_bytes=said
+        )
 
     def _count(self) -> None:
         self.cuts += 1
@@ -82,12 +84,12 @@ class Server:
         if not self.socket.poll(timeout_ms):
             return None
         frames = self.socket.recv_multipart(copy=False)
-        self.guard.heard(frames[-1])
+        self.limiter.heard(frames[-1])
         return bytes(frames[-1].bytes)
 
     def close(self) -> None:
-        self.guard.close()
-        self.door.close()
+        self.limiter.close()
+        self.authenticator.close()
         self.context.destroy(linger=0)
 
 
@@ -206,7 +208,7 @@ def _pretender(keys: Path) -> CurveAccess:
 def test_nobody_is_let_in_while_nobody_is_at_the_door(
     keys: Path, server: Server, context: zmq.Context[Any]
 ) -> None:
-    server.door.close()
+    server.authenticator.close()
     assert knock(context, server, access_of(keys, "b"))[0] is None
 
 
@@ -293,14 +295,14 @@ def test_strangers_may_bring_a_handshake_and_no_more(
     connection = Connection(friend, server.address, access_of(keys, "b"))
     with ExitStack() as stack:
         stack.callback(connection.close)
-        for _ in range(4):  # and nothing is received, so that the guard hears of no message
+        for _ in range(4):  # and nothing is received, so that the limiter hears of no message
             friend.send(b"x" * (MIB // 2))
         strangers = []
         for _ in range(20):
             peer = HostilePeer.raw("127.0.0.1", server.port)
             stack.callback(peer.close)
             peer.socket.sendall(GREETING.replace(b"NULL\0", b"CURVE"))
-            peer.socket.sendall(b"\x06" + (MIB).to_bytes(8, "big") + bytes(2 * STRANGER_BYTES))
+            peer.socket.sendall(b"\x06" + (MIB).to_bytes(8, "big") + bytes(2 * PRE_AUTH_BYTES))
             strangers.append(peer)
         deadline = time.monotonic() + 600.0
         while server.cuts < 20 and time.monotonic() < deadline:

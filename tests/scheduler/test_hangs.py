@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.daemons.kit.events import Exit, Say
-from penstock.daemons.scheduler.machine.activities.activity import Hangs
+from penstock.daemons.scheduler.machine.activities.activity import HangDetector
 from penstock.daemons.scheduler.machine.events import ControlCall
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver, make_config, make_rules
@@ -77,7 +77,7 @@ def test_who_is_stuck_beside_somebody_busy_is_lost_when_a_wait_runs_out(hanging:
 
 def test_who_says_to_wait_is_stuck_where_nobody_else_stands_still() -> None:
     """A thread that saves hung, after it had waited for a sweep, which waited for its version."""
-    hangs = Hangs(TIMEOUT_S)
+    hangs = HangDetector(TIMEOUT_S)
     hangs.heard("memoryd.a", WAITING, 0.0)
     hangs.heard("worker.1", STUCK, 0.0)
     hangs.heard("worker.1", pb.Heartbeat(progress=STUCK.progress + 1), TIMEOUT_S)

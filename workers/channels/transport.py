@@ -18,6 +18,12 @@ import zmq
 from penstock.host import world
 from penstock.host.errors import LostMemberError, ProtocolError
 from penstock.protocol.wire.addresses import HomeSocket
+from penstock.protocol.wire.connection_limiter import (
+    Bounds,
+    ConnectionLimiter,
+    allow_own_user_only,
+    set_handshake_timeout,
+)
 from penstock.protocol.wire.frames import (
     BlockUpdated,
     GradientReady,
@@ -27,10 +33,9 @@ from penstock.protocol.wire.frames import (
     decode,
     encode,
 )
-from penstock.protocol.wire.guard import Bounds, Guard, listen_guardedly, own_user_only
 from penstock.protocol.wire.local_names import LocalName
-from penstock.protocol.wire.neighbours import Neighbours
-from penstock.protocol.wire.sockets import OPEN, Connection, Door, SocketAccess
+from penstock.protocol.wire.local_peers import LocalPeerFilter
+from penstock.protocol.wire.sockets import OPEN, Connection, SocketAccess, ZapAuthenticator
 from penstock.workers.channels.connections import Connections, Lost
 from penstock.workers.channels.inbox import Inbox, NamedTensors, Notices
 from penstock.workers.channels.tensors import from_frames, num_bytes, to_frames
@@ -98,7 +103,7 @@ class Transport:
         self.metrics = metrics
         self._context = world.sockets()
         self._access = access
-        self._door = Door(self._context, access)
+        self._authenticator = ZapAuthenticator(self._context, access)
         self._name: LocalName | None = None
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set(zmq.RCVHWM, _UNREAD_MESSAGES)
@@ -106,21 +111,21 @@ class Transport:
         try:
             self._home = self._bind(bind_address)
         except BaseException:
-            self._door.close()
+            self._authenticator.close()
             self._context.destroy(linger=0)
             self._release_name()
             raise
         self._local_address = "" if self._home else self._pull.get_string(zmq.LAST_ENDPOINT)
-        self._guard: Guard | None = None
-        self._neighbours: Neighbours | None = None
+        self._limiter: ConnectionLimiter | None = None
+        self._peer_filter: LocalPeerFilter | None = None
         if self._home is None:
-            self._neighbours = Neighbours.where_possible(self._pull)
+            self._peer_filter = LocalPeerFilter.where_possible(self._pull)
         else:
-            self._guard = Guard.where_possible(
+            self._limiter = ConnectionLimiter.where_possible(
                 self._pull,
                 bounds_of(0, 0),
                 lambda: metrics.dropped("cut"),
-                said_to_strangers=access.said_to_strangers,
+                pre_auth_reply_bytes=access.pre_auth_reply_bytes,
             )
         self._lock = world.lock()
         self._connections: Connections | None = None
@@ -160,8 +165,8 @@ class Transport:
 
     def expect(self, largest_bytes: int, num_devices: int) -> None:
         """Bear transfers of up to ``largest_bytes`` from now on, where the inbox listens on tcp."""
-        if self._guard is not None:
-            self._guard.bounds = bounds_of(largest_bytes, num_devices)
+        if self._limiter is not None:
+            self._limiter.bounds = bounds_of(largest_bytes, num_devices)
 
     def disconnect(self) -> None:
         """Close the connections; what was not sent yet is dropped."""
@@ -226,10 +231,10 @@ class Transport:
     def close(self) -> None:
         """Close all sockets and end the communication thread."""
         self.disconnect()
-        for watch in (self._guard, self._neighbours):
+        for watch in (self._limiter, self._peer_filter):
             if watch is not None:
                 watch.close()
-        self._door.close()
+        self._authenticator.close()
         self._context.term()  # the thread sees ContextTerminated and closes its socket
         self._thread.join()
         self._release_name()
@@ -241,11 +246,11 @@ class Transport:
     def _bind(self, address: str) -> HomeSocket | None:
         scheme, _, host = address.partition("://")
         if scheme == "tcp":
-            listen_guardedly(self._pull)
+            set_handshake_timeout(self._pull)
             self._access.protect(self._pull)
             self._pull.set(zmq.RCVTIMEO, _FOLLOW_MS)
             return HomeSocket(self._pull, host, self._access.announce)
-        own_user_only(self._pull)
+        allow_own_user_only(self._pull)
         self._name = LocalName.take(address, "worker")
         self._pull.bind(address)
         return None
@@ -291,8 +296,8 @@ class Transport:
                     self._home.follow()
                 if not frames:
                     continue
-                if self._guard is not None:
-                    self._guard.heard(frames[0])
+                if self._limiter is not None:
+                    self._limiter.heard(frames[0])
                 try:
                     self._accept(frames)
                 except ProtocolError as error:

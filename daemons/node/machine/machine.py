@@ -58,7 +58,7 @@ from penstock.daemons.node.machine.events import (
     Watched,
 )
 from penstock.host.errors import FAILURES, ExitCode
-from penstock.host.stopping import Patience, Stillness
+from penstock.host.stopping import StopDeadline, StoppedDetector
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.run_result import RunEnd
 
@@ -142,7 +142,7 @@ class NodeMachine:
 
     limits: NodeLimits
     children: dict[str, Child]
-    stillness: Stillness
+    stillness: StoppedDetector
     epoch: int = 0
     """Of the last Begin."""
     version: int = 0
@@ -190,7 +190,7 @@ class NodeMachine:
                 )
                 for name in names
             },
-            stillness=Stillness(limits.silence_s),
+            stillness=StoppedDetector(limits.silence_s),
         )
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -340,7 +340,7 @@ class NodeMachine:
             self.code = int(ExitCode.INTERRUPTED)
             return self._kill_all("asked to stop once more")
         if event.within_s is not None:
-            self.give_up_s = Patience.NODE.give_up_s(now_s, event.within_s)
+            self.give_up_s = StopDeadline.NODE.give_up_s(now_s, event.within_s)
         self.stop_asked = True
         if self.phase is not NodePhase.RUNNING:
             return []

@@ -21,7 +21,7 @@ from penstock.host.errors import (
 )
 from penstock.host.files import make_directory, writing
 from penstock.host.requirements import check_torch
-from penstock.host.stopping import Stillness
+from penstock.host.stopping import StoppedDetector
 
 TIMEOUT_S = 3600.0
 """Seconds without a line from a process after which it hangs. Long work says how far it is."""
@@ -139,7 +139,7 @@ class _Watchdog(threading.Thread):
         self.stopped = False
         self._process = process
         self._deadline_s = time.monotonic() + TIMEOUT_S
-        self._stillness = Stillness(silence_s)
+        self._stopped_detector = StoppedDetector(silence_s)
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -147,7 +147,7 @@ class _Watchdog(threading.Thread):
         while not (self.late or self.stopped or self._over.wait(LOOK_S)):
             now_s = time.monotonic()
             names = frozenset({"process"}) if self._process.stopped else frozenset()
-            self.stopped = bool(self._stillness.look(names, now_s))
+            self.stopped = bool(self._stopped_detector.look(names, now_s))
             self.late = now_s >= self._deadline_s
         if self.late or self.stopped:
             self._process.signal(signal.SIGKILL)

@@ -20,7 +20,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from penstock.daemons.kit.events import EffectFailed, Say, StopAsked, Tick
-from penstock.daemons.scheduler.machine.activities.activity import Activity, Hangs, with_cause
+from penstock.daemons.scheduler.machine.activities.activity import (
+    Activity,
+    HangDetector,
+    with_cause,
+)
 from penstock.daemons.scheduler.machine.activities.barrier import Barrier
 from penstock.daemons.scheduler.machine.activities.evaluate_shutdown import Evaluation, Shutdown
 from penstock.daemons.scheduler.machine.activities.save import Answer, Saving
@@ -105,7 +109,7 @@ class SchedulerMachine:
         self.chronicle = Chronicle()
         self.tally = Tally()
         self.saves = Saves(rules, mirror, members)
-        self.hangs = Hangs(rules.config.cluster.attempt_timeout_s)
+        self.hangs = HangDetector(rules.config.cluster.attempt_timeout_s)
         self._pace = SavePace(rules.state_bytes, len(rules.memoryds))
         members.began(now_s)
         self._now_s = now_s

@@ -13,11 +13,11 @@ while its node is not heard either, since then nobody could be told to fence it.
 the same process answers the next Drain like all others, so nothing of its old work is left. One
 that died is replaced by its node without being asked.
 
-:class:`Membership` notices a dead or stopped process by its stream and its heartbeats. ``Hangs`` of
-:mod:`~penstock.daemons.scheduler.machine.activities.activity` notices a process that sends
-heartbeats while its work is stuck in a driver, a lock or a file system. A process that hangs before
-it could join has no process id here: its node receives ``Missing``, and knows the age of the
-process.
+:class:`Membership` notices a dead or stopped process by its stream and its heartbeats.
+``HangDetector`` of :mod:`~penstock.daemons.scheduler.machine.activities.activity` notices a process
+that sends heartbeats while its work is stuck in a driver, a lock or a file system. A process that
+hangs before it could join has no process id here: its node receives ``Missing``, and knows the age
+of the process.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from penstock.daemons.scheduler.machine.events import (
 )
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules
-from penstock.host.stopping import Patience, reserve_s
+from penstock.host.stopping import StopDeadline, reserve_s
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 FASTEST_BYTES_PER_S = 10e9
@@ -42,7 +42,7 @@ class Deadline:
     @classmethod
     def of(cls, asked_s: float, within_s: float) -> Deadline:
         """Returns the deadline of a stop asked for at ``asked_s`` that may take ``within_s``."""
-        give_up_s = Patience.SCHEDULER.give_up_s(asked_s, within_s)
+        give_up_s = StopDeadline.SCHEDULER.give_up_s(asked_s, within_s)
         return cls(give_up_s=give_up_s, leave_by_s=give_up_s + reserve_s(within_s) / 4)
 
 

@@ -66,8 +66,9 @@ class Deadlines:
     """How long the scheduler waits before it acts on its own.
 
     Those of attempts, evaluations, restoring, settling and saving follow from
-    ``cluster.attempt_timeout_s`` and from how long attempts take: in them somebody has to get on,
-    and come to an end (:class:`~penstock.daemons.scheduler.machine.membership.Hangs`).
+    ``cluster.attempt_timeout_s`` and from how long attempts take. In them a member must make
+    progress and come to an end
+    (:class:`~penstock.daemons.scheduler.machine.activities.activity.HangDetector`).
     """
 
     drain_s: float = 120.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
-from penstock.daemons.scheduler.machine.activities.activity import Activity, Hangs
+from penstock.daemons.scheduler.machine.activities.activity import Activity, HangDetector
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
@@ -182,7 +182,7 @@ class Observable(Protocol):
     live: bool
     message: str
     chronicle: Chronicle
-    hangs: Hangs
+    hangs: HangDetector
     reports: Mapping[str, pb.AttemptDone]
 
     tally: Tally

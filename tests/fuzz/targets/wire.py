@@ -244,7 +244,7 @@ def _memoryd(folder: Path) -> Iterator[Decoder]:
         _held=[],
         _leases={},
         _offer=None,
-        _guard=None,
+        _limiter=None,
         _remote=remote,
         _local=local,
         _remote_chunk_bytes=1 << 20,

@@ -2,7 +2,7 @@
 
 An activity belongs to one epoch. It is started, fed with the members' messages of that epoch, and
 dropped, whatever it was doing, when the epoch breaks; only what it journaled stays. One in which
-nobody gets on is noticed by :class:`Hangs`.
+nobody gets on is noticed by :class:`HangDetector`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Activity:
     @property
     def unfinished(self) -> tuple[str, ...]:
         """Members whose work this activity consists of, as long as they owe some; they have to get
-        on (:class:`Hangs`).
+        on (:class:`HangDetector`).
         """
         return ()
 
@@ -95,7 +95,7 @@ class _Report:
     since_s: float
 
 
-class Hangs:
+class HangDetector:
     """When somebody got on last, and what members say they are at.
 
     An attempt, an evaluation, a save or a restore in which nobody gets on for long enough is broken

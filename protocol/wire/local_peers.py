@@ -1,10 +1,12 @@
-"""Lets only processes of its node talk to a local ZeroMQ socket.
+"""A filter of the peers of a local ZeroMQ socket: only processes of the same node may talk to the
+socket.
 
-The kernel keeps other users away from it (:func:`penstock.protocol.wire.guard.own_user_only`).
-Whatever else this user runs on the machine is a stranger, too: libzmq keeps frames of a message
-without a last one for as long as they come, with 32 bytes of memory for a byte. So this asks the
-kernel who is at the other end of each new connection, and cuts those of strangers. What came before
-that is beyond its control: it takes the time in which a thread wakes.
+The kernel keeps other users away
+(:func:`~penstock.protocol.wire.connection_limiter.allow_own_user_only`). Other processes of this
+user are rejected, too: libzmq keeps frames of a message without a last frame for as long as frames
+arrive, with 32 bytes of memory for a byte. So the filter asks the kernel for the process at the
+other end of each new connection, and cuts connections of foreign processes. Frames that arrive
+before the filter's thread wakes are not bounded.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Neighbours:
+class LocalPeerFilter:
     """Watches who connects to one bound local socket, on a thread of its own.
 
     A neighbour is this process's parent, or descends from it: a node has started all of its
@@ -49,7 +51,7 @@ class Neighbours:
         self._thread.start()
 
     @classmethod
-    def where_possible(cls, socket: zmq.Socket[Any]) -> Neighbours | None:
+    def where_possible(cls, socket: zmq.Socket[Any]) -> LocalPeerFilter | None:
         """Returns who watches over a socket of this process; None where no node has started it, and
         in a world whose sockets are not the kernel's.
         """

@@ -9,7 +9,7 @@ without a message when there are too many connections.
 
 It looks every :data:`LOOK_S`: what comes in between is beyond the bound. libzmq needs up to 40
 bytes of memory for a byte of the wire, when frames are empty. Connections on local sockets are none
-of this: :func:`own_user_only` keeps other users away from those.
+of this: :func:`allow_own_user_only` keeps other users away from those.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COUNTS_OFFSET = 120
 """
 _OTHER_DESCRIPTORS = 512
 """What a process may need beside its connections."""
-STRANGER_BYTES = 4096
+PRE_AUTH_BYTES = 4096
 """What somebody may bring who has not been let in: a handshake takes 600 bytes."""
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 class Bounds:
     """``connection_bytes``: brought by a connection since its last message; ``total_bytes``: by all
     together; ``silent_bytes``: by all together that never sent a whole message; ``connections``: at
-    a time. Strangers may bring :data:`STRANGER_BYTES` each.
+    a time. Strangers may bring :data:`PRE_AUTH_BYTES` each.
     """
 
     connections: int
@@ -79,7 +79,7 @@ class _Connection:
         return self.received - self.base
 
 
-class Guard:
+class ConnectionLimiter:
     """Watches the TCP connections of one bound socket, on a thread of its own."""
 
     def __init__(
@@ -88,14 +88,14 @@ class Guard:
         bounds: Bounds,
         cut: Callable[[], None] = lambda: None,
         *,
-        said_to_strangers: int | None = None,
+        pre_auth_reply_bytes: int | None = None,
     ) -> None:
-        """Start to watch. ``cut`` is called, on the guard's thread, for each connection cut.
+        """Start to watch. ``cut`` is called, on the limiter's thread, for each connection cut.
 
-        ``said_to_strangers``: as :class:`penstock.protocol.wire.sockets.SocketAccess` says.
+        ``pre_auth_reply_bytes``: as :class:`penstock.protocol.wire.sockets.SocketAccess` says.
         """
         self.bounds = bounds
-        self._said_to_strangers = said_to_strangers
+        self._pre_auth_reply_bytes = pre_auth_reply_bytes
         _allow_descriptors(bounds.connections)
         self._socket = socket
         self._cut = cut
@@ -107,7 +107,7 @@ class Guard:
         self._heard: set[int] = set()
         self._have_cut = False
         self._closing = world.event()
-        self._thread = world.thread(target=self._run, name="guard", daemon=True)
+        self._thread = world.thread(target=self._run, name="limiter", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -117,12 +117,12 @@ class Guard:
         bounds: Bounds,
         cut: Callable[[], None] = lambda: None,
         *,
-        said_to_strangers: int | None = None,
-    ) -> Guard | None:
-        """Returns a guard; None in a world whose sockets are not the kernel's."""
+        pre_auth_reply_bytes: int | None = None,
+    ) -> ConnectionLimiter | None:
+        """Returns a limiter; None in a world whose sockets are not the kernel's."""
         if not world.here().guards_sockets:
             return None
-        return cls(socket, bounds, cut, said_to_strangers=said_to_strangers)
+        return cls(socket, bounds, cut, pre_auth_reply_bytes=pre_auth_reply_bytes)
 
     def heard(self, frame: zmq.Frame) -> None:
         """A message came with this frame; called by the thread that received it."""
@@ -167,7 +167,7 @@ class Guard:
         if duplicate.family != sockets.AF_INET or address[1] != self._port:
             duplicate.close()  # gone, and the descriptor is another's
             return
-        stranger = self._said_to_strangers is not None
+        stranger = self._pre_auth_reply_bytes is not None
         self._connections[descriptor] = _Connection(socket=duplicate, stranger=stranger)
         if len(self._connections) > self.bounds.connections:
             silent = [d for d, c in self._connections.items() if c.silent and d not in self._heard]
@@ -189,7 +189,7 @@ class Guard:
                 continue
             if descriptor in heard:
                 connection.base, connection.silent = connection.received, False
-            if connection.stranger and connection.received > STRANGER_BYTES:
+            if connection.stranger and connection.received > PRE_AUTH_BYTES:
                 self._end(descriptor, f"{connection.received} bytes without being let in")
             elif connection.pending > self.bounds.connection_bytes:
                 self._end(descriptor, f"{connection.pending} bytes without a whole message")
@@ -214,9 +214,9 @@ class Guard:
         info = connection.socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_BYTES)
         acknowledged, received = _TCP_INFO_COUNTS.unpack_from(info, _COUNTS_OFFSET)
         connection.received = received - unread
-        if self._said_to_strangers is not None:
+        if self._pre_auth_reply_bytes is not None:
             # More than a stranger is ever told: the end of a handshake that went well.
-            connection.stranger = acknowledged <= self._said_to_strangers
+            connection.stranger = acknowledged <= self._pre_auth_reply_bytes
 
     def _end(self, descriptor: int, reason: str) -> None:
         """Cut a connection; libzmq sees it end and drops what it kept of it."""
@@ -245,12 +245,12 @@ class Guard:
             connection.socket.close()
 
 
-def listen_guardedly(socket: zmq.Socket[Any]) -> None:
+def set_handshake_timeout(socket: zmq.Socket[Any]) -> None:
     """Options of a socket that anybody may connect to, before it is bound."""
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
-def own_user_only(socket: zmq.Socket[Any]) -> None:
+def allow_own_user_only(socket: zmq.Socket[Any]) -> None:
     """Let only processes of this user connect to a local socket; before it is bound."""
     socket.set(zmq.IPC_FILTER_UID, os.getuid())
 
