@@ -44,7 +44,11 @@ SchedulerOption = Annotated[
 ]
 ParentOption = Annotated[
     int | None,
-    typer.Option("--parent-pid", hidden=True, help="Process whose death ends this process."),
+    typer.Option(
+        "--parent-pid",
+        hidden=True,
+        help="Process id of the parent; the process ends with its parent.",
+    ),
 ]
 
 

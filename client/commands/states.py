@@ -94,7 +94,7 @@ def export(
         bool,
         typer.Option(
             "--whole",
-            help="Also writes the untrained parts of a model whose text model was trained.",
+            help="Also writes the untrained parts of a multimodal model.",
         ),
     ] = False,
 ) -> None:

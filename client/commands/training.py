@@ -146,7 +146,7 @@ def doctor(
         Path | None,
         typer.Argument(
             metavar="CONFIG",
-            help="Configuration whose need of CPUs and memory is compared with this machine.",
+            help="Configuration to check for enough CPUs and memory on this machine.",
         ),
     ] = None,
     run_dir: ExaminedRunOption = None,

@@ -248,7 +248,7 @@ TuneDropOption = Annotated[
     typer.Option(
         "--drop",
         metavar="SETS",
-        help="Sets of operators (cmb, mlp, attention, core) whose recomputation is searched, too.",
+        help="Sets of operators (cmb, mlp, attention, core) to try selective recomputation of.",
     ),
 ]
 HostMemoryOption = Annotated[
