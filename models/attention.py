@@ -91,14 +91,14 @@ def attend(
         )
         return result
     if attn_mask is not None:
-        raise ValueError("a mask, and cudnn-flash has none but the causal one")
+        raise ValueError("a mask, but cudnn-flash supports the causal one alone")
     if dropout_p:
-        raise ValueError("dropout of attention, whose random numbers two kernels do not share")
+        raise ValueError("attention dropout: two kernels draw different random numbers")
     size = query.shape[-1]
     if value.shape[-1] != size:
-        raise ValueError(f"heads of {size} for queries and of {value.shape[-1]} for values")
+        raise ValueError(f"query heads have {size} elements, value heads {value.shape[-1]}")
     if is_causal and query.shape[2] != key.shape[2]:
-        raise ValueError("a causal mask of queries and keys that differ in number")
+        raise ValueError("causal mask, but queries and keys differ in number")
     if scale is None:
         scale = size**-0.5
     padding = -size % _MULTIPLE

@@ -252,8 +252,8 @@ class BlockModules:
                 constant = constants[prefix + name]
                 if buffers[key] is not constant or constant._version != versions[name]:
                     raise ConfigError(
-                        f"model: its forward changes the buffer {prefix}{name}; models whose state"
-                        " is parameters and constants are supported"
+                        f"model: its forward changes the buffer {prefix}{name}; supported models"
+                        " have parameters and constants alone"
                     )
         finally:
             # A reference left behind would keep shared memory mapped after the worker let go of it.

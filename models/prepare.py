@@ -1,9 +1,9 @@
-"""``python -m penstock.models.prepare RUN_DIR``: everything about a run that follows from its
+"""``python -m penstock.models.prepare RUN_DIR``: makes all files of a run that follow from its
 inputs.
 
-Writes ``model/config.json``, ``table.json``, ``data/*.bin``, ``data/meta.json`` and
-``tokenizer/``, each atomically, and skips what was made from the same inputs before. torch is
-imported only when the model has to be looked at.
+The files are ``model/config.json``, ``table.json``, ``data/*.bin``, ``data/meta.json`` and
+``tokenizer/``. Each is written atomically, and kept if it was made from the same inputs before.
+torch is imported only when the model must be examined.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def prepare(
     progress: Progress = lambda message: None,
     bounds: Bounds | None = None,
 ) -> None:
-    """Makes the files of a run directory. ``table_only`` leaves the data out; ``config_only`` does,
-    and reads only ``config.json`` of a model folder. ``progress`` is told about what takes long;
-    ``bounds`` are those of this process.
+    """Makes the files of a run directory.
 
-    Where the platform brings its model, only the data is made here.
+    ``table_only`` leaves the data out. ``config_only`` does the same, and reads only
+    ``config.json`` of a model folder. ``progress`` receives messages during long work; ``bounds``
+    are those of this process. If the platform has a model built in, only the data are made.
 
     Raises:
         ConfigError: the configuration, the model or the data cannot be used; names key and value.
@@ -171,8 +171,8 @@ def observe(config: Config, run_dir: Path, progress: Progress) -> None:
 
 
 def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
-    """Say where a new run would take other weights than one that was prepared before there was a
-    record of its files; makes that record.
+    """Reports weights that a new run would take from other files, for a run that was prepared
+    before such records existed. Makes the record.
     """
     from penstock.models.checkpoints.folder import review
 
@@ -181,7 +181,8 @@ def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
 
 
 def _prepare_data(config: Config, run_dir: Path, sources: TokenSources, progress: Progress) -> None:
-    own_objective(config)  # a worker would find its fault after memory was made
+    # an error of the function would otherwise appear in a worker, after memory was allocated
+    own_objective(config)
     directory = run_dir / "data"
     directory.mkdir(parents=True, exist_ok=True)
     meta = directory / "meta.json"
@@ -195,8 +196,8 @@ def _prepare_data(config: Config, run_dir: Path, sources: TokenSources, progress
         splits = sources.write(directory)
         if before not in (None, splits["train"]["sums"]["sha256"]):
             raise StateError(
-                f"{directory}: the tokens of the run were lost, and its text now gives others: the"
-                " text, or how it is read, has changed since the run was prepared. Restore the"
+                f"{directory}: the run's tokens are lost, and its text now gives other tokens: the"
+                " text or the keys of data have changed since the run was prepared. Restore the"
                 " directory, or start a new run in another run.dir"
             )
         write_atomically(meta, json.dumps({"fingerprint": sources.fingerprint, **splits}, indent=1))
@@ -206,8 +207,8 @@ def _prepare_data(config: Config, run_dir: Path, sources: TokenSources, progress
 
 
 def _keep_tokens(sources: TokenSources, meta: Path, progress: Progress) -> None:
-    """Leave a run that has trained its tokens, whatever its text is by now; the text of evaluations
-    may be another one.
+    """Keeps the tokens of a run that has trained, even if its text has changed since. The text of
+    evaluations may change.
     """
     recorded = parse_json(meta.read_bytes())
     train, held = recorded["train"], recorded.get("eval")
@@ -228,7 +229,7 @@ def _keep_tokens(sources: TokenSources, meta: Path, progress: Progress) -> None:
 
 
 def _check_batches(config: Config, meta: dict[str, Any]) -> None:
-    """Refuse data of which a global batch would need a sequence twice, or too short for
+    """Refuses data that are too short for a global batch without repeated sequences, or for an
     evaluation.
     """
     length = config.data.sequence_length
@@ -248,7 +249,7 @@ def _check_batches(config: Config, meta: dict[str, Any]) -> None:
 
 
 def _check_ends(config: Config, meta: dict[str, Any]) -> None:
-    """Refuse to keep documents apart where no token ends a document."""
+    """Refuses to separate documents if no token ends a document."""
     if config.data.document_masks and not end_ids(meta["train"]["eos"]):
         source = "model.hf" if config.model.path is None else str(config.model.path / "config.json")
         raise ConfigError(
@@ -297,13 +298,13 @@ def _recorded(meta: Path) -> str | None:
 
 
 def _say(message: str) -> None:
-    """Writes a line for whoever started this process."""
+    """Writes a line for the parent process."""
     sys.stdout.write(f"{message}\n")
     sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the prepare command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.prepare", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--table-only", action="store_true", help="leave the data out")

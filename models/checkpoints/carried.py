@@ -1,8 +1,8 @@
-"""What an export carries besides weights and configuration: the tokenizer whole, and how the model
-is meant to generate. No torch.
+"""The files that an export carries in addition to weights and configuration. No torch.
 
-It is copied into the run directory when the data are made, so that it goes with the run's tokens,
-whatever becomes of the folder that it came from.
+These are the whole tokenizer and the model's settings for generation. They are copied into the run
+directory when the data are made. So they match the run's tokens, even if the source folder changes
+later.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _GENERATION = "generation_config.json"
 
 
 def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:
-    """Write ``RUN_DIR/tokenizer``; the folder appears whole or not at all.
+    """Writes ``RUN_DIR/tokenizer``; the folder appears whole or not at all.
 
-    ``tokenizer`` is that of the run's text; a token file is taken to be of the model's own.
+    ``tokenizer`` is that of the run's text; a token file is assumed to use the model's tokenizer.
 
     Raises:
         ConfigError: a file of the tokenizer cannot be read.
     """
-    own = config.model.path
+    model_folder = config.model.path
     files: dict[str, bytes] = {}
     if tokenizer is not None:
         files = tokenizer.files()
-    elif own is not None:
-        files = tokenizer_files(own)
-    # It names tokens by their ids, which mean others in another tokenizer.
-    if own is not None and config.tokenizer in (None, str(own)):
-        generation = own / _GENERATION
+    elif model_folder is not None:
+        files = tokenizer_files(model_folder)
+    # The settings name tokens by their ids, which mean other tokens in another tokenizer.
+    if model_folder is not None and config.tokenizer in (None, str(model_folder)):
+        generation = model_folder / _GENERATION
         if generation.is_file():
             files[_GENERATION] = generation.read_bytes()
     temporary, folder = run_dir / f".{_FOLDER}.tmp", run_dir / _FOLDER
@@ -72,7 +72,7 @@ def read_carried(config: Config, run_dir: Path) -> dict[str, bytes]:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files below a directory; their contents are on disk when this returns."""
+    """Writes files below a directory; their contents are on disk when this returns."""
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)

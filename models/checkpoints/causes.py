@@ -1,4 +1,4 @@
-"""Causes of model folders that no run can take, looked for before their first symptoms.
+"""Causes of unusable model folders, checked before their first symptoms.
 
 No torch: the checks come before anything is opened.
 """
@@ -25,10 +25,10 @@ _WRAPPERS = {
 
 
 def check_model_folder(path: Path) -> None:
-    """Refuse a path that is no model folder, and files that are only pointers to files.
+    """Refuses a path that is no model folder, and files that are only pointers to files.
 
     Raises:
-        ConfigError: names the path, and what would do.
+        ConfigError: names the path and the remedy.
     """
     if not path.is_dir():
         seen = "is a file" if path.is_file() else "no such folder"

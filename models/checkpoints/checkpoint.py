@@ -22,8 +22,8 @@ _PIECE_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says of a tensor before its data: which file, element type (as safetensors names
-    it), shape.
+    """The description of a tensor in a file: file name, element type (in safetensors' terms),
+    shape.
     """
 
     file_name: str
@@ -35,8 +35,8 @@ class Checkpoint:
     """The tensors of some files of a directory by name."""
 
     def __init__(self, directory: Path, files: Sequence[str]) -> None:
-        """Read the headers of the files; takes seconds, however large the model is. A tensor that
-        several files have is that of the last one, as in transformers.
+        """Reads the headers of the files; takes seconds, independent of the model's size. If
+        several files have a tensor, the last one counts, as in transformers.
 
         Raises:
             StateError: a file is missing or damaged.
@@ -102,7 +102,7 @@ class Checkpoint:
         return self._raw(name, self.headers[name].file_name).clone()
 
     def check_type(self, name: str) -> None:
-        """Refuse what cannot be trained.
+        """Refuses tensors that cannot be trained.
 
         Raises:
             StateError: the tensor has no floating type.
@@ -115,7 +115,7 @@ class Checkpoint:
             )
 
     def _check_numbers(self, name: str, value: torch.Tensor, dtype: DType) -> None:
-        """Refuse NaN, infinities, and numbers that become infinite in ``dtype``."""
+        """Refuses NaN, infinities, and numbers that become infinite in ``dtype``."""
         if not value.numel():
             return
         # NaN makes both ends NaN: one walk over the tensor, and no memory.

@@ -1,9 +1,9 @@
-"""Constants of a model: persistent buffers, which files of weights have and no training changes,
-such as the bias by which a router spreads its tokens.
+"""Constants of a model: persistent buffers that files contain and training never changes.
 
-``RUN_DIR/model/constants.safetensors`` holds them under the model's names, in the types in which
-transformers loads them. The file is made with the block table and its checksum is kept with the
-run's inputs; workers read it with the model, exports write its tensors with those of their blocks.
+An example is the bias by which a router spreads its tokens. ``RUN_DIR/model/constants.safetensors``
+holds the constants under the model's names, in the types in which transformers loads them. The file
+is made with the block table, and its checksum is kept with the run's inputs. Workers read the file
+with the model; exports write its tensors with those of their blocks.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def make_constants(
     weights: Weights | None,
     say: Callable[[str], None],
 ) -> None:
-    """Write the constants of a run, those of ``weights`` if any; without constants there is no
-    file. A run that may have trained keeps its file. Says which parameters become narrower than in
-    transformers.
+    """Writes the constants of a run, those of ``weights`` if any. A model without constants has no
+    file, and a run that may have trained keeps its file. Reports parameters that become narrower
+    than in transformers.
 
     Raises:
         ConfigError, StateError: see :func:`initial_constants`.

@@ -1,9 +1,9 @@
-"""Between the tensors that files have and those that a model has, as transformers converts them.
+"""Conversion between tensors of files and tensors of a model, by the rules of transformers.
 
-Published files often name and cut tensors in another way than the modules do: one tensor for each
-expert, say, where the module has all experts in one. transformers knows how to get from one to the
-other for each type of model, and back; this module applies that to a few tensors at a time, and
-first to headers alone, which tells in seconds whether a directory has what a model needs.
+Published files often name and cut tensors differently from the modules. Example: a file has one
+tensor for each expert, the module one for all experts. transformers knows the conversion for each
+type of model, in both directions. This module applies the conversion to a few tensors at a time. A
+first pass over headers alone shows in seconds whether a directory has all tensors of a model.
 """
 
 from __future__ import annotations
@@ -64,13 +64,12 @@ class Weights:
     def __init__(
         self, skeleton: Skeleton, checkpoint: Checkpoint, composite: Composite | None = None
     ) -> None:
-        """Work out which of the model's tensors come from which of the files', from headers alone.
+        """Maps the model's tensors to those of the files, from headers alone.
 
-        ``composite`` is the whole model where the files are those of one and ``skeleton`` is its
-        text model.
+        ``composite`` is the whole model if ``skeleton`` is the text model of a larger one.
 
         Raises:
-            StateError: some cannot be converted.
+            StateError: a tensor cannot be converted.
         """
         self._model = skeleton.model if composite is None else composite.model
         self._checkpoint, self._composite = checkpoint, composite
@@ -79,7 +78,7 @@ class Weights:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.left_out: list[str] = []
         """Tensors of the whole model's other parts, under the files' names."""
-        wanted = skeleton.model.state_dict()
+        model_tensors = skeleton.model.state_dict()
         used: set[str] = set()
         for recipe in _recipes(self._model, checkpoint.headers):
             try:
@@ -92,7 +91,7 @@ class Weights:
                 ) from error
             sources = [name for _, name in recipe.sources]
             used.update(sources)
-            if composite is not None and not made.keys() & wanted.keys():
+            if composite is not None and not made.keys() & model_tensors.keys():
                 self.left_out += sources
             for name, value in made.items():
                 self._recipe_of[name] = recipe
@@ -121,14 +120,14 @@ class Weights:
         return [source for alias in names for _, source in self._recipe_of[alias].sources]
 
     def published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns tensors of one block under the names and in the shapes that the files have.
+        """Returns tensors of one block under the names and in the shapes of the files.
 
         Raises:
-            StateError: the files have them in a form that transformers cannot go back to.
+            StateError: transformers cannot convert a tensor back to the form of the files.
         """
         made: dict[str, torch.Tensor] = {}
         converted: dict[str, torch.Tensor] = {}
-        wanted: set[str] = set()
+        targets: set[str] = set()
         for name, value in tensors.items():
             for alias in (a for a in self._aliases.get(name, [name]) if a in self._recipe_of):
                 recipe = self._recipe_of[alias]
@@ -137,12 +136,12 @@ class Weights:
                 else:
                     whole = alias if self._composite is None else self._composite.whole_name(alias)
                     converted[whole] = value
-                    wanted.update(source for _, source in recipe.sources)
+                    targets.update(source for _, source in recipe.sources)
         if converted:
             made |= as_published(self._model, converted)
-        if lacking := wanted - made.keys():
+        if lacking := targets - made.keys():
             raise StateError(
-                f"model.path: {few(sorted(lacking))} cannot be made of the run's tensors"
+                f"model.path: {few(sorted(lacking))} cannot be made from the run's tensors"
             )
         return made
 
@@ -266,9 +265,9 @@ class Weights:
     def _tied_pairs(self) -> Iterator[tuple[str, str]]:
         """Yields the names of tied tensors of which the files have both: target, source."""
         for names in self._aliases.values():
-            there = [name for name in names if name in self._recipe_of]
-            for other in there[1:]:
-                yield other, there[0]
+            present = [name for name in names if name in self._recipe_of]
+            for other in present[1:]:
+                yield other, present[0]
 
     def _equal(self, one: str, other: str) -> bool:
         recipes = [self._recipe_of[name] for name in (one, other)]
@@ -292,14 +291,14 @@ def _aliases(skeleton: Skeleton) -> dict[str, list[str]]:
 
 
 def folded(names: Iterable[str]) -> list[str]:
-    """Returns names with those made one that differ in the first number alone, as of layers:
-    ``layers.2-5.mlp.bias``.
+    """Returns names without repetition. Names that differ in the first number alone, such as those
+    of layers, become one: ``layers.2-5.mlp.bias``.
     """
     numbers: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        found = _FIRST_NUMBER.search(name)
-        key = (name, "") if found is None else (name[: found.start()], name[found.end() :])
-        numbers.setdefault(key, []).extend([] if found is None else [int(found.group())])
+        number = _FIRST_NUMBER.search(name)
+        key = (name, "") if number is None else (name[: number.start()], name[number.end() :])
+        numbers.setdefault(key, []).extend([] if number is None else [int(number.group())])
     return [f"{start}{_ranges(sorted(of))}{end}" for (start, end), of in numbers.items()]
 
 
@@ -338,23 +337,24 @@ def as_published(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def _recipes(model: Any, names: Iterable[str]) -> Iterable[_Recipe]:
-    """Group names of files by what they become; names that the model has no use for are left out.
+    """Groups names of files by the tensor that they become, without names that the model does not
+    use.
 
-    The order matters to transformers: where it stacks tensors, and to renamings that wait for each
+    The order matters to transformers: for stacked tensors, and for renamings that depend on each
     other.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of = {pattern: c for c in converters for pattern in c.source_patterns}
-    wanted, prefix = model.state_dict(), model.base_model_prefix
+    model_tensors, prefix = model.state_dict(), model.base_model_prefix
     recipes: dict[str, _Recipe] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, model_tensors)
+        if target not in model_tensors and name in model_tensors:
             # The files name it as the model does already.
-            target, pattern = rename_source_key(name, [], [], prefix, wanted)
-        if target not in wanted:
+            target, pattern = rename_source_key(name, [], [], prefix, model_tensors)
+        if target not in model_tensors:
             continue
         if pattern is None:
             renaming = WeightRenaming(name, target)

@@ -58,16 +58,16 @@ def export_hf(
     constants: Constants | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write ``config.json``, safetensors shards and the tokenizer; ``out`` appears whole or not at
+    """Writes ``config.json``, safetensors shards and the tokenizer; ``out`` appears whole or not at
     all.
 
-    Tensors have the names and shapes that published files have; tied ones are written once.
-    ``carried`` maps paths below ``out`` to contents; ``constants`` are the persistent buffers of
-    all blocks. Tensors that transformers keeps in fp32 are written as such, whatever ``dtype`` is.
+    Tensors have the names and shapes of published files; tied ones are written once. ``carried``
+    maps paths below ``out`` to contents; ``constants`` are the persistent buffers of all blocks.
+    ``dtype`` does not apply to tensors that transformers keeps in fp32.
 
     Raises:
         ConfigError: ``out`` exists and is not an empty directory.
-        StateError: a block lacks a tensor, or one has another shape than the table says.
+        StateError: a block lacks a tensor, or the tensor's shape differs from the table's.
     """
     with _appearing(out) as temporary:
         skeleton = build_skeleton(hf_config)
@@ -81,8 +81,8 @@ def export_hf(
 def export_whole(
     run_dir: Path, table: BlockTable, read_block: ReadBlock, out: Path, constants: Constants
 ) -> None:
-    """Write the folder that the run's text model came from, with what the run has trained in place
-    of what the folder has; ``out`` appears whole or not at all.
+    """Writes the source folder of the run's text model, with the trained tensors in place of the
+    folder's. ``out`` appears whole or not at all.
 
     Raises:
         ConfigError: ``out`` exists and is not an empty directory, or the model is no part of one.
@@ -96,7 +96,7 @@ def export_whole(
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes ``out`` when the block ends without an error."""
+    """Yields a temporary directory, which becomes ``out`` when the block ends without an error."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; give another directory")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def _appearing(out: Path) -> Iterator[Path]:
     try:
         yield temporary
         _flush(temporary)
-        temporary.rename(out)  # beside it, so on the same file system: out appears at once
+        temporary.rename(out)  # in the same folder, so on the same file system: out appears at once
     except BaseException:  # interrupts, too, must leave nothing behind
         shutil.rmtree(temporary)
         raise
@@ -113,8 +113,8 @@ def _appearing(out: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _ExportedTensors:
-    """What is written: the tensors of a table's blocks and their constants, each in the type that
-    ``dtypes`` has for its name in the model.
+    """The written tensors: those of a table's blocks and their constants. ``dtypes`` maps a name in
+    the model to the written type.
     """
 
     skeleton: Skeleton
@@ -137,15 +137,15 @@ class _ExportedTensors:
         """Returns the tensors of one block by their names in the model.
 
         Raises:
-            StateError: the block or the constants lack a tensor, or one has another shape than the
-                table says.
+            StateError: the block or the constants lack a tensor, or a shape differs from the
+                table's.
         """
         arrays, tensors = self.read_block(block), {}
         for spec in self.table.blocks[block].tensors:
             array = arrays.get(spec.name)
             if array is None or array.shape != spec.shape:
-                found = "nothing" if array is None else f"shape {array.shape}"
-                raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {found}")
+                actual = "nothing" if array is None else f"shape {array.shape}"
+                raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {actual}")
             value = torch.from_numpy(np.array(array))
             # NumPy has no bf16: such arrays are their bits.
             tensors[spec.name] = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
@@ -196,8 +196,8 @@ def _write_shards(
 
 
 def _shards(table: BlockTable, dtype: DType, shard_bytes: int) -> Iterator[list[int]]:
-    """Yields consecutive blocks whose tensors share a file, of at least ``shard_bytes`` bytes but
-    the last.
+    """Yields groups of consecutive blocks, one group for a file. Each group but the last has at
+    least ``shard_bytes`` bytes.
     """
     blocks: list[int] = []
     size = 0
@@ -214,7 +214,9 @@ def _shards(table: BlockTable, dtype: DType, shard_bytes: int) -> Iterator[list[
 
 
 def _flush(directory: Path) -> None:
-    """Wait until all files and the directory are on disk: the rename makes them look complete."""
+    """Waits until all files and the directory are on disk: after the rename they count as
+    complete.
+    """
     for path in (*directory.rglob("*"), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -244,7 +246,7 @@ def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the export command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.checkpoints.export", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("state_dir", type=Path, help="RUN_DIR/state/step-…, checked by the caller")

@@ -1,7 +1,7 @@
-"""Which files of a model folder hold its weights, by the rules of ``from_pretrained``. No torch.
+"""The files with the weights of a model folder, by the rules of ``from_pretrained``. No torch.
 
 ``transformers_weights`` of ``config.json`` comes first, then ``model.safetensors``, then the shards
-that ``model.safetensors.index.json`` names. No file is taken by another name.
+that ``model.safetensors.index.json`` names. Files with other names are ignored.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ def recorded_files(run_dir: Path, directory: Path) -> tuple[str, ...]:
 
 def files_beside(directory: Path, chosen: Sequence[str]) -> list[str]:
     """Returns the names of other files in a folder that hold weights, or list files that do."""
-    found = {path.name for pattern in _WEIGHTS for path in directory.glob(pattern)}
+    candidates = {path.name for pattern in _WEIGHTS for path in directory.glob(pattern)}
     if _SINGLE not in chosen:
-        found.discard(_INDEX)
-    return sorted(found - set(chosen))
+        candidates.discard(_INDEX)
+    return sorted(candidates - set(chosen))
 
 
 def has_weights(directory: Path) -> bool:
-    """Returns whether a folder has anything that looks like weights."""
+    """Returns whether a folder has files with the names of weights."""
     return any(True for pattern in _WEIGHTS for _ in directory.glob(pattern))
 
 

@@ -1,6 +1,4 @@
-"""The meaning of a model folder's weights for a run: the files that it takes, whether ties hold,
-and what the user is told.
-"""
+"""The meaning of a model folder's weights for a run: chosen files, ties, messages to the user."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ class FolderWeights:
         return cls(directory=directory, files=files, skeleton=skeleton, weights=weights)
 
     def check(self, table: BlockTable, say: Callable[[str], None]) -> None:
-        """Hold the headers against the model, and name what the model has no use for.
+        """Compares the headers with the model, and names the tensors that the model does not use.
 
         Raises:
             ConfigError: the tensors are not those of plain weights; names the cause.
@@ -120,8 +118,8 @@ class FolderWeights:
 
 
 def review(run_dir: Path, directory: Path, say: Callable[[str], None]) -> None:
-    """Say where a new run would take other weights than this one, which has no record of its files
-    yet, and record them.
+    """Reports weights that a new run would take from other files, and records this run's files.
+    Does nothing if the run has a record already.
     """
     if read_record(run_dir) is not None:
         return

@@ -34,16 +34,16 @@ def initial_blocks(
     blocks: Sequence[int],
     files: Sequence[str] | None = None,
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """Yields for each wanted block its tensors (trainable and frozen, not borrowed) in fp32 and in
-    the table's shapes, on the CPU, one block at a time.
+    """Yields each requested block with its tensors, one block at a time. Tensors are trainable and
+    frozen ones, not borrowed ones, in fp32 and in the table's shapes, on the CPU.
 
-    ``files`` are those of ``model.path`` that the run was prepared with; without, those that
-    transformers takes.
+    ``files`` are the files of ``model.path`` that the run was prepared with. The default is
+    transformers' choice.
 
     Raises:
-        ConfigError: the model does not say how to initialize a tensor, or the directory has no
-        weights. StateError: a tensor of the directory is missing, damaged or of another shape, or
-        has a number that is not finite, or not in the run's type.
+        ConfigError: the model cannot initialize a tensor, or the directory has no weights.
+        StateError: a tensor of the directory is missing, damaged or of another shape. Or it has a
+            number that is not finite, or not finite in the run's type.
     """
     skeleton = build_skeleton(hf_config)
     if config.model.path is None:
@@ -60,11 +60,11 @@ def initial_blocks(
 
 def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.Tensor]:
     part = skeleton.parts[block.index]
-    wanted = {spec.name for spec in block.tensors}
+    names = {spec.name for spec in block.tensors}
     tensors: dict[str, torch.Tensor] = {}
     placeholders = []
     for name, (module, attribute) in part.tensors.items():
-        if name in wanted:
+        if name in names:
             old = module._parameters[attribute]
             assert old is not None
             placeholders.append((module, attribute, old))
@@ -109,8 +109,8 @@ def _roots(skeleton: Skeleton, part: Part) -> list[tuple[nn.Module, Any]]:
 
 
 def _initialize(module: nn.Module, owner: Any) -> None:
-    """Initialize children first, as transformers does: a parent may scale what they drew
-    (GPT-2).
+    """Initializes children first, as transformers does: a parent may scale the numbers that its
+    children drew (GPT-2).
     """
     for child in module.children():
         _initialize(child, owner)

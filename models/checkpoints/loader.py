@@ -50,7 +50,7 @@ def load_node(run_dir: Path, node_name: str) -> None:
 
 
 def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -> None:
-    """Write ``master`` (fp32) and ``frozen`` (weight dtype) of all blocks that the node owns.
+    """Writes ``master`` (fp32) and ``frozen`` (weight dtype) of all blocks that the node owns.
 
     Raises:
         ConfigError, StateError: see :func:`penstock.models.checkpoints.initial.initial_blocks`.
@@ -61,7 +61,7 @@ def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -
     children = {_start(memory, files, hf_config, share): share for share in others}
     _fill(memory, files, hf_config, first)
     for pid, share in children.items():
-        if os.waitpid(pid, 0)[1]:  # once more, here: either it works or it says why it does not
+        if os.waitpid(pid, 0)[1]:  # a second try in this process: it succeeds, or names the cause
             _fill(memory, files, hf_config, share)
 
 
@@ -90,7 +90,7 @@ def _elements(table: BlockTable, block: int) -> int:
 def _start(
     memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig, share: Sequence[int]
 ) -> int:
-    """Fill a share in a process that dies with this one; returns its number."""
+    """Fills a share in a process that dies with this one; returns its pid."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -121,15 +121,15 @@ def _fill(
 
 
 def _store(place: Array, values: torch.Tensor, dtype: DType) -> None:
-    """Copy flat fp32 values into shared memory of as many elements, rounded to ``dtype``; bf16 lies
-    in NumPy arrays as its bits (uint16).
+    """Copies flat fp32 values into shared memory of the same length, rounded to ``dtype``. NumPy
+    arrays hold bf16 as its bits (uint16).
     """
     target = torch.from_numpy(place)  # the shared memory itself, not a copy
     (target.view(torch.bfloat16) if dtype is DType.BF16 else target).copy_(values)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the loader command; returns the exit code."""
     return run_loader(
         load_node,
         prog="penstock.models.checkpoints.loader",

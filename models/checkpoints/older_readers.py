@@ -1,7 +1,7 @@
-"""Keys of config.json that readers before transformers 5 look for.
+"""Keys of config.json for readers older than transformers 5.
 
 transformers 5 writes ``rope_parameters`` and ``dtype`` alone. Older readers ignore both: they take
-a rope base of 10,000 and fp32, without a word.
+a rope base of 10,000 and fp32, without a warning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GLOBAL_BASE = {"modernbert": "global_rope_theta", "modernbert-decoder": "global
 
 
 def with_older_keys(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a config.json with the older keys beside the new ones, where both say
+    """Returns the fields of a config.json with older keys added to the new ones, where both mean
     the same. ``quantization_config`` is left out: an export has plain weights.
     """
     kept = {key: value for key, value in fields.items() if key != "quantization_config"}
@@ -36,14 +36,14 @@ def _rope_keys(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" in rope:
         return _keys_of(rope, "original_max_position_embeddings" in fields)
     model_type = str(fields.get("model_type"))
-    own, local = rope.get("full_attention"), rope.get("sliding_attention")
-    if model_type not in _LOCAL_BASE or not isinstance(own, dict) or not isinstance(local, dict):
+    full, local = rope.get("full_attention"), rope.get("sliding_attention")
+    if model_type not in _LOCAL_BASE or not isinstance(full, dict) or not isinstance(local, dict):
         return {}
     if local.get("rope_type") != "default":
         return {}
-    keys = _keys_of(own, False)
+    keys = _keys_of(full, False)
     if model_type in _GLOBAL_BASE:
-        keys = {_GLOBAL_BASE[model_type]: own["rope_theta"]}
+        keys = {_GLOBAL_BASE[model_type]: full["rope_theta"]}
     return {**keys, _LOCAL_BASE[model_type]: local["rope_theta"]}
 
 

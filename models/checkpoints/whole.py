@@ -1,5 +1,5 @@
-"""Writing a whole model of several parts: the folder that a run came from, with the text model's
-trained tensors in their places and all others as they were.
+"""Export of a whole model of several parts, from the folder that a run came from. The text model's
+trained tensors replace the folder's; all others stay.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ReadTensors = Callable[[int], Mapping[str, torch.Tensor]]
 
 
 def write_whole(run_dir: Path, read_tensors: ReadTensors, directory: Path) -> None:
-    """Write the files of ``model.path`` into ``directory``. Tensors that a run has trained have the
-    types of those that they replace.
+    """Writes the files of ``model.path`` into ``directory``. Trained tensors have the types of the
+    tensors that they replace.
 
     Raises:
         ConfigError: the run's model is not the text model of a folder.

@@ -1,7 +1,7 @@
-"""What a stage needs to know of a micro-batch, in NumPy arrays.
+"""The data that a stage needs of a micro-batch, in NumPy arrays.
 
-:mod:`penstock.models.runtime` makes tensors of them; where micro-batches come from is in
-:mod:`penstock.workers.data`.
+:mod:`penstock.models.runtime` makes tensors of them; :mod:`penstock.workers.data` makes
+micro-batches.
 """
 
 from __future__ import annotations

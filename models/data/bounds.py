@@ -25,7 +25,7 @@ OPENING_S = 300.0
 BUILDING_S = 1200.0
 """CPU seconds to build a model without weights, and to take it apart."""
 ENCODING_S = 120.0
-"""CPU seconds for a call of the library, beside those for the length of its texts."""
+"""CPU seconds for a call of the library, in addition to those for the length of its texts."""
 _BYTES_PER_S = 2000
 """No tokenizer is as slow; usual ones encode some 300,000 bytes a second."""
 _MOST_BYTES = 4
@@ -43,8 +43,8 @@ class Bounds:
     last_words: str = ""
 
     def limit_memory(self) -> None:
-        """Let the process have as much as the machine has free, so that an allocation fails before
-        the system kills others.
+        """Limits the process to the machine's free memory, so that an allocation fails before the
+        system kills other processes.
         """
         if self.alone:
             room = max(_LEAST_BYTES, tightest_memory().available)
@@ -54,7 +54,7 @@ class Bounds:
 
     @contextmanager
     def within(self, what: str, cpu_s: float) -> Iterator[None]:
-        """Run code inside for at most so many CPU seconds; ``what`` says what it does.
+        """Runs code inside for at most ``cpu_s`` CPU seconds; ``what`` names the work in errors.
 
         Raises:
             ConfigError: it ran out of memory, or panicked.

@@ -1,10 +1,12 @@
-"""Tokens that were prepared once, kept by the content that they were made from. No torch.
+"""A cache of prepared tokens, addressed by the content that they were made from. No torch.
 
-The key of an entry is a checksum of all that decides the tokens: the texts byte by byte, how they
-are read, the tokenizer's files, the marks around documents, and the versions of the libraries. A
-run gets a hard link to the kept file, or a copy where the run directory is on another file system.
-A kept file is read once and held against its checksums before a run takes it; a damaged one is
-removed and made anew. A cache that cannot be used costs nothing but the time to make tokens.
+The key of an entry is a checksum of all inputs of the tokens. These are the bytes of the texts, the
+way of reading them, the tokenizer's files, the marks around documents, and the versions of the
+libraries. A run gets a hard link to the kept file, or a copy if the run directory is on another
+file system.
+
+A kept file is read once and compared with its checksums before a run takes it; a damaged file is
+removed and made again. Without a usable cache a run only takes the time to make its tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class TokenCache:
 
     @property
     def is_used(self) -> bool:
-        """Whether tokens are kept at all."""
+        """True if tokens are kept."""
         return self._folder is not None
 
     def fetch(self, key: str, tokens: Path, sums: Path) -> dict[str, Any] | None:
@@ -99,9 +101,9 @@ class TokenCache:
         except FileNotFoundError:
             pass
         except UntrustedError as error:
-            self._progress(f"kept tokens are not used: {error}")
+            self._progress(f"the cache of tokens is not used: {error}")
         except (OSError, StateError, *DAMAGED) as error:
-            self._progress(f"kept tokens are damaged and made again ({folder}: {error})")
+            self._progress(f"cached tokens are damaged and are made again ({folder}: {error})")
             shutil.rmtree(folder, ignore_errors=True)
         for path in (tokens, sums):
             path.unlink(missing_ok=True)
@@ -127,7 +129,7 @@ class TokenCache:
             temporary.rename(self._folder / key)
             self._prune()
         except (OSError, UntrustedError) as error:
-            self._progress(f"the tokens are not kept for other runs: {error}")
+            self._progress(f"the tokens are not cached for other runs: {error}")
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,13 +1,13 @@
-"""Checksums of token files, by the chunk: written when a run is prepared, held against a chunk the
-first time that a process reads from it.
+"""Checksums of token files by chunk. Preparation writes them; a process checks a chunk at its first
+read.
 
-``data/<split>.sums`` holds 16 bytes for each chunk of the token file, the start of its SHA-256, one
-after another; ``data/meta.json`` holds the size of chunks and the checksum of that file. Chunks are
-small because shuffled sequences lie anywhere: to read one means to read the chunk around it.
+``data/<split>.sums`` holds the first 16 bytes of each chunk's SHA-256, one after another.
+``data/meta.json`` holds the size of chunks and the checksum of the ``.sums`` file. Chunks are small
+because shuffled sequences lie anywhere: to read a sequence means to read its chunk.
 
-A token file that Penstock writes is hashed while it is written (:class:`ChunkHasher`), so its
-checksums are of what was meant and the file is not read again; a token file that the user brings is
-read once (:func:`write_sums`).
+A token file that Penstock writes is hashed during the write (:class:`ChunkHasher`). So its
+checksums are those of the intended bytes, and the file is not read again. A token file of the user
+is read once (:func:`write_sums`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ChunkHasher:
                 self._close_chunk()
 
     def write(self, sums: Path) -> dict[str, Any]:
-        """Write the checksums of all bytes taken; returns what ``meta.json`` is to say of them.
+        """Writes the checksums of all bytes taken; returns the fields for ``meta.json``.
 
         The checksums are on disk when this returns. No more bytes may follow.
         """
@@ -85,11 +85,11 @@ def write_sums(
     progress: Progress,
     check: Callable[[int, Bytes], None] = lambda start, content: None,
 ) -> dict[str, Any]:
-    """Write the checksums of the file ``tokens``; returns what ``meta.json`` is to say of them.
+    """Writes the checksums of the file ``tokens``; returns the fields for ``meta.json``.
 
-    Reads the whole file once, with as many threads as there are cores (at most 8); ``progress`` is
-    told every few seconds how far it is. The checksums are on disk when this returns. ``check``
-    gets each part of the file and its offset, and ends the reading by raising an error.
+    Reads the whole file once, with one thread for each core (at most 8), and reports to
+    ``progress`` every few seconds. The checksums are on disk when this returns. ``check`` gets each
+    part of the file and its offset; an error of ``check`` ends the reading.
     """
     content = _mapped(tokens)
     slab = _SLAB_CHUNKS * CHUNK_BYTES
@@ -165,11 +165,11 @@ class Checksums:
         return cls(path, content[:num_bytes], digests, chunk_bytes, remedy)
 
     def check(self, start: int, stop: int) -> None:
-        """Check the chunks with bytes ``start`` to ``stop - 1`` of the file that nobody has checked
-        before.
+        """Checks the chunks with bytes ``start`` to ``stop - 1`` of the file that no call has
+        checked before.
 
         Raises:
-            StateError: a chunk is not what it was; names the file and where the chunk starts.
+            StateError: a chunk has changed; the error names the file and the chunk's offset.
         """
         size = self._chunk_bytes
         for chunk in range(start // size, (stop - 1) // size + 1):

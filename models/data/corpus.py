@@ -34,7 +34,7 @@ def write_tokens(
     *,
     vocab_size: int,
 ) -> int:
-    """Write a token file; returns its number of tokens. The file is on disk when this returns.
+    """Writes a token file; returns its number of tokens. The file is on disk when this returns.
 
     Each document is its ids in little-endian :func:`token_dtype`, between its ``marks``. ``hasher``
     takes every byte of the file. ``vocab_size`` is the model's.

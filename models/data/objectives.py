@@ -1,9 +1,8 @@
-"""What is predicted of a sequence: each next token, tokens that were masked, or what a function of
-the user's says. No torch.
+"""Objectives of training: the next token, masked tokens, or a function of the user. No torch.
 
 An objective turns rows of tokens, (micro_batch, sequence_length + 1), into a
 :class:`~penstock.models.data.batch.MicroBatch`. It is a function of the tokens and of the samples'
-numbers in the run, so a repeated attempt, any stage and any micro-batch size see the same.
+numbers in the run. So a repeated attempt, any stage and any micro-batch size get the same result.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
 from penstock.models.data.own_modules import import_hint, import_own
 
 _REPLACED, _ANY = 0.8, 0.9
-"""Of the tokens to be predicted: up to which share the mask stands for them, and up to which any
-token does (Devlin et al. 2019, section 3.1)."""
+"""Two limits for a random number in [0, 1) of each predicted token. Below the first the mask
+replaces the token, below the second any token does. Above both the token stays (Devlin et al. 2019,
+section 3.1).
+"""
 
 
 class Objective(Protocol):
@@ -46,10 +47,9 @@ class NextToken:
     def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
         """Returns inputs and labels, (micro_batch, sequence_length).
 
-        With documents apart every document of a sequence (it ends with its end token) is on its
-        own, as when sequences are packed from documents: positions restart, attention stays
-        inside, and the end token predicts nothing (label -100), since the next document does not
-        follow from it.
+        With documents apart, every document of a sequence (up to its end token) stands alone, like
+        packed documents. Positions restart and attention stays inside. The end token has label
+        -100, because the next document does not follow from it.
         """
         inputs, labels = np.ascontiguousarray(tokens[:, :-1]), tokens[:, 1:].copy()
         ends = np.isin(inputs, self.ends)
@@ -72,8 +72,8 @@ class NextToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masked:
-    """Labels are the tokens that were masked, ``fraction`` of all and at least one of a sequence;
-    what is masked follows from ``seed`` and the sample's number, so it differs from pass to pass.
+    """Masked tokens as labels: ``fraction`` of all tokens, and at least one of a sequence. ``seed``
+    and the sample's number choose the tokens, so the choice differs from epoch to epoch.
 
     ``mask`` stands for a masked token; any of ``vocab_size`` tokens may be drawn in its place.
     ``ends`` keep documents apart, as in :class:`NextToken`.
@@ -102,8 +102,8 @@ class Masked:
         bits = np.random.PCG64(int.from_bytes(digest, "little"))
         drawn = np.asarray(bits.random_raw(3 * len(inputs)), dtype=np.uint64) >> np.uint64(11)
         chosen, kind, other = (drawn.astype(np.float64) / 2.0**53).reshape(3, -1)
-        wanted = max(1, round(self.fraction * len(inputs)))
-        places = np.argsort(chosen, kind="stable")[:wanted]
+        num_masked = max(1, round(self.fraction * len(inputs)))
+        places = np.argsort(chosen, kind="stable")[:num_masked]
         labels[places] = inputs[places]
         masked = places[kind[places] < _REPLACED]
         swapped = places[(kind[places] >= _REPLACED) & (kind[places] < _ANY)]
@@ -135,7 +135,7 @@ def own_objective(config: Config) -> Objective | None:
         return None
     try:
         return Own(getattr(import_own(module, config), function))
-    except Exception as error:  # whatever the user's module does
+    except Exception as error:  # any error of the user's module
         raise ConfigError(
             f"data.objective = {name!r}: cannot import it: {reason(error)}; {import_hint(config)}"
         ) from error

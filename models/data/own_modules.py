@@ -1,7 +1,7 @@
-"""Modules of the user's: those of ``model.imports``, and the one of ``data.objective``.
+"""Modules of the user: those of ``model.imports``, and the one of ``data.objective``.
 
-They lie in the folder ``model.import_path``. Python looks there last, so a user's file
-named like another module (random.py, profile.py) hides nothing.
+They lie in the folder ``model.import_path``. Python searches it last, so a user's file with the
+name of another module (random.py, profile.py) hides nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.config.schema import Config
 
 
 def import_own(name: str, config: Config) -> ModuleType:
-    """Returns a module of the user's. Whatever the module raises comes through."""
+    """Returns a module of the user. All errors of the module pass through."""
     folder = str(config.model.import_path)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -23,5 +23,5 @@ def import_own(name: str, config: Config) -> ModuleType:
 
 
 def import_hint(config: Config) -> str:
-    """Returns where modules of the user's are looked for, for errors."""
+    """Returns the searched folder, for errors."""
     return f"your modules are searched in model.import_path = {str(config.model.import_path)!r}"

@@ -88,22 +88,22 @@ def format_of(path: Path) -> str:
 
 
 def find_source(source: str, *, key: str = "data.path", encoding: str = UTF8) -> Source:
-    """Returns the files that ``source``, the value of ``key``, means.
+    """Returns the files that ``source``, the value of ``key``, names.
 
-    The standard library is UTF-8, whatever ``encoding`` says.
+    The standard library is UTF-8; ``encoding`` does not apply to it.
 
     Raises:
-        ConfigError: there is no file, it is of a kind that is not read, a folder cannot be listed,
-            or a file is a pointer of Git LFS.
+        ConfigError: there is no file, its kind is not supported, a folder cannot be listed, or a
+            file is a pointer of Git LFS.
     """
-    found = _find(source, key, encoding)
-    for path in found.files:
+    matched = _find(source, key, encoding)
+    for path in matched.files:
         if is_pointer(path):
             raise ConfigError(
                 f"{key} = {source!r}: {path} is a Git LFS pointer, which stands for a file that is"
                 " not there; get the files (git lfs pull)"
             )
-    return found
+    return matched
 
 
 def _find(source: str, key: str, encoding: str) -> Source:
@@ -117,9 +117,8 @@ def _find(source: str, key: str, encoding: str) -> Source:
     if os.path.isfile(source):
         if not format_of(path):
             raise ConfigError(
-                f"{key} = {source!r}: the name does not end in {formats}, nor in .gz or .zst"
-                " behind one of a text; files of text need one of these endings, token files go to"
-                " data.tokens"
+                f"{key} = {source!r}: the name does not end in {formats}, nor in one of them"
+                " followed by .gz or .zst; rename the text file, or set data.tokens to a token file"
             )
         return Source(files=(path,), encoding=encoding)
     is_folder = os.path.isdir(source)
@@ -131,28 +130,30 @@ def _find(source: str, key: str, encoding: str) -> Source:
         check_complete(walk.files, f"{key} = {source!r}")
     else:
         walk.match(path)
-    found = Source(files=tuple(sorted(walk.files)), encoding=encoding, left_out=walk.left_out)
-    if not found.files:
+    matches = Source(files=tuple(sorted(walk.files)), encoding=encoding, left_out=walk.left_out)
+    if not matches.files:
         if _MAGIC.search(source) is None and not os.path.lexists(source):
             raise ConfigError(f"{key} = {source!r}: no such file or folder")
-        left_out = f" (left out: {found.omissions})" if found.left_out else ""
+        left_out = f" (left out: {matches.omissions})" if matches.left_out else ""
         raise ConfigError(
             f"{key} = {source!r}: matches no file of text{left_out}; give a file or folder of"
             f" {formats}, or a glob of such files"
         )
-    return found
+    return matches
 
 
 class _Walk:
-    """A walk over the files below a folder whose names match the parts of a glob.
+    """A walk over files below a folder; their names match the parts of a glob.
 
     Links wait in ``_links`` until every folder was listed, so that a file is named by its own path
     where links lead to it, too. A folder is entered once for the same parts, which ends cycles.
     """
 
     def __init__(self, name: str, top: Path, encoding: str | None) -> None:
-        """``encoding``: of files whose first record decides whether they are read; None: the glob
-        names the files, and all are read.
+        """Starts a walk.
+
+        ``encoding``: the encoding of files that are taken only if their first record has text.
+        None: the glob names the files, and all are read.
         """
         self._name, self._top, self._encoding = name, top, encoding
         self.files: list[Path] = []
@@ -164,7 +165,7 @@ class _Walk:
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """How many matching files were left out, by kind."""
+        """Numbers of matching files that were left out, by kind."""
         walked = {real for real, parts in self._entered if parts[0] == "**"}
         # A hidden folder is entered where a part of the glob names it.
         named = {real for real, _ in self._entered} | self._taken
@@ -281,7 +282,7 @@ def _has_text(path: Path, encoding: str) -> bool:
     except ConfigError:
         return False
     except OSError:
-        return True  # whose reading names the cause
+        return True  # the later reading names the cause
     return record is not None and isinstance(record.fields.get(TEXT), str)
 
 
@@ -307,11 +308,11 @@ def _stdlib_files() -> list[Path]:
     MB.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
-        found += [Path(folder, name) for name in names if name.endswith((".py", ".txt"))]
-    files = sorted(p for p in found if p.is_file())
+        paths += [Path(folder, name) for name in names if name.endswith((".py", ".txt"))]
+    files = sorted(p for p in paths if p.is_file())
     if not files:
         raise ConfigError(
             f"data.path = {STDLIB!r}: {root} has no source files; give a file or a glob"

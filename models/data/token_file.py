@@ -1,8 +1,8 @@
-"""Checks of a token file that the user brings: is it what ``data.token_dtype`` says?
+"""Checks of the user's token file against ``data.token_dtype``.
 
-The beginning tells files of other formats. Every number is held against the vocabulary. Samples of
-the whole file tell numbers of another width or byte order, of which the vocabulary need not say
-anything: an int32 file is, as uint16, its tokens with a 0 after each.
+The first bytes identify files of other formats. Every number is compared with the vocabulary.
+Samples of the whole file reveal numbers of another width or byte order, even where the vocabulary
+cannot. An int32 file, for example, is its tokens with a 0 after each if read as uint16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAGIC = (
     (b"PAR1", "a Parquet file"),
     (b"ARROW1", "an Arrow file"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
-    (b"MMIDIDX\x00\x00", "an index of Megatron (.idx), whose numbers are in the .bin file"),
+    (b"MMIDIDX\x00\x00", "an index of Megatron (.idx); the numbers are in the .bin file"),
     (b"version https://git-lfs", "a Git LFS pointer (git lfs pull gets the file)"),
     (struct.pack("<2i", 20240520, 1), "a file of llm.c, with a header of 1,024 bytes"),
     (struct.pack("<2i", 20240801, 7), "a file of llm.c, with a header of 1,024 bytes"),
@@ -61,17 +61,17 @@ _ZEROS: dict[tuple[bool, ...], str] = {
     (False, True, True, True): "of every four numbers only the first is not 0",
     (True, True, True, False): "of every four numbers only the last is not 0",
 }
-"""Which of four numbers in a row are 0, where wider numbers are read as narrower ones."""
+"""Zeros among four numbers in a row, for wide numbers that are read as narrow ones."""
 
 
 class TokenFile:
     """A file of token ids of ``dtype`` (uint16 or uint32) for a vocabulary of ``vocab_size``."""
 
     def __init__(self, path: Path, dtype: str, vocab_size: int) -> None:
-        """Look at the size and the beginning of the file.
+        """Checks the size and the first bytes of the file.
 
         Raises:
-            ConfigError: it is no file of such numbers.
+            ConfigError: the file does not hold such numbers.
         """
         self.path, self._dtype, self._vocab_size = (
             path,
@@ -95,12 +95,12 @@ class TokenFile:
 
     @property
     def num_tokens(self) -> int:
-        """How many numbers the file holds."""
+        """Number of ids in the file."""
         return self._size // self._dtype.itemsize
 
     def check(self, start: int, content: Bytes) -> None:
-        """Check the bytes of the file from offset ``start`` on, a multiple of 8; may run in several
-        threads.
+        """Checks the bytes of the file from offset ``start`` on, a multiple of 8. Several threads
+        may call this.
 
         Raises:
             ConfigError: a number is beyond the vocabulary, or numbers are of another width or byte
@@ -120,8 +120,8 @@ class TokenFile:
             self._check_order(start, content[:_SAMPLE_BYTES])
 
     def _check_order(self, start: int, content: Bytes) -> None:
-        """Low bytes of ids are spread over all values, high bytes over those below the largest
-        id's.
+        """Refuses numbers in the other byte order. Low bytes of ids take all values; high bytes
+        only those up to the largest id's.
         """
         if len(content) < 2 * _MIN_SPREAD_NUMBERS:
             return
@@ -169,7 +169,7 @@ class TokenFile:
 
 
 def _zeros(numbers: NDArray[Any]) -> str | None:
-    """Returns which of the first numbers are 0, where that is what wider numbers look like."""
+    """Returns a description of zeros among the numbers that indicate wider numbers, if any."""
     sample = numbers[: _SAMPLE_BYTES // numbers.itemsize]
     counts = [int(np.count_nonzero(sample[place::4])) for place in range(4)]
     most = max(counts)

@@ -108,8 +108,9 @@ class TokenSources:
 
     @property
     def _unusual_marks(self) -> list[Any]:
-        """The marks where they differ from those before there were keys for marks: no bos, and one
-        end token of the tokenizer or of the model. Fingerprints of older runs have no marks.
+        """The marks if they differ from those before keys for marks existed, otherwise none. Those
+        were no bos, and one end token of the tokenizer or of the model. Fingerprints of older runs
+        have no marks.
         """
         marks, eos = self._marks, self._eos
         if self._tokenizer is not None:
@@ -121,8 +122,8 @@ class TokenSources:
         return [[marks.before, marks.after, marks.ends]]
 
     def now(self, key: str) -> str | None:
-        """The fingerprint of the text of ``data.KEY`` (path or eval_path) and of how it is read;
-        None where there is no such text any more.
+        """Returns the fingerprint of the text of ``data.KEY`` (path or eval_path) and of its
+        reading; None if the text is gone.
         """
         data = self._config.data
         try:
@@ -134,7 +135,7 @@ class TokenSources:
         return fingerprint_of(stamps, reading + self._unusual_marks)
 
     def _check_marks(self) -> None:
-        """Refuse marks without a row in the model."""
+        """Refuses marks without a row in the model."""
         marks = self._marks
         for key, ids in (("bos", marks.before), ("eos", marks.after)):
             beyond = [number for number in ids if number >= self._vocab_size]
@@ -146,7 +147,7 @@ class TokenSources:
                 )
 
     def _find_mask(self) -> int | None:
-        """Returns the token that stands for masked ones; None where none are masked.
+        """Returns the token that replaces masked tokens; None without masking.
 
         Raises:
             ConfigError: neither key nor tokenizer names one, or the model has no such token.
@@ -154,8 +155,8 @@ class TokenSources:
         data = self._config.data
         if data.objective != MASKED:
             return None
-        own = None if self._tokenizer is None else self._tokenizer.mask
-        mask = own if data.mask_token is None else data.mask_token
+        tokenizer_mask = None if self._tokenizer is None else self._tokenizer.mask
+        mask = tokenizer_mask if data.mask_token is None else data.mask_token
         if mask is None:
             raise ConfigError(
                 f"data.objective = {MASKED!r}: the tokenizer has no mask token; give its number as"
@@ -169,7 +170,7 @@ class TokenSources:
         return mask
 
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
-        """Make the token files; returns the entry of each split in ``meta.json``."""
+        """Makes the token files; returns the entry of each split in ``meta.json``."""
         if self._tokenizer is None:
             whole = self._given_tokens(directory / "train.sums")
         else:
@@ -182,8 +183,8 @@ class TokenSources:
         return self._split(whole)
 
     def write_eval(self, directory: Path, fingerprint: str | None) -> dict[str, Any]:
-        """Make the token file of ``data.eval_path``; returns its entry in ``meta.json``, where the
-        data have this ``fingerprint``.
+        """Makes the token file of ``data.eval_path``; returns its entry in ``meta.json`` with this
+        ``fingerprint`` of the data.
         """
         assert self._tokenizer is not None
         path = directory / "eval.bin"
@@ -296,7 +297,7 @@ class _Pace:
         self._began_s = self._said_s = time.monotonic()
 
     def __call__(self, count: int) -> None:
-        """Count bytes that were read."""
+        """Counts bytes that were read."""
         self._read += count
         now_s = time.monotonic()
         if now_s - self._said_s < SAY_EVERY_S:

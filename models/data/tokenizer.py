@@ -33,7 +33,7 @@ _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[
 
 
 class Tokenizer(Protocol):
-    """What turning documents into tokens needs."""
+    """An object that turns documents into tokens."""
 
     @property
     def vocab_size(self) -> int:
@@ -110,15 +110,15 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A file like ``tokenizer.json`` of any name; ``tokenizer_config.json`` beside it may name its
-    bos and end tokens.
+    """A file like ``tokenizer.json``, of any name. A ``tokenizer_config.json`` in the same folder
+    may name its bos and end tokens.
     """
 
     def __init__(self, path: Path, *, needs_end: bool = True) -> None:
-        """Read it. ``needs_end``: refuse a file without an end token.
+        """Reads the file. ``needs_end``: refuse a file without an end token.
 
         Raises:
-            ConfigError: no such file, no tokenizer, or no end token in it.
+            ConfigError: there is no such file, it is no tokenizer, or it has no end token.
             StateError: it is no regular file.
         """
         for file in (path, path.with_name(_SETTINGS)):
@@ -158,8 +158,8 @@ class JsonTokenizer:
     @property
     def mask(self) -> int | None:
         """The id of a mask token that is known by its name."""
-        found = (self._tokenizer.token_to_id(name) for name in _KNOWN_MASKS)
-        return next((id_ for id_ in found if id_ is not None), None)
+        ids = (self._tokenizer.token_to_id(name) for name in _KNOWN_MASKS)
+        return next((id_ for id_ in ids if id_ is not None), None)
 
     @property
     def prefix(self) -> tuple[int, ...]:

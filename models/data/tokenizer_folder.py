@@ -43,7 +43,7 @@ _COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""What may lie beside them and belongs to the tokenizer."""
+"""Other files of the folder that belong to the tokenizer."""
 
 _PROBES = ("a", "0", "text", "\u4e00")
 """Short texts; every usual tokenizer has a token for one of them."""
@@ -59,11 +59,13 @@ class FolderTokenizer:
     def __init__(
         self, folder: Path, *, key: str, known_ends: Sequence[str], needs_end: bool = True
     ) -> None:
-        """Open it. ``key`` is what led to the folder; ``known_ends`` are end tokens to look for
-        where neither tokenizer nor model names one. ``needs_end``: refuse a tokenizer without any.
+        """Opens the tokenizer.
+
+        ``key`` is the key that names the folder. ``known_ends`` are end tokens to search if neither
+        tokenizer nor model names one. ``needs_end``: refuse a tokenizer without an end token.
 
         Raises:
-            ConfigError: there is none, transformers cannot open it, or it has no end token.
+            ConfigError: there is no tokenizer, transformers cannot open it, or it has no end token.
             StateError: one of its files is no regular file.
         """
         # Imported here: it takes seconds, and neither bytes nor files alone need it.
@@ -104,8 +106,8 @@ class FolderTokenizer:
     @property
     def mask(self) -> int | None:
         """The tokenizer's own mask token."""
-        found = getattr(self._tokenizer, "mask_token_id", None)
-        return found if isinstance(found, int) else None
+        number = getattr(self._tokenizer, "mask_token_id", None)
+        return number if isinstance(number, int) else None
 
     @property
     def bos(self) -> int | None:
@@ -181,7 +183,7 @@ def added_in_front(encode: Callable[[str, bool], Sequence[int]]) -> tuple[int, .
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the vocabulary of a tokenizer."""
+    """Returns True if a folder holds the vocabulary of a tokenizer."""
     return any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern))
 
 
@@ -202,7 +204,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the paths that a tokenizer's files have, whatever lies there."""
+    """Returns the existing paths that a tokenizer's files may have."""
     patterns = (*_VOCABULARIES, *_COMPANIONS)
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 

@@ -33,8 +33,8 @@ def text_part(hf_config: PretrainedConfig) -> PretrainedConfig | None:
 class Composite:
     """A whole model on the meta device, and the place of the text model in it.
 
-    Names of the text model that begin with ``inside`` begin with ``outside`` in the whole one; its
-    other names, such as the head's, are the same in both. Both end in a dot or are empty.
+    Text-model names that begin with ``inside`` begin with ``outside`` in the whole model. Its other
+    names, such as the head's, are the same in both. Both prefixes end in a dot or are empty.
     """
 
     model: Any
@@ -69,8 +69,8 @@ class Composite:
             if len(places) == 1 and places[0]:
                 return cls(model, inside, f"{places[0]}.")
         raise ConfigError(
-            f"model: {named} does not hold {type(text).__name__} at one place; give a folder of"
-            f" {text_config.model_type!r}"
+            f"model: {named} has no single part of type {type(text).__name__}; give a folder of"
+            f" model type {text_config.model_type!r}"
         )
 
     def whole_name(self, name: str) -> str:

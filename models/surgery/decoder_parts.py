@@ -1,8 +1,7 @@
-"""Running the parts of a skeleton: what the decoder does before, between and after its layers.
+"""Runs the parts of a skeleton: the decoder's work before, between and after its layers.
 
-Every part is the model's own forward code around stubs, so that scaled embeddings, learned
-positions, sliding windows, rotary variants and soft-capped logits are what the model's authors
-wrote.
+Every part is the model's own forward code around stubs. So scaled embeddings, learned positions,
+sliding windows, rotary variants and soft-capped logits are those of the model's authors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from penstock.models.surgery.skeleton import Skeleton
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """What the decoder passes to one layer besides the hidden states.
+    """The arguments that the decoder passes to one layer in addition to the hidden states.
 
     Masks, positions and rotary embeddings, of the shapes and dtypes that the model gives them.
     """
@@ -34,8 +33,8 @@ class LayerCall:
     hidden_by_name: bool
 
     def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Call the layer on hidden states (micro_batch, sequence, hidden) in the compute dtype;
-        returns those after it, of the same shape and dtype.
+        """Calls the layer on hidden states (micro_batch, sequence, hidden) in the compute dtype.
+        Returns the hidden states after it, of the same shape and dtype.
         """
         if self.hidden_by_name:
             result = layer(hidden_states=hidden, **self.kwargs)
@@ -59,7 +58,7 @@ class BatchTensors:
 
     @property
     def plain(self) -> bool:
-        """Whether everything about it follows from its shape."""
+        """True if the batch has no masks or positions of its own: its shape decides everything."""
         return self.attention_mask is None and self.position_ids is None
 
 
@@ -76,7 +75,7 @@ class DecoderParts:
         self._skeleton = skeleton
         self._device, self._dtype = device, compute_dtype
         self._decoder, self._layer_list = skeleton.decoder, list(skeleton.layers)
-        # Running the decoder around a lone module would only build masks that nobody uses.
+        # A run of the decoder around a lone module would only build masks without a use.
         self._embeds_alone = _child(self._decoder, skeleton.embeds_alone)
         self._finishes_alone = _child(self._decoder, skeleton.finishes_alone)
         self._hidden_size = int(skeleton.model.config.hidden_size)
@@ -136,8 +135,8 @@ class DecoderParts:
         raise AssertionError("the decoder has layers but called none")
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run what follows the last layer inside the decoder (the final norm) on its hidden states,
-        (micro_batch, sequence, hidden); returns as many, of the same dtype.
+        """Runs the decoder's code after the last layer (the final norm). Takes the layer's hidden
+        states, (micro_batch, sequence, hidden), and returns as many, of the same dtype.
         """
         if self._finishes_alone is not None:
             result: torch.Tensor = self._finishes_alone(hidden)
@@ -194,8 +193,8 @@ class DecoderParts:
 
 
 class LayerCalls:
-    """What the layers are called with, made once: for all plain batches of a shape, else for the
-    latest micro-batch, whose blocks may run one by one.
+    """The arguments of the layers, made once. All plain batches of a shape share them; otherwise
+    they are those of the latest micro-batch, since its blocks may run one by one.
     """
 
     def __init__(self, parts: DecoderParts) -> None:
@@ -254,11 +253,12 @@ def _decoder_output() -> type[Any]:
 
 
 def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> bool:
-    """Refuse models whose decoder ignores restarting position ids when it makes masks.
+    """Refuses models with a decoder that ignores restarting position ids when it makes masks.
 
-    ``document_ids`` is (micro_batch, sequence), int64, on the host; masks are (micro_batch or 1,
-    heads or 1, sequence, sequence), bool or added to scores. Returns whether there was anything to
-    see: on a GPU looking makes the host wait, and once is enough.
+    ``document_ids`` is (micro_batch, sequence), int64, on the host. Masks are (micro_batch or 1,
+    heads or 1, sequence, sequence), bool or added to scores. Returns whether the batch has a border
+    between documents to check. On a GPU the check makes the host wait, so callers stop after the
+    first.
 
     Raises:
         ConfigError: a layer would attend from one document to another.

@@ -42,7 +42,7 @@ _WITHOUT_EFFECT = {"max_window_layers", "n_ctx", "prefix", "task_specific_params
 """Published configurations have them; transformers reads them for some types, or no longer."""
 
 _WITHOUT_EFFECT_IF_OFF = {"activation_dropout", "use_sliding_window"}
-"""The same, but whoever switches them on means something."""
+"""Keys without effect while they are off. Switched on, a key asks for an effect."""
 
 _CONFIG_READ = re.compile(
     r"""\bconfig\.(\w+)|getattr\(\s*(?:self\.)?config,\s*["'](\w+)["']"""
@@ -67,9 +67,9 @@ def resolve_hf_config(
 ) -> PretrainedConfig:
     """Returns the model's configuration with vocabulary size and special tokens filled in.
 
-    ``tokenizer_vocab_size`` is None when token ids come from a file; then the model must say. A
-    tokenizer may have ids that the model has not: what counts is what texts have. ``eos`` is the
-    token that ends a document, None where nobody knows.
+    ``tokenizer_vocab_size`` is None when token ids come from a file; then the model must name the
+    size. A tokenizer may have ids that the model lacks: only ids in texts count. ``eos`` is the
+    token that ends a document, None if it is unknown.
 
     Raises:
         ConfigError: unknown type or key, impossible value, or a vocabulary without ``eos``.
@@ -97,7 +97,7 @@ def resolve_hf_config(
 
 
 def folder_composite(directory: Path) -> Composite | None:
-    """Returns the whole model of a folder whose text model is trained; None for other models.
+    """Returns the whole model of a folder with a text model to train; None for other models.
 
     Raises:
         ConfigError: it cannot be built, or ``config.json`` cannot be used.
@@ -107,8 +107,8 @@ def folder_composite(directory: Path) -> Composite | None:
 
 
 def import_modules(config: Config) -> None:
-    """Import what ``model.imports`` lists, so that transformers knows the types of model that these
-    modules register.
+    """Imports the modules of ``model.imports``, so that transformers knows the model types that
+    they register.
 
     Raises:
         ConfigError: one cannot be imported.
@@ -194,8 +194,8 @@ def _from_mapping(
     if "vocab_size" not in fields:
         if tokenizer_vocab_size is None:
             raise ConfigError(
-                "model.hf.vocab_size: is missing; with data.tokens nothing else says how many"
-                " tokens there are"
+                "model.hf.vocab_size: is missing; a run from data.tokens needs the size of"
+                " the vocabulary"
             )
         fields["vocab_size"] = tokenizer_vocab_size
     # A type's default special tokens belong to the tokenizer of its first model: as ordinary tokens
@@ -212,7 +212,7 @@ def _from_mapping(
 
 
 def _check_counts(fields: dict[str, Any], where: Callable[[str], str]) -> None:
-    """Refuse numbers of modules that would take all memory before anything else can be checked."""
+    """Refuses numbers of modules that would take all memory before anything else can be checked."""
     parts = {f"{key}.": part for key, part in fields.items() if isinstance(part, dict)}
     for prefix, part in {"": fields, **parts}.items():
         for key, value in part.items():
@@ -232,7 +232,7 @@ def _innermost(error: Exception) -> Exception:
 
 
 def _check_kind(hf_config: PretrainedConfig, where: str) -> None:
-    """Refuse what is no language model, or has one among other parts."""
+    """Refuses models that are no language model, or contain one among other parts."""
     model_type = hf_config.model_type
     named = f"{where} = {model_type!r}"
     if not _is_language_model(hf_config) or getattr(hf_config, "is_encoder_decoder", False):
@@ -252,8 +252,8 @@ def _is_language_model(hf_config: PretrainedConfig) -> bool:
 
 
 def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]) -> None:
-    """Refuse keys that a type of model has no use for: transformers keeps them without a word, and
-    another model is trained than was meant.
+    """Refuses keys that a model type does not use. transformers keeps them silently, and another
+    model than intended is trained.
     """
     known = set(inspect.signature(config_class.__init__).parameters) | set(config_class().to_dict())
     known |= {*config_class.attribute_map, *_SPECIAL_TOKENS, *_OLDER_NAMES}
@@ -266,31 +266,31 @@ def _refuse_unknown(fields: dict[str, Any], config_class: type[PretrainedConfig]
 
 
 def _read_by_type(config_class: type[PretrainedConfig]) -> set[str]:
-    """Returns keys that the modules of a type ask a configuration for, or that its configuration
-    takes from what it is given, declared by the class or not: those of published configurations too
-    (``head_dim`` of qwen3_moe, ``rotary_pct`` of gpt_neox).
+    """Returns keys that the modules of a type or its configuration read, declared by the class or
+    not. They include keys of published configurations (``head_dim`` of qwen3_moe, ``rotary_pct`` of
+    gpt_neox).
     """
     folder = Path(inspect.getfile(config_class)).parent
     files = (*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py"))
     sources = (path.read_text(encoding="utf-8") for path in files)
-    found = (match for text in sources for match in _CONFIG_READ.findall(text))
-    return {name for match in found for name in match if name}
+    matches = (match for text in sources for match in _CONFIG_READ.findall(text))
+    return {name for match in matches for name in match if name}
 
 
 def _check_loss(hf_config: PretrainedConfig) -> None:
-    """Refuse a loss that a type adds to that of the tokens: only the latter is trained on."""
+    """Refuses an auxiliary loss: only the loss of the tokens is trained on."""
     for key, added in _ADDED_LOSSES.items():
         value = getattr(hf_config, key, None)
         if value:
             raise ConfigError(
                 f"model: {key} = {json.dumps(value)} of {hf_config.model_type!r} adds {added} to"
-                " that of the tokens, and blocks that run one after the other train on the latter"
-                f" alone; set it to {json.dumps(type(value)())}"
+                " the tokens' loss, and Penstock trains on the tokens' loss alone;"
+                f" set {key} to {json.dumps(type(value)())}"
             )
 
 
 def _check_objective(hf_config: PretrainedConfig, objective: str) -> None:
-    """Refuse a model that sees what it is to predict, or does not see what follows a mask."""
+    """Refuses a model that sees the tokens to predict, or does not see the tokens after a mask."""
     masked = predicts_masked(hf_config)
     if masked and objective == NEXT_TOKEN:
         raise ConfigError(
@@ -300,5 +300,5 @@ def _check_objective(hf_config: PretrainedConfig, objective: str) -> None:
     if not masked and objective == MASKED:
         raise ConfigError(
             f"data.objective = {objective!r}: {hf_config.model_type!r} is a decoder, which sees no"
-            f" words behind a masked one; set data.objective: {NEXT_TOKEN}"
+            f" words after a masked one; set data.objective: {NEXT_TOKEN}"
         )

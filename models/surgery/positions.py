@@ -1,7 +1,7 @@
-"""The length of sequences that a model has positions for.
+"""The largest sequence length that a model's positions allow.
 
-A table with a row for each position is a wall. Rotary frequencies are none, whatever
-``max_position_embeddings`` says: yarn and its relatives go beyond it.
+A table with a row for each position is a hard limit. Rotary frequencies are none, even beyond
+``max_position_embeddings``: yarn and its relatives go further.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TRIAL_TOKENS = 3
 
 
 def check_positions(config: Config, hf_config: PretrainedConfig, skeleton: Skeleton) -> None:
-    """Refuse sequences that are longer than a table of positions.
+    """Refuses sequences that are longer than a table of positions.
 
     Raises:
-        ConfigError: names ``data.sequence_length``, or ``data.document_masks`` where frequencies
-            would depend on the documents that a process has seen before.
+        ConfigError: names ``data.sequence_length``; or ``data.document_masks`` if frequencies would
+            depend on the documents that a process has seen before.
     """
     length = config.data.sequence_length
     rows = _rows(hf_config, skeleton, length)
@@ -59,11 +59,11 @@ def _rows(hf_config: PretrainedConfig, skeleton: Skeleton, length: int) -> int |
 
 
 def _decoder_positions(skeleton: Skeleton) -> list[int]:
-    """Returns the positions that each table of the decoder has, outside of its layers.
+    """Returns the numbers of positions of the decoder's tables outside of its layers.
 
-    The decoder runs on a few equal tokens: a table that is read at rising rows is one of positions,
-    from the first of these rows on. A model that such tokens do not suit, such as one for pictures,
-    has no table.
+    The decoder runs on a few equal tokens. A table that is read at rising rows is a table of
+    positions, from the first of these rows on. A model that cannot run on such tokens, such as one
+    for pictures, has no table.
     """
     cpu = torch.device("cpu")
     parts = DecoderParts(skeleton, device=cpu, compute_dtype=torch.float32)

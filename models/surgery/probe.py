@@ -1,7 +1,7 @@
-"""Shallow copies of Hugging Face modules with some children replaced, and what they reveal.
+"""Shallow copies of Hugging Face modules with replaced children, to observe a decoder's structure.
 
-A *shell* shares every child of the module it copies, except those that are overridden by plain
-callables; running it runs the original forward code around them.
+A *shell* shares every child of the module that it copies, except those overridden by plain
+callables. To run a shell is to run the original forward code around them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MOST_RESULTS = 2
 
 @contextmanager
 def refused(explain: Callable[[Exception], str]) -> Iterator[None]:
-    """Run code of transformers, or of a model, inside: whatever it raises becomes a ConfigError.
+    """Runs code of transformers or of a model inside; any error becomes a ConfigError.
 
-    Each type of model has checks and ways of its own, so any kind of error may come. ``explain``
-    gets it and returns the message; errors of ours pass as they are.
+    Each type of model has its own checks, so any kind of error may come. ``explain`` returns the
+    message for an error; errors of Penstock pass unchanged.
 
     Raises:
         ConfigError: the code inside raised.
@@ -47,10 +47,10 @@ def refused(explain: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = False) -> Any:
-    """Returns a shallow copy of ``module`` whose attributes in ``overrides`` are replaced; a dotted
-    name is an attribute of a descendant, and what lies between becomes a shell, too.
+    """Returns a shallow copy of ``module`` with the attributes in ``overrides`` replaced. A dotted
+    name is an attribute of a descendant; the modules on the way become shells, too.
 
-    ``training`` is for what the shells' own forwards do; children keep their mode.
+    ``training`` is the mode of the shells' own forwards; children keep their mode.
     """
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
@@ -65,15 +65,16 @@ def shell(module: nn.Module, overrides: Mapping[str, Any], *, training: bool = F
         here[name] = shell(module.get_submodule(name), inner, training=training)
     for name, value in here.items():
         clone._modules.pop(name, None)
-        # A name in the instance's dictionary is found before nn.Module's own lookup, whatever its
-        # type.
+        # Python finds a name in the instance's dictionary before nn.Module's own lookup, for values
+        # of any type.
         vars(clone)[name] = value
     return clone
 
 
 def children_around(decoder: nn.Module, layers_name: str) -> dict[str, nn.Module]:
-    """Returns the modules of a decoder that stand beside its layers, by dotted name in the order of
-    the modules: its children, and those of what contains the layers (an encoder's list of them).
+    """Returns the modules of a decoder outside its layers, by dotted name in the order of the
+    modules. They are its children, and those of the modules that contain the layers (an encoder's
+    list).
     """
     around: dict[str, nn.Module] = {}
     first, _, rest = layers_name.partition(".")
@@ -141,12 +142,12 @@ class WeightlessStub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """When the decoder's children that own parameters run, seen from its layers.
+    """The order in which the decoder's children with parameters run, relative to its layers.
 
-    ``embeds_alone`` names the child that makes the first layer's input from the token ids with
-    nothing else happening, ``finishes_alone`` the one that makes the result from the last layer's
-    output; None where there is more to it. ``layer_results`` is the length of the tuple that the
-    decoder expects of a layer, hidden states first; 0 where it takes these alone.
+    ``embeds_alone`` names the child that alone makes the first layer's input from the token ids.
+    ``finishes_alone`` names the child that alone makes the result from the last layer's output.
+    Both are None if other code takes part. ``layer_results`` is the length of the tuple that the
+    decoder expects of a layer, hidden states first. It is 0 for hidden states alone.
     """
 
     before: tuple[str, ...]
@@ -157,12 +158,13 @@ class Order:
 
 
 def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Order:
-    """Run the decoder's forward over stubs and note who runs before the first and after the last
-    layer.
+    """Runs the decoder's forward over stubs and records the children before the first and after the
+    last layer.
 
     Raises:
-        ConfigError: the decoder does not call its layers one after the other, passes them state
-            that depends on parameters or is mutable, or calls a child both before and after them.
+        ConfigError: the decoder does not call its layers one after the other. Or it passes them
+            state that depends on parameters or is mutable, or calls a child both before and after
+            them.
     """
     failures = []
     for results in range(_MOST_RESULTS + 1):
@@ -174,7 +176,7 @@ def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Ord
             _Observation(decoder, layers_name, hidden_size, results, filler=0.0).run_around()
         except PenstockError:
             raise
-        except Exception as error:  # whatever the decoder does to stubs
+        except Exception as error:  # any error of the decoder on stubs
             failures.append(reason(error))
             continue
         _refuse_carried_state(decoder, first.extras, second.extras)
@@ -188,10 +190,10 @@ def observe_order(decoder: nn.Module, layers_name: str, hidden_size: int) -> Ord
 def _refuse_carried_state(
     decoder: nn.Module, first: list[dict[str, Any]], second: list[dict[str, Any]]
 ) -> None:
-    """Refuse a decoder that gives its layers results of modules, or mutable state: they may be
-    given only what follows from the batch.
+    """Refuses a decoder that passes results of modules, or mutable state, to its layers. Arguments
+    must follow from the batch alone.
 
-    Results of modules are found by two runs whose stubs return different numbers.
+    Two runs with different numbers from the stubs reveal results of modules.
     """
     for one, other in zip(first, second, strict=True):
         for key, value in one.items():
@@ -238,7 +240,7 @@ class _Observation:
                 self._overrides[name] = ModuleStub(child, self._watching(name))
 
     def run(self) -> Order:
-        """Run the decoder from token ids, as the embedding's block does.
+        """Runs the decoder from token ids, as the embedding's block does.
 
         Raises:
             ConfigError: a child runs both before and after the layers, or between them.
@@ -270,7 +272,7 @@ class _Observation:
         )
 
     def run_around(self) -> None:
-        """Run from hidden states that take no memory, as workers do for masks and positions."""
+        """Runs from hidden states that take no memory, as workers do for masks and positions."""
         with torch.no_grad():
             states = torch.zeros(1, 1, 1).expand(self._shape)
             shell(self._decoder, self._overrides)(inputs_embeds=states, use_cache=False)
@@ -282,7 +284,8 @@ class _Observation:
                     f"model: {type(self._decoder).__name__} runs {name} between its layers;"
                     " this architecture is not supported"
                 )
-            # Memory of its own, by which _alone tells whose result the decoder hands on.
+            # A copy has memory of its own, by which _alone recognizes the result that the decoder
+            # passes on.
             output = self._stub(*args, **kwargs).clone()
             calls = self._calls_after if self._next_layer else self._calls_before
             calls.append(_ChildCall(name=name, args=args, kwargs=kwargs, output=output))

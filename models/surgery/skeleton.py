@@ -1,12 +1,11 @@
-"""A Hugging Face language model without parameters, and which of its parts belongs to which block.
+"""A Hugging Face language model without parameters, and the block of each of its parts.
 
-The model is built on the meta device, so that its parameters take no memory; its non-persistent
-buffers (rotary frequencies, embedding scales) are then rebuilt for real. Which of the decoder's
-modules work before the layers and which after them is *observed*: the decoder's own forward runs
-once with every module that has parameters replaced by a stub. Nothing here knows an architecture by
-name.
+The model is built on the meta device, so that its parameters take no memory. Its non-persistent
+buffers (rotary frequencies, embedding scales) are then rebuilt with their values. A test run
+*observes* the decoder's modules before and after the layers: its own forward runs once, and stubs
+replace all modules with parameters. No code here depends on an architecture's name.
 
-How the parts are run is in :mod:`penstock.models.surgery.decoder_parts`.
+:mod:`penstock.models.surgery.decoder_parts` runs the parts.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ class Part:
 class Skeleton:
     """The model on the meta device and its parts in block order: embedding, layers, head.
 
-    ``decoder_path`` names the module whose forward goes from token ids through the layers;
-    ``layers_name`` its list of layers, dotted where that belongs to an encoder inside. ``before``
-    and ``after`` are the names of the modules around the layers that own parameters and run before
-    the first and after the last layer; one that does all there is to do is named by
-    ``embeds_alone`` or ``finishes_alone``. ``layer_results``: the length of the tuple that the
-    decoder expects of a layer, 0 where it takes hidden states alone.
+    ``decoder_path`` names the module with the forward from token ids through the layers.
+    ``layers_name`` names its list of layers, dotted if the list belongs to an inner encoder.
+    ``before`` and ``after`` name the modules with parameters that run before the first and after
+    the last layer. ``embeds_alone`` or ``finishes_alone`` names a module that does all of that
+    work. ``layer_results``: the length of the tuple that the decoder expects of a layer, 0 for
+    hidden states alone.
     """
 
     model: Any
@@ -74,7 +73,7 @@ class Skeleton:
 
     @property
     def decoder(self) -> nn.Module:
-        """The module whose forward goes from token ids through the layers."""
+        """The module with the forward from token ids through the layers."""
         decoder: nn.Module = self.model.get_submodule(self.decoder_path)
         return decoder
 
@@ -98,7 +97,7 @@ class Skeleton:
         return values
 
     def around(self) -> dict[str, nn.Module]:
-        """Returns the decoder's modules beside its layers, by name in the order of the modules."""
+        """Returns the decoder's modules outside its layers, by name in the order of the modules."""
         return children_around(self.decoder, self.layers_name)
 
     def tied_names(self) -> dict[str, list[str]]:
@@ -115,9 +114,9 @@ class Skeleton:
 
 
 def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
-    """Build the model of a configuration on the meta device and find its parts.
+    """Builds the model of a configuration on the meta device and finds its parts.
 
-    The model predicts masked tokens where :func:`predicts_masked` says so, else the next one.
+    The model predicts masked tokens if :func:`predicts_masked` is true, else the next one.
 
     Raises:
         ConfigError: the model cannot be built, or does not run layer after layer.
@@ -153,8 +152,8 @@ def _taken_apart(model: Any) -> Skeleton:
 
 
 def predicts_masked(hf_config: PretrainedConfig) -> bool:
-    """Whether the model of a configuration sees the words on both sides of one, and so is trained
-    to predict words that were masked: transformers has it as such, and not as a decoder.
+    """Returns whether a configuration's model sees the words on both sides and so is trained on
+    masked words. True if transformers has it as a masked language model, and not as a decoder.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -169,8 +168,8 @@ def predicts_masked(hf_config: PretrainedConfig) -> bool:
 
 
 def loaded_dtypes(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Returns the type in which transformers has each tensor of a model that it loads as ``dtype``:
-    some, such as those of routers, are kept in fp32.
+    """Returns the type of each tensor in a model that transformers loads as ``dtype``. Some
+    tensors, such as those of routers, stay in fp32.
     """
     from transformers.core_model_loading import build_glob_alternation
 
@@ -210,16 +209,16 @@ def _build_on_meta(hf_config: PretrainedConfig, dtype: torch.dtype = torch.float
 
 
 def _check_kind(model: Any) -> None:
-    """Refuse models that are no layers one after the other, or that act at random in a way that
-    others could not repeat.
+    """Refuses models that do not run layer after layer, or use random numbers in a way that other
+    processes could not repeat.
     """
     config = model.config
     for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
         value = getattr(config, key, None)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"model: type {config.model_type!r} has no {key}; so far, models are supported that"
-                " are layers one after the other"
+                f"model: type {config.model_type!r} has no {key}; models that run layer after"
+                " layer are supported"
             )
     statistics = [
         name for name, module in model.named_modules() if getattr(module, "track_running_stats", 0)
@@ -227,8 +226,8 @@ def _check_kind(model: Any) -> None:
     if statistics:
         raise ConfigError(
             f"model: type {config.model_type!r} keeps running statistics"
-            f" ({', '.join(statistics[:3])}), which forwards change; models whose state is"
-            " parameters and constants are supported"
+            f" ({', '.join(statistics[:3])}), which forwards change; supported models have"
+            " parameters and constants alone"
         )
     if getattr(config, "layerdrop", 0.0):
         raise ConfigError(
@@ -238,13 +237,13 @@ def _check_kind(model: Any) -> None:
 
 
 def rebuild_buffers(model: Any) -> None:
-    """Give every buffer on the meta device its true value, on the CPU, by the model's own
+    """Gives every buffer on the meta device its true value, on the CPU, by the model's own
     initialization.
 
-    A persistent one may stay unset, as files may have it.
+    A persistent buffer may stay unset, as files may have it.
 
     Raises:
-        ConfigError: the model does not say how to fill another buffer.
+        ConfigError: the model cannot fill another buffer.
     """
     owned = list(_with_owner(model, "", model))
     filled: list[nn.Module] = []
@@ -298,8 +297,8 @@ def _is_unset(buffer: torch.Tensor | None) -> bool:
 
 
 def _with_owner(module: nn.Module, path: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yields path, module and the innermost enclosing model, whose ``_init_weights`` is responsible
-    for the module.
+    """Yields path, module and the innermost enclosing model, which initializes the module
+    (``_init_weights``).
     """
     owner = module if hasattr(module, "_init_weights") else owner
     yield path, module, owner
@@ -309,17 +308,17 @@ def _with_owner(module: nn.Module, path: str, owner: Any) -> Iterator[tuple[str,
 
 def _find_layers(model: Any) -> tuple[str, str]:
     num_layers = int(model.config.num_hidden_layers)
-    found = [
+    lists = [
         (path, len(list(module.parameters())))
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers > 0
     ]
-    if not found:
+    if not lists:
         raise ConfigError(
             f"model: type {model.config.model_type!r} with num_hidden_layers = {num_layers} has no"
             " list of that many layers; decoder-only models with at least one layer are supported"
         )
-    path = max(found, key=lambda entry: entry[1])[0]
+    path = max(lists, key=lambda entry: entry[1])[0]
     decoder_path, _, layers_name = path.rpartition(".")
     # The list may belong to an encoder within the module that takes token ids (BERT).
     outer = decoder_path
@@ -383,16 +382,16 @@ def _block_of(inside: str | None, layers_name: str, before: tuple[str, ...], las
 def _part(
     name: str, kind: str, layer_index: int | None, places: _Places, constants: _Places
 ) -> Part:
-    """Returns a block whose parameters go by the first of their names in ``places``."""
+    """Returns a block. Each parameter has the first of its names in ``places``."""
     first: dict[int, str] = {}
     tensors: _Places = {}
     others: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, (module, attribute) in places.items():
-        found = first.setdefault(id(module._parameters[attribute]), path)
-        if found == path:
+        first_name = first.setdefault(id(module._parameters[attribute]), path)
+        if first_name == path:
             tensors[path] = (module, attribute)
         else:
-            others.setdefault(found, []).append((module, attribute))
+            others.setdefault(first_name, []).append((module, attribute))
     return Part(
         name=name,
         kind=kind,

@@ -1,6 +1,6 @@
-"""From a configuration to the block table: which tensors each block has, and what it costs.
+"""The block table of a configuration: the tensors of each block, and its estimated costs.
 
-The costs are estimates for planning before anything was measured; ``penstock profile`` measures.
+The costs serve planning before any measurement; ``penstock profile`` measures.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ def build_table(
     previous: BlockTable | None = None,
 ) -> BlockTable:
     """Returns the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
-    ``skeleton`` is that model where it has been built already. ``previous``: the table of a run
-    that has trained, whose chunks of the loss the run keeps.
+
+    ``skeleton`` is that model if it has been built already. ``previous``: the table of a run that
+    has trained; the run keeps the chunks of its loss.
 
     Trainable tensors of a block lie in state-dict order, those with weight decay (two or more axes)
     first. A tied tensor belongs to the first block that uses it; later ones borrow it.
 
     Raises:
-        ConfigError: an architecture that cannot be cut into blocks, sequences that are longer than
-            its table of positions, or a ``train.freeze`` that matches nothing or everything.
+        ConfigError: the architecture cannot be cut into blocks, sequences are longer than its table
+            of positions, or ``train.freeze`` matches no parameter or every one.
     """
     skeleton = build_skeleton(hf_config) if skeleton is None else skeleton
     check_positions(config, hf_config, skeleton)
@@ -81,7 +82,7 @@ def _frozen_names(patterns: Sequence[str], tied: dict[str, list[str]]) -> frozen
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in names):
             raise ConfigError(
-                f"train.freeze: {pattern!r} matches no parameter; names look like"
+                f"train.freeze: {pattern!r} matches no parameter; parameters have names such as"
                 f" {', '.join(_examples(names))}"
             )
     frozen = frozenset(
@@ -146,9 +147,9 @@ class _Costs:
     """Estimates per token of a micro-batch of sequences of ``sequence_length`` tokens.
 
     A matrix costs two operations an element. Attention over s tokens, scores and values of h heads
-    of d numbers, costs 2 * 2 s h d of them a token, half of that where it is causal (Narayanan et
-    al. 2021, arXiv 2104.04473, appendix). Layers without attention (Mamba) cost their matrices: of
-    the scan over n states of each of d channels, A (d, n) is one.
+    of d numbers, costs 2 * 2 s h d operations a token. Causal attention costs half of that
+    (Narayanan et al. 2021, arXiv 2104.04473, appendix). Layers without attention (Mamba) cost their
+    matrices. Of the scan over n states of each of d channels, A (d, n) is one.
     """
 
     hf_config: PretrainedConfig
@@ -203,11 +204,15 @@ def _block(index: int, part: Part, ties: _Ties, frozen: frozenset[str], costs: _
         name: tuple(getattr(module, attribute).shape)
         for name, (module, attribute) in part.tensors.items()
     }
-    own = {name: shape for name, shape in shapes.items() if name not in borrowed}
+    owned_shapes = {name: shape for name, shape in shapes.items() if name not in borrowed}
     trainable, trainable_elements = _place(
-        sorted((n for n in own if n not in frozen), key=lambda n: len(own[n]) < 2), own, True
+        sorted(
+            (n for n in owned_shapes if n not in frozen), key=lambda n: len(owned_shapes[n]) < 2
+        ),
+        owned_shapes,
+        True,
     )
-    kept, frozen_elements = _place([n for n in own if n in frozen], own, False)
+    kept, frozen_elements = _place([n for n in owned_shapes if n in frozen], owned_shapes, False)
     return BlockSpec(
         index=index,
         name=part.name,

@@ -255,7 +255,7 @@ def test_calls_without_common_ground_are_refused() -> None:
     cases: list[tuple[str, Tensors, dict[str, Any]]] = [
         ("a mask", (query, key, value), {"attn_mask": mask}),
         ("dropout", (query, key, value), {"dropout_p": 0.1}),
-        ("heads of 8 for queries and of 4", (query, key, value[..., :4]), {}),
+        ("query heads have 8 elements, value heads 4", (query, key, value[..., :4]), {}),
         ("differ in number", (query[:, :, 8:], key, value), {"is_causal": True}),
     ]
     for words, tensors, how in cases:

@@ -239,7 +239,7 @@ REFUSED = {
     "number.json": (b"5", ', line 1: expected a JSON object such as {"text": "\u2026"}'),
     "comma.json": (
         b'[{"text": "a"} {"text": "b"}]',
-        ", line 1, record 1: '{' follows in the place of , or ]",
+        ", line 1, record 1: expected , or ] and found '{'",
     ),
     "after.json": (b'[{"text": "a"}]\n5', ", line 2: text follows the end of the JSON array"),
     "cut.json": (
@@ -248,7 +248,7 @@ REFUSED = {
     ),
     "open.json": (
         b'[{"text": "a"}',
-        ", line 1, record 1: the end of the file follows in the place of , or ]",
+        ", line 1, record 1: expected , or ] and found the end of the file",
     ),
     "deep.json": (
         b'[{"text": "a", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]",
@@ -283,7 +283,7 @@ REFUSED = {
     "latin.txt.gz": (
         gzip.compress(b"plain, then \xc4"),
         " (decompressed): byte 0xc4 at offset 12 is no utf-8 (unexpected end of data); convert the"
-        " file to utf-8, or set data.encoding to what all files of text are in, such as latin-1 or"
+        " file to utf-8, or set data.encoding to the encoding of all text files, such as latin-1 or"
         " utf-16",
     ),
     "cut.arrow": (

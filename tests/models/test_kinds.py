@@ -70,7 +70,7 @@ def test_refusals_are_sentences(model_type: str, tmp_path: Path) -> None:
 def test_what_is_masked_must_suit_the_model(tmp_path: Path) -> None:
     complaint = outcome("mamba", tmp_path, "masked")
     assert complaint is not None and is_sentence(complaint)
-    assert "'mamba' is a decoder, which sees no words behind a masked one" in complaint
+    assert "'mamba' is a decoder, which sees no words after a masked one" in complaint
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "distilbert", "modernbert"])

@@ -296,9 +296,7 @@ def test_lost_tokens_of_a_run_are_made_again_from_the_same_text_only(tmp_path: P
     (tmp_path / "data/train.bin").unlink()
     (tmp_path / "a.txt").write_text("b" * 400)
     for _ in range(2):
-        with pytest.raises(
-            StateError, match=r"data: the tokens of the run were lost, and its text"
-        ):
+        with pytest.raises(StateError, match=r"data: the run's tokens are lost, and its text"):
             prepare(given, tmp_path)
         (tmp_path / "data/train.bin").unlink(missing_ok=True)
 

@@ -1,19 +1,19 @@
 """Long texts in pieces, with the token ids of one call. No torch.
 
 Neighbouring pieces share an overlap, which is encoded in both. Both are cut at a place in the
-overlap where they have the same tokens around it, and where the tokenizer's reach
-(:mod:`penstock.models.data.pieces.locality`) is over on both sides: what is in front of the overlap
-decides no token behind the place, and what is behind it none in front. So the place is one of the
-whole text's, too:
+overlap with the same tokens around it in both encodings. The tokenizer's reach
+(:mod:`penstock.models.data.pieces.locality`) must end on both sides of the place. Then text in
+front of the overlap decides no token behind the place, and text behind the overlap none in front.
+So the place is a token boundary of the whole text, too. Two kinds of places qualify:
 
-* The end of a word. Words are encoded alone, so the rest follows. That tokens agree shows that both
-  scans have a match that ends there; the left one is the whole text's up to there, and what follows
-  the end of a match depends on the text behind it only.
+* The end of a word. Words are encoded alone, so the rest follows. Equal tokens show that both scans
+  have a match that ends there. The left scan is the whole text's up to there, and the scan behind a
+  match depends only on the text behind it.
 * With byte pair encoding also the end of a token inside of a word. Merges across the end of a token
-  depend on this token and the next one alone: tokens are those of the whole word if each pair of
+  depend on this token and the next one alone. Tokens are those of the whole word if each pair of
   neighbours is encoded as itself. Each pair of the result is in one of the two encodings.
 
-Where there is no such place, pieces are joined into a longer one, which is encoded anew.
+Without such a place, pieces are joined into a longer one, which is encoded again.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def whole(documents: Iterable[Document]) -> Iterator[Piece]:
 
 
 def check_length(document: Document, length: int) -> None:
-    """Refuse to encode so many characters in one call where memory is too small for it.
+    """Refuses to encode ``length`` characters in one call if memory is too small.
 
     Raises:
-        ConfigError: it would take more memory than there is.
+        ConfigError: the call would take more memory than is free.
     """
     if length <= _PIECE_CHARACTERS:
         return
@@ -340,7 +340,7 @@ class _Chain:
         self._more: list[Piece] = []
 
     def add(self, piece: Piece, encoding: Encoding) -> Iterator[Ids]:
-        """Take the next piece; yields ids that are sure.
+        """Takes the next piece; yields ids that are certain.
 
         Raises:
             ConfigError: pieces cannot be joined, and are too long for one call.
@@ -363,8 +363,8 @@ class _Chain:
             yield _ids(self._encoding, self._from, len(self._encoding))
 
     def _cut(self, piece: Piece, encoding: Encoding, start: int, overlap: str) -> Iterator[Ids]:
-        """Go on with ``piece`` if it may be cut from the text before, in the overlap, which begins
-        there at character ``start``; yields the ids in front of the cut.
+        """Continues with ``piece`` if it may be cut from the text before. The overlap begins at
+        character ``start``. Yields the ids in front of the cut.
         """
         assert self._encoding is not None
         place = self._joint.find(self._encoding, encoding, start, overlap)
@@ -377,7 +377,7 @@ class _Chain:
         self._from, self._more = place.right, []
 
     def _join(self) -> int:
-        """Encode all pieces that wait as one; returns the character where the last one begins."""
+        """Encodes all waiting pieces as one; returns the character at which the last one begins."""
         last = self._more[-1]
         front = [self._text[: self._length], *(p.text[: p.length] for p in self._more[:-1])]
         start = sum(map(len, front))
@@ -387,8 +387,8 @@ class _Chain:
         assert self._encoding is not None
         if encoding.ids[: self._from] != self._encoding.ids[: self._from]:
             raise ConfigError(
-                f"{last.document.place}: the tokenizer encodes the beginning of a piece of"
-                f" {len(text):,} characters in another way than that of a shorter one; split the"
+                f"{last.document.place}: the tokenizer encodes the beginning of"
+                f" {len(text):,} characters differently than that of a shorter piece; split the"
                 " text into documents, or use another tokenizer (data.tokenizer)"
             )
         self._text, self._length, self._encoding = text, start + last.length, encoding

@@ -1,13 +1,15 @@
-"""How far around a place in a text a tokenizer looks: where texts may be cut without other tokens.
+"""The reach of a tokenizer around a place in a text. Beyond it, texts may be cut without other
+tokens.
 
 The library ``tokenizers`` normalizes a text, splits it into words, and encodes each word alone.
-Normalizers and most splits look at neighbouring characters. A split by a regular expression is a
-scan: what follows the end of a match depends on the text behind it only. An atom of the pattern
-matches one character, or with a repetition a run of characters that the atom matches. Two
-neighbours that no repetition covers together are a break. So a match, and what it looks at, has at
-most as many breaks as its pattern has atoms.
+Normalizers and most splits read neighbouring characters. A split by a regular expression is a scan:
+the words after a match depend only on the text behind it.
 
-:class:`Locality` counts breaks. Other tokenizers (:func:`locality_of` returns None) may look at the
+An atom of the pattern matches one character, or with a repetition a run of characters that the atom
+matches. Two neighbours that no repetition covers together are a break. So a match, with all text
+that it reads, has at most as many breaks as its pattern has atoms.
+
+:class:`Locality` counts breaks. Other tokenizers (:func:`locality_of` returns None) may read the
 whole text.
 """
 
@@ -89,7 +91,7 @@ class Locality:
 
 
 def locality_of(tokenizer: Tokenizer) -> Locality | None:
-    """Returns the reach of a tokenizer; None where it may look at the whole text, or is random."""
+    """Returns the reach of a tokenizer; None if it may read the whole text, or is random."""
     model = tokenizer.model
     if not isinstance(model, _MODELS) or getattr(model, "dropout", None):
         return None
@@ -133,7 +135,7 @@ class _Parts:
         """Adds a normalizer.
 
         Raises:
-            CannotTell: it may look at the whole text.
+            CannotTell: the normalizer may read the whole text.
         """
         kind = None if part is None else part["type"]
         if kind == "Sequence":
@@ -150,7 +152,7 @@ class _Parts:
         """Adds a pre-tokenizer.
 
         Raises:
-            CannotTell: it may look at the whole text.
+            CannotTell: the pre-tokenizer may read the whole text.
         """
         kind = None if part is None else part["type"]
         if kind == "Sequence":

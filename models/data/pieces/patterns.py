@@ -1,7 +1,7 @@
-"""How far a regular expression reaches: the atoms of its pattern, and those that it repeats.
+"""The reach of a regular expression: the atoms of its pattern, and those that it repeats.
 
-Patterns are those of Oniguruma, which the library ``tokenizers`` uses. What this module does not
-know, it refuses (:class:`CannotTell`).
+Patterns are those of Oniguruma, which the library ``tokenizers`` uses. The module refuses
+(:class:`CannotTell`) all patterns that it does not know.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ _SIGNS = frozenset("rntfvae0")
 
 
 class CannotTell(Exception):
-    """A pattern, or a part of a tokenizer, whose reach is not known."""
+    """A pattern, or a part of a tokenizer, with unknown reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """``atoms``: how many single characters, sets and places the pattern names. ``repeated``: for
-    each repetition the atoms in it, as patterns of one character.
+    """The reach of a pattern.
+
+    ``atoms``: number of single characters, sets and places in the pattern. ``repeated``: for each
+    repetition the atoms in it, as patterns of one character.
     """
 
     atoms: int
@@ -56,7 +58,7 @@ class _Scan:
     repeated: list[tuple[str, ...]] = field(default_factory=list)
 
     def alternatives(self) -> tuple[str, ...]:
-        """Read up to the end of a group; returns the atoms in it."""
+        """Reads up to the end of a group; returns the atoms in it."""
         atoms: tuple[str, ...] = ()
         while self.place < len(self.pattern) and self.pattern[self.place] != ")":
             if self.pattern[self.place] == "|":
@@ -71,7 +73,7 @@ class _Scan:
         return atoms
 
     def _part(self) -> tuple[str, ...]:
-        """Read an atom or a group; returns the atoms that match a character."""
+        """Reads an atom or a group; returns the atoms that match a character."""
         sign = self.pattern[self.place]
         if sign == "(":
             return self._group()
@@ -109,7 +111,7 @@ class _Scan:
         return atoms
 
     def _skip_set(self) -> None:
-        """Move behind a set in brackets, which may hold others."""
+        """Moves behind a set in brackets, which may hold other sets."""
         depth = 0
         while self.place < len(self.pattern):
             sign = self.pattern[self.place]
@@ -125,7 +127,7 @@ class _Scan:
         raise CannotTell(self.pattern)
 
     def _skip_escape(self) -> bool:
-        """Move behind an escape; returns whether it names a place and no character."""
+        """Moves behind an escape; returns True if it names a place and no character."""
         for known in (_PROPERTY, _CODE):
             if match := known.match(self.pattern, self.place):
                 self.place = match.end()

@@ -33,9 +33,9 @@ def decoded(path: Path, encoding: str, read: CountBytes = ignore_bytes) -> Itera
     with numbers of bytes of the file. Offsets in errors are those of the decompressed content.
 
     Raises:
-        ConfigError: a byte that is no character of the encoding, a mark of another encoding, or
-            the character 0, which no text has; names the file and the offset. Or the file is
-            damaged.
+        ConfigError: a byte is no character of the encoding, or begins a mark of another one. Or the
+            text has the character 0, which no text has, or the file is damaged. The error names the
+            file and the offset.
         OSError: the file cannot be read.
     """
     decoder = codecs.getincrementaldecoder(encoding)("strict")
@@ -113,7 +113,7 @@ def _undecodable(
     why = f" ({error.reason})" if isinstance(error, UnicodeDecodeError) else ""
     return ConfigError(
         f"{name}: {seen} is no {encoding}{why}; convert the file to {encoding}, or set"
-        " data.encoding to what all files of text are in, such as latin-1 or utf-16"
+        " data.encoding to the encoding of all text files, such as latin-1 or utf-16"
     )
 
 

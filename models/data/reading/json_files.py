@@ -63,7 +63,9 @@ def json_objects(path: Path, encoding: str, read: CountBytes) -> Iterator[Record
 
 
 def _of_array(window: _Window) -> Iterator[Record]:
-    """Yields the records of an array whose bracket was read, and checks that nothing follows it."""
+    """Yields the records of an array after its opening bracket, and checks that nothing follows the
+    array.
+    """
     number = 0
     more = window.next_character() != "]"
     while more:
@@ -74,7 +76,7 @@ def _of_array(window: _Window) -> Iterator[Record]:
         separator = window.next_character()
         if separator not in (",", "]"):
             seen = ascii(separator) if separator else "the end of the file"
-            raise ConfigError(f"{window.path}, {where}: {seen} follows in the place of , or ]")
+            raise ConfigError(f"{window.path}, {where}: expected , or ] and found {seen}")
         if more := separator == ",":
             window.skip()
     window.skip()

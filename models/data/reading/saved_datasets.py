@@ -22,8 +22,8 @@ _ROWS = re.compile(r"(?:data-\d+-of-(?P<number>\d+)|dataset)\.arrow")
 
 
 def kind_in_dataset(path: Path, top: Path) -> str | None:
-    """Returns the kind of a file that a saved dataset at or below the folder ``top`` has beside the
-    rows that are read; None for any other file.
+    """Returns the kind of a file that a saved dataset at or below the folder ``top`` has in
+    addition to its rows; None for any other file.
     """
     if path.suffix not in (".arrow", ".json"):
         return None
