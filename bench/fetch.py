@@ -43,7 +43,7 @@ from penstock.daemons.fetch.serving import Serving, draw_generation
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
 from penstock.protocol.metrics.fetch import FETCH
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.security.authority import make
 from penstock.protocol.wire.blocks import BlockClient, connect
@@ -248,7 +248,7 @@ def fetchd(node: str, run_id: str, offer_to: str, transports: str, pipe: Connect
             listener=listener,
             peers=Peers(agent, run, context),
             memoryd=memoryd,
-            metrics=MetricPage(FETCH, CollectorRegistry()),
+            metrics=MetricRegistry(FETCH, CollectorRegistry()),
             stopped=pipe.poll,
         )
         pipe.send("serving")

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.daemons.preload.birth import PYTHON_MODULE
+from penstock.daemons.preload.fork_request import PYTHON_MODULE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

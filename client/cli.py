@@ -112,7 +112,7 @@ def load(config: Path, settings: list[str] | None) -> Config:
 
 def begin_to_import() -> Preloading:
     """Returns a process that begins at once to import what all others will need."""
-    from penstock.daemons.preload.kinds import TORCH
+    from penstock.daemons.preload.preloaders import TORCH
     from penstock.daemons.preload.starting import Preloading
 
     return Preloading(TORCH, os.environ)

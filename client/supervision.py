@@ -22,8 +22,8 @@ from penstock.daemons.node.endpoint import remove_endpoint
 from penstock.daemons.node.machine.budget import RestartBudget
 from penstock.daemons.node.main import LAUNCHER
 from penstock.daemons.node.run_lock import remove_empty_memory, remove_memory, wait_until_dead
-from penstock.daemons.preload.kinds import NODE, PLAIN, TORCH
-from penstock.daemons.preload.owner import ChildProcess
+from penstock.daemons.preload.client import ChildProcess
+from penstock.daemons.preload.preloaders import NODE, PLAIN, TORCH
 from penstock.daemons.preload.starting import Starter
 from penstock.host.errors import ExitCode, LostMemberError, PenstockError, failure_code, reason
 from penstock.host.files import make_directory, reserve, writing
@@ -153,7 +153,7 @@ class NodeProcess:
             with path.open("ab") as console, open(os.devnull, "rb") as nothing:
                 streams = (nothing.fileno(), console.fileno(), console.fileno())
                 return self._starter.start(
-                    LAUNCHER[-1], words, streams, heirs=(PLAIN, TORCH), needs=self._needs
+                    LAUNCHER[-1], words, streams, inherits=(PLAIN, TORCH), needs=self._needs
                 )
         except OSError as error:
             raise LostMemberError(

@@ -31,7 +31,7 @@ from penstock.config.schema import Config
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.preparing.prepare import is_complete, prepare_run
 from penstock.daemons.node.run_lock import RunLock, kept_words, node_lock_path, train_lock_path
-from penstock.daemons.preload.kinds import TORCH
+from penstock.daemons.preload.preloaders import TORCH
 from penstock.daemons.preload.starting import Preloading, Spawning, Starter
 from penstock.host.errors import FAILURES, ExitCode
 from penstock.host.requirements import check_torch

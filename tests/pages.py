@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 
-from penstock.daemons.monitor.metrics.asking import ask
-from penstock.protocol.run.pages import page_address
+from penstock.daemons.monitor.metrics.scrape import scrape
+from penstock.protocol.run.metrics_socket import metrics_address
 
 
 def page_of(run_id: str, member: str, within_s: float = 10.0) -> str:
     """The page, as soon as the process has one."""
     deadline = time.monotonic() + within_s
     while True:
-        answer = ask({member: page_address(run_id, member)}, 5.0)[member]
+        answer = scrape({member: metrics_address(run_id, member)}, 5.0)[member]
         if answer.page is not None:
             return answer.page.decode()
         assert time.monotonic() < deadline, f"{member} hands out no page: {answer}"

@@ -15,7 +15,7 @@ from penstock.daemons.fetch.service import FetchService
 from penstock.daemons.fetch.serving import SERVED, Serving, draw_generation
 from penstock.host.errors import LostMemberError
 from penstock.protocol.metrics.fetch import FETCH
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.names import fetchd_name, ipc_address, node_index
 from penstock.protocol.run.process import RunProcess, run_process
 from penstock.protocol.wire.blocks import MEMORY_SOCKET, attach, connect
@@ -52,7 +52,7 @@ def fetchd(node: str, process: RunProcess) -> None:
         listener=listener,
         peers=Peers(agent, run, context, socket_access(run.config, run.path, node)),
         memoryd=memoryd,
-        metrics=MetricPage(FETCH, registry),
+        metrics=MetricRegistry(FETCH, registry),
         stopped=lambda: process.stop.is_set,
     )
     service.run()

@@ -21,7 +21,7 @@ from penstock.daemons.fetch.reads import Read, StaleError, Step
 from penstock.daemons.fetch.serving import Serving
 from penstock.host.errors import PenstockError, ProtocolError
 from penstock.protocol.metrics.fetch import READ_BYTES, READS
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.wire.frames import ReadReply, ReadRequest, encode
 
 IDLE_MS = 2
@@ -62,7 +62,7 @@ class FetchService:
         listener: Listener,
         peers: Peers,
         memoryd: zmq.Socket[bytes],
-        metrics: MetricPage,
+        metrics: MetricRegistry,
         stopped: Callable[[], bool],
     ) -> None:
         """``memoryd``: the local socket of the node's memoryd, which is told of the offer."""

@@ -20,10 +20,9 @@ from penstock.daemons.memory.restore import run_loader
 from penstock.daemons.memory.segments import acquire
 from penstock.daemons.memory.server import BlockServer
 from penstock.daemons.memory.service import MemoryService
-from penstock.daemons.preload.birth import PYTHON_MODULE
-from penstock.daemons.preload.heirs import take_heirs
-from penstock.daemons.preload.kinds import TORCH
-from penstock.daemons.preload.owner import Preloader
+from penstock.daemons.preload.client import Preloader
+from penstock.daemons.preload.fork_request import PYTHON_MODULE
+from penstock.daemons.preload.preloaders import TORCH, take_inherited
 from penstock.host import world
 from penstock.host.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -107,9 +106,9 @@ def memoryd(
 
 @contextmanager
 def _own_preloader() -> Iterator[Preloader | None]:
-    """Yields the preloader that this process has from birth on, if it has one."""
-    heir = take_heirs(os.environ).get(TORCH)
-    preloader = None if heir is None else Preloader.adopt(heir)
+    """Yields the preloader that this process has from its start on, if it has one."""
+    handle = take_inherited(os.environ).get(TORCH)
+    preloader = None if handle is None else Preloader.adopt(handle)
     try:
         yield preloader
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from penstock.protocol.metrics.memory import MEMORY
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.shm.memory import NodeMemory
 
 
@@ -13,7 +13,7 @@ class MemoryMetrics:
     """The page of one memoryd; its loop and the block server write it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._page = MetricPage(MEMORY, registry)
+        self._page = MetricRegistry(MEMORY, registry)
 
     def watch(self, memory: NodeMemory) -> None:
         """Report the memory's sizes, and its versions at every scrape."""

@@ -19,8 +19,8 @@ import numpy as np
 from penstock import _native
 from penstock.daemons.memory import snapshot
 from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
-from penstock.daemons.preload.birth import PYTHON_MODULE, Birth
-from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.client import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.fork_request import PYTHON_MODULE, ForkRequest
 from penstock.host import world
 from penstock.host.errors import ExitCode, PenstockError, failure_code
 from penstock.host.stopping import StoppedDetector
@@ -134,11 +134,11 @@ def _code_of(
     """Waits for the end of the process that writes initial weights, and returns its exit code;
     None: a signal had stopped the process for ``silence_s``, and it is dead.
     """
-    stillness, done = StoppedDetector(silence_s), b""
+    stopped_detector, done = StoppedDetector(silence_s), b""
     try:
         while not process.ended(_POLL_S):
             names = frozenset({"loader"}) if process.stopped else frozenset()
-            if stillness.look(names, world.monotonic()):
+            if stopped_detector.look(names, world.monotonic()):
                 _log.warning("the loader is stopped for %g s: killing it", silence_s)
                 return None
             before, done = done, _work_of(process.pid)
@@ -167,7 +167,7 @@ def _start(
         module, *arguments = words[len(PYTHON_MODULE) :]
         try:
             preloader.warm(_WARM_WITHIN_S)
-            return preloader.fork(Birth.here(module, arguments, os.environ), streams)
+            return preloader.fork(ForkRequest.here(module, arguments, os.environ), streams)
         except NotForkedError as error:
             _log.warning("the loader was not forked: %s", error)
         finally:

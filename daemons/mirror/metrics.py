@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from penstock.protocol.metrics.mirror import MIRROR
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.shm.memory import NodeMemory
 
 
@@ -13,7 +13,7 @@ class MirrorMetrics:
     """The page of one mirrord."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._page = MetricPage(MIRROR, registry)
+        self._page = MetricRegistry(MIRROR, registry)
 
     def watch(self, replica: NodeMemory) -> None:
         """Report the replica's size, and its version at every scrape."""

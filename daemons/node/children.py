@@ -13,9 +13,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.daemons.preload.birth import PYTHON_MODULE, Birth
-from penstock.daemons.preload.heirs import take_heirs
-from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.client import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.fork_request import PYTHON_MODULE, ForkRequest
+from penstock.daemons.preload.preloaders import take_inherited
 
 _log = logging.getLogger(__name__)
 _STREAMS = (0, 1, 2)
@@ -23,11 +23,12 @@ _STREAMS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to start: ``name`` is the member name (or ``schedulerd``), ``argv[0]`` a path.
+    """A process to start. ``name`` is the member name (or ``schedulerd``), ``argv[0]`` a path.
 
-    ``is_helper``: the run goes on without it. ``preloads``: the kind of preloader that this one is;
-    it has no ``argv``. ``preloader``: the name of the one that forks it; its ``argv`` is
-    ``python -m MODULE …`` then. ``heirs``: kinds of preloaders that a forked one is to have itself.
+    ``is_helper``: the run continues without it. ``preloads``: the kind, if the process is a
+    preloader (it has no ``argv``). ``preloader``: the name of the preloader that forks it; ``argv``
+    is ``python -m MODULE …`` then. ``inherits``: kinds of preloaders that a forked process
+    inherits.
     """
 
     name: str
@@ -35,7 +36,7 @@ class ProcessSpec:
     is_helper: bool = False
     preloads: str = ""
     preloader: str = ""
-    heirs: tuple[str, ...] = ()
+    inherits: tuple[str, ...] = ()
 
 
 class Children:
@@ -52,7 +53,7 @@ class Children:
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._environment = dict(environment)
-        self._heirs = take_heirs(self._environment)
+        self._inherited = take_inherited(self._environment)
         self._kept = tuple(kept)
         self._running: dict[str, ChildProcess] = {}
         self._preloaders: dict[str, Preloader] = {}
@@ -119,11 +120,11 @@ class Children:
             self.reap(name)
 
     def _start_preloader(self, spec: ProcessSpec) -> ChildProcess:
-        heir = self._heirs.pop(spec.preloads, None)
+        handle = self._inherited.pop(spec.preloads, None)
         preloader = (
             Preloader.start(spec.preloads, self._environment)
-            if heir is None
-            else Preloader.adopt(heir)
+            if handle is None
+            else Preloader.adopt(handle)
         )
         self._preloaders[spec.name] = preloader
         return preloader.process
@@ -134,9 +135,9 @@ class Children:
         if preloader is None or not preloader.is_warm:
             return None
         module, *arguments = spec.argv[len(PYTHON_MODULE) :]
-        birth = Birth.here(module, arguments, self._environment, spec.heirs)
+        request = ForkRequest.here(module, arguments, self._environment, spec.inherits)
         try:
-            return preloader.fork(birth, _STREAMS, self._kept)
+            return preloader.fork(request, _STREAMS, self._kept)
         except NotForkedError as error:
             # It is killed: another one is started when it is dead.
             _log.warning("%s did not fork %s: %s", spec.preloader, spec.name, error)

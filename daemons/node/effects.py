@@ -36,7 +36,7 @@ from penstock.host.process_identity import boot_id
 from penstock.host.stopping import STOP_ORDER
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.node import NODE, RestartCause
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.security.access import Access
@@ -55,7 +55,7 @@ class NodeMetrics:
 
     def __init__(self, members: Sequence[str]) -> None:
         self.registry = CollectorRegistry()
-        self._page = MetricPage(NODE, self.registry)
+        self._page = MetricRegistry(NODE, self.registry)
         for member in members:
             self._page.add(_FENCES, 0, member)
             for cause in RestartCause:

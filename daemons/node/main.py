@@ -33,8 +33,8 @@ from penstock.daemons.node.run_lock import (
 )
 from penstock.daemons.node.service import StopSettings, Supervisor
 from penstock.daemons.node.service_manager import NodeReports, ServiceManager
-from penstock.daemons.preload.birth import PYTHON_MODULE
-from penstock.daemons.preload.kinds import PLAIN, TORCH
+from penstock.daemons.preload.fork_request import PYTHON_MODULE
+from penstock.daemons.preload.preloaders import PLAIN, TORCH
 from penstock.host.errors import FAILURES, ConfigError, ExitCode
 from penstock.host.stopping import Grace
 from penstock.protocol.run.metrics import serve_metrics
@@ -113,8 +113,8 @@ def preloaded(settings: NodeSettings, specs: Sequence[ProcessSpec]) -> tuple[Pro
     for spec in specs:
         loads = is_new and spec.name == memoryd_name(node)
         kind = TORCH if loads or WORKER in spec.argv else PLAIN
-        heirs = (TORCH,) if loads else ()
-        forked.append(replace(spec, preloader=preloader_name(kind, node), heirs=heirs))
+        inherits = (TORCH,) if loads else ()
+        forked.append(replace(spec, preloader=preloader_name(kind, node), inherits=inherits))
     return (*preloaders, *forked)
 
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.host import world
 from penstock.protocol.metrics.optimizer import OPTIMIZER
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.hardware.placement import Placement, page_places
 from penstock.shm.layout import PAGE_BYTES, SegmentKind
 from penstock.shm.memory import NodeMemory
@@ -33,7 +33,7 @@ class OptimizerMetrics:
     def __init__(
         self, registry: CollectorRegistry, clock: Callable[[], float] = world.perf_counter
     ) -> None:
-        self._page = MetricPage(OPTIMIZER, registry)
+        self._page = MetricRegistry(OPTIMIZER, registry)
         self._page.refreshed_by(self._refresh)
         self._clock = clock
         self._waits: tuple[str | None, float] = None, clock()

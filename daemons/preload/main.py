@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from penstock.daemons.preload.kinds import STAGES
+from penstock.daemons.preload.preloaders import STAGES
 from penstock.daemons.preload.server import serve
 from penstock.protocol.run.process import die_with_parent
 

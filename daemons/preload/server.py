@@ -1,14 +1,15 @@
-"""The preloaded process's side: one thread that waits for requests and forks.
+"""The preloaded process: one thread that waits for requests and forks.
 
-A request comes over a socket that only the owner has, with descriptors: the standard streams, one
-end of a socket for this birth alone, and what the child is to hold (the node's lock). Two forks
-make the child a child of the owner: the one between ends at once, and orphans go to the nearest
-ancestor that takes them in (:func:`penstock.daemons.preload.owner.taking_in`). The child says its
-pid over the birth's socket and goes on when it is told to, so that nobody runs whom the owner has
-given up.
+A request arrives over a socket that only the client has, with descriptors: the standard streams,
+one end of a socket for this request alone, and descriptors for the child to keep (the node's lock).
+Two forks make the child a child of the client: the intermediate process exits at once, and orphans
+go to the nearest ancestor that adopts them
+(:func:`penstock.daemons.preload.client.adopting_orphans`). The child sends its pid over the
+request's socket and continues only after the client has acknowledged it. So no child runs that the
+client has abandoned.
 
-A preloader that is to import torch says so when it has what a node needs, too: that is forked from
-it at once, and its heirs import what is left, beside it.
+A preloader of kind ``torch`` also reports when it has imported the modules of a node. The node is
+forked from it at once, and the node's preloaders import the remaining modules in parallel.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.daemons.preload.birth import (
+from penstock.daemons.preload.fork_request import (
     PYTHON_MODULE,
     STREAMS,
-    Birth,
-    leave_nest,
+    ForkRequest,
+    become_child,
     run_module,
     show_command_line,
 )
-from penstock.daemons.preload.heirs import Heir, announce
-from penstock.daemons.preload.kinds import MODULES, QUIET, STAGES
+from penstock.daemons.preload.preloaders import (
+    MODULES,
+    QUIET,
+    STAGES,
+    PreloaderHandle,
+    export_handles,
+)
 from penstock.host.stopping import STOP_ORDER, STOP_SIGNALS
 from penstock.protocol.run.process import die_with_parent
 
@@ -46,8 +52,10 @@ ORPHANED_WITHIN_S = 5.0
 """The process between is dead within this, or the machine is not able to do anything."""
 LISTENS_S = 0.3
 """Between two kinds an owner that waits for the first one is given so long to ask."""
-LEAVES_TO_HEIRS_S = 10.0
-"""So long a preloader lets alone what an heir has begun to import: it would take its cores away."""
+YIELD_TO_CHILD_S = 10.0
+"""Seconds that a preloader pauses its imports while an inherited one imports the same modules: both
+would compete for the cores.
+"""
 
 
 def command_line(kind: str, parent_pid: int) -> tuple[str, ...]:
@@ -81,14 +89,14 @@ def _import_and_answer(requests: socket.socket, kind: str) -> None:
             )
             if not data:
                 return
-            birth = Birth.of(data)
+            request = ForkRequest.of(data)
             try:
-                answer(birth, requests, descriptors)
+                answer(request, requests, descriptors)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
             if patience_s is not None:
-                patience_s = LEAVES_TO_HEIRS_S if kind in birth.heirs else 0.0
+                patience_s = YIELD_TO_CHILD_S if kind in request.inherits else 0.0
         patience_s = 0.0
 
 
@@ -99,7 +107,7 @@ def _imports(kind: str) -> Iterator[str]:
         for module in left:
             importlib.import_module(module)
             yield ""
-        if left or stage == kind:  # an heir has been the others before
+        if left or stage == kind:  # an inherited preloader has been the others before
             yield stage
 
 
@@ -109,7 +117,7 @@ def listen_to_owner_only() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, STOP_SIGNALS)
 
 
-def answer(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> None:
+def answer(request: ForkRequest, requests: socket.socket, descriptors: Sequence[int]) -> None:
     """Forks a child for one request, unless that would not be safe. Never returns in the child."""
     threads = os.listdir("/proc/self/task")
     if len(threads) != 1:
@@ -120,7 +128,7 @@ def answer(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) ->
         return
     between = os.fork()
     if not between:
-        _in_between(birth, requests, descriptors)
+        _fork_again(request, requests, descriptors)
     os.waitpid(between, 0)
 
 
@@ -130,34 +138,36 @@ def _names_of_threads(numbers: Sequence[str]) -> Iterator[str]:
             yield Path(f"/proc/self/task/{number}/comm").read_text().strip()
 
 
-def _in_between(birth: Birth, requests: socket.socket, descriptors: Sequence[int]) -> NoReturn:
+def _fork_again(
+    request: ForkRequest, requests: socket.socket, descriptors: Sequence[int]
+) -> NoReturn:
     try:
         between = os.getpid()
         if os.fork():
             os._exit(0)
         requests.detach()  # by its number it is closed with the others
-        _be_born(birth, between, descriptors)
+        _run_child(request, between, descriptors)
     except Exception as error:
-        os.write(2, f"a preloaded process cannot become {birth.words}: {error!r}\n".encode())
+        os.write(2, f"a preloaded process cannot become {request.words}: {error!r}\n".encode())
     finally:
         os._exit(1)
 
 
-def _be_born(birth: Birth, between: int, descriptors: Sequence[int]) -> NoReturn:
+def _run_child(request: ForkRequest, between: int, descriptors: Sequence[int]) -> NoReturn:
     deadline_s = time.monotonic() + ORPHANED_WITHIN_S
     while os.getppid() == between and time.monotonic() < deadline_s:
         time.sleep(0.0005)
-    number, *_ = leave_nest(birth, descriptors)
+    number, *_ = become_child(request, descriptors)
     line = socket.socket(fileno=number)
     line.send(str(os.getpid()).encode())
     if line.recv(len(GO)) != GO:
-        os._exit(1)  # the owner has given this birth up
+        os._exit(1)  # the owner has given this request up
     line.close()
-    announce([_fork_heir(kind) for kind in birth.heirs])
-    run_module(birth)
+    export_handles([_fork_preloader(kind) for kind in request.inherits])
+    run_module(request)
 
 
-def _fork_heir(kind: str) -> Heir:
+def _fork_preloader(kind: str) -> PreloaderHandle:
     """Returns a preloader of the calling process, forked from it."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
@@ -173,4 +183,4 @@ def _fork_heir(kind: str) -> Heir:
         finally:
             os._exit(0)
     theirs.close()
-    return Heir(kind=kind, descriptor=mine.detach(), pid=pid)
+    return PreloaderHandle(kind=kind, descriptor=mine.detach(), pid=pid)

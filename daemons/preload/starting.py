@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from penstock.daemons.preload.birth import Birth
-from penstock.daemons.preload.heirs import announce
-from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.client import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.fork_request import ForkRequest
+from penstock.daemons.preload.preloaders import export_handles
 
 WARM_UP_S = 30.0
 """Who needs what the preloader imports waits so long for it at first: a process of its own would
@@ -28,13 +28,15 @@ class Starter(Protocol):
         arguments: Sequence[str],
         streams: Sequence[int],
         kept: Sequence[int] = (),
-        heirs: tuple[str, ...] = (),
+        inherits: tuple[str, ...] = (),
         needs: str = "",
     ) -> ChildProcess:
-        """Starts ``python -m module arguments``. ``streams``: its stdin, stdout and stderr;
-        ``kept``: descriptors that it has open as long as it lives; ``heirs``: kinds of preloaders
-        that it gets for itself, if that is possible; ``needs``: the kind that would do to fork it,
-        by default all that is preloaded.
+        """Starts ``python -m module arguments``.
+
+        ``streams``: its stdin, stdout and stderr. ``kept``: descriptors that stay open for its
+        lifetime. ``inherits``: kinds of preloaders that the process inherits, if it is forked.
+        ``needs``: the kind whose imports suffice to fork it; by default all imports of the
+        preloader.
         """
 
     def look(self) -> None:
@@ -50,11 +52,13 @@ class Spawning:
         arguments: Sequence[str],
         streams: Sequence[int],
         kept: Sequence[int] = (),
-        heirs: tuple[str, ...] = (),
+        inherits: tuple[str, ...] = (),
         needs: str = "",
     ) -> ChildProcess:
-        """See :class:`Starter`; there are no heirs."""
-        return spawn(Birth.here(module, arguments, os.environ).words, os.environ, streams, kept)
+        """See :class:`Starter`; it inherits no preloaders."""
+        return spawn(
+            ForkRequest.here(module, arguments, os.environ).words, os.environ, streams, kept
+        )
 
     def look(self) -> None:
         """There is nothing to lose."""
@@ -77,14 +81,14 @@ class Preloading:
         arguments: Sequence[str],
         streams: Sequence[int],
         kept: Sequence[int] = (),
-        heirs: tuple[str, ...] = (),
+        inherits: tuple[str, ...] = (),
         needs: str = "",
     ) -> ChildProcess:
         """See :class:`Starter`."""
         if self._preloader is not None and self._preloader.warm(self._patience_s, needs):
-            birth = Birth.here(module, arguments, os.environ, heirs)
+            request = ForkRequest.here(module, arguments, os.environ, inherits)
             try:
-                return self._preloader.fork(birth, streams, kept)
+                return self._preloader.fork(request, streams, kept)
             except NotForkedError:
                 self._end()
         return Spawning().start(module, arguments, streams, kept)
@@ -108,7 +112,7 @@ class Preloading:
     def hand_over(self) -> None:
         """Gives the preloader to the node that this process becomes, as if it was born with it."""
         if self._preloader is not None:
-            announce([self._preloader.hand_over()])
+            export_handles([self._preloader.hand_over()])
             self._preloader = None
 
     def close(self) -> None:

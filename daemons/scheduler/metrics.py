@@ -14,7 +14,7 @@ from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.status import BreakCause, Observable, Tally, step_seconds
 from penstock.host.files import DAMAGED, parse_json
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.metrics.scheduler import MEMBER_STATES, PHASES, SCHEDULER
 from penstock.shm.table import DType
 
@@ -36,7 +36,7 @@ class SchedulerMetrics:
 
     def __init__(self, config: Config, data_samples: int | None) -> None:
         self.registry = CollectorRegistry()
-        self._page = MetricPage(SCHEDULER, self.registry)
+        self._page = MetricRegistry(SCHEDULER, self.registry)
         self._save_every = config.train.save_every
         self._epoch = 0
         self._counted = Tally()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.metrics.page import Metric, counter
+from penstock.protocol.metrics.registry import Metric, counter
 
 LOG_DROPPED = counter(
     "penstock_log_dropped", "Log lines that could not be written, mostly for a full disk."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.metrics.page import Metric, counter
+from penstock.protocol.metrics.registry import Metric, counter
 
 READS = counter(
     "penstock_fetchd_reads",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.metrics.page import Metric, counter, gauge
+from penstock.protocol.metrics.registry import Metric, counter, gauge
 
 MIRROR: tuple[Metric, ...] = (
     gauge("penstock_replica_bytes", "Shared memory of the replica."),

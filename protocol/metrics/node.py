@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from penstock.protocol.metrics.page import Metric, counter, gauge, info
+from penstock.protocol.metrics.registry import Metric, counter, gauge, info
 
 _MEMBERS = "the node's processes"
 _INTERFACES = "network interfaces that the addresses of the cluster's nodes lead over"

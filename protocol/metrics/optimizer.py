@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.metrics.page import Metric, counter, gauge, info
+from penstock.protocol.metrics.registry import Metric, counter, gauge, info
 from penstock.protocol.metrics.worker import DROPPED, FETCHES
 
 PASSES = (

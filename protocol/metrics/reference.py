@@ -13,7 +13,7 @@ from penstock.protocol.metrics.mirror import MIRROR
 from penstock.protocol.metrics.node import METRICSD, NODE
 from penstock.protocol.metrics.observer import OBSERVER
 from penstock.protocol.metrics.optimizer import OPTIMIZER
-from penstock.protocol.metrics.page import Kind, Metric
+from penstock.protocol.metrics.registry import Kind, Metric
 from penstock.protocol.metrics.scheduler import SCHEDULER
 from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.metrics.worker import WORKER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.metrics.page import Metric, counter, gauge, histogram
+from penstock.protocol.metrics.registry import Metric, counter, gauge, histogram
 
 DECISIONS = ("commit", "amend", "skip")
 MEMBER_STATES = ("missing", "joining", "ready", "fencing")

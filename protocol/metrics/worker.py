@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.metrics.page import Metric, counter, gauge
+from penstock.protocol.metrics.registry import Metric, counter, gauge
 from penstock.protocol.plan.instructions import Opcode
 
 FETCHES = (

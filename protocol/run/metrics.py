@@ -15,18 +15,18 @@ from prometheus_client.registry import Collector
 
 from penstock.host.logs import dropped_lines
 from penstock.protocol.metrics.every import LOG_DROPPED, METRICS_CPU
-from penstock.protocol.run.pages import PageServer, page_address
+from penstock.protocol.run.metrics_socket import MetricsServer, metrics_address
 from penstock.protocol.run.rundir import RunDirectory
 
 
-def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -> PageServer:
+def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -> MetricsServer:
     """Hands the metrics of a process of ``run`` to metricsd whenever that asks.
 
     What every process has is added: log lines that were dropped, and what this costs.
     """
     registry.register(DroppedLines())
     registry.register(RenderTime())
-    return PageServer(registry, page_address(run.run_id, member))
+    return MetricsServer(registry, metrics_address(run.run_id, member))
 
 
 class DroppedLines(Collector):

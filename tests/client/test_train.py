@@ -23,7 +23,7 @@ from penstock.client.supervision import (
 from penstock.client.train import TrainResult, closing_words, complaints
 from penstock.client.views.summary import Reading, loss_words
 from penstock.config.schema import Config, parse_config
-from penstock.daemons.preload.owner import ChildProcess, spawn
+from penstock.daemons.preload.client import ChildProcess, spawn
 from penstock.host.errors import LostMemberError
 
 

@@ -19,7 +19,7 @@ from penstock.client.planning import run_report as planning
 from penstock.client.planning import tuning
 from penstock.config.schema import load_config
 from penstock.daemons.node.preparing import tool
-from penstock.daemons.preload.owner import ChildProcess, spawn
+from penstock.daemons.preload.client import ChildProcess, spawn
 from penstock.daemons.preload.starting import Spawning
 from penstock.planner.cost.profile import CPU_GUESS
 from penstock.planner.planning.auto import trainable_schemes
@@ -298,7 +298,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
             arguments: Sequence[str],
             streams: Sequence[int],
             kept: Sequence[int] = (),
-            heirs: tuple[str, ...] = (),
+            inherits: tuple[str, ...] = (),
         ) -> ChildProcess:
             return spawn((sys.executable, "-c", program, *arguments), os.environ, streams, kept)
 

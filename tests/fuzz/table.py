@@ -45,7 +45,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "chaos.checks._decisions": "reads the journal of a run that has just ended well",
         "daemons.memory.server.ServingMetrics.malformed": _NAMED_SO,
         "daemons.mirror.metrics.MirrorMetrics.malformed": _NAMED_SO,
-        "daemons.preload.birth.Birth.of": "hears its own node alone, over an inherited descriptor",
+        "daemons.preload.fork_request.ForkRequest.of": "reads an inherited descriptor of its node",
         "protocol.wire.states.StateReader.words": "hands 16 bytes to StateWords.unpack",
         "daemons.memory.metrics.MemoryMetrics.malformed": _NAMED_SO,
         "daemons.memory.segments._cut_short": "looks whether eight bytes are zero",

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.daemons.monitor.metrics.merging import MergedPage
-from penstock.protocol.run.pages import render
+from penstock.daemons.monitor.metrics.exposition import MergedExposition
+from penstock.protocol.run.metrics_socket import render
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -45,7 +45,7 @@ def page(text: str, value: float) -> bytes:
 def test_samples_keep_their_names_and_values_and_get_labels(
     text: str, ours: str, value: float
 ) -> None:
-    merged = MergedPage()
+    merged = MergedExposition()
     merged.add(page(text, value), {"process": "a", "run": ours})
     merged.add(page(text, value), {"process": "b", "run": ours})
     expected: Samples = {}
@@ -61,7 +61,7 @@ def test_samples_keep_their_names_and_values_and_get_labels(
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_page_leave_the_others_alone(garbage: bytes) -> None:
-    merged = MergedPage()
+    merged = MergedExposition()
     merged.add(page("x", 1), {"process": "a"})
     alone = merged.text()
     merged.add(garbage, {"process": "b"})
@@ -70,7 +70,7 @@ def test_bytes_that_are_no_page_leave_the_others_alone(garbage: bytes) -> None:
 
 
 def test_a_family_has_one_type() -> None:
-    merged = MergedPage()
+    merged = MergedExposition()
     merged.add(b"# HELP a b\n# TYPE a gauge\na 1\n", {"process": "1"})
     merged.add(b"# HELP a c\n# TYPE a counter\na 2\n", {"process": "2"})
     merged.add(b"# HELP empty c\n# TYPE empty counter\n", {"process": "2"})

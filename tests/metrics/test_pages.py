@@ -16,12 +16,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.daemons.monitor.metrics import asking
-from penstock.daemons.monitor.metrics.asking import ask
+from penstock.daemons.monitor.metrics import scrape as scraping
 from penstock.daemons.monitor.metrics.collection import Collection
+from penstock.daemons.monitor.metrics.scrape import scrape
 from penstock.host.process_identity import ProcessUsage, start_ticks
-from penstock.protocol.run import pages
-from penstock.protocol.run.pages import PageServer, page_address
+from penstock.protocol.run import metrics_socket
+from penstock.protocol.run.metrics_socket import MetricsServer, metrics_address
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def registry(value: float) -> CollectorRegistry:
 
 
 @pytest.fixture
-def served(run_id: str) -> Iterator[PageServer]:
-    server = PageServer(registry(5), page_address(run_id, "memoryd.a"))
+def served(run_id: str) -> Iterator[MetricsServer]:
+    server = MetricsServer(registry(5), metrics_address(run_id, "memoryd.a"))
     yield server
     server.close()
 
@@ -46,10 +46,10 @@ def served(run_id: str) -> Iterator[PageServer]:
 SECOND_PROCESS = """
 import sys, time
 from prometheus_client import CollectorRegistry, Gauge
-from penstock.protocol.run.pages import PageServer, page_address
+from penstock.protocol.run.metrics_socket import MetricsServer, metrics_address
 registry = CollectorRegistry()
 Gauge("penstock_test", "For this test.", registry=registry).set(7)
-PageServer(registry, page_address(sys.argv[1], "worker.1"))
+MetricsServer(registry, metrics_address(sys.argv[1], "worker.1"))
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -69,31 +69,33 @@ print(received, end="")
 """
 
 
-def test_a_page_without_when_counters_began(run_id: str, served: PageServer) -> None:
-    address = page_address(run_id, "memoryd.a")
-    [(name, answer)] = ask({"memoryd.a": address}, 5.0).items()
+def test_a_page_without_when_counters_began(run_id: str, served: MetricsServer) -> None:
+    address = metrics_address(run_id, "memoryd.a")
+    [(name, answer)] = scrape({"memoryd.a": address}, 5.0).items()
     assert (name, answer.pid) == ("memoryd.a", os.getpid()) and answer.page is not None
     assert b"penstock_test 5.0\n" in answer.page
     assert b"_created" not in answer.page
-    assert ask({"x": page_address(run_id, "worker.9")}, 5.0)["x"].pid is None
+    assert scrape({"x": metrics_address(run_id, "worker.9")}, 5.0)["x"].pid is None
 
 
-def test_who_connects_and_reads_nothing_keeps_nobody_out(run_id: str, served: PageServer) -> None:
-    address = page_address(run_id, "memoryd.a")
+def test_who_connects_and_reads_nothing_keeps_nobody_out(
+    run_id: str, served: MetricsServer
+) -> None:
+    address = metrics_address(run_id, "memoryd.a")
     silent = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(4)]
     try:
         for connection in silent:
             connection.connect(address)
-        assert ask({"memoryd.a": address}, 2.0)["memoryd.a"].page is not None
+        assert scrape({"memoryd.a": address}, 2.0)["memoryd.a"].page is not None
     finally:
         for connection in silent:
             connection.close()
 
 
 def test_other_users_are_sent_away_at_both_ends(
-    run_id: str, served: PageServer, monkeypatch: pytest.MonkeyPatch
+    run_id: str, served: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = page_address(run_id, "memoryd.a")
+    address = metrics_address(run_id, "memoryd.a")
     command = [sys.executable, "-c", CONNECT, address[1:]]
     if os.geteuid() == 0:  # else there is nobody to be another user
         told = subprocess.run([*command, "65534"], capture_output=True, timeout=600)
@@ -101,14 +103,14 @@ def test_other_users_are_sent_away_at_both_ends(
     told = subprocess.run(command, capture_output=True, timeout=600)
     assert told.returncode == 0 and int(told.stdout) > 100
     with monkeypatch.context() as patch:
-        patch.setattr(asking, "is_own_user", lambda user: user != os.getuid())
-        assert ask({"memoryd.a": address}, 1.0)["memoryd.a"].pid is None
-    assert ask({"memoryd.a": address}, 1.0)["memoryd.a"].page is not None
+        patch.setattr(scraping, "is_own_user", lambda user: user != os.getuid())
+        assert scrape({"memoryd.a": address}, 1.0)["memoryd.a"].pid is None
+    assert scrape({"memoryd.a": address}, 1.0)["memoryd.a"].page is not None
 
 
 @pytest.mark.parametrize("said", [b"", b"\0" * 7, b"\0" * 7 + b"\x05page", b"\xff" * 200])
 def test_what_is_no_whole_page_is_none(run_id: str, said: bytes) -> None:
-    address = page_address(run_id, "worker.0")
+    address = metrics_address(run_id, "worker.0")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as liar:
         liar.bind(address)
         liar.listen()
@@ -120,19 +122,19 @@ def test_what_is_no_whole_page_is_none(run_id: str, said: bytes) -> None:
 
         thread = threading.Thread(target=lie)
         thread.start()
-        answer = ask({"x": address}, 3600.0)["x"]  # the end of the connection ends the wait
+        answer = scrape({"x": address}, 3600.0)["x"]  # the end of the connection ends the wait
         thread.join()
         assert (answer.page, answer.pid) == (None, os.getpid())
 
 
 def test_a_name_that_is_taken_is_got_when_its_holder_is_gone(run_id: str) -> None:
-    address = page_address(run_id, "memoryd.a")
-    before = PageServer(registry(1), address)
-    after = PageServer(registry(2), address)
+    address = metrics_address(run_id, "memoryd.a")
+    before = MetricsServer(registry(1), address)
+    after = MetricsServer(registry(2), address)
     try:
         before.close()
         deadline = time.monotonic() + 600.0
-        while (answer := ask({"x": address}, 1.0)["x"]).page is None:
+        while (answer := scrape({"x": address}, 1.0)["x"]).page is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert b"penstock_test 2.0" in answer.page
@@ -140,7 +142,9 @@ def test_a_name_that_is_taken_is_got_when_its_holder_is_gone(run_id: str) -> Non
         after.close()
 
 
-def test_the_living_are_heard_beside_one_that_stands_still(run_id: str, served: PageServer) -> None:
+def test_the_living_are_heard_beside_one_that_stands_still(
+    run_id: str, served: MetricsServer
+) -> None:
     """The stopped one is down, and its samples are gone; when it goes on they come back."""
     other = subprocess.Popen(
         [sys.executable, "-c", SECOND_PROCESS, run_id], stdout=subprocess.PIPE, text=True
@@ -168,7 +172,7 @@ def test_the_living_are_heard_beside_one_that_stands_still(run_id: str, served: 
         os.waitid(os.P_PID, other.pid, os.WSTOPPED)  # a busy machine still lets it answer once
         heard = 0
         deadline = time.monotonic() + 600.0
-        while heard < pages.BACKLOG + 3:  # more than may wait at its socket
+        while heard < metrics_socket.BACKLOG + 3:  # more than may wait at its socket
             during = samples()
             assert during["process_up", "worker.1"] == 0 and ("test", "worker.1") not in during
             assert during["process_up", "metricsd.a"] == 1
@@ -189,7 +193,7 @@ def test_the_living_are_heard_beside_one_that_stands_still(run_id: str, served: 
 
 
 def test_however_many_scrape_processes_are_asked_once_a_second(
-    run_id: str, served: PageServer
+    run_id: str, served: MetricsServer
 ) -> None:
     names = {"memoryd.a": {"node": "a"}}
     collection = Collection(run_id, names, bytes, {"node": "a"})

@@ -14,9 +14,9 @@ from penstock.config.schema import parse_config
 from penstock.daemons.monitor.metrics import resources
 from penstock.daemons.monitor.metrics.clocks import Exchange, best_of, clock_page, compare
 from penstock.daemons.monitor.metrics.exporter import Exporter
+from penstock.daemons.monitor.metrics.exposition import Exposition
 from penstock.daemons.monitor.metrics.network import Interface, interfaces_to
 from penstock.daemons.monitor.metrics.resources import NodeResources
-from penstock.daemons.monitor.metrics.sheet import Sheet
 from penstock.host.cgroup import ControlGroups, machine_cpu_s, stolen_s, tightest_memory
 from penstock.protocol.metrics.node import METRICSD
 from penstock.protocol.run.rundir import RunDirectory
@@ -46,9 +46,9 @@ def measured(run: RunDirectory) -> Samples:
         while watched._survey is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        sheet = Sheet(METRICSD)
-        watched.put(sheet)
-        return samples(sheet.page())
+        exposition = Exposition(METRICSD)
+        watched.put(exposition)
+        return samples(exposition.page())
     finally:
         watched.close()
 

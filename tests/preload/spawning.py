@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from penstock.daemons.preload.owner import spawn
+from penstock.daemons.preload.client import spawn
 
 if __name__ == "__main__":
     print("ready", flush=True)

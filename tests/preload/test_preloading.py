@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.preload.birth import Birth
-from penstock.daemons.preload.kinds import QUIET
-from penstock.daemons.preload.owner import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.client import ChildProcess, NotForkedError, Preloader, spawn
+from penstock.daemons.preload.fork_request import ForkRequest
+from penstock.daemons.preload.preloaders import QUIET
 from penstock.daemons.preload.server import REFUSED, answer
 from penstock.host.process_identity import start_ticks
 
@@ -36,8 +36,8 @@ def preloader() -> Iterator[Preloader]:
     instance.end()
 
 
-def birth(*arguments: str, **changes: Any) -> Birth:
-    return Birth.here(NEWBORN, arguments, {**os.environ, **changes})
+def request(*arguments: str, **changes: Any) -> ForkRequest:
+    return ForkRequest.here(NEWBORN, arguments, {**os.environ, **changes})
 
 
 def test_a_forked_process_is_like_a_spawned_one(preloader: Preloader, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_forked_process_is_like_a_spawned_one(preloader: Preloader, tmp_path: 
         streams = (null.fileno(),) * 3
         for how in ("forked", "spawned"):
             path = tmp_path / "view"
-            wanted = birth(str(path), "7", GREETING="hello")
+            wanted = request(str(path), "7", GREETING="hello")
             os.set_inheritable(lock.fileno(), how == "spawned")
             child = (
                 preloader.fork(wanted, streams, [lock.fileno()])
@@ -70,7 +70,7 @@ def test_two_children_draw_other_numbers(preloader: Preloader, tmp_path: Path) -
     drawn = set()
     for number in range(2):
         path = tmp_path / str(number)
-        child = preloader.fork(birth(str(path), "0"), STREAMS)
+        child = preloader.fork(request(str(path), "0"), STREAMS)
         assert child.ended(DEADLINE_S) and child.reap() == 0
         drawn.add(json.loads(path.read_text())["random"])
     assert len(drawn) == 2
@@ -79,12 +79,12 @@ def test_two_children_draw_other_numbers(preloader: Preloader, tmp_path: Path) -
 def test_a_child_dies_with_its_owner(tmp_path: Path) -> None:
     script = f"""
 import os, sys, time
-from penstock.daemons.preload.birth import Birth
-from penstock.daemons.preload.owner import Preloader
+from penstock.daemons.preload.fork_request import ForkRequest
+from penstock.daemons.preload.client import Preloader
 preloader = Preloader.start("plain", os.environ)
 preloader.warm(20.0)
 child = preloader.fork(
-    Birth.here("{NEWBORN}", [{str(tmp_path / "view")!r}, "sleep"], os.environ), (0, 1, 2)
+    ForkRequest.here("{NEWBORN}", [{str(tmp_path / "view")!r}, "sleep"], os.environ), (0, 1, 2)
 )
 print(preloader.process.pid, child.pid, flush=True)
 time.sleep(60)
@@ -109,7 +109,7 @@ def test_a_preloader_with_threads_forks_nobody() -> None:
     thread.start()
     try:
         with mine, theirs:
-            answer(birth("view", "0"), theirs, [0, 1, 2, theirs.fileno()])
+            answer(request("view", "0"), theirs, [0, 1, 2, theirs.fileno()])
             said = mine.recv(100)
             own = Path("/proc/self/comm").read_text().strip().encode()
             assert said.startswith(REFUSED + b"there are ") and own in said
@@ -146,7 +146,7 @@ def test_a_preloader_whose_owner_hangs_up_ends_without_a_word(
 def test_a_stopped_or_killed_preloader_does_not_hold_its_owner_up(tmp_path: Path) -> None:
     preloader = Preloader.start("plain", os.environ)
     with pytest.raises(NotForkedError, match="not ready"):
-        preloader.fork(birth("view", "0"), STREAMS)
+        preloader.fork(request("view", "0"), STREAMS)
     assert preloader.warm(DEADLINE_S)
     for number, reason in (
         (signal.SIGSTOP, "it is stopped"),
@@ -154,7 +154,7 @@ def test_a_stopped_or_killed_preloader_does_not_hold_its_owner_up(tmp_path: Path
     ):
         preloader.process.signal(number)
         with pytest.raises(NotForkedError, match=reason):
-            preloader.fork(birth(str(tmp_path / "view"), "0"), STREAMS)
+            preloader.fork(request(str(tmp_path / "view"), "0"), STREAMS)
     assert preloader.process.ended(DEADLINE_S)
     preloader.end()
     assert not (tmp_path / "view").exists(), "whom the owner has given up does not run"

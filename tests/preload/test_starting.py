@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.preload.heirs import VARIABLE, take_heirs
-from penstock.daemons.preload.owner import Preloader
+from penstock.daemons.preload.client import Preloader
+from penstock.daemons.preload.preloaders import VARIABLE, take_inherited
 from penstock.daemons.preload.starting import Preloading, Spawning
 
 DEADLINE_S = 600.0
@@ -63,9 +63,9 @@ def test_a_node_has_its_preloader_from_before(
     process = preloading.process
     assert process is not None
     preloading.hand_over()
-    [heir] = take_heirs(os.environ).values()
+    [handle] = take_inherited(os.environ).values()
     assert VARIABLE not in os.environ
-    preloader = Preloader.adopt(heir)
+    preloader = Preloader.adopt(handle)
     assert preloader.process.pid == process.pid
     assert preloader.warm(DEADLINE_S)
     preloader.end()
@@ -73,19 +73,19 @@ def test_a_node_has_its_preloader_from_before(
 
 def test_heirs_fork_for_whom_they_were_forked(preloading: Preloading, tmp_path: Path) -> None:
     owner = ("tests.preload.born_owner", (str(tmp_path),), STREAMS)
-    child = preloading.start(*owner, heirs=("plain", "torch"))
+    child = preloading.start(*owner, inherits=("plain", "torch"))
     assert child.ended(80.0) and child.reap() == 0
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "torch"}
     assert [has_torch(tmp_path / kind) for kind in ("plain", "torch")] == [False, True]
 
 
 def test_who_needs_no_torch_is_forked_before_it_is_imported(tmp_path: Path) -> None:
-    owner, newborn = (tmp_path / "heirs", tmp_path / "newborn")
+    owner, newborn = (tmp_path / "inherits", tmp_path / "newborn")
     owner.mkdir()
     with Preloading("torch", os.environ) as preloading:
         early = preloading.start(NEWBORN, (str(newborn), "0"), STREAMS, needs="node")
         born_owner = ("tests.preload.born_owner", (str(owner),), STREAMS)
-        with_heir = preloading.start(*born_owner, heirs=("torch",), needs="node")
+        with_heir = preloading.start(*born_owner, inherits=("torch",), needs="node")
         late = preloading.start(NEWBORN, (str(tmp_path / "late"), "0"), STREAMS)
         for child in (early, with_heir, late):
             assert child.ended(80.0) and child.reap() == 0

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.daemons.preload.birth import Birth
-from penstock.daemons.preload.owner import NotForkedError, Preloader
+from penstock.daemons.preload.client import NotForkedError, Preloader
+from penstock.daemons.preload.fork_request import ForkRequest
 from penstock.host.process_identity import group_of
 from tests.newborns import NewbornStopper
 
@@ -72,11 +72,11 @@ def test_a_forked_newborn_that_is_stopped_is_killed_and_holds_nothing(
             stopper = NewbornStopper(preloader.process.pid, each.__next__, generation)
             with stopper.tracing(), (tmp_path / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                birth = Birth.here(
+                request = ForkRequest.here(
                     "tests.preload.newborn", (str(tmp_path / "view"), "0"), os.environ
                 )
                 with pytest.raises(NotForkedError, match="newborn is stopped"):
-                    preloader.fork(birth, STREAMS, [lock.fileno()])
+                    preloader.fork(request, STREAMS, [lock.fileno()])
                 assert len(stopper.stopped) == 1
                 assert group_of(preloader.process.pid) == [preloader.process.pid]
             with (tmp_path / "lock").open("w") as lock:

@@ -34,7 +34,7 @@ import penstock.daemons.optimizer.pulls as pulls_module
 import penstock.daemons.scheduler.effects as scheduler_effects_module
 import penstock.daemons.scheduler.journal as journal_module
 import penstock.daemons.scheduler.main as scheduler_main
-import penstock.protocol.metrics.page as page_module
+import penstock.protocol.metrics.registry as registry_module
 import penstock.protocol.run.hardware.placement as placement_module
 import penstock.protocol.run.process as process_module
 import penstock.protocol.wire.blocks as blocks_module
@@ -462,7 +462,7 @@ def replaced() -> Iterator[None]:
 
         local = _LocalAccess()
         for name in ("__init__", "add", "set", "observe", "say", "ask", "refreshed_by", "forget"):
-            put(page_module.MetricPage, name, _nothing)
+            put(registry_module.MetricRegistry, name, _nothing)
         for module in (process_module, scheduler_main):
             put(module, "configure_logging", _nothing)
             put(module, "serve_metrics", lambda *_: _NoPage())

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.metrics.worker import BUSY, WORKER
 from penstock.protocol.plan.instructions import Opcode
 from penstock.workers.telemetry.account import TimeAccount
@@ -26,7 +26,7 @@ class WorkerMetrics:
     def __init__(self, registry: CollectorRegistry, progress: Progress | None = None) -> None:
         self.account = TimeAccount()
         self._progress = progress or Progress()
-        self._page = MetricPage(WORKER, registry)
+        self._page = MetricRegistry(WORKER, registry)
         self._shown = self.account.seconds(None)
         self._page.refreshed_by(self._account_for)
 

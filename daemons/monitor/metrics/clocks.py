@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.daemons.monitor.metrics.exporter import keys_of_metrics
-from penstock.daemons.monitor.metrics.sheet import Sheet
+from penstock.daemons.monitor.metrics.exposition import Exposition
 from penstock.daemons.monitor.metrics.targets import addresses
 from penstock.host.files import DAMAGED, parse_json
 from penstock.protocol.run.rundir import RunDirectory
@@ -103,13 +103,13 @@ class ClockWatch:
         self._closing.set()
         self._thread.join(timeout=2 * TIMEOUT_S)
 
-    def put(self, sheet: Sheet) -> None:
+    def put(self, exposition: Exposition) -> None:
         """Write down the offset, if it is known."""
         best = best_of(tuple(self._exchanges), time.monotonic())
         if best is not None:
             offset_s, error_s = best
-            sheet.put("penstock_clock_offset_seconds", offset_s, peer=self._first)
-            sheet.put("penstock_clock_offset_error_seconds", error_s, peer=self._first)
+            exposition.put("penstock_clock_offset_seconds", offset_s, peer=self._first)
+            exposition.put("penstock_clock_offset_error_seconds", error_s, peer=self._first)
 
     def _compare_on(self) -> None:
         while not self._closing.wait(EXCHANGE_S if len(self._exchanges) > 3 else FIRST_EXCHANGES_S):

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from penstock.config.schema import Config
-from penstock.daemons.monitor.metrics.asking import Answer, ask
-from penstock.daemons.monitor.metrics.merging import MergedPage
-from penstock.daemons.monitor.metrics.sheet import Sheet
+from penstock.daemons.monitor.metrics.exposition import Exposition, MergedExposition
+from penstock.daemons.monitor.metrics.scrape import Scraped, scrape
 from penstock.host.logs import Complaints
 from penstock.host.process_identity import ProcessUsage
 from penstock.protocol.metrics.node import (
@@ -22,8 +21,8 @@ from penstock.protocol.metrics.node import (
     PROCESS_START,
     PROCESS_UP,
 )
+from penstock.protocol.run.metrics_socket import metrics_address
 from penstock.protocol.run.names import place_of_member
-from penstock.protocol.run.pages import page_address
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Collection:
         ours: Mapping[str, str],
     ) -> None:
         self._processes, self._own_page, self._ours = processes, own_page, ours
-        self._addresses = {name: page_address(run_id, name) for name in processes}
+        self._addresses = {name: metrics_address(run_id, name) for name in processes}
         self._complaints = Complaints(_log)
         self._lock = threading.Lock()
         self._page, self._made_s = b"", float("-inf")
@@ -70,27 +69,27 @@ class Collection:
 
     def _collect(self, deadline_s: float) -> bytes:
         begun_s = time.monotonic()
-        answers = ask(self._addresses, deadline_s, self._complaints.say)
-        merged = MergedPage()
+        answers = scrape(self._addresses, deadline_s, self._complaints.say)
+        merged = MergedExposition()
         for process, answer in answers.items():
             labels = self._processes[process]
             merged.add(_said_of(answer), labels)
             if answer.page is not None:
                 merged.add(answer.page, labels)
         merged.add(self._own_page(), self._ours)
-        own = Answer(page=b"", pid=os.getpid(), seconds=time.monotonic() - begun_s)
+        own = Scraped(page=b"", pid=os.getpid(), seconds=time.monotonic() - begun_s)
         merged.add(_said_of(own), self._ours)
         return merged.text()
 
 
-def _said_of(answer: Answer) -> bytes:
+def _said_of(answer: Scraped) -> bytes:
     """Returns what is to be said of a process itself, as a page."""
-    sheet = Sheet(PROCESS)
-    sheet.put(PROCESS_UP.name, answer.page is not None)
-    sheet.put(COLLECT_SECONDS.name, answer.seconds)
+    exposition = Exposition(PROCESS)
+    exposition.put(PROCESS_UP.name, answer.page is not None)
+    exposition.put(COLLECT_SECONDS.name, answer.seconds)
     usage = None if answer.pid is None else ProcessUsage.of(answer.pid)
     if usage is not None:
-        sheet.put(PROCESS_CPU.name, usage.cpu_s)
-        sheet.put(PROCESS_MEMORY.name, usage.resident_bytes)
-        sheet.put(PROCESS_START.name, usage.started_s)
-    return sheet.page()
+        exposition.put(PROCESS_CPU.name, usage.cpu_s)
+        exposition.put(PROCESS_MEMORY.name, usage.resident_bytes)
+        exposition.put(PROCESS_START.name, usage.started_s)
+    return exposition.page()

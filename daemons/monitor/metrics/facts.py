@@ -8,15 +8,15 @@ import platform
 
 import penstock
 from penstock.config.schema import Config
-from penstock.daemons.monitor.metrics.sheet import Sheet
+from penstock.daemons.monitor.metrics.exposition import Exposition
 from penstock.protocol.metrics.node import BUILD, RUN
 from penstock.protocol.run.rundir import RunDirectory
 
 
-def put_facts(sheet: Sheet, run: RunDirectory) -> None:
+def put_facts(exposition: Exposition, run: RunDirectory) -> None:
     """Write down ``penstock_build_info`` and ``penstock_run_info``."""
     config = run.config
-    sheet.put(
+    exposition.put(
         BUILD.name,
         1,
         version=penstock.__version__,
@@ -24,7 +24,7 @@ def put_facts(sheet: Sheet, run: RunDirectory) -> None:
         torch=_version("torch"),
         native=_vectors(),
     )
-    sheet.put(
+    exposition.put(
         RUN.name,
         1,
         run_id=run.run_id,

@@ -14,10 +14,10 @@ from penstock.daemons.kit.waits import WaitNote
 from penstock.daemons.monitor.metrics.clocks import ClockWatch
 from penstock.daemons.monitor.metrics.collection import Collection, labels_of
 from penstock.daemons.monitor.metrics.exporter import Exporter, keys_of_metrics
+from penstock.daemons.monitor.metrics.exposition import Exposition
 from penstock.daemons.monitor.metrics.facts import put_facts
 from penstock.daemons.monitor.metrics.resources import NodeResources
 from penstock.daemons.monitor.metrics.serving import PortTakenError, application, listen
-from penstock.daemons.monitor.metrics.sheet import Sheet
 from penstock.daemons.monitor.metrics.targets import (
     former_port,
     remove_targets,
@@ -29,6 +29,7 @@ from penstock.host.logs import Complaints
 from penstock.host.stopping import StopSignal
 from penstock.protocol.metrics.node import KEYS_EXPIRE, OWN
 from penstock.protocol.run.metrics import DroppedLines
+from penstock.protocol.run.metrics_socket import render
 from penstock.protocol.run.names import (
     SCHEDULERD,
     devices_of_node,
@@ -40,7 +41,6 @@ from penstock.protocol.run.names import (
     optimizerd_name,
     worker_name,
 )
-from penstock.protocol.run.pages import render
 from penstock.protocol.run.process import RunProcess, run_process
 from penstock.protocol.security.folders import KeyFolder
 
@@ -107,7 +107,7 @@ def _own_page(process: RunProcess, node: str) -> Callable[[], bytes]:
     first = config.cluster.nodes[0].name
     registry = CollectorRegistry()
     registry.register(DroppedLines())
-    facts = Sheet(OWN)
+    facts = Exposition(OWN)
     put_facts(facts, run)
     resources = process.keep(NodeResources(run, node))
     measuring = [resources.put]
@@ -119,21 +119,21 @@ def _own_page(process: RunProcess, node: str) -> Callable[[], bytes]:
         measuring.append(partial(_put_expiry, KeyFolder(keys)))
 
     def page() -> bytes:
-        sheet = Sheet(OWN)
+        exposition = Exposition(OWN)
         for put in measuring:
-            put(sheet)
-        return facts.page() + sheet.page() + render(registry)
+            put(exposition)
+        return facts.page() + exposition.page() + render(registry)
 
     return page
 
 
-def _put_expiry(folder: KeyFolder, sheet: Sheet) -> None:
+def _put_expiry(folder: KeyFolder, exposition: Exposition) -> None:
     """Write down when the keys that are there expire; 0 when they cannot be read."""
     try:
         expires_s = folder.peek().expires.timestamp()
     except ConfigError:
         expires_s = 0.0
-    sheet.put(KEYS_EXPIRE.name, expires_s)
+    exposition.put(KEYS_EXPIRE.name, expires_s)
 
 
 def _usual(config: Config, node: str) -> Sequence[str]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.schema import Config
+from penstock.daemons.monitor.metrics.exposition import Exposition
 from penstock.daemons.monitor.metrics.network import Interface, interfaces_to
-from penstock.daemons.monitor.metrics.sheet import Sheet
 from penstock.host.cgroup import (
     ControlGroups,
     MemoryUnknownError,
@@ -70,29 +70,29 @@ class NodeResources:
         self._closing.set()
         self._thread.join(timeout=1.0)  # a file system may hold it for ever
 
-    def put(self, sheet: Sheet) -> None:
+    def put(self, exposition: Exposition) -> None:
         """Write everything down that is known now."""
-        self._put_memory(sheet)
-        sheet.put("penstock_node_cpu_used_seconds", machine_cpu_s())
-        sheet.put("penstock_node_cpu_stolen_seconds", stolen_s())
+        self._put_memory(exposition)
+        exposition.put("penstock_node_cpu_used_seconds", machine_cpu_s())
+        exposition.put("penstock_node_cpu_stolen_seconds", stolen_s())
         throttled_s = self._groups.cpu_throttled_s()
         if throttled_s is not None:
-            sheet.put("penstock_node_cpu_throttled_seconds", throttled_s)
+            exposition.put("penstock_node_cpu_throttled_seconds", throttled_s)
         survey = self._survey
         if survey is not None and time.monotonic() - survey.at_s < STALE_S:
-            _put_survey(sheet, survey)
+            _put_survey(exposition, survey)
 
-    def _put_memory(self, sheet: Sheet) -> None:
+    def _put_memory(self, exposition: Exposition) -> None:
         free, size = _room(SHM_ROOT)
-        sheet.put("penstock_node_shm_used_bytes", size - free)
-        sheet.put("penstock_node_shm_limit_bytes", size)
-        sheet.put("penstock_node_shm_run_bytes", _size_of(self._segments))
+        exposition.put("penstock_node_shm_used_bytes", size - free)
+        exposition.put("penstock_node_shm_limit_bytes", size)
+        exposition.put("penstock_node_shm_run_bytes", _size_of(self._segments))
         try:
             memory = tightest_memory()
         except MemoryUnknownError:
             return
-        sheet.put("penstock_node_memory_available_bytes", memory.available)
-        sheet.put("penstock_node_memory_limit_bytes", memory.limit)
+        exposition.put("penstock_node_memory_available_bytes", memory.available)
+        exposition.put("penstock_node_memory_limit_bytes", memory.limit)
 
     def _survey_on(self) -> None:
         planned = _planned_bytes_per_s(self._config)
@@ -117,22 +117,22 @@ class NodeResources:
             self._closing.wait(SURVEY_S)
 
 
-def _put_survey(sheet: Sheet, survey: Survey) -> None:
+def _put_survey(exposition: Exposition, survey: Survey) -> None:
     for what, (free, size) in survey.disks.items():
-        sheet.put("penstock_node_disk_free_bytes", free, what=what)
-        sheet.put("penstock_node_disk_size_bytes", size, what=what)
+        exposition.put("penstock_node_disk_free_bytes", free, what=what)
+        exposition.put("penstock_node_disk_size_bytes", size, what=what)
     for name in sorted(survey.interfaces):
         found = Interface.read(name)
         if found is None:
             continue
-        sheet.put("penstock_node_network_receive_bytes", found.received_bytes, interface=name)
-        sheet.put("penstock_node_network_transmit_bytes", found.sent_bytes, interface=name)
+        exposition.put("penstock_node_network_receive_bytes", found.received_bytes, interface=name)
+        exposition.put("penstock_node_network_transmit_bytes", found.sent_bytes, interface=name)
         if found.bytes_per_s is not None:
             speed = found.bytes_per_s
-            sheet.put("penstock_node_network_speed_bytes_per_second", speed, interface=name)
+            exposition.put("penstock_node_network_speed_bytes_per_second", speed, interface=name)
     if survey.planned_bytes_per_s is not None:
         planned = survey.planned_bytes_per_s
-        sheet.put("penstock_node_planned_network_bytes_per_second", planned)
+        exposition.put("penstock_node_planned_network_bytes_per_second", planned)
 
 
 def _room(path: Path) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from penstock.host.errors import PenstockError
 from penstock.host.process_identity import start_ticks
 from penstock.host.stopping import StopSignal
 from penstock.protocol.metrics.observer import OBSERVER
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace import now_s
 from penstock.protocol.run.trace_reading import RunTrace
@@ -36,7 +36,7 @@ class Sampling:
     """Analyses samples until the run ends. What goes wrong with one is counted and logged."""
 
     run_directory: RunDirectory
-    page: MetricPage
+    page: MetricRegistry
     name: str = "sampling"
     _analyst: Analyst | None = None
     _lost: int = 0
@@ -119,4 +119,4 @@ def _born_s() -> float:
 
 def make_sampling(run: RunDirectory, registry: CollectorRegistry) -> Sampling:
     """Returns the consumer of a run."""
-    return Sampling(run, MetricPage(OBSERVER, registry))
+    return Sampling(run, MetricRegistry(OBSERVER, registry))

@@ -11,10 +11,10 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry
 
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path
-from penstock.daemons.preload.birth import PYTHON_MODULE
-from penstock.daemons.preload.owner import ChildProcess, spawn
+from penstock.daemons.preload.client import ChildProcess, spawn
+from penstock.daemons.preload.fork_request import PYTHON_MODULE
 from penstock.host.stopping import STOP_ORDER, StopSignal
-from penstock.protocol.metrics.page import MetricPage
+from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.run.rundir import RunDirectory
 
@@ -142,7 +142,7 @@ class TrackerConsumer:
 class _Reporter:
     """Brings the page up to date: counters by what was added to the places since the last look."""
 
-    def __init__(self, trackers: tuple[TrackerConsumer, ...], page: MetricPage) -> None:
+    def __init__(self, trackers: tuple[TrackerConsumer, ...], page: MetricRegistry) -> None:
         self._page = page
         self._said = dict.fromkeys(trackers, Bookmark())
         page.refreshed_by(self._report)
@@ -163,5 +163,5 @@ def make_trackers(
     """Returns a consumer for each tracker; their metrics go to ``registry``."""
     trackers = tuple(TrackerConsumer(run, name) for name in names)
     if trackers:
-        _Reporter(trackers, MetricPage(TRACKERS, registry))
+        _Reporter(trackers, MetricRegistry(TRACKERS, registry))
     return trackers

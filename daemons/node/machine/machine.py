@@ -142,7 +142,7 @@ class NodeMachine:
 
     limits: NodeLimits
     children: dict[str, Child]
-    stillness: StoppedDetector
+    stopped_detector: StoppedDetector
     epoch: int = 0
     """Of the last Begin."""
     version: int = 0
@@ -190,7 +190,7 @@ class NodeMachine:
                 )
                 for name in names
             },
-            stillness=StoppedDetector(limits.silence_s),
+            stopped_detector=StoppedDetector(limits.silence_s),
         )
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -210,7 +210,7 @@ class NodeMachine:
         """Returns when :class:`Watched` and :class:`Tick` are due at the latest; None: only when
         something happens.
         """
-        times = [self.deadline_s, self.ask_again_at_s, self.give_up_s, self.stillness.next_s]
+        times = [self.deadline_s, self.ask_again_at_s, self.give_up_s, self.stopped_detector.next_s]
         times += [self._due_s(child) for child in self.children.values()]
         return min((t for t in times if t is not None), default=None)
 
@@ -354,8 +354,8 @@ class NodeMachine:
         return []
 
     def _on_watched(self, event: Watched, now_s: float) -> list[Effect]:
-        still = self.stillness.look(event.stopped, now_s)
-        self._forgive(self.stillness.jump_s, now_s)
+        still = self.stopped_detector.look(event.stopped, now_s)
+        self._forgive(self.stopped_detector.jump_s, now_s)
         effects: list[Effect] = []
         for name, seconds in still.items():
             effects += self._replace(name, f"is stopped for {seconds:.0f} s", now_s)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from penstock.daemons.node.machine.machine import describe_exit
-from penstock.daemons.preload.owner import ChildProcess
+from penstock.daemons.preload.client import ChildProcess
 from penstock.daemons.preload.starting import Spawning, Starter
 from penstock.host.errors import (
     CapacityError,

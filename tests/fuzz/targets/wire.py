@@ -18,12 +18,12 @@ from penstock.daemons.fetch.clients import Client
 from penstock.daemons.fetch.reads import Places
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.daemons.monitor.metrics.asking import _Call
-from penstock.daemons.monitor.metrics.merging import MergedPage
+from penstock.daemons.monitor.metrics.exposition import MergedExposition
+from penstock.daemons.monitor.metrics.scrape import _Request
 from penstock.daemons.optimizer.inbox import GradientSocket, Inbox
 from penstock.daemons.optimizer.metrics import OptimizerMetrics
 from penstock.protocol.plan.instructions import parse_program
-from penstock.protocol.run.pages import LENGTH_BYTES
+from penstock.protocol.run.metrics_socket import LENGTH_BYTES
 from penstock.protocol.wire.blocks import _Fetch
 from penstock.protocol.wire.frames import (
     STATE_WORDS_BYTES,
@@ -373,10 +373,10 @@ def _state_words(data: bytes) -> None:
 
 def _page(data: bytes) -> None:
     """What a process of the node says when metricsd asks for its page, put on the node's page."""
-    call = _Call(connection=None, pid=1, read=bytearray(data))  # type: ignore[arg-type]
+    call = _Request(connection=None, pid=1, read=bytearray(data))  # type: ignore[arg-type]
     page = call.page()
     if page is not None:
-        merged = MergedPage()
+        merged = MergedExposition()
         merged.add(page, {"process": "memoryd"})
         merged.add(page, {"process": "optimizerd"})
         merged.text()
@@ -477,8 +477,8 @@ WIRE = (
         name="metrics-pages",
         open=plainly(_page),
         covers=(
-            "daemons.monitor.metrics.asking._Call.page",
-            "daemons.monitor.metrics.merging.MergedPage.add",
+            "daemons.monitor.metrics.scrape._Request.page",
+            "daemons.monitor.metrics.exposition.MergedExposition.add",
         ),
         seeds=_pages,
     ),

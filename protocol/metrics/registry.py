@@ -1,7 +1,7 @@
 """One process's metrics: described as data, counted in plain calls, and rendered when asked for.
 
 A :class:`Metric` says all there is to know of a metric before there is a process: docs/METRICS.md
-is written from it. A :class:`MetricPage` is what a process counts into. Labels that say whose a
+is written from it. A :class:`MetricRegistry` is what a process counts into. Labels that say whose a
 metric is (run, node, process, device) are not here: whoever collects pages adds them.
 """
 
@@ -119,7 +119,7 @@ def info(name: str, text: str, labels: Mapping[str, str]) -> Metric:
     return Metric(name=name, kind=Kind.INFO, text=text, labels=labels)
 
 
-class MetricPage(Collector):
+class MetricRegistry(Collector):
     """The metrics of a process. Counting takes about a microsecond, from any thread."""
 
     def __init__(self, metrics: Iterable[Metric], registry: CollectorRegistry) -> None:

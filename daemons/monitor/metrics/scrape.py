@@ -1,6 +1,6 @@
 """Asks the processes of a node for their pages, all at once, each within one deadline.
 
-The processes' end, and what goes over the socket, is :mod:`penstock.protocol.run.pages`.
+The processes' end, and what goes over the socket, is :mod:`penstock.protocol.run.metrics_socket`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.protocol.run.pages import LENGTH_BYTES, is_own_user
+from penstock.protocol.run.metrics_socket import LENGTH_BYTES, is_own_user
 from penstock.protocol.security.token import peer_process
 
 MAX_PAGE_BYTES = 16 * 2**20
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Scraped:
     """What one process said. ``page``: None, if it did not answer in time. ``pid``: who listens
     there; None, if nobody does. ``seconds``: how long the answer took.
     """
@@ -33,7 +33,7 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Call:
+class _Request:
     """A connection whose page is being read."""
 
     connection: socket.socket
@@ -58,22 +58,22 @@ class _Call:
         return bytes(self.read[LENGTH_BYTES:]) if whole else None
 
 
-def ask(
+def scrape(
     addresses: Mapping[str, str],
     deadline_s: float,
     complain: Callable[[str], None] = _log.warning,
-) -> dict[str, Answer]:
+) -> dict[str, Scraped]:
     """Returns what the processes said that listen at ``addresses`` (process -> abstract socket);
     those that take longer than ``deadline_s`` have said nothing. ``complain`` hears of names that
     other users have taken.
     """
     begun_s = time.monotonic()
-    answers: dict[str, Answer] = {}
+    answers: dict[str, Scraped] = {}
     with selectors.DefaultSelector() as selector:
         for process, address in addresses.items():
-            call = _call(address, complain)
+            call = _request(address, complain)
             if call is None:
-                answers[process] = Answer(page=None, pid=None, seconds=0.0)
+                answers[process] = Scraped(page=None, pid=None, seconds=0.0)
             else:
                 selector.register(call.connection, selectors.EVENT_READ, (process, call))
         try:
@@ -93,15 +93,15 @@ def ask(
 
 
 def _answer(
-    selector: selectors.BaseSelector, call: _Call, begun_s: float, page: bytes | None
-) -> Answer:
+    selector: selectors.BaseSelector, call: _Request, begun_s: float, page: bytes | None
+) -> Scraped:
     """Hang up, and say what came of it."""
     selector.unregister(call.connection)
     call.connection.close()
-    return Answer(page=page, pid=call.pid, seconds=time.monotonic() - begun_s)
+    return Scraped(page=page, pid=call.pid, seconds=time.monotonic() - begun_s)
 
 
-def _call(address: str, complain: Callable[[str], None]) -> _Call | None:
+def _request(address: str, complain: Callable[[str], None]) -> _Request | None:
     """Returns a connection to a process of this user; None: nobody listens, it has too many
     connections to answer already, or it is somebody else's.
     """
@@ -117,4 +117,4 @@ def _call(address: str, complain: Callable[[str], None]) -> _Call | None:
         connection.close()
         complain(f"@{address[1:]}: process {pid} of user {user} listens there: not asked")
         return None
-    return _Call(connection=connection, pid=pid)
+    return _Request(connection=connection, pid=pid)

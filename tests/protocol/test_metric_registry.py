@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from penstock.protocol.metrics.page import Kind, MetricPage, counter, gauge, histogram, info
 from penstock.protocol.metrics.reference import PROCESSES, markdown
+from penstock.protocol.metrics.registry import Kind, MetricRegistry, counter, gauge, histogram, info
 
 ROOT = Path(__file__).parents[2]
 METRICS = (
@@ -32,7 +32,7 @@ def samples(registry: CollectorRegistry) -> list[str]:
 
 def test_counters_begin_at_zero_and_what_is_not_known_is_absent() -> None:
     registry = CollectorRegistry()
-    page = MetricPage(METRICS, registry)
+    page = MetricRegistry(METRICS, registry)
     assert samples(registry) == [
         'penstock_test_events_total{cause="fire"} 0.0',
         'penstock_test_events_total{cause="water"} 0.0',
@@ -63,7 +63,7 @@ def test_counters_begin_at_zero_and_what_is_not_known_is_absent() -> None:
 
 def test_a_page_is_brought_up_to_date_when_somebody_looks() -> None:
     registry = CollectorRegistry()
-    page = MetricPage(METRICS, registry)
+    page = MetricRegistry(METRICS, registry)
     page.refreshed_by(lambda: page.add("penstock_test_events", 1, "fire"))
     generate_latest(registry)
     assert registry.get_sample_value("penstock_test_events_total", {"cause": "fire"}) == 2
@@ -71,9 +71,9 @@ def test_a_page_is_brought_up_to_date_when_somebody_looks() -> None:
 
 def test_no_two_pages_of_a_process_share_a_name() -> None:
     registry = CollectorRegistry()
-    MetricPage(METRICS, registry)
+    MetricRegistry(METRICS, registry)
     with pytest.raises(ValueError, match="Duplicated"):
-        MetricPage(METRICS[:1], registry)
+        MetricRegistry(METRICS[:1], registry)
 
 
 def test_the_reference_page_is_current() -> None:
@@ -85,7 +85,7 @@ def test_the_reference_page_is_current() -> None:
 def test_descriptions_follow_the_conventions(process: str) -> None:
     """promtool reads a page on which every metric has samples."""
     registry = CollectorRegistry()
-    page = MetricPage(PROCESSES[process], registry)
+    page = MetricRegistry(PROCESSES[process], registry)
     for metric in PROCESSES[process]:
         assert metric.text.endswith("."), metric.name
         for labels in _examples(metric.labels.values()):

@@ -1,12 +1,18 @@
-"""What each kind of preloader imports."""
+"""Kinds of preloaders with the modules they import, and handles of preloaders that a process
+inherits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 NODE, PLAIN, TORCH = "node", "plain", "torch"
+VARIABLE = "PENSTOCK_PRELOADERS"
+"""Environment variable that lists the preloaders a process inherits, with their descriptors."""
 
 MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -49,3 +55,35 @@ QUIET: Mapping[str, str] = MappingProxyType(
 scikit-learn and pandas where they are installed, start threads when they are imported, and Inductor
 processes; gRPC complains of every stranger; a library that asks whether there is a GPU is not to
 wake the driver, which no fork could use then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreloaderHandle:
+    """A preloader of the calling process: what it imports, the owner's socket, its pid, and whether
+    it has said that it is ready.
+    """
+
+    kind: str
+    descriptor: int
+    pid: int
+    warm: bool = False
+
+
+def export_handles(inherits: Iterable[PreloaderHandle]) -> None:
+    """Writes down what the calling process owns."""
+    text = ",".join(f"{h.kind}:{h.descriptor}:{h.pid}:{int(h.warm)}" for h in inherits)
+    os.environ.pop(VARIABLE, None)
+    if text:
+        os.environ[VARIABLE] = text
+
+
+def take_inherited(environment: MutableMapping[str, str]) -> dict[str, PreloaderHandle]:
+    """Returns what the calling process owns, by kind, and forgets it: children own nothing of
+    it.
+    """
+    entries = [entry.split(":") for entry in environment.pop(VARIABLE, "").split(",") if entry]
+    inherits = (
+        PreloaderHandle(kind=kind, descriptor=int(descriptor), pid=int(pid), warm=warm == "1")
+        for kind, descriptor, pid, warm in entries
+    )
+    return {handle.kind: handle for handle in inherits}

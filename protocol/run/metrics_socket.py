@@ -34,7 +34,7 @@ BACKLOG = 4
 _log = logging.getLogger(__name__)
 
 
-def page_address(run_id: str, member: str) -> str:
+def metrics_address(run_id: str, member: str) -> str:
     """Returns the name of the abstract socket where a process of a run hands out its page."""
     return f"\0penstock/{run_id}/{member}/metrics"
 
@@ -51,7 +51,7 @@ def render(registry: CollectorRegistry) -> bytes:
     return generate_latest(registry)
 
 
-class PageServer:
+class MetricsServer:
     """Hands out the page of ``registry`` at ``address`` until :meth:`close`."""
 
     def __init__(self, registry: CollectorRegistry, address: str) -> None:

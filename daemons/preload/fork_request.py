@@ -35,10 +35,10 @@ NAMED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class ForkRequest:
     """A process to be: ``module`` with ``arguments``, as a child of ``parent_pid``.
 
-    ``heirs``: kinds of preloaders that the new process itself is to own, forked before anything
+    ``inherits``: kinds of preloaders that the new process itself is to own, forked before anything
     else happens in it.
     """
 
@@ -48,7 +48,7 @@ class Birth:
     directory: str
     cores: tuple[int, ...]
     parent_pid: int
-    heirs: tuple[str, ...] = ()
+    inherits: tuple[str, ...] = ()
 
     @classmethod
     def here(
@@ -56,8 +56,8 @@ class Birth:
         module: str,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        heirs: tuple[str, ...] = (),
-    ) -> Birth:
+        inherits: tuple[str, ...] = (),
+    ) -> ForkRequest:
         """Returns a process like one that this process would spawn."""
         return cls(
             module=module,
@@ -66,7 +66,7 @@ class Birth:
             directory=os.getcwd(),
             cores=tuple(sorted(os.sched_getaffinity(0))),
             parent_pid=os.getpid(),
-            heirs=heirs,
+            inherits=inherits,
         )
 
     def to_bytes(self) -> bytes:
@@ -74,10 +74,10 @@ class Birth:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def of(cls, data: bytes) -> Birth:
+    def of(cls, data: bytes) -> ForkRequest:
         """Returns the request that came from the owner of a socket that nobody else has."""
         fields = json.loads(data)
-        fields |= {name: tuple(fields[name]) for name in ("arguments", "cores", "heirs")}
+        fields |= {name: tuple(fields[name]) for name in ("arguments", "cores", "inherits")}
         return cls(**fields)
 
     @property
@@ -86,28 +86,28 @@ class Birth:
         return (*PYTHON_MODULE, self.module, *self.arguments)
 
 
-def leave_nest(birth: Birth, descriptors: Sequence[int]) -> list[int]:
-    """Makes the calling process, a fresh fork, one like a spawned child of ``birth.parent_pid``.
+def become_child(request: ForkRequest, descriptors: Sequence[int]) -> list[int]:
+    """Makes the calling process, a fresh fork, one like a spawned child of ``request.parent_pid``.
 
     Only ``descriptors`` stay open: those for the standard streams first, the rest as they are.
     Returns the rest. Ends the process if the parent is gone. It stays in the preloader's process
     group, with which it is killed, until its owner knows its pid and gives it one of its own.
     """
-    die_with_parent(birth.parent_pid)
+    die_with_parent(request.parent_pid)
     rest = _keep_only(descriptors)
     for number in (signal.SIGTERM, signal.SIGCHLD, STOP_ORDER):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # As if born so: until the process listens; it obeys its parent only.
     signal.pthread_sigmask(signal.SIG_SETMASK, HEARD_SIGNALS)
-    os.sched_setaffinity(0, birth.cores)
-    os.chdir(birth.directory)
+    os.sched_setaffinity(0, request.cores)
+    os.chdir(request.directory)
     os.environ.clear()
-    os.environ.update(birth.environment)
+    os.environ.update(request.environment)
     _open_streams()
     _draw_anew()
     gc.enable()
-    show_command_line(birth.words)
+    show_command_line(request.words)
     return rest
 
 
@@ -157,13 +157,13 @@ def show_command_line(words: Sequence[str]) -> None:
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 
-def run_module(birth: Birth) -> NoReturn:
+def run_module(request: ForkRequest) -> NoReturn:
     """Runs the module as ``python -m`` does, and ends the process as Python would end it."""
     code = 1
     try:
-        sys.argv[:] = [birth.module, *birth.arguments]
-        sys.orig_argv[:] = birth.words
-        runpy.run_module(birth.module, run_name="__main__", alter_sys=True)
+        sys.argv[:] = [request.module, *request.arguments]
+        sys.orig_argv[:] = request.words
+        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ending:
         code = _exit_code(ending.code)

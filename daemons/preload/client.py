@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from penstock.daemons.preload.birth import NAMED_BYTES, Birth
-from penstock.daemons.preload.heirs import Heir
-from penstock.daemons.preload.kinds import QUIET
+from penstock.daemons.preload.fork_request import NAMED_BYTES, ForkRequest
+from penstock.daemons.preload.preloaders import QUIET, PreloaderHandle
 from penstock.daemons.preload.server import GO, REFUSED, command_line
 from penstock.host.process_identity import group_of, is_stopped
 from penstock.host.stopping import HEARD_SIGNALS
@@ -200,18 +199,18 @@ class Preloader:
             theirs.close()
 
     @classmethod
-    def adopt(cls, heir: Heir) -> Preloader:
-        """Returns one that this process owns since its birth."""
-        line = socket.socket(fileno=heir.descriptor)
-        preloader = cls(heir.kind, ChildProcess.of(heir.pid), line)
-        preloader._became = {heir.kind} if heir.warm else set()
+    def adopt(cls, handle: PreloaderHandle) -> Preloader:
+        """Returns one that this process owns since its start."""
+        line = socket.socket(fileno=handle.descriptor)
+        preloader = cls(handle.kind, ChildProcess.of(handle.pid), line)
+        preloader._became = {handle.kind} if handle.warm else set()
         return preloader
 
-    def hand_over(self) -> Heir:
+    def hand_over(self) -> PreloaderHandle:
         """Returns the preloader for another part of this process, which adopts it."""
         os.close(self.process.pidfd)
         pid, descriptor = self.process.pid, self._requests.detach()
-        return Heir(kind=self._kind, descriptor=descriptor, pid=pid, warm=self.is_warm)
+        return PreloaderHandle(kind=self._kind, descriptor=descriptor, pid=pid, warm=self.is_warm)
 
     @property
     def announces(self) -> int:
@@ -247,7 +246,7 @@ class Preloader:
 
     def fork(
         self,
-        birth: Birth,
+        request: ForkRequest,
         streams: Sequence[int],
         kept: Sequence[int] = (),
         within_s: float = FORK_WITHIN_S,
@@ -261,9 +260,9 @@ class Preloader:
         """
         if not self._became:
             raise NotForkedError("it is not ready")
-        with taking_in():
+        with adopting_orphans():
             try:
-                return self._forked(birth.to_bytes(), streams, kept, within_s)
+                return self._forked(request.to_bytes(), streams, kept, within_s)
             except (OSError, ValueError) as error:
                 self._kill()
                 raise NotForkedError(f"no answer: {error}") from error
@@ -297,7 +296,7 @@ class Preloader:
             return child
 
     def _wait_for(self, line: socket.socket, within_s: float) -> None:
-        """Waits until something comes over a birth's socket.
+        """Waits until something comes over a request's socket.
 
         Raises:
             NotForkedError: nothing came, or the preloader is stopped, or what it has forked is.
@@ -331,7 +330,7 @@ class Preloader:
             time.sleep(_REAP_EACH_S)
 
     def close(self) -> None:
-        """Hangs up; the process ends then."""
+        """Closes the socket, which ends the process."""
         self._requests.close()
 
     def end(self) -> None:
@@ -345,7 +344,7 @@ class Preloader:
 
 
 @contextmanager
-def taking_in() -> Iterator[None]:
+def adopting_orphans() -> Iterator[None]:
     """Orphans among this process's descendants become its children inside the block."""
     libc = ctypes.CDLL(None, use_errno=True)
 
