@@ -85,7 +85,7 @@ def _motivation(steps: PaperTable, memory: PaperTable) -> Iterator[Claim]:
         Evidence.COMPUTED,
     )
     yield _claim(
-        "tables 2, 3", "symbols and instructions", "docs/INTERNALS.md has ours", Evidence.COMPUTED
+        "tables 2, 3", "symbols and instructions", "docs/EXECUTION.md has ours", Evidence.COMPUTED
     )
     yield _claim(
         "section 1, 2.2",
