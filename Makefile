@@ -95,7 +95,7 @@ docs: $(STAMP)
 
 ## Grafana's dashboards, after an edit of grafana/dashboards/.
 dashboards: $(STAMP)
-	$(BIN)/python -m penstock.grafana.dashboards grafana/generated
+	$(BIN)/python -m penstock.grafana.dashboards.tables grafana/generated
 
 ## Generated code of the wire protocol, after an edit of protocol/scheduler.proto.
 proto: $(STAMP)

@@ -34,71 +34,79 @@ PATIENCE_S = 300.0
 MOST_GAP_STEPS = 10
 
 
+FaultsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Number of faults to inject.")]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option(metavar="M", min=0.0, help="Minutes to inject faults for, instead of --faults."),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="S", help="Seed of the random faults; the same seed draws the same faults."
+    ),
+]
+KindsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B",
+        help="Kinds of faults: kill, several, recovery, sweep, pause, stop, term, closed,"
+        " half-open, disk, shm, second, lost. Default: all that this user may inject and that"
+        " cost no step. See docs/CHAOS.md.",
+    ),
+]
+ProcessesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B",
+        help="Kinds of processes to fault: worker, memoryd, optimizerd, schedulerd, node,"
+        " train … Default: all.",
+    ),
+]
+RunOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Number of the only run of --seed to repeat."),
+]
+GapOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS",
+        min=0,
+        help="Largest number of steps between two faults. Default: a 40th of train.steps, at"
+        " most 10.",
+    ),
+]
+PatienceOption = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", min=1.0, help="Seconds without a step after which a run has hung."
+    ),
+]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Directory of a finished run of the same configuration, to compare with. Default:"
+        " a new run without faults.",
+    ),
+]
+OutOption = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="New directory for the runs.")
+]
+
+
 def chaos(
     config: ConfigArgument,
     settings: SetOption = None,
-    faults: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Number of faults to inject.")
-    ] = 100,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            metavar="M", min=0.0, help="Minutes to inject faults for, instead of --faults."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S", help="Seed of the random faults; the same seed draws the same faults."
-        ),
-    ] = None,
-    kinds: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Kinds of faults: kill, several, recovery, sweep, pause, stop, term, closed,"
-            " half-open, disk, shm, second, lost. Default: all that this user may inject and that"
-            " cost no step. See docs/CHAOS.md.",
-        ),
-    ] = None,
-    processes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Kinds of processes to fault: worker, memoryd, optimizerd, schedulerd, node,"
-            " train … Default: all.",
-        ),
-    ] = None,
-    run: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Number of the only run of --seed to repeat."),
-    ] = None,
-    gap: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEPS",
-            min=0,
-            help="Largest number of steps between two faults. Default: a 40th of train.steps, at"
-            " most 10.",
-        ),
-    ] = None,
-    patience: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=1.0, help="Seconds without a step after which a run has hung."
-        ),
-    ] = PATIENCE_S,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Directory of a finished run of the same configuration, to compare with. Default:"
-            " a new run without faults.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="New directory for the runs.")
-    ] = Path("chaos"),
+    faults: FaultsOption = 100,
+    minutes: MinutesOption = None,
+    seed: SeedOption = None,
+    kinds: KindsOption = None,
+    processes: ProcessesOption = None,
+    run: RunOption = None,
+    gap: GapOption = None,
+    patience: PatienceOption = PATIENCE_S,
+    reference: ReferenceOption = None,
+    out: OutOption = Path("chaos"),
     as_json: JsonOption = False,
 ) -> None:
     """Trains with injected faults, and compares every byte.

@@ -98,12 +98,10 @@ FLOORS = {
         peers session
         epoch_builder
         main""",
-    "grafana": """files dashboards.colors dashboards.queries
+    "grafana": """files dashboards.colors
         dashboards.panels
-        dashboards.frame dashboards.shared
-        dashboards.overview dashboards.time dashboards.memory dashboards.recovery dashboards.node
-        dashboards.generating
-        dashboards.__main__""",
+        dashboards.frame
+        dashboards.tables""",
     "client": """cli launch importing views.run_view
         planning views.display placement capacity states
         views

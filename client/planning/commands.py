@@ -57,8 +57,7 @@ def plan(
 ) -> None:
     """Shows the schedule of a configuration or of a named scheme.
 
-    Shows a picture, step time, bubbles, memory, and the distance from a lower bound. For a
-    configuration, also compares the memory needed with the memory of this machine.
+    Shows a picture, step time, bubbles, memory and the distance from a lower bound.
     """
     with errors_explained():
         from penstock.client.planning import plan_command, run_report

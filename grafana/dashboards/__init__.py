@@ -1,5 +1,6 @@
-"""Dashboards as code: a module each, over what ``panels`` makes.
+"""Grafana's dashboards as tables of panels, and the code that renders the tables.
 
-Needs grafana-foundation-sdk, pinned to Grafana 11's types. ``python -m
-penstock.grafana.dashboards FOLDER`` writes the JSON (``make dashboards``).
+Each ``*.yaml`` file is a dashboard: sections of panels. :mod:`.tables` describes the format, and
+``make dashboards`` writes the JSON. Rendering needs grafana-foundation-sdk, pinned to the types of
+Grafana 11.
 """

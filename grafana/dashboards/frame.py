@@ -1,19 +1,18 @@
-"""What all dashboards have around their panels: variables, links to each other, annotations."""
+"""The frame of all dashboards: variables, links between dashboards, annotations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard as build
 from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import dashboard as model
 
 from penstock.grafana.dashboards.panels import DATASOURCE
-from penstock.grafana.dashboards.queries import RUN, WINDOW
 
-Panels: TypeAlias = list[Builder[Any]]
+RUN, WINDOW = 'run="$run"', "$window"
 
 TAG = "penstock"
 WINDOWS = "15s,30s,1m,2m,5m,15m,1h,6h"

@@ -1,12 +1,13 @@
-"""Panels in the looks that all dashboards share, with a title, an explanation, a unit and queries.
+"""Panels in the style of all dashboards: a value :class:`Panel`, and one builder for each kind.
 
-What they look like is decided here once: a colour for each resource, cause and decision, legends,
-line widths. Sizes are in Grafana's grid, which is 24 columns wide.
+Builders decide the style once: a colour for each resource, cause and decision, legends, line
+widths. Sizes are cells of Grafana's grid, which has 24 columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, TypeVar
 
 from grafana_foundation_sdk.builders import (
@@ -30,19 +31,54 @@ from grafana_foundation_sdk.models import prometheus as source_model
 from grafana_foundation_sdk.models import text as text_model
 
 from penstock.grafana.dashboards.colors import COLORS
-from penstock.grafana.dashboards.queries import Query
 
 DATASOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
-MINUTE_S, HOUR_S = 60, 3600
-
-Steps = Sequence[tuple[float | None, str]]
-"""Thresholds: from a value on (None: from the start) a colour."""
-
-GOOD_BELOW_ONE: Steps = ((None, "green"), (1, "red"))
 
 
-class _Panel(Protocol):
-    """What the builders of all kinds of panels have."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """A query in PromQL. ``legend`` names a series by its labels, ``{{device}}``.
+
+    ``mode``: "each" asks for the time range shown, "last" for the end of the range, "heatmap" for
+    the buckets of a histogram.
+    """
+
+    expr: str
+    legend: str
+    mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A panel. ``why`` is its explanation, or the Markdown text of ``words``.
+
+    ``empty`` replaces an empty answer. ``limits`` are the ends of the axis. ``steps`` are
+    thresholds: the colour from a value on, None for the start. ``names`` replace a value by a text
+    and a colour. ``colors`` name series with a fixed colour. Series in ``limits_named`` are drawn
+    dashed. ``gaps: false`` joins distant points. ``columns`` are labels and their headings.
+    """
+
+    title: str
+    why: str
+    queries: tuple[Query, ...] = ()
+    unit: str = "none"
+    size: tuple[int, int]
+    empty: str = ""
+    limits: tuple[float | None, float | None] = (None, None)
+    steps: Sequence[tuple[float | None, str]] = ()
+    names: Mapping[float, tuple[str, str]] = field(default_factory=dict)
+    decimals: int | None = None
+    colors: Sequence[str] = ()
+    limits_named: Sequence[str] = ()
+    logarithmic: bool = False
+    gaps: bool = True
+    bars: bool = False
+    text_mode: str = "value"
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Builder(Protocol):
+    """Methods of the builders of all kinds of panels."""
 
     def title(self, title: str) -> Self: ...
     def description(self, description: str) -> Self: ...
@@ -56,168 +92,89 @@ class _Panel(Protocol):
     def max(self, max_val: float) -> Self: ...
     def thresholds(self, thresholds: Builder[model.ThresholdsConfig]) -> Self: ...
     def mappings(self, mappings: list[model.ValueMapping]) -> Self: ...
-    def color_scheme(self, color: Builder[model.FieldColor]) -> Self: ...
     def with_target(self, target: Builder[Any]) -> Self: ...
     def override_by_name(self, name: str, properties: list[model.DynamicConfigValue]) -> Self: ...
 
 
-P = TypeVar("P", bound=_Panel)
+B = TypeVar("B", bound=_Builder)
 
 
-def _dressed(
-    panel: P,
-    title: str,
-    why: str,
-    queries: Sequence[Query],
-    *,
-    unit: str,
-    size: tuple[int, int],
-    empty: str,
-    limits: tuple[float | None, float | None] = (None, None),
-    steps: Steps = (),
-    names: Mapping[float, tuple[str, str]] | None = None,
-    decimals: int | None = None,
-) -> P:
-    """Gives a panel what all kinds have. ``empty`` is shown where a query has no answer; ``names``
-    are text and colour in place of a value.
-    """
-    width, height = size
-    panel.title(title).description(why).datasource(DATASOURCE).unit(unit)
-    panel.span(width).height(height)
-    if empty:
-        panel.no_value(empty)
-    if limits[0] is not None:
-        panel.min(limits[0])
-    if limits[1] is not None:
-        panel.max(limits[1])
-    if decimals is not None:
-        panel.decimals(decimals)
-    if steps:
-        panel.thresholds(thresholds(steps))
-    if names:
-        panel.mappings([value_names(names)])
-    for letter, query in zip("ABCDEFGH", queries, strict=False):
-        panel.with_target(_target(query, letter))
-    return panel
+def _dressed(builder: B, panel: Panel) -> B:
+    """Sets the properties that all kinds share."""
+    builder.title(panel.title).description(panel.why).datasource(DATASOURCE).unit(panel.unit)
+    builder.span(panel.size[0]).height(panel.size[1])
+    least, most = panel.limits
+    if panel.empty:
+        builder.no_value(panel.empty)
+    if least is not None:
+        builder.min(least)
+    if most is not None:
+        builder.max(most)
+    if panel.decimals is not None:
+        builder.decimals(panel.decimals)
+    if panel.steps:
+        steps = [model.Threshold(value=value, color=color) for value, color in panel.steps]
+        mode = model.ThresholdsMode.ABSOLUTE
+        builder.thresholds(build.ThresholdsConfig().mode(mode).steps(steps))
+    if panel.names:
+        options = {
+            f"{value:g}": model.ValueMappingResult(text=name, color=color, index=index)
+            for index, (value, (name, color)) in enumerate(panel.names.items())
+        }
+        builder.mappings([model.ValueMap(options=options)])
+    for letter, query in zip("ABCDEFGH", panel.queries, strict=False):
+        builder.with_target(_target(query, letter))
+    for name in panel.limits_named:
+        dashes = {"fill": "dash", "dash": [8, 6]}
+        color = {"mode": "fixed", "fixedColor": "semi-dark-red"}
+        looks_of = {"custom.lineStyle": dashes, "custom.fillOpacity": 0, "color": color}
+        builder.override_by_name(name, _properties(looks_of))
+    for name in panel.colors:
+        color = {"mode": "fixed", "fixedColor": COLORS[name]}
+        builder.override_by_name(name, _properties({"color": color}))
+    return builder
+
+
+def _properties(values: Mapping[str, object]) -> list[model.DynamicConfigValue]:
+    return [model.DynamicConfigValue(id_val=name, value=value) for name, value in values.items()]
 
 
 def _target(query: Query, letter: str) -> source.Dataquery:
     target = source.Dataquery().expr(query.expr).ref_id(letter)
     target.datasource(DATASOURCE).editor_mode(source_model.QueryEditorMode.CODE)
     target.legend_format(query.legend or "__auto")
-    if query.heatmap:
+    if query.mode == "heatmap":
         return target.range().format(source_model.PromQueryFormat.HEATMAP)
     target.format(source_model.PromQueryFormat.TIME_SERIES)
-    return target.instant() if query.instant else target.range()
+    return target.instant() if query.mode == "last" else target.range()
 
 
-def thresholds(steps: Steps) -> build.ThresholdsConfig:
-    """Returns thresholds in values of the panel's unit."""
-    made = [model.Threshold(value=value, color=color) for value, color in steps]
-    return build.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(made)
-
-
-def value_names(names: Mapping[float, tuple[str, str]]) -> model.ValueMap:
-    """Returns texts and colours in place of values."""
-    return model.ValueMap(
-        options={
-            f"{value:g}": model.ValueMappingResult(text=text_, color=color, index=index)
-            for index, (value, (text_, color)) in enumerate(names.items())
-        }
-    )
-
-
-def _by_mode(mode: model.FieldColorModeId) -> build.FieldColor:
-    return build.FieldColor().mode(mode)
-
-
-def _colored(panel: P, names: Sequence[str]) -> P:
-    """Gives series of these names the colours that they have in all dashboards."""
-    for name in names:
-        fixed = {"mode": "fixed", "fixedColor": COLORS[name]}
-        panel.override_by_name(name, [model.DynamicConfigValue(id_val="color", value=fixed)])
-    return panel
-
-
-def lines(
-    title: str,
-    why: str,
-    *queries: Query,
-    unit: str,
-    size: tuple[int, int] = (8, 8),
-    empty: str = "",
-    limits: tuple[float | None, float | None] = (None, None),
-    steps: Steps = (),
-    logarithmic: bool = False,
-    gaps: bool = True,
-    colors: Sequence[str] = (),
-    limits_named: Sequence[str] = (),
-) -> timeseries.Panel:
-    """Returns lines over time. Series in ``limits_named`` are dashed: what the others are held
-    against. Without ``gaps`` points are joined however far apart they are.
-    """
-    panel = timeseries.Panel().line_width(1.5).fill_opacity(8)
-    panel = _dressed(
-        panel, title, why, queries, unit=unit, size=size, empty=empty, limits=limits, steps=steps
-    )
-    panel.show_points(looks.VisibilityMode.AUTO).legend(_legend())
-    panel.tooltip(
+def _lines(panel: Panel) -> timeseries.Panel:
+    """Returns lines over time."""
+    made = _dressed(timeseries.Panel().line_width(1.5).fill_opacity(8), panel)
+    made.show_points(looks.VisibilityMode.AUTO).legend(_legend())
+    made.tooltip(
         common.VizTooltipOptions()
         .mode(looks.TooltipDisplayMode.MULTI)
         .sort(looks.SortOrder.DESCENDING)
     )
-    if not gaps:
-        panel.span_nulls(True)
-    if logarithmic:
+    if not panel.gaps:
+        made.span_nulls(True)
+    if panel.logarithmic:
         kind = looks.ScaleDistribution.LOG
-        panel.scale_distribution(common.ScaleDistributionConfig().type(kind).log(10))
-    if steps:
-        style = common.GraphThresholdsStyleConfig().mode(looks.GraphThresholdsStyleMode.DASHED)
-        panel.thresholds_style(style)
-    for name in limits_named:
-        dashes = {"fill": "dash", "dash": [8, 6]}
-        panel.override_by_name(
-            name,
-            [
-                model.DynamicConfigValue(id_val="custom.lineStyle", value=dashes),
-                model.DynamicConfigValue(id_val="custom.fillOpacity", value=0),
-                model.DynamicConfigValue(
-                    id_val="color", value={"mode": "fixed", "fixedColor": "semi-dark-red"}
-                ),
-            ],
-        )
-    return _colored(panel, colors)
+        made.scale_distribution(common.ScaleDistributionConfig().type(kind).log(10))
+    if panel.steps:
+        dashed = looks.GraphThresholdsStyleMode.DASHED
+        made.thresholds_style(common.GraphThresholdsStyleConfig().mode(dashed))
+    return made
 
 
-def stacked(
-    title: str,
-    why: str,
-    *queries: Query,
-    unit: str,
-    size: tuple[int, int] = (8, 8),
-    empty: str = "",
-    limits: tuple[float | None, float | None] = (0, None),
-    gaps: bool = True,
-    bars: bool = False,
-    colors: Sequence[str] = (),
-) -> timeseries.Panel:
-    """Returns areas (or bars) over time, one on top of the other: parts of a whole."""
-    panel = lines(
-        title,
-        why,
-        *queries,
-        unit=unit,
-        size=size,
-        empty=empty,
-        limits=limits,
-        gaps=gaps,
-        colors=colors,
-    )
-    panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
-    panel.fill_opacity(70).line_width(0)
-    if bars:
-        panel.draw_style(looks.GraphDrawStyle.BARS)
-    return panel
+def _stacked(panel: Panel) -> timeseries.Panel:
+    """Returns stacked areas (or bars) over time: parts of a whole."""
+    made = _lines(panel)
+    made.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
+    made.fill_opacity(70).line_width(0)
+    return made.draw_style(looks.GraphDrawStyle.BARS) if panel.bars else made
 
 
 def _legend() -> common.VizLegendOptions:
@@ -226,158 +183,94 @@ def _legend() -> common.VizLegendOptions:
     return legend.placement(looks.LegendPlacement.BOTTOM)
 
 
-def number(
-    title: str,
-    why: str,
-    query: Query,
-    *,
-    unit: str,
-    size: tuple[int, int] = (3, 4),
-    empty: str = "",
-    steps: Steps = ((None, "text"),),
-    names: Mapping[float, tuple[str, str]] | None = None,
-    text_mode: looks.BigValueTextMode = looks.BigValueTextMode.VALUE,
-    decimals: int | None = None,
-) -> stat.Panel:
-    """Returns one big number, over its course where the query is not an instant one."""
-    panel = _dressed(
-        stat.Panel(),
-        title,
-        why,
-        [query],
-        unit=unit,
-        size=size,
-        empty=empty,
-        steps=steps,
-        names=names,
-        decimals=decimals,
-    )
-    graph = looks.BigValueGraphMode.NONE if query.instant else looks.BigValueGraphMode.AREA
-    panel.graph_mode(graph).color_mode(looks.BigValueColorMode.VALUE).text_mode(text_mode)
-    return panel.reduce_options(_newest())
+def _number(panel: Panel) -> stat.Panel:
+    """Returns one large number, above its course unless the query asks for the last value."""
+    made = _dressed(stat.Panel(), panel)
+    instant = panel.queries[0].mode == "last"
+    made.graph_mode(looks.BigValueGraphMode.NONE if instant else looks.BigValueGraphMode.AREA)
+    made.text_mode(looks.BigValueTextMode(panel.text_mode))
+    return made.color_mode(looks.BigValueColorMode.VALUE).reduce_options(_newest())
 
 
 def _newest() -> common.ReduceDataOptions:
     return common.ReduceDataOptions().calcs(["lastNotNull"]).values(False).fields("")
 
 
-def dial(
-    title: str,
-    why: str,
-    query: Query,
-    *,
-    size: tuple[int, int] = (4, 6),
-    empty: str = "",
-    steps: Steps,
-) -> gauge.Panel:
-    """Returns dials from nothing to all of something."""
-    panel = _dressed(
-        gauge.Panel(),
-        title,
-        why,
-        [query],
-        unit="percentunit",
-        size=size,
-        empty=empty,
-        limits=(0, 1),
-        steps=steps,
-    )
-    return panel.show_threshold_markers(True).reduce_options(_newest())
+def _dial(panel: Panel) -> gauge.Panel:
+    """Returns dials from 0 to 100 %."""
+    return _dressed(gauge.Panel(), panel).show_threshold_markers(True).reduce_options(_newest())
 
 
-def bars(
-    title: str,
-    why: str,
-    *queries: Query,
-    unit: str,
-    size: tuple[int, int] = (6, 8),
-    empty: str = "",
-    limits: tuple[float | None, float | None] = (0, None),
-    steps: Steps = ((None, "blue"),),
-    colors: Sequence[str] = (),
-) -> bargauge.Panel:
-    """Returns one horizontal bar a series: its newest value."""
-    panel = _dressed(
-        bargauge.Panel(),
-        title,
-        why,
-        queries,
-        unit=unit,
-        size=size,
-        empty=empty,
-        limits=limits,
-        steps=steps,
-    )
-    panel.orientation(looks.VizOrientation.HORIZONTAL).reduce_options(_newest())
-    panel.display_mode(looks.BarGaugeDisplayMode.BASIC)
-    return _colored(panel, colors)
+def _bars(panel: Panel) -> bargauge.Panel:
+    """Returns a horizontal bar for the newest value of each series."""
+    made = _dressed(bargauge.Panel(), panel)
+    made.orientation(looks.VizOrientation.HORIZONTAL).reduce_options(_newest())
+    return made.display_mode(looks.BarGaugeDisplayMode.BASIC)
 
 
-def states(
-    title: str,
-    why: str,
-    *queries: Query,
-    names: Mapping[float, tuple[str, str]],
-    size: tuple[int, int] = (24, 8),
-    empty: str = "",
-) -> statetimeline.Panel:
-    """Returns a lane for each series, in the colour of the state that its value stands for."""
-    panel = _dressed(
-        statetimeline.Panel(),
-        title,
-        why,
-        queries,
-        unit="none",
-        size=size,
-        empty=empty,
-        names=names,
-    )
-    panel.merge_values(True).show_value(looks.VisibilityMode.AUTO).row_height(0.8)
-    panel.fill_opacity(85).line_width(0).legend(_legend())
-    # With other modes Grafana shades by the value and forgets the colours of the states.
-    return panel.color_scheme(_by_mode(model.FieldColorModeId.THRESHOLDS))
+def _states(panel: Panel) -> statetimeline.Panel:
+    """Returns a lane for each series, in the colour of the state that the value names."""
+    made = _dressed(statetimeline.Panel(), panel)
+    made.merge_values(True).show_value(looks.VisibilityMode.AUTO).row_height(0.8)
+    made.fill_opacity(85).line_width(0).legend(_legend())
+    # With other modes Grafana shades by the value and ignores the colours of the states.
+    return made.color_scheme(build.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
 
 
-def grid(
-    title: str,
-    why: str,
-    query: Query,
-    *,
-    columns: Mapping[str, str],
-    unit: str = "none",
-    size: tuple[int, int] = (12, 8),
-    empty: str = "",
-    decimals: int | None = None,
-) -> table.Panel:
-    """Returns a table of an instant query's series. ``columns``: the labels that are shown, in
-    order, and their headings; ``Value`` is the value.
-    """
-    panel = _dressed(
-        table.Panel(), title, why, [], unit=unit, size=size, empty=empty, decimals=decimals
-    )
-    # One row a series, and a column a label; other panels want series, which have names.
-    panel.with_target(_target(query, "A").format(source_model.PromQueryFormat.TABLE))
-    shown = {name: index for index, name in enumerate(columns)}
-    chosen = {"include": {"names": list(columns)}}
-    panel.with_transformation(
-        model.DataTransformerConfig(id_val="filterFieldsByName", options=chosen)
-    )
-    order = {"indexByName": shown, "renameByName": dict(columns), "excludeByName": {}}
-    return panel.with_transformation(model.DataTransformerConfig(id_val="organize", options=order))
+def _grid(panel: Panel) -> table.Panel:
+    """Returns a table of the last values, with a column for each label in ``columns``."""
+    [query] = panel.queries
+    made = _dressed(table.Panel(), replace(panel, queries=()))
+    # The table format has one row a series and one column a label.
+    made.with_target(_target(query, "A").format(source_model.PromQueryFormat.TABLE))
+    chosen = {"include": {"names": list(panel.columns)}}
+    order = {
+        "indexByName": {name: index for index, name in enumerate(panel.columns)},
+        "renameByName": dict(panel.columns),
+        "excludeByName": {},
+    }
+    for name, options in (("filterFieldsByName", chosen), ("organize", order)):
+        made.with_transformation(model.DataTransformerConfig(id_val=name, options=options))
+    return made
 
 
-def spread(
-    title: str, why: str, query: Query, *, unit: str, size: tuple[int, int] = (8, 8), empty: str
-) -> heatmap.Panel:
-    """Returns a histogram's buckets over time: the darker, the more fell into one."""
-    panel = heatmap.Panel().title(title).description(why).datasource(DATASOURCE)
-    panel.span(size[0]).height(size[1]).no_value(empty).calculate(False)
-    panel.with_target(_target(query, "A")).y_axis(heatmap.YAxisConfig().unit(unit))
+def _spread(panel: Panel) -> heatmap.Panel:
+    """Returns the buckets of a histogram over time; darker means more values."""
+    made = heatmap.Panel().title(panel.title).description(panel.why).datasource(DATASOURCE)
+    made.span(panel.size[0]).height(panel.size[1]).no_value(panel.empty).calculate(False)
+    made.with_target(_target(panel.queries[0], "A"))
     palette = heatmap.HeatmapColorOptions().mode(heatmap_looks.HeatmapColorMode.SCHEME)
-    return panel.color(palette.scheme("Oranges").steps(32)).show_y_histogram()
+    made.color(palette.scheme("Oranges").steps(32)).show_y_histogram()
+    return made.y_axis(heatmap.YAxisConfig().unit(panel.unit))
 
 
-def words(title: str, content: str, *, size: tuple[int, int]) -> text.Panel:
+def _words(panel: Panel) -> text.Panel:
     """Returns a text in Markdown."""
-    panel = text.Panel().title(title).content(content).mode(text_model.TextMode.MARKDOWN)
-    return panel.span(size[0]).height(size[1]).transparent(True)
+    made = text.Panel().title(panel.title).content(panel.why)
+    made.mode(text_model.TextMode.MARKDOWN).transparent(True)
+    return made.span(panel.size[0]).height(panel.size[1])
+
+
+BUILDERS: Mapping[str, Callable[[Panel], Builder[Any]]] = {
+    "lines": _lines,
+    "stacked": _stacked,
+    "number": _number,
+    "dial": _dial,
+    "bars": _bars,
+    "states": _states,
+    "grid": _grid,
+    "spread": _spread,
+    "words": _words,
+}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "lines": {"size": (8, 8)},
+    "stacked": {"size": (8, 8), "limits": (0, None)},
+    "number": {"size": (3, 4), "steps": ((None, "text"),)},
+    "dial": {"size": (4, 6), "unit": "percentunit", "limits": (0, 1)},
+    "bars": {"size": (6, 8), "limits": (0, None), "steps": ((None, "blue"),)},
+    "states": {"size": (24, 8)},
+    "grid": {"size": (12, 8)},
+    "spread": {"size": (8, 8)},
+    "words": {},
+}
+"""Options of each kind of panel, unless its table sets others."""

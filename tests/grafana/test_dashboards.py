@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from penstock.grafana.dashboards.colors import CAUSES, COLORS, DECISIONS, MEMBERS, RESOURCES
-from penstock.grafana.dashboards.generating import documents as made_now
+from penstock.grafana.dashboards.tables import documents as made_now
 from tests.grafana import reading
 
 ROOT = Path(__file__).parents[2]
