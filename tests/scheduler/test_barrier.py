@@ -129,6 +129,27 @@ def test_memory_that_the_journal_does_not_explain_is_restored(
     assert driver.ready()[0] == "optimizerd.a <- run_attempt e4 a6 v2 data 16"
 
 
+def test_a_restore_of_the_committed_step_repeats_no_skips() -> None:
+    """A run that max_skips ended would otherwise skip the same samples after each start."""
+    skips = make_position(4, data_position=48, skips_in_a_row=2)
+    driver = Driver(facts=facts_at(4, position=skips), saved=saved_at(4))
+    driver.join_all()
+    driver.drained(None)
+    driver.restored()
+    [journaled] = [e for e in driver.effects if isinstance(e, JournalDecision)]
+    assert (journaled.record.decision, journaled.position) == (Decision.RESTORE, skips)
+    assert driver.ready()[0] == "optimizerd.a <- run_attempt e4 a6 v4 data 48"
+
+
+def test_a_run_without_a_step_begins_from_its_first_sample() -> None:
+    skips = make_position(0, data_position=16, skips_in_a_row=2)
+    driver = Driver(facts=facts_at(0, position=skips))
+    driver.join_all()
+    driver.drained(None)
+    driver.restored()
+    assert driver.ready()[0] == "optimizerd.a <- run_attempt e4 a2 v0 data 0"
+
+
 def test_after_a_restore_memory_may_not_be_a_version_behind() -> None:
     record = make_record(4, 4, Decision.RESTORE)
     driver = Driver(facts=facts_at(4, record=record), saved=saved_at(4))

@@ -397,6 +397,12 @@ class History:
                 self.violation(f"restored version {version}, {self._journaled} was committed")
             if version < self._saved:
                 self.violation(f"restored version {version}, {self._saved} was saved")
+            same_step = version == self._journaled and version > 0
+            if same_step and position.data_position < self._samples:
+                self.violation(
+                    f"restored version {version} at sample {position.data_position}, skips led to"
+                    f" {self._samples}"
+                )
             if record.incarnation in self._incarnations:
                 self.violation(f"incarnation {record.incarnation} is used again")
             self._incarnations.add(record.incarnation)

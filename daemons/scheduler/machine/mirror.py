@@ -145,19 +145,29 @@ class JournalMirror:
         )
 
     def restored(self, record: CommitRecord) -> JournalDecision:
-        """All memory holds what ``record`` says: the run goes back to that version."""
-        if self.saved is not None:
-            self.position = self.saved.position
-        else:
-            self.position = Position(
-                version=0, data_position=0, loss_scale=self._rules.loss_scaling.start
-            )
+        """Records that all memory holds the version of ``record``, to which the run goes back.
+
+        The journal's position stays if the journal has that step: only skips followed, and a skip
+        changes no state. With the saved state's position the run would repeat these skips, and a
+        run that max_skips ended would end again after each start. Without a step the run begins
+        from its first sample.
+        """
+        has_step = self.version == record.version and record.version > 0
+        if self.position is None or not has_step:
+            self.position = self._saved_position()
         self._filled = record.version
         self.record, self.generations = record, {}  # a new incarnation tells them all apart
         self.evaluated = min(self.evaluated, record.version)
         return JournalDecision(
             epoch=self.epoch, record=record, position=self.position, metrics_json=""
         )
+
+    def _saved_position(self) -> Position:
+        """Returns the position of the newest saved state, or of the initial weights."""
+        if self.saved is not None:
+            return self.saved.position
+        start = self._rules.loss_scaling.start
+        return Position(version=0, data_position=0, loss_scale=start)
 
     def replaced(self, memoryds: Iterable[str]) -> JournalGenerations:
         """Memory of these is going to be filled from partners: what they had before is void."""
