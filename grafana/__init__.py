@@ -1,5 +1,5 @@
-"""What shows runs: Grafana's dashboards, Prometheus' configuration and rules, and how they start.
+"""Dashboards of Grafana, configuration and rules of Prometheus, and files that start both.
 
-``dashboards/`` is their source and ``generated/`` what Grafana reads (``make dashboards``);
-``provisioning/`` tells Grafana where things are. :mod:`penstock.grafana.files` hands all of it out.
+``dashboards/`` is the source of ``generated/``, which Grafana reads (``make dashboards``).
+``provisioning/`` names the folders to Grafana. :mod:`penstock.grafana.files` writes all files.
 """

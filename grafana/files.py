@@ -1,7 +1,7 @@
-"""What ``penstock deploy monitoring`` writes, and where in the folder.
+"""The files of ``penstock deploy monitoring`` and their places.
 
-Files are either Penstock's (dashboards, rules), which an update replaces, or the user's own after
-they were written once: configurations that everybody edits.
+An update replaces Penstock's files (dashboards, rules). Configurations are written once and
+then belong to the user.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TARGETS = "targets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A file of ours and its place below the folder; ``edited``: by users, so written only once."""
+    """A file and its place below the folder. Users edit an ``edited`` file: written only once."""
 
     source: Path
     place: Path
@@ -45,32 +45,32 @@ def placed() -> Iterator[Placed]:
 
 
 def write(folder: Path) -> list[str]:
-    """Writes everything into a folder, again if need be; returns what was done, a line each.
+    """Writes all files into a folder, or updates them; returns a line for each action.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: a file cannot be written.
     """
     done = []
     try:
         (folder / _TARGETS).mkdir(parents=True, exist_ok=True)
         for file in placed():
             target, text = folder / file.place, file.source.read_text(encoding="utf-8")
-            there = target.read_text(encoding="utf-8") if target.exists() else None
-            if file.edited and there not in (None, text):
-                done.append(f"left as it is, since it was edited: {target}")
-            elif there != text:
+            current = target.read_text(encoding="utf-8") if target.exists() else None
+            if file.edited and current not in (None, text):
+                done.append(f"kept, since it was edited: {target}")
+            elif current != text:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(target, text)
-                done.append(f"{'written' if there is None else 'replaced'}: {target}")
+                done.append(f"{'written' if current is None else 'replaced'}: {target}")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write it: {reason(error)}") from error
     return done
 
 
 def next_commands(folder: Path) -> str:
-    """Returns what to do with them."""
+    """Returns the commands to type after :func:`write`."""
     return (
         f"In the configuration of runs: observability.targets: {folder.absolute() / _TARGETS}\n"
         f"then: cd {folder} && docker compose up -d, and open http://127.0.0.1:3000\n"
-        f"{folder / 'README.md'} says more, also for those without Docker."
+        f"{folder / 'README.md'} has the details, also without Docker."
     )

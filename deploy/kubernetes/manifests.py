@@ -1,7 +1,7 @@
 """Fills in the manifests of a run for Kubernetes.
 
-The node's place comes from the JobSet's environment (``JOB_COMPLETION_INDEX`` and friends), so
-hosts are left out of the configuration that the pods get; names stay, because keys have them.
+The environment of the JobSet (``JOB_COMPLETION_INDEX`` and others) names the node of a pod. So the
+configuration of the pods has no hosts. Node names stay, because the keys contain them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from penstock.config.schema import Config
-from penstock.deploy.templates import fill
+from penstock.deploy import fill
 from penstock.host.errors import ConfigError
 from penstock.protocol.security.addresses import is_loopback
 
@@ -25,10 +25,10 @@ FOLDER = Path(__file__).parent
 RUNS = "/runs"
 KEYS = "/etc/penstock/keys"
 SHORTEST_GRACE_S = 300
-"""Seconds to save within, where ``cluster.grace_seconds`` says nothing."""
+"""Seconds to save the state, unless ``cluster.grace_seconds`` is set."""
 _KILL_MARGIN_S = 30
 _LONGEST_NAME = 48
-"""Pods are called ``NAME-node-0-63-xxxxx``, which must be a label of DNS."""
+"""Longest name of a job: the pod name ``NAME-node-0-63-xxxxx`` must be a DNS label (63)."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _MIB, _GIB = 2**20, 2**30
 _SPARE_SHM_BYTES = 64 * _MIB
@@ -37,8 +37,9 @@ _SPARE_MEMORY = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodNeeds:
-    """What the pod of the heaviest node needs. ``memory_bytes`` has ``shm_bytes`` in it; ``gpus``:
-    how many its workers compute on.
+    """Resources of the pod of the largest node. ``memory_bytes`` includes ``shm_bytes``.
+
+    ``gpus`` is the number of GPUs of its workers.
     """
 
     cpus: int
@@ -48,20 +49,21 @@ class PodNeeds:
 
     @property
     def shm(self) -> str:
-        """Returns the size of /dev/shm, with a little to spare."""
+        """Returns the size of /dev/shm, with a reserve."""
         return f"{ceil((self.shm_bytes + _SPARE_SHM_BYTES) / _MIB)}Mi"
 
     @property
     def memory(self) -> str:
-        """Returns the limit of the container's memory: estimates of processes are estimates."""
+        """Returns the memory limit of the container, with a reserve for inexact estimates."""
         return f"{ceil((self.memory_bytes + _SPARE_SHM_BYTES) * _SPARE_MEMORY / _GIB)}Gi"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a user asks for. ``name``: of all objects. ``kueue``, ``volcano``: queues, or empty.
+    """Options of the command. ``name`` is the name of all objects; ``kueue`` and ``volcano`` are
+    queues, or empty.
 
-    ``older``: for clusters that do not know rules for restarts of containers (before 1.35).
+    ``older`` is True for clusters without restart rules of containers (Kubernetes before 1.35).
     """
 
     name: str
@@ -72,22 +74,22 @@ class Order:
     older: bool = False
 
     def check(self) -> None:
-        """Refuse what no object can be called.
+        """Checks the name.
 
         Raises:
-            ConfigError: the name does not do.
+            ConfigError: no Kubernetes object can have the name.
         """
         if len(self.name) > _LONGEST_NAME or not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"{self.name!r}: objects of Kubernetes have names of small letters, digits and"
-                f" hyphens, here at most {_LONGEST_NAME}; give one with --name"
+                f"--name {self.name!r}: Kubernetes accepts lower-case letters, digits and hyphens,"
+                f" at most {_LONGEST_NAME} characters here; choose such a name with --name"
             )
 
 
 def manifests(
     order: Order, config: Config, raw: Mapping[str, Any], needs: PodNeeds
 ) -> dict[str, str]:
-    """Returns file name -> text. ``raw`` is the user's configuration as it is in the file.
+    """Returns the text of each file, by name. ``raw`` is the configuration as in the user's file.
 
     Raises:
         ConfigError: the configuration cannot run in pods.
@@ -113,49 +115,53 @@ def manifests(
 
 
 def pod_config(order: Order, config: Config, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration that the pods read: without hosts, its run on the shared volume.
+    """Returns the configuration of the pods: without hosts, with the run on the shared volume.
 
     Raises:
-        ConfigError: it names hosts, or as many nodes as nobody asked for, or it is open to all.
+        ConfigError: the configuration names hosts, has another number of nodes than ``--nodes``, or
+            leaves the ports open to all pods.
     """
     cluster = dict(raw.get("cluster") or {})
     nodes = [dict(node) for node in cluster.pop("nodes", None) or ()]
     if nodes and len(nodes) != order.num_nodes:
         raise ConfigError(
-            f"cluster.nodes has {len(nodes)}, and --nodes says {order.num_nodes}: leave one out"
+            f"--nodes {order.num_nodes}: cluster.nodes has {len(nodes)} nodes; leave out --nodes or"
+            " cluster.nodes"
         )
     for node in nodes:
         host = node.pop("host", "127.0.0.1")
         if not is_loopback(host):
             raise ConfigError(
-                f"cluster.nodes: node {node['name']} has host {host!r}: pods get their addresses"
-                " from the JobSet; leave host out"
+                f"cluster.nodes: node {node['name']} has host {host!r}, but the JobSet assigns the"
+                " addresses of pods; leave out host"
             )
     if config.cluster.security == "tls":
         if not nodes:
-            raise ConfigError("cluster.nodes is not set: keys are made for nodes with names")
+            raise ConfigError(
+                "cluster.nodes is not set: keys need the names of the nodes; set cluster.nodes"
+            )
         cluster["keys"] = KEYS
     elif order.num_nodes > 1 and not config.cluster.insecure:
         raise ConfigError(
-            "cluster.security is none, and other pods of the cluster reach these: set"
-            " cluster.security: tls (penstock keys make), or say cluster.insecure: true"
+            "cluster.security is none, and other pods can reach the ports of this run; set"
+            " cluster.security: tls (penstock keys make), or cluster.insecure: true"
         )
     if nodes:
         cluster["nodes"] = nodes
     run = {**(raw.get("run") or {}), "dir": f"{RUNS}/{order.name}"}
-    found = {**raw, "run": run, "cluster": cluster}
+    pods = {**raw, "run": run, "cluster": cluster}
     if _open(config):  # Prometheus is another pod
-        found["observability"] = {**_METRICS, **(raw.get("observability") or {})}
-    return found
+        pods["observability"] = {**_METRICS, **(raw.get("observability") or {})}
+    return pods
 
 
 def _open(config: Config) -> bool:
-    """Returns whether addresses that other pods reach are allowed."""
+    """Returns whether ports may listen on addresses that other pods reach."""
     return config.cluster.security == "tls" or config.cluster.insecure
 
 
 def _annotations(order: Order, config: Config, raw: Mapping[str, Any]) -> str:
-    """Returns those of a pod, under which Prometheus finds its metrics, and Volcano its group."""
+    """Returns the annotations of a pod: for Prometheus the metrics port, for Volcano the group."""
     lines = []
     served = {**_METRICS, **(raw.get("observability") or {})}
     if _open(config) and served["metrics_port"] and not is_loopback(served["metrics_host"]):
@@ -174,7 +180,7 @@ def _annotations(order: Order, config: Config, raw: Mapping[str, Any]) -> str:
 
 
 def next_commands(order: Order, config: Config, out: Path) -> str:
-    """Returns what to type next, in words."""
+    """Returns the shell commands that build the image and start the run."""
     lines = [
         f"podman build -f {out / 'Containerfile'} -t {order.image} CLEAN_CHECKOUT",
         f"podman push {order.image}",
@@ -189,7 +195,7 @@ def next_commands(order: Order, config: Config, out: Path) -> str:
         f"kubectl apply -f {out / 'jobset.yaml'}    # or trainjob.yaml, with Kubeflow Trainer",
         f"kubectl logs -f -l app.kubernetes.io/instance={order.name}",
         f'kubectl patch jobset {order.name} --type merge -p \'{{"spec":{{"suspend":true}}}}\''
-        "    # stops and saves; false goes on",
+        "    # saves and stops; false resumes",
     ]
     return "\n".join(lines)
 
@@ -199,7 +205,7 @@ _NEWER = (
     "Needs Kubernetes 1.35, or 1.34 with the feature ContainerRestartRules; for older ones:"
     " --older-cluster."
 )
-_OLDER = "For any Kubernetes: what cannot work is restarted, too, until backoffLimit ends it."
+_OLDER = "For any Kubernetes: also restarts runs that cannot work, until backoffLimit."
 _STEP_LABEL = """
     metadata:
       labels:
@@ -212,8 +218,8 @@ _POD_FAILURES = """
         - action: Ignore  # drained, preempted: another pod, not counted
           onPodConditions: [{type: DisruptionTarget, status: "True"}]"""
 _CONTAINER_RESTARTS = """
-            # Killed (137 and the like) or stopped and saved (5): again in place, where /dev/shm has
-            # the memory. 0 is done; 1 to 4 are for the job.
+            # Killed (137 and others) or stopped and saved (5): restart in the same pod; its
+            # /dev/shm holds the state. 0 is success; the job handles 1 to 4.
             restartPolicy: Never
             restartPolicyRules:
             - action: Restart
@@ -253,7 +259,7 @@ def _values(
         "ANNOTATIONS": _annotations(order, config, raw),
         "GROUP_POLICY": "\n  podGroupPolicy:\n    volcano: {}" if order.volcano else "",
         "VOLCANO": order.volcano,
-        # Kubernetes takes policies for failed pods only where these are never restarted.
+        # Kubernetes accepts pod failure policies only with restartPolicy Never.
         "POD_RESTART": "OnFailure" if order.older else "Never",
         "POD_FAILURES": "" if order.older else _POD_FAILURES,
         "CONTAINER_RESTARTS": "" if order.older else _CONTAINER_RESTARTS,

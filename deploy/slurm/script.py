@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.schema import Config
-from penstock.deploy.templates import fill
+from penstock.deploy import fill
 from penstock.host.errors import ConfigError
 
 _TEMPLATE = Path(__file__).with_name("train.sbatch")
@@ -18,10 +18,12 @@ _MEMORY = re.compile(r"[0-9]+[KMGT]?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What a batch script asks for. Paths are absolute; ``folder`` is where relative paths of the
-    configuration begin. ``cpus`` (of a machine; 0: what the configuration needs at least),
-    ``memory`` (of a machine, as Slurm writes it; 0: all), ``time`` (as Slurm writes it),
-    ``lead_s``: so long before the end the run is asked to save.
+    """Values of a batch script. Paths are absolute; relative paths of the configuration start at
+    ``folder``.
+
+    ``cpus`` and ``memory`` are those of a machine; ``memory`` and ``time`` have Slurm's format.
+    With ``cpus`` 0 the configuration decides; ``memory`` 0 means all. ``lead_s`` seconds before
+    the time limit the run is asked to save.
     """
 
     config: Path
@@ -36,14 +38,16 @@ class SlurmJob:
     def __post_init__(self) -> None:
         if not _TIME.fullmatch(self.time):
             raise ConfigError(
-                f"--time {self.time}: accepted are minutes, HOURS:MINUTES:SECONDS and DAYS-HOURS,"
-                " as with sbatch"
+                f"--time {self.time}: expected minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, as for"
+                " sbatch"
             )
         if not _MEMORY.fullmatch(self.memory):
-            raise ConfigError(f"--memory {self.memory}: accepted is a size such as 200G; 0: all")
+            raise ConfigError(f"--memory {self.memory}: expected a size such as 200G, or 0 for all")
         for path in (self.config, self.penstock, self.folder):
             if not str(path).isprintable():
-                raise ConfigError(f"{path!r}: scripts cannot name paths with control characters")
+                raise ConfigError(
+                    f"{path!r}: batch scripts cannot name paths with control characters"
+                )
 
     def script(self, config: Config) -> str:
         """Returns the text of the script for the run of ``config``.
@@ -54,8 +58,8 @@ class SlurmJob:
         named = config.cluster.nodes
         if "nodes" in config.cluster.model_fields_set and len(named) != self.nodes:
             raise ConfigError(
-                f"--nodes {self.nodes}: cluster.nodes has {len(named)}; give as many, or leave"
-                " cluster.nodes out, and it follows from the job"
+                f"--nodes {self.nodes}: cluster.nodes has {len(named)} nodes; give --nodes"
+                f" {len(named)}, or leave out cluster.nodes, which then follows from the job"
             )
         gpus = config.cluster.workers if config.cluster.platform.pins_host_memory else 0
         return fill(
@@ -77,15 +81,17 @@ class SlurmJob:
 
 
 def least_cpus(config: Config) -> int:
-    """Returns the CPUs without which processes of a node wait for each other: the threads that the
-    configuration names, at least one for each worker and one for the optimizer.
+    """Returns the fewest CPUs of a node without contention.
+
+    These are the threads in the configuration, at least one for each worker and one for the
+    optimizer.
     """
     cluster = config.cluster
     return cluster.workers * max(1, cluster.threads_per_worker) + max(1, config.optimizer.threads)
 
 
 def _directive(path: Path) -> str:
-    """Slurm takes words in quotes, and nothing that hides a quote in them."""
+    """Returns a path as a word of an ``#SBATCH`` line; Slurm accepts quotes, but no escapes."""
     text = str(path)
     if '"' in text or "\\" in text:
         raise ConfigError(f"{text}: a batch script cannot name paths with quotes or backslashes")

@@ -1,8 +1,8 @@
-"""Puts a node's units into a system, or takes them away.
+"""Installs the units of a node into a system, or removes them.
 
-Both can be repeated: what is there already is replaced, what is gone already is not missed. A
-``root`` other than ``/`` is an image or a mounted system: files are written below it, and nothing
-of the running system is touched.
+Both can be repeated: existing files are replaced, and missing files are no error. A ``root`` other
+than ``/`` is an image or a mounted system. Files are then written below ``root``, and the running
+system does not change.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _COMMAND_TIMEOUT_S = 60.0
 
 
 def install(unit: NodeUnit, root: Path) -> list[str]:
-    """Writes the units and, in the running system, makes them known, with user and run directory.
-    Returns what was done, a line each.
+    """Writes the units. In the running system, also makes the user and the run directory, and
+    reloads systemd. Returns a line for each action.
 
     Raises:
-        ConfigError: not root, no systemd here, no such user, or the user cannot get at a path.
+        ConfigError: not root, no systemd, no such user, or the user has no access to a path.
         PenstockError: a file cannot be written, or a command of systemd fails.
     """
     if root == SYSTEM:
@@ -46,11 +46,11 @@ def install(unit: NodeUnit, root: Path) -> list[str]:
 
 
 def remove(unit: NodeUnit, root: Path) -> list[str]:
-    """Takes the node's own files away; stops it before, in the running system. Templates and user
-    stay for other nodes. Returns what was done, a line each.
+    """Removes the node's files; in the running system, stops the node first. Templates and user
+    stay for other nodes. Returns a line for each action.
 
     Raises:
-        ConfigError: not root, or no systemd here.
+        ConfigError: not root, or no systemd.
         PenstockError: a file cannot be removed, or a command of systemd fails.
     """
     done: list[str] = []
@@ -69,14 +69,14 @@ def remove(unit: NodeUnit, root: Path) -> list[str]:
             raise ConfigError(f"{root / path}: cannot be removed: {reason(error)}") from error
         done.append(f"removed {root / path}")
     if root == SYSTEM and done:
-        if not (root / unit.own_paths()[0]).parent.exists():  # no node of the run is left here
+        if not (root / unit.own_paths()[0]).parent.exists():  # no other node of the run
             _systemd("systemctl", "disable", unit.target)
         _systemd("systemctl", "daemon-reload")
     return done or [f"{unit.service} is not installed below {root}"]
 
 
 def next_commands(unit: NodeUnit, root: Path) -> str:
-    """Says how to go on after :func:`install`."""
+    """Returns the commands to type after :func:`install`."""
     if root != SYSTEM:
         return (
             f"In the system below {root}, as root: systemd-sysusers; install -d -o {unit.user}"
@@ -84,31 +84,30 @@ def next_commands(unit: NodeUnit, root: Path) -> str:
         )
     return (
         f"Start now and at every boot:  systemctl enable --now {unit.target}\n"
-        f"How far it is:                systemctl status {unit.service}\n"
-        f"What it said:                 journalctl -u {unit.service}\n"
-        f"Stop the run, saved:          systemctl stop {unit.target}"
+        f"Show the state:               systemctl status {unit.service}\n"
+        f"Show the log:                 journalctl -u {unit.service}\n"
+        f"Save and stop the run:        systemctl stop {unit.target}"
     )
 
 
 def check_access(unit: NodeUnit) -> None:
-    """Refuses paths that the unit's user cannot get at, since the service would end at once, and a
-    user whose memory goes at logout.
+    """Checks that the unit's user has access to all paths, and keeps shared memory at logout.
 
     Raises:
-        ConfigError: names user or path, and what would do.
+        ConfigError: the service would fail at its start, or lose the state at a logout.
     """
     try:
         account = pwd.getpwnam(unit.user)
     except KeyError as error:
         raise ConfigError(
-            f"--user {unit.user}: there is no such user; make one (useradd --system {unit.user}),"
-            f" or leave --user out for {OWN_USER}, which is made for you"
+            f"--user {unit.user}: no such user; make the user (useradd --system {unit.user}), or"
+            f" leave out --user for {OWN_USER}, which this command makes"
         ) from error
     if (risk := logout_risk(account.pw_uid)) is not None:
         raise ConfigError(f"--user {unit.user}: {risk}")
     needed = [("-x", unit.python), ("-r", unit.config), ("-w", unit.run_dir)]
     if unit.keys is not None:
-        needed.append(("-x", unit.keys))  # a folder: what is in it is checked when it is read
+        needed.append(("-x", unit.keys))  # a folder: a start checks the files in it
     for flag, path in needed:
         result = subprocess.run(
             ("test", flag, str(path)),
@@ -120,28 +119,28 @@ def check_access(unit: NodeUnit) -> None:
         if result.returncode:
             verb = {"-x": "use", "-r": "read", "-w": "write to"}[flag]
             raise ConfigError(
-                f"{path}: user {unit.user} cannot {verb} it; put it where that user gets to (a"
-                " folder in /root or with mode 0700 is closed), or name another user with --user"
+                f"{path}: user {unit.user} cannot {verb} it; move it to a folder that the user can"
+                " open (not below /root, not with mode 0700), or name another user with --user"
             )
 
 
 def _check_system() -> None:
     if os.geteuid() != 0:
-        raise ConfigError("penstock deploy systemd: needs root; or write below --root DIR")
+        raise ConfigError("penstock deploy systemd: needs root; run it as root, or give --root DIR")
     if not _RUNS_SYSTEMD.is_dir():
         raise ConfigError(
-            f"{_RUNS_SYSTEMD}: is not there, so systemd does not run this machine; with --root DIR"
-            " the units are written for another one"
+            f"{_RUNS_SYSTEMD}: does not exist, so systemd does not run this machine; --root DIR"
+            " writes the units for another machine"
         )
 
 
 def _write(path: Path, text: str) -> str:
     if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return f"{path} is as it should be"
+        return f"{path} is up to date"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        path.chmod(0o644)  # whatever the umask: others read units
+        path.chmod(0o644)  # despite the umask: systemd and other users read units
     except OSError as error:
         raise CapacityError(f"{path}: cannot be written: {reason(error)}") from error
     return f"wrote {path}"
@@ -158,7 +157,7 @@ def _link(path: Path, target: str) -> str:
 
 
 def _make_run_directory(unit: NodeUnit) -> Iterator[str]:
-    """A run directory that is there stays as it is: other nodes may use it already."""
+    """Makes the run directory unless it exists; other nodes may use an existing one already."""
     if unit.run_dir.exists():
         return
     try:
@@ -177,5 +176,5 @@ def _systemd(*command: str, timeout_s: float | None = _COMMAND_TIMEOUT_S) -> Non
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PenstockError(f"{' '.join(command)}: {reason(error)}") from error
     if result.returncode:
-        said = result.stderr.strip() or f"exit code {result.returncode}"
-        raise PenstockError(f"{' '.join(command)}: {said}")
+        cause = result.stderr.strip() or f"exit code {result.returncode}"
+        raise PenstockError(f"{' '.join(command)}: {cause}")

@@ -1,4 +1,4 @@
-"""One colour for each thing, in all dashboards: what computes is green, what waits is not."""
+"""One colour for each name in all dashboards: computing is green, waiting is not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLORS: Mapping[str, str] = {
     "d2h": "light-blue",
     "peer_links": "purple",
     "network": "dark-purple",
-    # what devices wait for
+    # causes of waiting
     "computing": "green",
     "weights": "blue",
     "activations": "light-blue",
@@ -57,6 +57,6 @@ CAUSES = (
     "overhead",
 )
 STATES = ("computing", *CAUSES)
-"""What a device does; the place here is the state's number in time lines."""
+"""States of a device; the index of a state is its number in time lines."""
 DECISIONS = ("commit", "amend", "skip")
 MEMBERS = ("ready", "joining", "missing", "fencing")

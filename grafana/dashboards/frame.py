@@ -20,12 +20,12 @@ PUBLISHED = {
     "NVIDIA GPUs (DCGM exporter)": "https://grafana.com/grafana/dashboards/12239",
     "The machine (node exporter)": "https://grafana.com/grafana/dashboards/1860",
 }
-"""Dashboards of others that show what Penstock does not measure, by their page."""
+"""Published dashboards with metrics that Penstock does not measure, and their pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A row of a dashboard with its panels; ``folded`` ones are opened by a click."""
+    """A row of a dashboard with its panels; a click opens a ``folded`` row."""
 
     title: str
     panels: Sequence[Builder[Any]]
@@ -35,8 +35,8 @@ class Section:
 def dashboard(
     name: str, title: str, why: str, sections: Sequence[Section], *, published: bool = False
 ) -> model.Dashboard:
-    """Returns a dashboard; ``name`` is the end of its id and of its file's name. With ``published``
-    it has links to the dashboards of others.
+    """Returns a dashboard; its id and file name end in ``name``. ``published`` adds links to
+    :data:`PUBLISHED`.
     """
     made = build.Dashboard(f"Penstock / {title}").uid(f"penstock-{name}").description(why)
     made.tags([TAG]).timezone("browser").time("now-1h", "now").refresh("10s")
@@ -70,7 +70,7 @@ def dashboard(
 
 
 def _numbered(made: model.Dashboard) -> model.Dashboard:
-    """Gives panels their numbers, which links to a single panel use."""
+    """Numbers the panels; links to a single panel use the number."""
     number = 0
     for panel in made.panels or []:
         number += 1
@@ -82,7 +82,7 @@ def _numbered(made: model.Dashboard) -> model.Dashboard:
 
 
 def _variables() -> list[Builder[model.VariableModel]]:
-    """Data source, run, nodes of the run, and the window of averages."""
+    """Returns the variables: data source, run, nodes of the run, window of averages."""
     source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
     run = build.QueryVariable("run").label("Run").datasource(DATASOURCE)
     run.query("label_values(penstock_step, run)").refresh(
@@ -103,12 +103,12 @@ def _variables() -> list[Builder[model.VariableModel]]:
 
 
 class _Mark(model.AnnotationQuery):
-    """An annotation that says what happened: the data source's own fields are not in the types."""
+    """An annotation with ``titleFormat``, a field of the data source that the types lack."""
 
     words: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """Returns the JSON, with ``words`` over the mark."""
+        """Returns the JSON, with ``words`` as the title of the mark."""
         return {**super().to_json(), "titleFormat": self.words}
 
 
@@ -126,7 +126,7 @@ class _Marks(Builder[model.AnnotationQuery]):
 
 
 def _annotations() -> list[Builder[model.AnnotationQuery]]:
-    """What happened, as marks in all panels over time."""
+    """Returns the marks of events in all panels over time."""
     broken = f"sum by (cause) (increase(penstock_attempts_broken_total{{{RUN}}}[{WINDOW}])) > 0"
     saved = f"changes(penstock_saved_step{{{RUN}}}[{WINDOW}]) > 0"
     firing = f'ALERTS{{{RUN}, alertstate="firing", alertname!="PenstockWatchdog"}}'

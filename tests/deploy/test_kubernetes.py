@@ -184,11 +184,11 @@ def test_queues_hold_the_job_and_keys_reach_their_node_only() -> None:
 @pytest.mark.parametrize(
     ("cluster", "changes", "said"),
     [
-        ({}, {"name": "Tiny_1"}, "give one with --name"),
-        ({"nodes": NODES}, {"num_nodes": 2}, "cluster.nodes has 3, and --nodes says 2"),
-        ({"nodes": [{"name": "a", "host": "10.0.0.1"}] * 1}, {"num_nodes": 1}, "leave host out"),
+        ({}, {"name": "Tiny_1"}, "choose such a name with --name"),
+        ({"nodes": NODES}, {"num_nodes": 2}, "--nodes 2: cluster.nodes has 3"),
+        ({"nodes": [{"name": "a", "host": "10.0.0.1"}] * 1}, {"num_nodes": 1}, "leave out host"),
         ({"insecure": False}, {}, "cluster.security is none"),
-        ({"security": "tls", "keys": "k"}, {}, "keys are made for nodes with names"),
+        ({"security": "tls", "keys": "k"}, {}, "keys need the names of the nodes"),
     ],
 )
 def test_what_cannot_run_in_pods_is_refused(

@@ -68,9 +68,9 @@ def test_what_the_script_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--nodes", "3", "--time", "1"), "--nodes 3: cluster.nodes has 2; give as many, or leave"),
-        (("--nodes", "2", "--time", "soon"), "--time soon: accepted are minutes"),
-        (("--nodes", "2", "--time", "1", "--memory", "all"), "--memory all: accepted is a size"),
+        (("--nodes", "3", "--time", "1"), "--nodes 3: cluster.nodes has 2 nodes; give --nodes 2"),
+        (("--nodes", "2", "--time", "soon"), "--time soon: expected minutes"),
+        (("--nodes", "2", "--time", "1", "--memory", "all"), "--memory all: expected a size"),
     ],
 )
 def test_what_it_refuses(tmp_path: Path, options: tuple[str, ...], words: str) -> None:

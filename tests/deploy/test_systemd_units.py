@@ -70,9 +70,9 @@ def test_names_with_signs_that_mean_something_to_systemd_are_quoted(tmp_path: Pa
     assert "CPUAffinity=0,2-3" in lines and "User=penstock" in lines
     with pytest.raises(ConfigError, match="control characters"):
         replace(UNIT, config=Path("/srv/a\nUser=root"))
-    with pytest.raises(ConfigError, match="/tmp/x: every service has a /tmp and a /var/tmp of its"):
+    with pytest.raises(ConfigError, match="/tmp/x: a service has a private /tmp and /var/tmp"):
         replace(UNIT, run_dir=Path("/tmp/x"))
-    with pytest.raises(ConfigError, match="--cores 0-: accepted are lists such as"):
+    with pytest.raises(ConfigError, match="--cores 0-: expected a list such as"):
         replace(UNIT, cores="0-")
 
 
@@ -82,7 +82,7 @@ def test_install_can_be_repeated_and_taken_back(tmp_path: Path) -> None:
         installing.install(unit, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     said = installing.install(UNIT, tmp_path)
-    assert all("as it should be" in line for line in said if line.startswith("wrote"))
+    assert all("up to date" in line for line in said if line.startswith("wrote"))
     assert before == {path: path.stat().st_mtime_ns for path in before}
     wants = tmp_path / f"etc/systemd/system/{UNIT.target}.wants"
     assert {entry.name for entry in wants.iterdir()} == {UNIT.service, other.service}
@@ -119,7 +119,7 @@ def test_the_command_writes_for_another_system_and_refuses_what_cannot_be(
     ("uid", "manager", "said"),
     [
         (1000, True, "penstock deploy systemd: needs root"),
-        (0, False, "is not there, so systemd does not run this machine"),
+        (0, False, "does not exist, so systemd does not run this machine"),
     ],
 )
 def test_a_system_that_cannot_be_changed_is_left_alone(
@@ -147,9 +147,9 @@ def test_paths_that_the_user_cannot_get_at_are_refused(
     keys.mkdir(parents=True, mode=0o700)
     paths = {"config": config, "python": python, "run_dir": Path("/tmp"), "keys": keys}
     unit = replace(UNIT, user="nobody", **paths)
-    with pytest.raises(ConfigError, match=r"tiny\.yaml: user nobody cannot read it; put it where"):
+    with pytest.raises(ConfigError, match=r"tiny\.yaml: user nobody cannot read it; move it to"):
         installing.check_access(unit)
     with pytest.raises(ConfigError, match=r"keys/node\.a: user nobody cannot use it"):
         installing.check_access(replace(unit, config=Path("/etc/passwd")))
-    with pytest.raises(ConfigError, match="--user x-y: there is no such user; make one"):
+    with pytest.raises(ConfigError, match="--user x-y: no such user; make the user"):
         installing.check_access(replace(unit, user="x-y"))

@@ -58,7 +58,7 @@ def test_writing_again_replaces_ours_and_leaves_what_was_edited(tmp_path: Path) 
     (tmp_path / "compose.yml").write_text("services: {}")
     (tmp_path / "grafana/dashboards/penstock-node.json").write_text("{}")
     assert files.write(tmp_path) == [
-        f"left as it is, since it was edited: {tmp_path / 'compose.yml'}",
+        f"kept, since it was edited: {tmp_path / 'compose.yml'}",
         f"replaced: {tmp_path / 'grafana/dashboards/penstock-node.json'}",
     ]
     assert (tmp_path / "compose.yml").read_text() == "services: {}"
