@@ -4,11 +4,11 @@ Layers call attention through transformers and torch. Torch's own kernels are ch
 the process, which hold in all threads and while the compiler traces. Torch's cache of compiled
 graphs ignores the switches, so graphs of each choice have a folder of their own.
 
-``cudnn-flash`` is an operator of Penstock: cuDNN's forward, and the backward of FlashAttention-2
-from the output and the log-sum-exp of that forward. The backward of cuDNN adds in any order.
-FlashAttention-2 has an order, which ``torch.use_deterministic_algorithms`` chooses. A compiled
-graph calls forward and backward as they are. Heads whose size is no multiple of eight are padded;
-grouped heads are left to the kernels.
+``cudnn-flash`` is an operator of Penstock. It combines cuDNN's forward with the backward of
+FlashAttention-2, from the output and the log-sum-exp of that forward. The backward of cuDNN adds in
+any order. FlashAttention-2 has a fixed order, which ``torch.use_deterministic_algorithms`` chooses.
+A compiled graph calls forward and backward unchanged. Heads are padded to a multiple of eight
+elements; the kernels handle grouped heads.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same values whose last dimension is dense."""
+    """Returns a tensor of the same values with a dense last dimension."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

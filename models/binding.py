@@ -25,7 +25,7 @@ from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, Ten
 TORCH_DTYPES: Mapping[DType, torch.dtype] = MappingProxyType(
     {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 )
-"""What torch calls the types of stored weights and gradients."""
+"""Torch's types of stored weights and gradients."""
 
 Borrowed = tuple[torch.Tensor, torch.Tensor | None]
 """The owner's flat array that holds the tied tensor, and the flat gradients of this use, both 1-D
@@ -34,11 +34,11 @@ Borrowed = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundBlock:
-    """A block with memory: leaf tensors by the name under which the block's module knows them.
+    """A block with memory: leaf tensors by the names in the block's module.
 
-    Leaves are views of the arrays given to :meth:`ModelRuntime.bind`, which stay referenced until
-    the last BoundBlock (and the last autograd graph made with it) is gone. Their ``.grad`` may be
-    bound later than they are.
+    Leaves are views of the arrays given to :meth:`ModelRuntime.bind`. The arrays stay referenced
+    until the last BoundBlock, and the last autograd graph made with it, is gone. The leaves'
+    ``.grad`` may be bound later.
     """
 
     index: int
@@ -46,12 +46,12 @@ class BoundBlock:
 
     @property
     def trains(self) -> bool:
-        """Whether any leaf collects gradients."""
+        """True if a leaf collects gradients."""
         return any(leaf.requires_grad for leaf in self.leaves.values())
 
     @property
     def widens(self) -> bool:
-        """Whether gradients add up in a wider type than they are computed in."""
+        """True if gradients add up in a wider type than they are computed in."""
         return any(
             leaf.requires_grad and leaf.grad_dtype != leaf.dtype for leaf in self.leaves.values()
         )
@@ -88,8 +88,8 @@ def bind_block(
             raise ValueError(f"block {spec.name!r} needs borrowed {tied.local_name!r}")
         (flat, _), owner = borrowed[tied.local_name], table.blocks[tied.owner]
         tensor = _tied_tensor(table, tied)
-        wanted = owner.trainable_elements if tensor.trainable else owner.frozen_elements
-        _check_length(owner, f"array lent as {tied.local_name}", flat, wanted)
+        elements = owner.trainable_elements if tensor.trainable else owner.frozen_elements
+        _check_length(owner, f"array of the tied tensor {tied.local_name}", flat, elements)
         leaves[tied.local_name] = _leaf(tensor, flat, sums)
     return BoundBlock(index=block, leaves=leaves)
 
@@ -101,13 +101,13 @@ def bind_gradients(
     grads: torch.Tensor | None,
     borrowed: Mapping[str, torch.Tensor],
 ) -> None:
-    """Make ``.grad`` of the block's leaves views of flat 1-D arrays, of the ``sums`` dtype.
+    """Makes ``.grad`` of the block's leaves views of flat 1-D arrays, of the ``sums`` dtype.
 
     ``grads`` is (trainable_elements,) of the block, each array of ``borrowed`` the same of its
     owner; see :meth:`penstock.models.runtime.ModelRuntime.bind_gradients`.
 
     Raises:
-        ValueError: an array is missing or has another shape than the table says.
+        ValueError: an array is missing, or its shape differs from the table's.
     """
     spec = table.blocks[bound.index]
     _check_length(spec, "grads", grads, spec.trainable_elements)
@@ -125,9 +125,9 @@ def bind_gradients(
 
 
 def summing(block: BoundBlock) -> BoundBlock:
-    """Returns the block over tensors that share its leaves' memory. Their gradients are added to
-    the leaves' sums by one kernel each: autograd would convert a 16-bit gradient to the type of its
-    sum first, with the same bits.
+    """Returns the block over tensors that share its leaves' memory. One kernel each adds a gradient
+    to the leaf's sum. Autograd would first convert a 16-bit gradient to the type of its sum, with
+    the same bits.
     """
     # Without autograd nothing is added up, and a detached tensor is alias enough.
     grads = torch.is_grad_enabled()
@@ -140,9 +140,9 @@ def summing(block: BoundBlock) -> BoundBlock:
 
 @contextmanager
 def gathering(block: BoundBlock, now: BoundBlock) -> Iterator[BoundBlock]:
-    """Yields the block over the memory of ``now``, for several backwards. A gradient that is
-    narrower than its sum is added to the sum at once; other gradients of a leaf are added up first,
-    as in a backward of one graph, and reach the sum when the context ends.
+    """Yields the block over the memory of ``now``, for several backwards. A gradient narrower than
+    its sum is added to the sum at once. Other gradients of a leaf are added up first, as in a
+    backward of one graph. They reach the sum when the context ends.
     """
     with torch.enable_grad():
         leaves = {
@@ -158,7 +158,7 @@ def gathering(block: BoundBlock, now: BoundBlock) -> Iterator[BoundBlock]:
 
 
 class _Summing(torch.autograd.Function):
-    """A tensor over given memory that autograd takes for neither a leaf nor a view of one; its
+    """A tensor over given memory. Autograd takes it for neither a leaf nor a view of a leaf. Its
     gradients are added to the sum of ``leaf``.
     """
 
@@ -256,13 +256,14 @@ class BlockModules:
                         " have parameters and constants alone"
                     )
         finally:
-            # A reference left behind would keep shared memory mapped after the worker let go of it.
-            for name, found in slots.items():
-                for places, key in found:
+            # A reference left behind would keep shared memory mapped after the worker has released
+            # it.
+            for name, uses in slots.items():
+                for places, key in uses:
                     places[key] = self._meta[name]
 
     def set_training(self, training: bool) -> None:
-        """Switch dropout on or off; walks the modules only when that changes."""
+        """Switches dropout on or off; walks the modules only at a change."""
         if training != self._training:
             for module in self._modules:
                 module.train(training)
@@ -276,7 +277,9 @@ class SkeletonModules:
     """
 
     def __init__(self, skeleton: Skeleton, constants: Mapping[str, torch.Tensor]) -> None:
-        """``constants`` are the persistent buffers of all blocks, on their device, by name."""
+        """Makes the modules. ``constants`` are the persistent buffers of all blocks, on their
+        device, by name.
+        """
         self.layers: dict[str, nn.Module] = {}
         self._parts, self._constants = skeleton.parts, constants
         self._prefixes = _prefixes(skeleton)

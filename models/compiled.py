@@ -14,7 +14,7 @@ A process compiles any number of graphs. Beyond torch's limit layers would run u
 otherwise, so the limit is raised out of reach.
 
 Forwards that drop operators (:mod:`penstock.models.forward_storage`) run uncompiled: a mode would
-see one opaque function. Whole and split backwards are one graph, whose products hand their tensors
+see one opaque function. Whole and split backwards are one graph; its products hand their tensors
 to a sink (:mod:`penstock.models.split_backward.products`). Saved tensors of compiled layers are
 swapped, and their weights found again, like those of any graph. Embedding and head are calls of a
 whole decoder around stubs and run uncompiled, too.
@@ -88,7 +88,7 @@ class CompiledLayer:
         self._ready = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer: arguments and results are its own, of the same shapes and dtypes."""
+        """Calls the layer: arguments and results are its own, of the same shapes and dtypes."""
         if not hasattr(self._ready, "done"):
             set_most_graphs(_MOST_GRAPHS)  # torch's settings are those of a thread
             self._ready.done = True

@@ -1,8 +1,7 @@
-"""What device code asks of a GPU: streams, events, pinned memory, and memory that streams share.
+"""The interface to a GPU: streams, events, pinned memory, and memory that streams share.
 
-Copies, swaps and updates ask a :class:`Gpu` for these and never ``torch.cuda``, so that another
-implementation can look whether the order that they are given is enough. Kernels and allocations are
-plain torch on :attr:`Gpu.device`.
+Copies, swaps and updates call a :class:`Gpu` and never ``torch.cuda``. So another implementation
+can check that their order suffices. Kernels and allocations are plain torch on :attr:`Gpu.device`.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ class Event(Protocol):
     """A point in a stream."""
 
     def record(self, stream: Any) -> None:
-        """It is from now on the point behind what the stream was given so far."""
+        """Moves the event behind all work issued to the stream so far."""
 
     def synchronize(self) -> None:
-        """The host waits until it is passed."""
+        """Blocks the host until the event has passed."""
 
     def query(self) -> bool:
-        """Returns whether it is passed; does not wait."""
+        """Returns whether the event has passed; does not wait."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Returns the milliseconds from this one to another; both are passed."""
+        """Returns the milliseconds from this event to another; both have passed."""
 
 
 class Stream(Protocol):
-    """Work in the order in which it was issued."""
+    """A queue of work, executed in the order of issue."""
 
     def wait_event(self, event: Any) -> None:
-        """What is issued from now on comes behind the event."""
+        """Orders later work of this stream after the event."""
 
     def wait_stream(self, stream: Any) -> None:
-        """What is issued from now on comes behind all that another stream was given so far."""
+        """Orders later work of this stream after all work issued to ``stream`` so far."""
 
     def synchronize(self) -> None:
-        """The host waits for all that was issued so far."""
+        """Blocks the host until all work issued so far is done."""
 
 
 class Gpu(Protocol):
@@ -50,73 +49,75 @@ class Gpu(Protocol):
 
     @property
     def name(self) -> str:
-        """What the driver calls it."""
+        """The driver's name of the GPU."""
 
     @property
     def memory_bytes(self) -> float:
-        """All of its memory, whoever uses it."""
+        """All of the GPU's memory, shared by all processes."""
 
     @property
     def allocated_bytes(self) -> float:
-        """Of tensors that live now."""
+        """Bytes of tensors that live now."""
 
     @property
     def peak_bytes(self) -> float:
-        """The most that tensors had since :meth:`restart_peak`."""
+        """Largest number of bytes that tensors had since :meth:`restart_peak`."""
 
     def restart_peak(self) -> None:
-        """The most that tensors have is what they have now."""
+        """Resets the peak to the bytes allocated now."""
 
     def make_current(self) -> None:
-        """Of this thread, from now on. CUDA would make a second context on GPU 0 otherwise."""
+        """Makes the GPU current for this thread. Otherwise CUDA would make a second context on GPU
+        0.
+        """
 
     def current(self) -> AbstractContextManager[Any]:
-        """It is this thread's current GPU inside."""
+        """Makes the GPU current for this thread inside the context."""
 
     def stream(self) -> Stream:
-        """Returns another stream; a process has few, so ask once."""
+        """Returns another stream. A process has few, so callers keep it."""
 
     def current_stream(self) -> Stream:
-        """Returns the one that this thread's work is issued to."""
+        """Returns the stream that this thread issues work to."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work of this thread is issued to the stream inside; its GPU is current."""
+        """Issues this thread's work to the stream inside; its GPU is current."""
 
     def event(self, *, blocking: bool = False, timing: bool = False) -> Event:
-        """Returns an event that counts as passed until it is recorded. ``blocking``: whoever waits
-        for it sleeps, by default it would keep a core busy. ``timing``: with a time.
+        """Returns an event that counts as passed until it is recorded. ``blocking``: a waiting host
+        thread sleeps; by default it would keep a core busy. ``timing``: the event records a time.
         """
 
     def synchronize(self) -> None:
-        """The host waits for all streams."""
+        """Blocks the host until all streams are done."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether a tensor is in the memory of a GPU."""
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The memory of a tensor, when nobody refers to it any more, is not used again before what
-        the stream was given until then is done.
+        """Protects a tensor's memory after its last reference is gone. The memory is reused only
+        after all work that the stream has by then is done.
         """
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Returns pinned host memory, flat uint8; it is not used again while copies to or from it
-        are under way.
+        """Returns pinned host memory, flat uint8. It is not reused while copies to or from it are
+        in progress.
         """
 
     def on_peer(self, distance: int, num_bytes: int) -> torch.Tensor:
-        """Returns memory, flat uint8, of the GPU whose number is this one's plus ``distance``."""
+        """Returns memory, flat uint8, of the GPU with this one's number plus ``distance``."""
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Pin host memory; returns the driver's error code, 0 if none. Several devices of a process
-        may ask for the same range.
+        """Pins host memory; returns the driver's error code, 0 if none. Several devices of a
+        process may register the same range.
         """
 
     def unregister(self, address: int) -> int:
-        """The last device that asked for a range lets go of it; returns the driver's error code."""
+        """Unpins a range after its last device has released it; returns the driver's error code."""
 
 
 _PINNED: Counter[int] = Counter()
-"""By address, how many devices of this process asked for the range that starts there."""
+"""Number of this process's devices that have registered a range, by its first address."""
 
 
 class CudaGpu:
@@ -128,76 +129,76 @@ class CudaGpu:
 
     @property
     def name(self) -> str:
-        """What the driver says."""
+        """The driver's name of the GPU."""
         return str(torch.cuda.get_device_name(self.device))
 
     @property
     def memory_bytes(self) -> float:
-        """As the driver says."""
+        """Bytes of memory, as reported by the driver."""
         return float(torch.cuda.get_device_properties(self.device).total_memory)
 
     @property
     def allocated_bytes(self) -> float:
-        """As the caching allocator counts."""
+        """Bytes allocated, as reported by the caching allocator."""
         return float(torch.cuda.memory_allocated(self.device))
 
     @property
     def peak_bytes(self) -> float:
-        """As the caching allocator counts."""
+        """Peak of allocated bytes, as reported by the caching allocator."""
         return float(torch.cuda.max_memory_allocated(self.device))
 
     def restart_peak(self) -> None:
-        """In the caching allocator."""
+        """Resets the caching allocator's peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def make_current(self) -> None:
-        """Of this thread."""
+        """Sets this thread's current device."""
         torch.cuda.set_device(self.device)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Of this thread."""
+        """Sets this thread's current device inside the context."""
         return torch.cuda.device(self.device)
 
     def stream(self) -> Stream:
-        """One of torch's 32."""
+        """Returns one of torch's 32 streams."""
         return cast(Stream, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Stream:
-        """The default stream, unless :meth:`on` says otherwise."""
+        """Returns the default stream, or the stream of an enclosing :meth:`on`."""
         return cast(Stream, torch.cuda.current_stream(self.device))
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, for this thread."""
+        """Sets this thread's current stream inside the context."""
         return torch.cuda.stream(stream)
 
     def event(self, *, blocking: bool = False, timing: bool = False) -> Event:
-        """Not of any stream yet."""
+        """Returns an event that no stream has recorded yet."""
         return torch.cuda.Event(enable_timing=timing, blocking=blocking)  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """All of the device."""
+        """Waits for all streams of the device."""
         torch.cuda.synchronize(self.device)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """By its device."""
+        """Returns whether the tensor's device is a GPU."""
         return tensor.is_cuda
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The caching allocator is told."""
+        """Records the stream's use of the tensor with the caching allocator."""
         tensor.record_stream(stream)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """From torch's pinned allocator, which rounds up to a power of two."""
+        """Allocates from torch's pinned allocator, which rounds up to a power of two."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def on_peer(self, distance: int, num_bytes: int) -> torch.Tensor:
-        """Makes a context there, which takes a few hundred MB, the first time."""
+        """Makes a context on the peer at the first call, which takes a few hundred MB."""
         assert self.device.index is not None, "a worker's GPU has a number"
         peer = (self.device.index + distance) % torch.cuda.device_count()  # workers may share GPUs
         return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", peer))
 
     def register(self, address: int, num_bytes: int) -> int:
-        """``cudaHostRegister``, takes about 0.1 s per GB."""
+        """Calls ``cudaHostRegister``, which takes about 0.1 s per GB."""
         code = 0
         if not _PINNED[address]:
             code = int(self._runtime.cudaHostRegister(address, num_bytes, 0))
@@ -208,7 +209,7 @@ class CudaGpu:
         return code
 
     def unregister(self, address: int) -> int:
-        """``cudaHostUnregister``."""
+        """Calls ``cudaHostUnregister`` after the last device has released the range."""
         _PINNED[address] -= 1
         code = 0
         if not _PINNED[address]:
@@ -218,8 +219,9 @@ class CudaGpu:
         return code
 
     def _forget_error(self) -> None:
-        """CUDA keeps the error of a call for whoever asks next, and torch asks behind its kernels:
-        some later one would fail with it. torch has no call that clears it, but asking does.
+        """Clears CUDA's stored error, which the next query would return. Torch queries after its
+        kernels, so a later kernel would fail with the error. Torch has no call to clear it, but a
+        query does.
         """
         with suppress(RuntimeError):
             torch.ones(1, device=self.device)

@@ -1,9 +1,9 @@
 """Kernels and settings that a run computes with, observed before its first step.
 
-A tool process runs one layer of each kind on the meta device, without weights, and notes how the
-layer calls attention. The same call, on small tensors of the run's device, shows the kernel that
-torch chooses for a forward and for a backward, and whether the kernel that ``model.attention``
-names can compute the call.
+A tool process runs one layer of each kind on the meta device, without weights, and notes the
+layer's calls of attention. It then repeats a call on small tensors of the run's device. The
+repetition shows the kernels that torch chooses for forward and backward. It also shows whether the
+kernel of ``model.attention`` can compute the call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ROWS = 256
 """Positions of the small tensors: torch chooses by head size, type, mask and device."""
 
 _HOPPER = 9
-"""Major compute capability of GPUs whose cuDNN attention is about twice as fast as flash."""
+"""Major compute capability of GPUs on which cuDNN attention is about twice as fast as flash."""
 
 _WORDS = 300
 """Most characters of torch's reasons in an error."""
@@ -179,7 +179,7 @@ def _kernels(
                 raise _RefusedError(
                     f"layers of kind {kind!r} cannot use {name}: {error}"
                 ) from error
-            # A model whose layers cannot run: its first forward says why.
+            # A model with layers that cannot run: its first forward names the cause.
             forward = backward = evaluation = UNKNOWN
         kinds[kind] = Attention(forward=forward, backward=backward, evaluation=evaluation)
     return kinds
@@ -303,8 +303,8 @@ def _chosen(call: Call | str, name: str, device: torch.device, *, trains: bool) 
 def _reason(error: Exception, messages: list[str]) -> str:
     """Returns torch's reasons against the kernels that are switched on, else the error's."""
     texts = (message.partition(" (Triggered internally")[0] for message in messages)
-    told = [text for text in texts if not text.endswith(("because:", "runtime disabled."))]
-    words = " ".join(dict.fromkeys(told)) or str(error)
+    reasons = [text for text in texts if not text.endswith(("because:", "runtime disabled."))]
+    words = " ".join(dict.fromkeys(reasons)) or str(error)
     return " ".join(words.split())[:_WORDS].rstrip(".")
 
 

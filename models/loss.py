@@ -30,7 +30,7 @@ class LossHead:
     """The head of a model as its loss calls it.
 
     ``logits_of`` maps (rows, hidden) to logits. ``in_backward`` returns a context with a function
-    of the same results; gradients of several backwards inside add up in the head's parameters, by
+    of the same results. Gradients of several backwards inside add up in the head's parameters, by
     the end of the context at the latest.
     """
 
@@ -41,12 +41,12 @@ class LossHead:
 def chunked_cross_entropy(
     head: LossHead, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int
 ) -> torch.Tensor:
-    """Returns the summed negative log-likelihood in nats, a fp32 scalar: the sum over rows of
-    log sum_v exp(logits[v]) - logits[label]. Labels of -100 count nothing.
+    """Returns the summed negative log-likelihood in nats, a fp32 scalar. It is the sum over rows of
+    log sum_v exp(logits[v]) - logits[label]; labels of -100 count nothing.
 
     ``hidden`` is (rows, hidden) in the compute dtype, ``labels`` (rows,) int64. Logits are widened
     to fp32. With more than ``chunk_rows`` rows, and autograd, the backward computes logits, loss
-    and their gradients, chunk by chunk and once; the scalar is NaN until then.
+    and their gradients, once for each chunk. The scalar is NaN until then.
     """
     rows = hidden.shape[0]
     if rows <= chunk_rows:
@@ -63,10 +63,10 @@ def chunked_cross_entropy(
 
 
 class _LossInBackward(torch.autograd.Function):
-    """The loss of several chunks, whose value its backward computes with the gradients.
+    """The loss of several chunks. Its backward computes the value with the gradients.
 
-    A forward that computed the loss would have to keep the logits of all chunks, or make them
-    again. ``anchor`` is a scalar that requires a gradient: a head may train above frozen layers.
+    A forward with the loss would have to keep the logits of all chunks, or make them again.
+    ``anchor`` is a scalar that requires a gradient: a head may train above frozen layers.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""Running ranges of blocks: parameters that alias given memory, forward, loss and backward.
+"""The model's runtime: parameters over given memory, forward, loss and backward of ranges of
+blocks.
 
 Modules hold no parameters of their own. :meth:`ModelRuntime.bind` makes leaf tensors that are views
-of the flat weight arrays, with ``.grad`` views of the flat gradient arrays; they are put into the
-modules while a block runs. Nothing is copied. Blocks of one kind share one module object.
+of the flat weight arrays. Their ``.grad`` are views of the flat gradient arrays. The leaves are in
+the modules while a block runs. Nothing is copied. Blocks of one kind share one module object.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ class StageOutput:
 
     ``tensors`` are the named tensors for the next block (empty after the head): :data:`HIDDEN`,
     (micro_batch, sequence, hidden) in the compute dtype. ``checkpoints[b]`` are the detached inputs
-    of block ``b``, of the same shape. ``loss_sum`` is the detached sum over counted tokens, a fp32
-    scalar in nats (head only; that of several chunks is NaN until the backward). ``loss`` is the
-    same times ``loss_weight`` with its graph. ``inputs`` are the leaves whose gradient
-    :meth:`ModelRuntime.backward` returns. ``stored``: what the forward left for the backward, if it
-    was told how.
+    of block ``b``, of the same shape.
+
+    ``loss_sum`` is the detached sum over counted tokens, a fp32 scalar in nats (head only; NaN for
+    several chunks until the backward). ``loss`` is the same times ``loss_weight`` with its graph.
+    ``inputs`` are leaves; :meth:`ModelRuntime.backward` returns their gradients. ``stored``: the
+    tensors kept for the backward, if the forward had a storage.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -74,11 +76,11 @@ class StageOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A micro-batch on the device, and what each layer is called with (empty if none will be).
+    """A micro-batch on the device, with the layers' arguments (empty if no layer runs).
 
     ``place``: data position and number of the micro-batch, for random numbers. ``drops``: operators
     are dropped, so layers must not be compiled to one. ``splits``: the backward comes in halves.
-    ``discarded``: number of the layer whose output nobody reads, if there is one.
+    ``discarded``: number of the layer with an unread output, None without one.
     """
 
     batch: MicroBatch
@@ -94,9 +96,9 @@ class _Prepared:
 class ModelRuntime:
     """Forward and backward of any range of blocks of one model on one device.
 
-    Used by one thread at a time: blocks of a kind share their module objects. Runs that train seed
-    torch's default generator of the device, for each block, from (seed, data position, micro-batch,
-    block): whoever recomputes a block sees the same dropout.
+    One thread at a time uses it: blocks of a kind share their module objects. Training forwards
+    seed the device's default generator for each block, from (seed, data position, micro-batch,
+    block). So a recomputation has the same dropout.
     """
 
     def __init__(
@@ -110,12 +112,12 @@ class ModelRuntime:
         compiler: Compiler | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Build the model's modules on ``device``, without parameters.
+        """Builds the model's modules on ``device``, without parameters.
 
-        ``compute_dtype`` is the type of hidden states, and of the weights that will be bound.
-        ``compiler`` compiles the layers, and sets torch's options for the process
-        (:mod:`penstock.models.compiled`); None: they run as they are. ``constants`` are the
-        model's persistent buffers by name; without, those of a new model.
+        ``compute_dtype`` is the type of hidden states and of bound weights. ``compiler`` compiles
+        the layers, and sets torch's options for the process (:mod:`penstock.models.compiled`).
+        None: layers run uncompiled. ``constants`` are the model's persistent buffers by name;
+        without them, those of a new model.
 
         Raises:
             ConfigError: the model cannot be taken apart, or ``table`` describes another one.
@@ -148,8 +150,8 @@ class ModelRuntime:
     def _install_constants(
         self, skeleton: Skeleton, constants: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
-        """Returns the model's constants on the device, by name, each in its module, too: the
-        decoder's own code reads those beside the layers.
+        """Returns the model's constants on the device, by name. Each is put into its module, too:
+        the decoder's own code around the layers reads them there.
         """
         stored = TORCH_DTYPES[self._table.weight_dtype]
         moved: dict[str, torch.Tensor] = {}
@@ -198,20 +200,22 @@ class ModelRuntime:
     ) -> BoundBlock:
         """Returns the block's leaves as views of flat 1-D arrays; nothing is copied.
 
-        ``weights`` and ``grads`` have ``trainable_elements``, ``frozen`` ``frozen_elements``
-        elements (None where there are none). Gradients add up in ``grads``, in its own dtype, over
-        all backwards; without them it is inference, or ``sums`` is the type of gradients that
-        :meth:`bind_gradients` binds before the first backward. ``borrowed`` maps each tied tensor's
-        ``local_name`` to the owner's flat array (its weights, or its frozen array if the tensor is
-        frozen there) and the gradient range of this contribution, which has the owner's
-        ``trainable_elements``.
+        ``weights`` and ``grads`` have ``trainable_elements`` elements, ``frozen`` has
+        ``frozen_elements`` (None for zero elements). Gradients add up in ``grads``, in its own
+        dtype, over all backwards. Without ``grads``, ``sums`` is the type of gradients that
+        :meth:`bind_gradients` binds before the first backward; without both the block serves
+        inference.
+
+        ``borrowed`` maps each tied tensor's ``local_name`` to two arrays. The first is the owner's
+        flat array: its weights, or its frozen array if the tensor is frozen. The second is this
+        use's gradient range, with the owner's ``trainable_elements``.
 
         Raises:
-            ValueError: an array is missing or has another length than the table says.
+            ValueError: an array is missing, or its length differs from the table's.
         """
         borrowed = borrowed or {}
-        contributions = {name: own for name, (_, own) in borrowed.items() if own is not None}
-        given = next((own for own in (grads, *contributions.values()) if own is not None), None)
+        contributions = {name: grad for name, (_, grad) in borrowed.items() if grad is not None}
+        given = next((g for g in (grads, *contributions.values()) if g is not None), None)
         sums = sums if given is None else given.dtype
         bound = bind_block(
             self._table, block, weights=weights, frozen=frozen, borrowed=borrowed, sums=sums
@@ -227,12 +231,12 @@ class ModelRuntime:
         grads: torch.Tensor | None,
         borrowed: Mapping[str, torch.Tensor],
     ) -> None:
-        """Let gradients add up in ``grads``, (trainable_elements,), and in ``borrowed`` (by
-        ``local_name``) for trainable tensors of others, from now on, also for graphs that were made
-        before. The arrays have the dtype of sums that the block was bound with.
+        """Lets gradients add up in ``grads``, (trainable_elements,). Those of tied tensors of other
+        blocks add up in ``borrowed``, by ``local_name``. This holds from now on, also for graphs
+        that were made before. The arrays have the dtype of ``sums`` of :meth:`bind`.
 
         Raises:
-            ValueError: an array is missing or has another length than the table says.
+            ValueError: an array is missing, or its length differs from the table's.
         """
         bind_gradients(self._table, bound, grads=grads, borrowed=borrowed)
 
@@ -251,17 +255,19 @@ class ModelRuntime:
         storage: ForwardStorage | None = None,
         output_read: bool = True,
     ) -> StageOutput:
-        """Run consecutive blocks on one micro-batch.
+        """Runs consecutive blocks on one micro-batch.
 
-        ``inputs`` are the named tensors that the block before handed on: (micro_batch, sequence,
-        hidden) in the compute dtype (none for block 0). ``training`` switches dropout, whose random
-        numbers follow from seed, ``data_position``, ``micro_batch_index`` and block.
-        ``loss_weight`` multiplies the summed loss. ``autograd``: record a graph for
-        :meth:`backward`; by default when any bound block collects gradients. ``checkpoints_at``:
-        blocks (numbers in the model) whose inputs are wanted. ``storage``: how to save what the
-        backward needs; a store of activations makes the inputs' leaves let go of their values.
-        ``output_read``: False leaves out products that only make the last layer's output, which is
-        then of no use (:mod:`penstock.models.split_backward.layer_products`).
+        ``inputs`` are the named tensors of the block before: (micro_batch, sequence, hidden) in the
+        compute dtype (none for block 0). ``training`` switches dropout on. Its random numbers
+        follow from seed, ``data_position``, ``micro_batch_index`` and block. ``loss_weight``
+        multiplies the summed loss. ``autograd``: record a graph for :meth:`backward`; by default if
+        a bound block collects gradients. ``checkpoints_at``: blocks (numbers in the model) with
+        requested inputs.
+
+        ``storage``: the way to save tensors for the backward; with a store of activations the
+        inputs' leaves release their values. ``output_read``: False leaves out products that only
+        make the last layer's output, which is undefined then
+        (:mod:`penstock.models.split_backward.layer_products`).
 
         Raises:
             ConfigError: documents are to be kept apart, and the model cannot.
@@ -300,13 +306,13 @@ class ModelRuntime:
     def backward(
         self, output: StageOutput, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Add the weights' gradients to the bound arrays; returns those of the stage's inputs by
-        name, (micro_batch, sequence, hidden) in the compute dtype.
+        """Adds the weights' gradients to the bound arrays. Returns the gradients of the stage's
+        inputs by name, (micro_batch, sequence, hidden) in the compute dtype.
 
-        ``gradients`` are those of ``output.tensors`` (what the next stage returned), of the same
-        shape and dtype; the head starts from its weighted loss and takes none. A stage without
-        anything to train below it returns nothing. After a forward that was told to split, the
-        weights' gradients wait in ``output.stored.deferred`` instead. The graph is freed.
+        ``gradients`` are those of ``output.tensors``, as the next stage returned them, of the same
+        shape and dtype. The head starts from its weighted loss and takes none. A stage without
+        trainable tensors below it returns nothing. After a split forward, the weights' gradients
+        wait in ``output.stored.deferred`` instead. The graph is freed.
         """
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor | None] = []
@@ -331,13 +337,13 @@ class ModelRuntime:
         storage: ForwardStorage | None,
         stored: StoredForward | None,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """Run one block; returns the tensors for the next one, and the summed loss of the head."""
+        """Runs one block; returns the tensors for the next one, and the summed loss of the head."""
         # A compiled graph is made with the operator; otherwise it is for recomputations alone.
         if self._compiled_of(block, prepared) is not None or block.index == prepared.discarded:
             self._find_products(block, tensors, prepared)
         if prepared.training:
-            # For each block, so that whoever recomputes one from its checkpoint draws the same
-            # numbers, whatever ran before.
+            # Seeded for each block: a recomputation from the block's checkpoint draws the same
+            # numbers, independent of earlier blocks.
             self._reseed(*prepared.place, block.index)
         if block.index == len(self._table.blocks) - 1:
             return {}, self._run_head(block, tensors[HIDDEN], prepared, storage)
@@ -391,8 +397,8 @@ class ModelRuntime:
         sink: Sink,
     ) -> torch.Tensor:
         """Runs a layer as a compiled graph. A training forward without a graph runs as if the graph
-        were needed: a graph without autograd would round otherwise than the one that computes the
-        gradients later. What the graph saves is freed at once.
+        were needed. A graph without autograd would round differently from the one that computes the
+        gradients later. The graph's saved tensors are freed at once.
         """
         spec = self._table.blocks[block.index]
         assert spec.layer_index is not None
@@ -530,20 +536,24 @@ class ModelRuntime:
         arguments.
         """
         batch = prepared.batch
-        found = [torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels), *self._buffers]
+        constants = [
+            torch.from_numpy(batch.input_ids),
+            torch.from_numpy(batch.labels),
+            *self._buffers,
+        ]
         if self._compiled:
-            found.append(ticket_memory())
+            constants.append(ticket_memory())
         for call in prepared.calls:
-            found += tensors_in((call.args, call.kwargs))
-        return found
+            constants += tensors_in((call.args, call.kwargs))
+        return constants
 
     def called_with(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """Returns what layers are called with beside the hidden states, for all micro-batches of a
-        plain batch's shape (micro_batch, sequence): masks and rotary tables, of the model's shapes
-        and types. Empty before the first forward of that shape.
+        """Returns the layers' arguments other than hidden states, for all plain micro-batches of
+        the batch's shape (micro_batch, sequence). They are masks and rotary tables, of the model's
+        shapes and types. Empty before the first forward of that shape.
         """
         calls = self._calls.by_shape.get(batch.shape, ())
-        return tuple(found for call in calls for found in tensors_in((call.args, call.kwargs)))
+        return tuple(t for call in calls for t in tensors_in((call.args, call.kwargs)))
 
     def _reseed(self, *position: int) -> None:
         digest = hashlib.blake2b(repr((self._seed, *position)).encode(), digest_size=8).digest()
@@ -569,13 +579,13 @@ def _free_inputs(leaves: Mapping[str, torch.Tensor], stored: StoredForward | Non
 
 
 def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:
-    """Refuse a table, which may come from a file, that describes another model."""
-    wanted = [(part.kind, set(part.tensors)) for part in skeleton.parts]
-    found = [
+    """Refuses a table of another model; the table may come from a file."""
+    expected = [(part.kind, set(part.tensors)) for part in skeleton.parts]
+    described = [
         (b.kind, {t.name for t in b.tensors} | {t.local_name for t in b.borrows})
         for b in table.blocks
     ]
-    if wanted != found:
+    if expected != described:
         raise ConfigError(
             "table.json does not describe the model of model/config.json; delete both from the run"
             " directory and start again"

@@ -1,9 +1,9 @@
 """Adam's and AdamW's step on tensors of any device, in the operations of ``native/steps.h``.
 
-Every operation rounds once, so results have the bits of the native kernels as long as the device's
-square root and division are correctly rounded (CUDA's are without fast math; torch's square root on
-CPUs is not) and no multiply is contracted with an add (torch's eager kernels; nothing may fuse
-them).
+Every operation rounds once. Results have the bits of the native kernels under two conditions. The
+device rounds square root and division correctly: CUDA does without fast math, torch's square root
+on CPUs does not. No multiply is contracted with an add: torch's eager kernels do not, and nothing
+may fuse them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
 
 
 def _adam(piece: Piece, scalars: StepScalars) -> torch.Tensor:
-    """Kingma & Ba, "Adam", algorithm 1; with decoupled decay Loshchilov & Hutter, algorithm 2."""
+    """Steps by Kingma & Ba, "Adam", algorithm 1; with decoupled decay by Loshchilov & Hutter,
+    algorithm 2.
+    """
     decoupled = scalars.optimizer.traits.decouples_decay
     master, mean, square, grad = piece.master, piece.exp_avg, piece.exp_avg_sq, piece.gradients
     scratch = piece.scratch
@@ -103,7 +105,7 @@ def _adam(piece: Piece, scalars: StepScalars) -> torch.Tensor:
 STEPS: Mapping[OptimizerName, Callable[[Piece, StepScalars], torch.Tensor]] = MappingProxyType(
     {OptimizerName.ADAMW: _adam, OptimizerName.ADAM: _adam}
 )
-"""The step of each optimizer whose UPDATE GPUs execute."""
+"""The step of each optimizer for which GPUs execute UPDATE."""
 
 
 def sum_squares(gradients: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

@@ -31,14 +31,14 @@ class Arrival(Protocol):
     """A point in a copy stream, behind all copies that were asked for before it."""
 
     def wait(self) -> None:
-        """Order whatever the compute stream is given from now on after the copies."""
+        """Orders later work of the compute stream after the copies."""
 
 
 class CopyStream(Protocol):
-    """Copies beside the computation, in the order in which they are asked for."""
+    """Copies concurrent with the computation, in the order of the calls."""
 
     def follow(self, arrival: Arrival) -> None:
-        """Copies asked for from now on come after that point, on whatever stream it is."""
+        """Orders later copies after that point, on any stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Starts a copy between flat tensors of equal size.
@@ -48,12 +48,12 @@ class CopyStream(Protocol):
         """
 
     def record(self) -> Arrival:
-        """The point behind all copies so far."""
+        """Returns the end of all copies so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapStreams:
-    """A stream for each direction, and where memory elsewhere comes from."""
+    """A stream for each direction, and the allocator of memory elsewhere."""
 
     out: CopyStream
     back: CopyStream
@@ -68,46 +68,48 @@ class TorchDevice(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The device's common name."""
 
     @property
     def memory_bytes(self) -> float:
-        """How much memory it has; infinite where that is the host's."""
+        """Bytes of its memory; infinite if its memory is the host's."""
 
     def synchronize(self) -> None:
-        """Wait until all work that was issued so far is done."""
+        """Waits until all work issued so far is done."""
 
     def generator(self) -> torch.Generator:
-        """Returns the generator that kernels draw from unless they are told otherwise."""
+        """Returns the generator that kernels use by default."""
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Returns fresh host memory, a flat uint8 tensor, for copies beside the computation."""
+        """Returns fresh host memory, a flat uint8 tensor, for copies concurrent with the
+        computation.
+        """
 
     def swap_streams(self, distance: int | None = None) -> SwapStreams:
-        """Returns the streams that swap to the host, or to a peer: another device of the node,
-        whose number there is this one's plus ``distance``. The same ones each time.
+        """Returns the streams that swap to the host, or to a peer: the device of the node with this
+        one's number plus ``distance``. Every call returns the same streams.
         """
 
 
 class Done:
-    """Copies that were over when they were asked for."""
+    """The end of copies that were complete at the call."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once: nothing is in progress."""
 
 
 class PlainCopies:
-    """Copies on the calling thread: for a CPU, whose memory is host memory."""
+    """Copies on the calling thread, for CPUs: their memory is host memory."""
 
     def follow(self, arrival: Arrival) -> None:
-        """Copies are over when they were asked for: every point is passed."""
+        """Does nothing: each copy is complete when its call returns."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies."""
+        """Copies at once."""
         target.copy_(source)
 
     def record(self) -> Done:
-        """At once."""
+        """Returns a point that has passed."""
         return Done()
 
 
@@ -133,7 +135,7 @@ class HostDevice:
         return f"CPU ({platform.machine()})"
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no work is in progress."""
 
     def generator(self) -> torch.Generator:
         """Returns torch's default generator."""
@@ -156,7 +158,7 @@ class GpuArrival:
         self.event = event
 
     def wait(self) -> None:
-        """The current stream waits; the host does not."""
+        """Makes the current stream wait; the host does not."""
         self._gpu.current_stream().wait_event(self.event)
 
 
@@ -168,12 +170,14 @@ class GpuCopies:
         self._stream = gpu.stream()
 
     def follow(self, arrival: Arrival) -> None:
-        """Ordered on the device."""
+        """Makes the copy stream wait for the event, on the device."""
         assert isinstance(arrival, GpuArrival)
         self._stream.wait_event(arrival.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The allocator is told that device memory is in use on this stream, too."""
+        """Copies after all work of the current stream so far. Records the copy stream's use of
+        device memory with the allocator.
+        """
         self._stream.wait_stream(self._gpu.current_stream())
         with self._gpu.on(self._stream):
             target.copy_(source, non_blocking=True)
@@ -182,7 +186,7 @@ class GpuCopies:
                 self._gpu.keep_for(tensor, self._stream)
 
     def record(self) -> GpuArrival:
-        """An event behind the copies so far."""
+        """Returns an event after the copies so far."""
         event = self._gpu.event()
         event.record(self._stream)
         return GpuArrival(self._gpu, event)
@@ -200,20 +204,22 @@ class GpuDevice:
 
     @property
     def name(self) -> str:
-        """What the driver says."""
+        """The driver's name of the GPU."""
         return self._gpu.name
 
     @property
     def memory_bytes(self) -> float:
-        """All of it, whoever uses it."""
+        """All of the GPU's memory, shared by all processes."""
         return self._gpu.memory_bytes
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device."""
+        """Waits for all streams of the device."""
         self._gpu.synchronize()
 
     def generator(self) -> torch.Generator:
-        """Returns the device's own; of the current device, if this one has no number."""
+        """Returns the device's own generator; that of the current device if this one has no
+        number.
+        """
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         return torch.cuda.default_generators[index]
 
@@ -250,26 +256,26 @@ _IMPLEMENTATIONS: Mapping[str, Callable[[torch.device], TorchDevice]] = MappingP
 _FIRST: Mapping[str, Callable[[], torch.device | None]] = MappingProxyType(
     {"cpu": lambda: torch.device("cpu"), "cuda": _first_gpu}
 )
-"""By torch's type of device."""
+"""Finders of the first device, by torch's type of device."""
 
 
-@cache  # one object per device, whose streams are made once
+@cache  # one object per device, so that its streams are made once
 def torch_device(device: torch.device) -> TorchDevice:
-    """Returns what stands for a device of torch in this process."""
+    """Returns the object that represents a device of torch in this process."""
     return _IMPLEMENTATIONS[device.type](device)
 
 
 def first_device(kind: str) -> TorchDevice | None:
     """Returns the first device of one of torch's types, ``None`` if there is none."""
-    found = _FIRST[kind]()
-    return None if found is None else torch_device(found)
+    device = _FIRST[kind]()
+    return None if device is None else torch_device(device)
 
 
 def repeat_bits() -> None:
-    """Choose, for the whole process, kernels that give the same bits for the same input; an
-    operator that has none is an error. Call it before anything is computed.
+    """Chooses kernels that give the same bits for the same input, for the whole process. An
+    operator without such a kernel is an error. Call this before any computation.
     """
-    # What cuBLAS needs for it; it looks when it is used first.
+    # cuBLAS requires this for equal bits; it reads the variable at its first use.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory would cost a pass over every activation.

@@ -1,8 +1,8 @@
-"""What Penstock uses of torch beyond what torch promises: the one place to look at for a new torch.
+"""Penstock's uses of torch beyond torch's promises: the one place to check for a new torch.
 
-Names with an underscore, and those that torch documents nowhere, may change with any minor version.
-They are used here and nowhere else (``tests/test_architecture.py`` has the exceptions, with
-reasons). docs/VERSIONS.md says which versions were tried, and how to try another.
+Names with an underscore, and undocumented names, may change with any minor version. They are used
+only in this module (``tests/test_architecture.py`` has the exceptions, with reasons).
+docs/VERSIONS.md lists the tried versions, and the way to try another.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""What packs a tensor that autograd saves, and what unpacks it."""
+"""A function that packs a tensor saved by autograd, and one that unpacks it."""
 
 
 def unseen_by_modes() -> AbstractContextManager[None]:
-    """Returns a context in which no dispatch mode sees what the thread does."""
+    """Returns a context in which no dispatch mode sees the thread's operations."""
     return torch._C._DisableTorchDispatch()
 
 
@@ -57,11 +57,11 @@ def key_of(storage: torch.UntypedStorage) -> int:
 
 
 def node_of_product(output: torch.Tensor) -> Node:
-    """Returns the node of a matrix product's derivative, whose ``output``, (..., outputs), is.
+    """Returns the node of a matrix product's derivative; ``output`` is the product, (..., outputs).
 
-    torch multiplies rows of two dimensions, and gives the result its shape back: by a view up to
-    2.14, by an unsafe view from 2.15. The sum of a gradient over the rows has the right bits only
-    in the layout that arrives at the product itself.
+    torch multiplies rows of two dimensions, and then restores the shape of the result. Up to 2.14
+    it uses a view, from 2.15 an unsafe view. The sum of a gradient over the rows has the right bits
+    only in the layout that arrives at the product itself.
     """
     node = output.grad_fn
     assert node is not None
@@ -78,7 +78,7 @@ def reads_first_factor(product: Node) -> bool:
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody asked to be called when a leaf of any shape gets its gradient."""
+    """Returns whether a leaf of any shape has hooks for its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -131,16 +131,16 @@ def innermost_saved_tensor_hooks() -> SavedTensorHooks | None:
 
 
 def is_of_checkpoint(hooks: SavedTensorHooks) -> bool:
-    """Whether hooks are those of a ``torch.utils.checkpoint`` that is not reentrant."""
+    """Returns whether hooks are those of a ``torch.utils.checkpoint`` that is not reentrant."""
     return hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
 def gloo_group(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Any:
     """Returns a ``ProcessGroupGloo`` over the interface of ``address``, outside of any default
-    group; blocks until the ``size`` ranks have called, each with the same store.
+    group. Blocks until the ``size`` ranks have called, each with the same store.
 
     Raises:
-        RuntimeError: they have not in ``timeout``, or went away.
+        RuntimeError: a rank has not called in ``timeout``, or has ended.
     """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub says Options
     options._timeout = timeout

@@ -1,12 +1,14 @@
-"""What the blocks of a model take on this machine: each kind run alone, with random weights.
+"""Costs of a model's blocks on this machine: each kind runs alone, with random weights.
 
 Every quantity is the median of repeated runs (:class:`Stopwatch`) for a few micro-batch sizes at
-the configured sequence length, and a line through them. Layers run one and two at a time: what does
-not double is the overhead of an instruction (Mario, section 5.2: y = a n + b in the number of
-blocks n). BACKWARD_INPUT is autograd asked for the gradients of the inputs only, or of compiled
-layers that instruction itself; BACKWARD_WEIGHT is the rest of a whole backward. Operators are told
-apart, and workspaces counted, in layers that are not compiled. What the machine itself can do is
-measured in :mod:`penstock.models.profiling.machine`.
+the configured sequence length, and a line through the medians. Layers run one and two at a time.
+Seconds that do not double are the overhead of an instruction (Mario, section 5.2: y = a n + b for n
+blocks).
+
+BACKWARD_INPUT is measured as autograd's gradients of the inputs alone; in compiled layers as the
+instruction itself. BACKWARD_WEIGHT is the rest of a whole backward. Operators are distinguished,
+and workspaces counted, in uncompiled layers. :mod:`penstock.models.profiling.machine` measures the
+machine itself.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMeasure:
-    """What consecutive blocks of one kind take on one micro-batch of ``tokens``: seconds, and
+    """The cost of consecutive blocks of one kind on one micro-batch of ``tokens``: seconds, and
     bytes.
     """
 
@@ -125,8 +127,10 @@ class BlockBench:
         objective: Objective | None = None,
         plain: ModelRuntime | None = None,
     ) -> None:
-        """``objective``: a function of the user's that makes micro-batches, None: next tokens.
-        ``plain``: a runtime of the same model that compiles nothing, where ``runtime`` compiles.
+        """Prepares the measurements.
+
+        ``objective``: the user's function that makes micro-batches, None: next tokens. ``plain``: a
+        runtime of the same model that compiles nothing, if ``runtime`` compiles.
         """
         self._objective = objective
         self._runtime = runtime
@@ -273,7 +277,7 @@ class BlockBench:
         self, forward: Callable[[], StageOutput], seeds: Mapping[str, torch.Tensor]
     ) -> float:
         if not forward().inputs:
-            return 0.0  # the embedding: nobody asks for the gradient of token ids
+            return 0.0  # the embedding: token ids have no gradient
 
         def run(output: StageOutput) -> None:
             roots = [output.loss] if output.loss is not None else list(output.tensors.values())
@@ -314,7 +318,7 @@ class BlockBench:
     def _batch(self, micro_batch: int) -> MicroBatch:
         shape = (micro_batch, self._sequence_length)
         if self._objective is not None:
-            # Zeros, since nobody knows which tokens may be labels.
+            # Zeros: this function cannot choose tokens that may be labels.
             return self._objective(np.zeros((shape[0], shape[1] + 1), dtype=np.int64), 0)
         random = np.random.default_rng(0)
         vocab_size = self._runtime.table.vocab_size
@@ -324,8 +328,8 @@ class BlockBench:
         )
 
     def _inputs(self, blocks: range, micro_batch: int) -> dict[str, torch.Tensor]:
-        """Returns what the block before hands on, (micro_batch, sequence, hidden) or what a model
-        of the user's has instead, made by running the first block of each kind before ``blocks``.
+        """Returns the output of the block before: (micro_batch, sequence, hidden), or other tensors
+        of a user's model. The first block of each kind before ``blocks`` runs for it.
         """
         inputs: dict[str, torch.Tensor] = {}
         seen = {self._runtime.table.blocks[blocks.start].kind} if blocks.start else set()
@@ -384,8 +388,8 @@ class BlocksMeasured:
 def measure_kinds(
     bench: BlockBench, table: BlockTable, micro_batches: Sequence[int], progress: Progress
 ) -> BlocksMeasured:
-    """Measure every kind of block for micro-batches of so many sequences; ``progress`` hears of
-    each.
+    """Measures every kind of block for each micro-batch size in sequences; ``progress`` gets a
+    message for each.
     """
     measures: dict[str, list[StageMeasure]] = {}
     operators: dict[str, list[OperatorsMeasure]] = {}
@@ -396,28 +400,30 @@ def measure_kinds(
                     f"blocks of kind {kind}, {len(blocks)} at a time, micro-batch {micro_batch}"
                 )
                 measures.setdefault(kind, []).append(bench.measure(blocks, micro_batch))
-            found = bench.operators(stages[0].start, micro_batch)
-            operators.setdefault(kind, []).append(found)
-    instruction_s = _overhead([m for found in measures.values() for m in found])
-    kinds = {kind: _kind(found, operators[kind], instruction_s) for kind, found in measures.items()}
+            operator_measure = bench.operators(stages[0].start, micro_batch)
+            operators.setdefault(kind, []).append(operator_measure)
+    instruction_s = _overhead([m for of_kind in measures.values() for m in of_kind])
+    kinds = {
+        kind: _kind(of_kind, operators[kind], instruction_s) for kind, of_kind in measures.items()
+    }
     return BlocksMeasured(kinds=kinds, instruction_s=instruction_s)
 
 
 def _representatives(table: BlockTable) -> dict[str, tuple[range, ...]]:
     """Returns of each kind its first block, and the first two that follow each other, if any do."""
     blocks = table.blocks
-    found: dict[str, tuple[range, ...]] = {}
+    ranges: dict[str, tuple[range, ...]] = {}
     for block in blocks:
-        found.setdefault(block.kind, (range(block.index, block.index + 1),))
+        ranges.setdefault(block.kind, (range(block.index, block.index + 1),))
     for first, second in pairwise(blocks):
-        if first.kind == second.kind and len(found[first.kind]) == 1:
-            found[first.kind] += (range(first.index, second.index + 1),)
-    return found
+        if first.kind == second.kind and len(ranges[first.kind]) == 1:
+            ranges[first.kind] += (range(first.index, second.index + 1),)
+    return ranges
 
 
 def _overhead(measures: Sequence[StageMeasure]) -> float:
-    """Returns the seconds that do not double with the number of blocks: the median over all pairs
-    of 2 y(1) - y(2), which is b of y = a n + b, or 0 without pairs (Mario, section 5.2).
+    """Returns the seconds that do not double with the number of blocks (Mario, section 5.2). They
+    are b of y = a n + b: the median over all pairs of 2 y(1) - y(2), or 0 without pairs.
     """
     single = {m.tokens: m for m in measures if m.num_blocks == 1}
     rests = [
@@ -466,7 +472,7 @@ def _per_block(seconds: float, measure: StageMeasure, instruction_s: float) -> f
 
 def _operators(measures: Sequence[OperatorsMeasure]) -> tuple[OperatorProfile, ...]:
     """Returns lines, in tokens, through the measures of each operator."""
-    names = dict.fromkeys(name for found in measures for name in found.seconds)
+    names = dict.fromkeys(name for measure in measures for name in measure.seconds)
     return tuple(
         OperatorProfile(
             name=name,

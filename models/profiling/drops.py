@@ -1,9 +1,9 @@
-"""What dropping operators saves of a block's activations, for every set of operators.
+"""Savings of a block's activations by dropping operators, for every set of operators.
 
-Savings do not add up: what is dropped is made again from something, and where the backward itself
-does not read that something, it is kept for that purpose alone (the input of a dropout, say). It is
-kept no longer once the operator that makes it is dropped, too. One forward that drops everything
-shows all of it: which kernels would run again, what they read, and what the backward reads.
+Savings do not add up. A dropped tensor is made again from another one. If the backward does not
+read that other tensor, it is kept for this purpose alone (the input of a dropout, for example). If
+the operator that makes it is dropped too, it is no longer kept. One forward that drops everything
+shows all facts: kernels that would run again, their inputs, and the backward's inputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure_drops(activations: SavedActivations, given: Iterable[int]) -> DropMe
             saved[operator] += slot.num_bytes
         elif needed_by := _sorted(needs.get(slot, frozenset()), without=operator):
             sources[operator, needed_by] += slot.num_bytes
-    saved.pop("", None)  # nobody can drop it
+    saved.pop("", None)  # belongs to no operator, so it cannot be dropped
     return DropMeasure(saved=dict(saved), sources=dict(sources))
 
 
@@ -58,10 +58,10 @@ def _needs(kernels: list[RecordedKernel]) -> dict[StorageSlot, _Sets]:
     """Returns the slots that kernels read, and the sets of operators that ask for each."""
     needs: dict[StorageSlot, _Sets] = {}
     for kernel in reversed(kernels):
-        wanted: set[frozenset[str]] = set()
+        readers: set[frozenset[str]] = set()
         for slot in _made(kernel):
-            wanted |= {frozenset()} if slot.saved else needs.get(slot, frozenset())
-        asking = {names | {kernel.operator} for names in wanted}
+            readers |= {frozenset()} if slot.saved else needs.get(slot, frozenset())
+        asking = {names | {kernel.operator} for names in readers}
         for view in kernel.reads:
             if isinstance(view, SlotView):
                 needs[view.slot] = _smallest({*needs.get(view.slot, ()), *asking})

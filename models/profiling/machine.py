@@ -1,7 +1,7 @@
-"""What this machine can do beside computing: copies to and from the device, messages between
+"""The machine's rates other than computing: copies between host and device, messages between
 workers, updates of the optimizer.
 
-Messages go through ZeroMQ's ipc transport between two sockets, as workers exchange them.
+Messages go through ZeroMQ's ipc transport between two sockets, as between workers.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ class Copies:
 
 
 def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _COPY_BYTES) -> Copies:
-    """Measure copies as the worker's device makes them, in bytes of the stored types.
+    """Measures copies as the worker's device makes them, in bytes of the stored types.
 
-    On a GPU from and to pinned memory. On a CPU 16-bit weights are widened and 16-bit gradients
-    rounded; fp32 stays where it is.
+    On a GPU copies go from and to pinned memory. On a CPU 16-bit weights are widened and 16-bit
+    gradients rounded; fp32 arrays are not copied.
     """
     weights, grads = config.model.dtype, config.optimizer.grad_dtype
-    found = torch_device(device)
-    if found.own_memory:
+    torch_device_ = torch_device(device)
+    if torch_device_.own_memory:
         # Pinned, as workers' arrays are: copies of other memory go through the driver's buffer.
-        host = found.host_memory(num_bytes)
-        there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        fetch, offload = _copy_rate(found, there, host), _copy_rate(found, host, there)
+        host = torch_device_.host_memory(num_bytes)
+        on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        fetch, offload = (
+            _copy_rate(torch_device_, on_device, host),
+            _copy_rate(torch_device_, host, on_device),
+        )
         return Copies(fetch=fetch, offload=offload)
     wide = torch.zeros(num_bytes // 2, dtype=torch.float32)
     stored = wide.to(TORCH_DTYPES[weights])
@@ -66,14 +69,14 @@ def measure_copies(config: Config, device: torch.device, *, num_bytes: int = _CO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """Between two workers of a node: bytes/s of a large message, seconds of a small one."""
+    """Rates between two workers of a node: bytes/s of a large message, seconds of a small one."""
 
     bandwidth: float
     latency_s: float
 
 
 def measure_messages(*, num_bytes: int = _MESSAGE_BYTES) -> Messages:
-    """Measure messages of 8 and of ``num_bytes`` bytes, there and back over ipc; the times halved.
+    """Measures messages of 8 and of ``num_bytes`` bytes, there and back over ipc; times are halved.
 
     Raises:
         zmq.Again: no answer within 10 s.
@@ -81,11 +84,11 @@ def measure_messages(*, num_bytes: int = _MESSAGE_BYTES) -> Messages:
     context = zmq.Context()
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-profile-") as directory:
-            there, back = _pair(context, directory)
+            out, back = _pair(context, directory)
             small, large = bytes(8), bytes(num_bytes)
 
             def exchange(payload: bytes) -> None:
-                for sender, receiver in ((there, back), (back, there)):
+                for sender, receiver in ((out, back), (back, out)):
                     sender.send(payload, copy=False)
                     receiver.recv(copy=False)
 
@@ -107,13 +110,13 @@ def _pair(context: zmq.Context[Any], directory: str) -> tuple[zmq.Socket[bytes],
 
 
 def measure_update(config: Config, device: torch.device, host: OptimizerRates) -> float:
-    """Parameters/s of an UPDATE on one device, without its copies.
+    """Measures the parameters/s of an UPDATE on one device, without its copies.
 
-    On a GPU the arithmetic of a piece, of AdamW, which Adam's differs little from (others are not
-    executed there). On a CPU an UPDATE is a preview, on a worker's share of the cores.
+    On a GPU this is the arithmetic of a piece with AdamW. Adam's differs little; GPUs execute no
+    others. On a CPU an UPDATE is a preview, on a worker's share of the cores.
     """
-    found = torch_device(device)
-    if not found.own_memory:
+    measured_device = torch_device(device)
+    if not measured_device.own_memory:
         return host.preview / config.cluster.workers
     step = OptimizerStep(version=1000, coefficient=1.0, learning_rate=1e-4, bias_step=1000)
     adamw = config.optimizer.model_copy(update={"name": OptimizerName.ADAMW})
@@ -127,7 +130,7 @@ def measure_update(config: Config, device: torch.device, host: OptimizerRates) -
         sum_squares(piece.gradients, squares)
         apply(piece, scalars)
         # The calls above only queue kernels.
-        found.synchronize()
+        measured_device.synchronize()
 
     return PIECE_ELEMENTS / median_seconds(update)
 

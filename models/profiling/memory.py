@@ -1,8 +1,8 @@
-"""What blocks keep, and what they need while they run, in bytes of live storages.
+"""Bytes of live storages that blocks keep, and that they need while they run.
 
-Counted as a worker's memory is (:mod:`penstock.models.profiling.storages`): each storage once,
-without weights, without gradient sums, and without what outlives a micro-batch (its tokens, masks,
-rotary tables). What kernels need within themselves is not seen.
+Bytes are counted as a worker's memory is (:mod:`penstock.models.profiling.storages`). Each storage
+counts once. Weights, gradient sums, and tensors that outlive a micro-batch (tokens, masks, rotary
+tables) do not count. Memory inside kernels is invisible.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MemoryMeasure:
 def measure_memory(
     forward: RunForward, backward: RunBackward, constants: Iterable[torch.Tensor]
 ) -> MemoryMeasure:
-    """Run forwards and backwards, split and not; returns the bytes that they keep and need.
+    """Runs forwards and backwards, split and not; returns the bytes that they keep and need.
 
     ``backward`` takes the gradients of a forward's outputs, of the outputs' shapes, and returns
     those of its inputs. ``constants`` are tensors of any shape that outlive a micro-batch. The
@@ -73,8 +73,8 @@ def measure_memory(
 
 
 def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, float]:
-    """Returns the bytes that a forward keeps, its input among them, those that it needs meanwhile
-    beyond these and its output, and those of its output.
+    """Returns three numbers of bytes. First, those that a forward keeps, its input included.
+    Second, those needed meanwhile beyond these and its output. Third, those of its output.
     """
     ledger = StorageLedger()
     with StorageMode(ledger, ""):

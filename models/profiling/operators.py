@@ -1,9 +1,9 @@
-"""How long the operators of a block take, told apart as recomputation tells them apart.
+"""Seconds of a block's operators, distinguished as in recomputation.
 
 Every kernel of a forward is timed and belongs to the operator that
-:class:`~penstock.models.saved_activations.OperatorTracker` names: so the seconds of an operator are
-those of the kernels that run again where it is dropped. What dropping saves:
-:mod:`penstock.models.profiling.drops`.
+:class:`~penstock.models.saved_activations.OperatorTracker` names. So an operator's seconds are
+those of the kernels that run again if it is dropped. :mod:`penstock.models.profiling.drops` has the
+savings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OperatorProbe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run one forward of the block inside, on this thread."""
+        """Runs one forward of the block inside, on this thread."""
         tracker = OperatorTracker()
         tracker.restart()
         stopwatch = _KernelStopwatch(tracker, self._device)

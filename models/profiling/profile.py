@@ -1,12 +1,12 @@
-"""``python -m penstock.models.profiling.profile CONFIG --out FILE``: measure what a model takes on
+"""``python -m penstock.models.profiling.profile CONFIG --out FILE``: measures a model's costs on
 this machine.
 
-Runs the real blocks with random weights (:mod:`penstock.models.profiling.blocks`), and the
-machine's copies, messages and optimizer sweeps (:mod:`penstock.models.profiling.machine`), one
-after the other on an otherwise idle machine: what workers, optimizer and copies take from each
-other while they run together is not in it. Works with the number of threads that a worker will
-have. Makes no run directory and needs no data. Layers are compiled where those of a run would be
-(``model.compile``); the profile says so.
+Runs the real blocks with random weights (:mod:`penstock.models.profiling.blocks`). Then measures
+the machine's copies, messages and optimizer sweeps (:mod:`penstock.models.profiling.machine`).
+Measurements run one after the other on an otherwise idle machine: they do not include the slowdown
+of concurrent workers, optimizer and copies. The number of threads is that of a worker. Makes no run
+directory and needs no data. Layers are compiled if those of a run would be (``model.compile``); the
+profile records it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ BUDGET_S = 0.25
 def measure(
     config: Config, progress: Progress = lambda message: None, *, budget_s: float = BUDGET_S
 ) -> Profile:
-    """Measure the model and the machine of a configuration; ``progress`` hears what is next.
+    """Measures the model and the machine of a configuration; ``progress`` gets a message for each
+    step.
 
     ``budget_s``: seconds that each median may take. Micro-batches of one and two sequences, and of
     the configured number.
 
     Raises:
-        ConfigError: the model is impossible, or there is no such device.
+        ConfigError: the model is impossible, or the device does not exist.
     """
     device = _device(config)
     choose_attention(config.model.attention)
@@ -117,7 +118,7 @@ class _Model:
         )
 
     def bench(self, compiler: Compiler | None) -> BlockBench:
-        """Returns a bench of the model, whose layers ``compiler`` compiles, if any."""
+        """Returns a bench of the model; ``compiler`` compiles its layers, if any."""
         return BlockBench(
             self._runtime(compiler),
             device=self.device,
@@ -154,7 +155,7 @@ def _graphs(config: Config) -> Iterator[Path | None]:
 def _compiled_bench(
     config: Config, model: _Model, cache: Path | None, progress: Progress
 ) -> BlockBench | None:
-    """Returns a bench whose layers are compiled; None if those of a run would not be.
+    """Returns a bench with compiled layers; None if those of a run would not be compiled.
 
     Raises:
         ConfigError: the user asks for compiled layers, and a kind of layer is not one graph.
@@ -210,18 +211,18 @@ def _device(config: Config) -> torch.device:
             f"cluster.device = {config.cluster.device!r}: there is nothing to measure on an"
             " emulated device; use --set cluster.device=cpu or cuda"
         )
-    found = first_device(config.cluster.device)
-    if found is None:
+    device = first_device(config.cluster.device)
+    if device is None:
         raise ConfigError(
             f"cluster.device = {config.cluster.device!r}: there is no GPU here to measure; run this"
             " on a machine of the cluster, or use --costs analytic:GPU:MODEL"
         )
-    return found.device
+    return device.device
 
 
 @contextmanager
 def _threads(config: Config) -> Iterator[int]:
-    """Compute inside with as many threads as a worker will have; yields how many."""
+    """Computes inside with a worker's number of threads; yields the number."""
     before = torch.get_num_threads()
     share = usable_cpus() // (config.cluster.workers * len(config.cluster.nodes))
     num_threads = config.cluster.threads_per_worker or max(1, share)
@@ -233,10 +234,10 @@ def _threads(config: Config) -> Iterator[int]:
 
 
 def _description(device: torch.device, num_threads: int, *, compiled: bool) -> str:
-    found = torch_device(device)
-    threads = "" if found.own_memory else f", compute threads of a worker: {num_threads}"
+    described = torch_device(device)
+    threads = "" if described.own_memory else f", compute threads of a worker: {num_threads}"
     layers = "compiled" if compiled else "not compiled"
-    return f"{found.name}{threads}, layers {layers}"
+    return f"{described.name}{threads}, layers {layers}"
 
 
 def _say(message: str) -> None:
@@ -245,7 +246,7 @@ def _say(message: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the profile command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.profiling.profile", description=__doc__)
     parser.add_argument("config", type=Path, help="configuration (YAML)")
     parser.add_argument("--out", type=Path, required=True, help="where the profile goes")

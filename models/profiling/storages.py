@@ -1,10 +1,10 @@
-"""Bytes of live tensors of one thread's work on a CPU: each storage once, from the operator that
-makes it until nothing refers to it any more.
+"""Bytes of live tensors of one thread's work on a CPU: each storage once, from its operator to the
+end of its last reference.
 
-torch keeps no statistics of host memory. What operators return is seen by a dispatch mode; what
-comes from elsewhere (weights and gradient sums in shared memory or in pools, tensors received by
-another thread) is named by whoever holds it. What a kernel needs within itself is not seen. Costs
-some 10 µs an operator, so it is for tests and for ``observability.memory``.
+torch keeps no statistics of host memory. A dispatch mode sees the results of operators. The holder
+names all other tensors: weights and gradient sums in shared memory or in pools, tensors received by
+another thread. Memory inside kernels is invisible. The ledger costs some 10 µs an operator, so it
+serves tests and ``observability.memory``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock.models.torch_internals import TorchDispatchMode, key_of
 
 
 class StorageLedger:
-    """Which storages live, what for, and the most bytes there ever were. Any thread may use it.
+    """The live storages by use, and the peak of their bytes. Any thread may use it.
 
-    Refers to storages weakly: each stops counting when its last reference goes.
+    References to storages are weak: each stops counting when its last reference goes.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class StorageLedger:
             return {use: count for use, count in self._by_use.items() if count}
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage, of any device and size, is counted."""
+        """Returns whether the storage, of any device and size, is counted."""
         return key_of(storage) in self._live
 
     def made(self, storage: torch.UntypedStorage, use: str) -> None:
-        """Count the bytes of a new storage for ``use`` from now on, and the peak if this makes
+        """Counts the bytes of a new storage for ``use`` from now on. Records the peak if this makes
         one.
         """
         with self._lock:
@@ -57,8 +57,8 @@ class StorageLedger:
     def adopt(self, storage: torch.UntypedStorage, use: str) -> None:
         """Counts the bytes of a storage for this use.
 
-        One that was not counted is taken to have been there since the peak began anew: the peak
-        grows by all of its bytes.
+        An uncounted storage is assumed to exist since the last :meth:`restart`: the peak grows by
+        all of its bytes.
         """
         with self._lock:
             if self.knows(storage):
@@ -69,7 +69,7 @@ class StorageLedger:
             self.at_peak[use] = self.at_peak.get(use, 0) + storage.nbytes()
 
     def count_for(self, key: int, use: str) -> None:
-        """Count the storage with this key, if there is one, for another use."""
+        """Counts the storage with this key, if there is one, for another use."""
         with self._lock:
             if key in self._live:
                 reference, num_bytes, before = self._live[key]
@@ -78,11 +78,11 @@ class StorageLedger:
                 self._add(use, num_bytes)
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Stop counting a storage, though somebody refers to it (a pool)."""
+        """Stops counting a storage that a pool still refers to."""
         self._freed(key_of(storage), None)
 
     def restart(self) -> int:
-        """Begin the peak anew with what lives now; returns the bytes of that."""
+        """Resets the peak to the bytes that live now; returns those bytes."""
         with self._lock:
             self.peak_bytes, self.at_peak = self.live_bytes, dict(self._by_use)
             return self.live_bytes
@@ -130,7 +130,7 @@ class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def _among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
-    """Whether the result of an operator is a view of one of its arguments, or the argument
+    """Returns whether the result of an operator is a view of one of its arguments, or the argument
     itself.
     """
     given = tensors_in((args, kwargs))

@@ -1,13 +1,13 @@
 """The store of one stage and micro-batch between BACKWARD_INPUT and BACKWARD_WEIGHT.
 
-An entry is one use of parameters in the forward, with what its weight gradients need: the gradient
-of its output and the input it saved (:mod:`penstock.models.split_backward.deferred_entries`).
-Entries are made by :mod:`penstock.models.split_backward.split`, which watches the forward.
+An entry is one use of parameters in the forward
+(:mod:`penstock.models.split_backward.deferred_entries`). It holds the inputs of its weight
+gradients: the gradient of its output and the input that it saved.
+:mod:`penstock.models.split_backward.split` watches the forward and makes the entries.
 
-Gradients are bit-equal to those of an unsplit backward: the kernels are the same, and a parameter's
-contributions are added up in autograd's order (the latest use first) before they reach ``.grad``.
-Only a parameter with three or more uses of which some are split and some not may be summed up in
-another order.
+Gradients are bit-equal to those of an unsplit backward. The kernels are the same, and a parameter's
+gradients are added up in autograd's order (the latest use first) before they reach ``.grad``. The
+order may differ only for a parameter with three or more uses, of which some are split and some not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.models.split_backward.products import Receive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsplit:
-    """A use of parameters whose gradients BACKWARD_INPUT computes, and why."""
+    """A use of parameters with gradients from BACKWARD_INPUT, and the reason."""
 
     function: str
     reason: str
@@ -49,9 +49,9 @@ class DeferredWeights:
         self._records: list[ParameterRecord] = []
         self._unsplit: Counter[Unsplit] = Counter()
         self.shared: list[DeferredTensor] = []
-        """What graphs that several entries may share have saved."""
+        """Tensors saved by graphs that several entries may share."""
         self.anchor = torch.zeros((), requires_grad=True)
-        """Stands for what needs no gradient, where autograd wants something that does."""
+        """A tensor that requires a gradient, passed to autograd in place of one that does not."""
 
     @property
     def bytes(self) -> int:
@@ -71,9 +71,9 @@ class DeferredWeights:
         return dict(self._unsplit)
 
     def run(self) -> None:
-        """Add the weight gradients to ``.grad``, latest use first, as autograd does.
+        """Adds the weight gradients to ``.grad``, latest use first, as autograd does.
 
-        What an entry kept is freed right after its use.
+        An entry's tensors are freed right after their use.
 
         Raises:
             RuntimeError: BACKWARD_INPUT has not run.
@@ -94,21 +94,21 @@ class DeferredWeights:
         self.shared.clear()
 
     def discard(self) -> None:
-        """Free everything, because the micro-batch is given up."""
+        """Frees everything, because the micro-batch is dropped."""
         self._entries.clear()
         self._records.clear()
         self.shared.clear()
 
     def seal(self) -> None:
-        """Drop the entries that BACKWARD_INPUT, which is over, did not reach, with the weights they
-        refer to. Gradients go where ``.grad`` points now.
+        """Drops the entries that BACKWARD_INPUT did not reach, with the weights that they refer to.
+        BACKWARD_INPUT is over; gradients go to the current ``.grad``.
         """
         self._entries = [entry for entry in self._entries if entry.reached]
         for record in self._records:
             record.settle()
 
     def append(self, entry: Entry) -> None:
-        """Take the next entry, in the order of the forward."""
+        """Takes the next entry, in the order of the forward."""
         self._entries.append(entry)
         for record in entry.records:
             record.uses += 1
@@ -132,11 +132,11 @@ class DeferredWeights:
         return entry.take
 
     def note_unsplit(self, unsplit: Unsplit) -> None:
-        """Remember that a use of parameters is left to BACKWARD_INPUT."""
+        """Records that a use of parameters is left to BACKWARD_INPUT."""
         self._unsplit[unsplit] += 1
 
     def take_products(self) -> dict[tuple[int, int], ProductEntry]:
-        """Take the products out whose parameters have no other use; returns them by the place of
+        """Removes the products with parameters that have no other use; returns them by the place of
         their gradients.
         """
         uses = Counter(record for entry in self._entries for record in entry.records)
@@ -169,23 +169,23 @@ class DeferredWeights:
 
 
 def run_together(stores: Sequence[DeferredWeights], *, concatenate: bool = False) -> None:
-    """Run BACKWARD_WEIGHT of several micro-batches of one stage, in the given order.
+    """Runs BACKWARD_WEIGHT of several micro-batches of one stage, in the given order.
 
-    ``concatenate``: one matrix product per Linear over all micro-batches' rows (2BP,
-    arXiv 2405.18047, section 3) instead of one each: fewer kernels, a copy of inputs and gradients,
-    other rounding. Without it, and for everything but Linear, bits are those of one run after the
-    other.
+    ``concatenate``: one matrix product per Linear over all micro-batches' rows (2BP, arXiv
+    2405.18047, section 3) instead of one for each micro-batch. It takes fewer kernels and a copy of
+    inputs and gradients, and rounds differently. Without it, and for everything but Linear, bits
+    are those of one run after the other.
 
     Raises:
         RuntimeError: BACKWARD_INPUT of a micro-batch has not run.
     """
     if concatenate and len(stores) > 1:
-        found: defaultdict[tuple[int, int], list[ProductEntry]] = defaultdict(list)
+        products: defaultdict[tuple[int, int], list[ProductEntry]] = defaultdict(list)
         for store in stores:
             for place, entry in store.take_products().items():
-                found[place].append(entry)
-        while found:
-            _, entries = found.popitem()
+                products[place].append(entry)
+        while products:
+            _, entries = products.popitem()
             for record, gradient in ProductEntry.joined(entries).gradients():
                 record.accumulate(gradient)
     for store in stores:
@@ -208,8 +208,8 @@ class _GraphUnit:
             seeds += gradients
         self._entries.clear()
         edges = [record.edge for record in self.records if record.edge is not None]
-        found = torch.autograd.grad(roots, edges, seeds, allow_unused=True)
-        yield from zip(self.records, found, strict=True)
+        parameter_gradients = torch.autograd.grad(roots, edges, seeds, allow_unused=True)
+        yield from zip(self.records, parameter_gradients, strict=True)
 
 
 _Unit = _GraphUnit | ProductEntry
@@ -256,18 +256,16 @@ class _Sums:
         self._sums: dict[ParameterRecord, torch.Tensor] = {}
 
     def expect(self, record: ParameterRecord, contributions: int) -> None:
-        """Count on more contributions to come."""
+        """Adds to the number of expected gradients."""
         if contributions:
             self._missing[record] += contributions
 
     def add(self, record: ParameterRecord, gradient: torch.Tensor | None) -> None:
-        """Take one contribution, of the parameter's shape; None if the use turned out to have
-        none.
-        """
+        """Takes one gradient of the parameter's shape; None if the use had none."""
         before = self._sums.pop(record, None)
         if before is not None:
-            # Not in place: a gradient may be the very tensor that another entry keeps. Autograd
-            # adds up the same way, so the rounding is its own.
+            # Not in place: another entry may keep the same tensor. Autograd adds up the same way,
+            # so the rounding is equal.
             gradient = before if gradient is None else before + gradient
         self._missing[record] -= 1
         if gradient is None:

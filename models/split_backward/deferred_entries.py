@@ -1,8 +1,8 @@
-"""Uses of parameters whose weight gradients wait: what they keep, and their gradients.
+"""Uses of parameters with waiting weight gradients: the kept tensors, and the gradients.
 
-Weights are let go as soon as BACKWARD_INPUT has passed: BACKWARD_WEIGHT reads none, so their
-buffers may hold another stage by then. In which order uses run, and how gradients of several uses
-of a parameter are added up, is :mod:`penstock.models.split_backward.deferred`'s part.
+Weights are released as soon as BACKWARD_INPUT has passed. BACKWARD_WEIGHT reads none, so their
+buffers may hold another stage by then. :mod:`penstock.models.split_backward.deferred` orders the
+uses, and adds up the gradients of several uses of a parameter.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from penstock.models.torch_internals import SavedTensorHooks, has_hooks
 
 
 class ParameterRecord:
-    """A parameter of the stage, of any shape and dtype: where its gradient goes.
+    """A parameter of the stage, of any shape and dtype, and the place of its gradient.
 
-    Holds the gradient array that is bound when BACKWARD_INPUT ends, at the latest; before that, or
-    with none bound, or with hooks that want to see the gradient, the parameter.
+    Holds the gradient array, which is bound when BACKWARD_INPUT ends at the latest. Holds the
+    parameter before that, without a bound array, or if hooks read the gradient.
     """
 
     __slots__ = (
@@ -39,34 +39,35 @@ class ParameterRecord:
         self._parameter: torch.Tensor | None = parameter
         self.settle()
         self.edge: GradientEdge | None = None
-        """Where graphs of the store end."""
+        """End of the store's graphs for this parameter."""
         self.caught = False
-        """Whether a leaf of the main graph stands for the parameter."""
+        """True if a leaf of the main graph represents the parameter."""
         self.uses = 0
-        """How many entries have gradients for it."""
+        """Number of entries with gradients for it."""
         self.waiting: list[torch.Tensor] = []
 
     @property
     def place(self) -> int:
-        """A key that is the same for all records whose gradients go to the same memory."""
+        """A key, equal for all records with gradients in the same memory."""
         return id(self._parameter) if self._gradient is None else self._gradient.data_ptr()
 
     def settle(self) -> None:
-        """Hold the gradient array, if one is bound by now, instead of the parameter."""
+        """Holds the gradient array, if one is bound by now, instead of the parameter."""
         parameter = self._parameter
         if parameter is None or parameter.grad is None:
             return
         if not has_hooks(parameter):
-            # The parameter aliases weights whose buffer may hold another stage by BACKWARD_WEIGHT;
-            # without it here, its last reference goes with the graph.
+            # The parameter aliases weights, and their buffer may hold another stage by
+            # BACKWARD_WEIGHT. Without a reference from here, its last reference goes with the
+            # graph.
             self._gradient, self._parameter = parameter.grad, None
 
     def accumulate(self, gradient: torch.Tensor) -> None:
-        """Add a gradient of the parameter's shape, in the compute dtype, to ``.grad``."""
+        """Adds a gradient of the parameter's shape, in the compute dtype, to ``.grad``."""
         self.settle()
         if self._gradient is not None:
-            # As autograd does, to the bit: converted to the sum's dtype (fp32, say), then added in
-            # place, so that the sum rounds once a contribution. One kernel widens and adds.
+            # As autograd does, to the bit: converted to the sum's dtype (fp32, for example), then
+            # added in place, so that the sum rounds once per gradient. One kernel widens and adds.
             dtype = self._gradient.dtype
             widens = torch.promote_types(dtype, gradient.dtype) is dtype
             self._gradient.add_(gradient if widens else gradient.to(dtype))
@@ -75,10 +76,10 @@ class ParameterRecord:
             torch.autograd.backward([self._parameter], [gradient])
 
     def receive(self, gradient: torch.Tensor) -> None:
-        """Take a gradient, of the parameter's shape, that BACKWARD_INPUT made.
+        """Takes a gradient of the parameter's shape from BACKWARD_INPUT.
 
-        The gradient waits if others follow that must be added to it first: autograd adds the uses
-        of a parameter up before they reach ``.grad``, and another order would round differently.
+        The gradient waits if later ones must be added to it first. Autograd adds up all uses of a
+        parameter before they reach ``.grad``; another order would round differently.
         """
         if self.uses or (self.caught and self.edge is not None):
             self.waiting.append(gradient)
@@ -122,12 +123,11 @@ class DeferredTensor:
             yield self._packed
 
 
-class Lent:
-    """Weights, of any shape, that a use saved: real until BACKWARD_INPUT has passed, then only
-    their shape.
+class SavedWeights:
+    """Weights, of any shape, that a use saved. After BACKWARD_INPUT only their shape remains.
 
-    Until then they are where the saved-tensor hooks around the forward find them, if there are any:
-    perhaps in other memory than the forward's.
+    Until then the saved-tensor hooks around the forward find them, if there are hooks, perhaps in
+    other memory than the forward's.
     """
 
     __slots__ = ("_packed", "_shape", "_unpack")
@@ -148,7 +148,7 @@ class Lent:
         return tensor
 
     def forget(self) -> None:
-        """Let go of the weights: BACKWARD_INPUT has read them for the last time."""
+        """Releases the weights: BACKWARD_INPUT has read them for the last time."""
         self._packed = None
 
 
@@ -156,33 +156,42 @@ class GraphEntry:
     """A use of parameters with a small autograd graph of its own.
 
     The graph ends at ``inputs`` (edges of the activations that went in) and at the edges of
-    ``records``; its nodes saved ``saved`` and ``lent``. ``derived``: the graph reaches a parameter
-    through tensors that other entries may share.
+    ``records``. Its nodes saved ``saved`` and ``saved_weights``. ``derived``: the graph reaches a
+    parameter through tensors that other entries may share.
     """
 
-    __slots__ = ("_edges", "_roots", "_seeds", "derived", "inputs", "lent", "records", "saved")
+    __slots__ = (
+        "_edges",
+        "_roots",
+        "_seeds",
+        "derived",
+        "inputs",
+        "records",
+        "saved",
+        "saved_weights",
+    )
 
     def __init__(self, records: tuple[ParameterRecord, ...], *, derived: bool) -> None:
         self.records = records
         self.derived = derived
         self.inputs: list[GradientEdge] = []
         self.saved: list[DeferredTensor] = []
-        self.lent: list[Lent] = []
+        self.saved_weights: list[SavedWeights] = []
         self._edges: list[GradientEdge] = []
         self._roots: list[GradientEdge] = []
         self._seeds: list[torch.Tensor] = []
 
     @property
     def reached(self) -> bool:
-        """Whether BACKWARD_INPUT brought a gradient."""
+        """True if BACKWARD_INPUT brought a gradient."""
         return bool(self._roots)
 
     def attach(self, edges: Iterable[GradientEdge]) -> None:
-        """Take the edges of the outputs, where BACKWARD_INPUT brings gradients."""
+        """Takes the edges of the outputs; BACKWARD_INPUT brings gradients to them."""
         self._edges = list(edges)
 
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Keep the gradients of the outputs, one of each output's shape or None; returns those of
+        """Keeps the gradients of the outputs, one of each output's shape or None. Returns those of
         the inputs, of the inputs' shapes.
 
         The graph is retained: its other half runs in BACKWARD_WEIGHT.
@@ -190,18 +199,18 @@ class GraphEntry:
         pairs = [(e, g) for e, g in zip(self._edges, gradients, strict=True) if g is not None]
         self._roots = [edge for edge, _ in pairs]
         self._seeds = [gradient for _, gradient in pairs]
-        found: list[torch.Tensor | None] = [None] * len(self.inputs)
+        input_gradients: list[torch.Tensor | None] = [None] * len(self.inputs)
         if self.inputs and pairs:
-            found = list(
+            input_gradients = list(
                 torch.autograd.grad(
                     self._roots, self.inputs, self._seeds, retain_graph=True, allow_unused=True
                 )
             )
-        for lent in self.lent:
-            lent.forget()
-        self.lent.clear()
+        for weights in self.saved_weights:
+            weights.forget()
+        self.saved_weights.clear()
         self.inputs, self._edges = [], []
-        return found
+        return input_gradients
 
     def roots(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Returns where BACKWARD_WEIGHT starts, and the gradients there, of the outputs' shapes."""
@@ -240,7 +249,7 @@ class ProductEntry:
 
     @property
     def reached(self) -> bool:
-        """Whether BACKWARD_INPUT brought a gradient."""
+        """True if BACKWARD_INPUT brought a gradient."""
         return self._gradient is not None
 
     @property
@@ -250,12 +259,12 @@ class ProductEntry:
         return (0 if weight is None else weight.place, 0 if bias is None else bias.place)
 
     def receive(self, gradient: torch.Tensor) -> None:
-        """Keep the gradient of the product, of shape (..., outputs)."""
+        """Keeps the gradient of the product, of shape (..., outputs)."""
         self._gradient = gradient
 
     def take(self, gradient: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keep the gradient of the product, (..., outputs), and its input, (..., inputs), which the
-        graph has saved until now.
+        """Keeps the gradient of the product, (..., outputs), and its input, (..., inputs), which
+        the graph has saved until now.
         """
         self._gradient = gradient.detach()
         if self._weight is not None:
@@ -265,8 +274,8 @@ class ProductEntry:
         """Yields the gradients of bias, (outputs,), and weight, of the weight's shape, in the
         compute dtype.
 
-        dL/dW = G^T X and dL/db = sum of G over the rows, by the kernels of addmm's derivative, so
-        that the bits are those of an unsplit backward.
+        dL/dW = G^T X, and dL/db is the sum of G over the rows. The kernels are those of addmm's
+        derivative, so the bits are those of an unsplit backward.
         """
         assert self._gradient is not None
         gradient = self._gradient.reshape(-1, self._gradient.shape[-1])
@@ -313,7 +322,7 @@ class ProductEntry:
 
 
 class AtOnce:
-    """The sink of compiled layers whose backward is whole: weight gradients are made when a product
+    """The sink of compiled layers with a whole backward. Weight gradients are made when a product
     hands its tensors over (:class:`penstock.models.split_backward.products.Sink`).
     """
 

@@ -1,15 +1,16 @@
-"""The matrix products of a layer: which run as Penstock's operator, ``penstock::product``.
+"""The matrix products of a layer that run as Penstock's operator, ``penstock::product``.
 
-In compiled layers every linear module does (:mod:`penstock.models.split_backward.products`), and
-the backward hands the weight's part to a sink. A module that runs twice, or whose weight another
-operator reads, keeps autograd's backward, which adds up the gradients of several uses in its order.
+In compiled layers these are all linear modules (:mod:`penstock.models.split_backward.products`),
+and the backward hands the weight's part to a sink. A module keeps autograd's backward if it runs
+twice, or if another operator reads its weight. Autograd adds up the gradients of several uses in
+its own order.
 
 A layer ends with ``residual + down(...)``, and the derivative of a sum reads neither summand. So a
-recomputation without a reader of its output may leave the last product out. The graph keeps the
-product's input and weight for the backward, and the output is unwritten memory. The gradients are
-the same to the last bit.
+recomputation with an unread output may leave the last product out. The graph keeps the product's
+input and weight for the backward, and the output is unwritten memory. The gradients are the same to
+the last bit.
 
-:class:`ProductWatch` reads all this from the graph of one forward.
+:class:`ProductWatch` derives all of this from the graph of one forward.
 """
 
 from __future__ import annotations
@@ -69,17 +70,17 @@ class LayerProducts:
 
     @property
     def last(self) -> list[nn.Module]:
-        """The modules whose products a recomputation may leave out."""
+        """The modules with products that a recomputation may leave out."""
         return [each.module for each in self._modules if each.last]
 
     @property
     def handing_over(self) -> list[nn.Module]:
-        """The modules whose weight gradients a sink may make."""
+        """The modules with weight gradients that a sink may make."""
         return [each.module for each in self._modules if each.alone]
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Leaves the last products out inside; the other modules run as they are."""
+        """Leaves the last products out inside; the other modules run unchanged."""
         with ExitStack() as stack:
             stack.enter_context(_left_out(True))
             for each in self._modules:
@@ -150,7 +151,7 @@ class ProductWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run the forward inside; it must have a graph."""
+        """Runs the forward inside; it must have a graph."""
 
         def note(module: nn.Module, _: Any, output: torch.Tensor) -> None:
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
@@ -215,7 +216,7 @@ def _readers(output: torch.Tensor) -> Mapping[Node, set[Node]]:
 
 
 def _unread(output: torch.Tensor, readers: Mapping[Node, set[Node]]) -> set[Node]:
-    """Returns the nodes whose results no other node reads on their way into ``output``."""
+    """Returns the nodes with results that no other node reads on their way into ``output``."""
     if output.grad_fn is None:
         return set()
     unread = {output.grad_fn}

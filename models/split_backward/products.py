@@ -1,15 +1,15 @@
 """Penstock's operator for the matrix products of layers, ``penstock::product``.
 
-A compiled graph calls the operator as it is. So one graph serves forwards and recomputations, which
-leave the last product of a layer out (:mod:`penstock.models.split_backward.layer_products`), and
-whole and split backwards. The operator's backward makes the gradient of the product's input. It
-hands the gradient of the product's output and the input to a *sink*, which makes the gradient of
-the weight at once (BACKWARD) or later (BACKWARD_WEIGHT), by the same kernels.
+A compiled graph calls the operator unchanged. So one graph serves forwards and recomputations,
+which leave the last product of a layer out (:mod:`penstock.models.split_backward.layer_products`).
+It also serves whole and split backwards. The operator's backward makes the gradient of the
+product's input. It hands the product's input and the gradient of its output to a *sink*. The sink
+makes the weight gradient at once (BACKWARD) or later (BACKWARD_WEIGHT), by the same kernels.
 
 A graph knows a sink by a *ticket*: a number in a tensor without dimensions on the CPU, which
 requires a gradient. ``penstock::hand_over`` reads the number, finds the sink, and returns the
 ticket's gradient, so that no compiler takes the call for dead code. The sink may keep both tensors:
-compiled graphs use no memory of theirs again (:attr:`penstock.models.compiled.Compiler.options`).
+compiled graphs never reuse their memory (:attr:`penstock.models.compiled.Compiler.options`).
 """
 
 from __future__ import annotations

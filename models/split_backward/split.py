@@ -7,24 +7,26 @@
     store.run()  # .grad of the parameters
 
 :func:`split_backward` watches the torch functions that the forward calls. Tensors computed from
-parameters alone (``weight.t()``, ``-exp(A_log.float())``) are on the *parameter side*; where one
-meets an activation, the parameter's path leaves the input path:
+parameters alone (``weight.t()``, ``-exp(A_log.float())``) are on the *parameter side*. Where such a
+tensor meets an activation, the parameter's path leaves the input path:
 
 - ``F.linear`` and ``addmm`` run with detached parameters; a hook takes the gradient of the output.
-- Other products (convolutions, embeddings, ``matmul``) run on detached activations and so get a
-  small graph of their own. A node in the main graph asks it for the gradients of the activations
-  and leaves it with the gradient of its output.
-- Norms and elementwise functions stay in the main graph unless asked for (``reductions``), so
+- Other products (convolutions, embeddings, ``matmul``) run on detached activations, so each has a
+  small graph of its own. A node in the main graph gives it the gradient of its output and takes the
+  gradients of the activations.
+- Norms and elementwise functions stay in the main graph by default (``reductions``), so
   BACKWARD_INPUT makes the gradients of their small parameters.
 
-What is left is an ordinary graph without the large parameters: it frees what it saved as the
-backward passes, so afterwards the store keeps only what weight gradients need. Nothing runs twice.
+The rest is an ordinary graph without the large parameters. It frees its saved tensors as the
+backward passes. Afterwards the store keeps only the tensors for weight gradients. Nothing runs
+twice.
 
-Functions that are not known to be linear in their parameters, or change a tensor in place, stay
-unsplit: BACKWARD_INPUT makes their weight gradients, and ``store.unsplit`` says why. So does
-everything inside ``torch.utils.checkpoint``, which would compute all of it again for
-BACKWARD_WEIGHT; recomputation that runs the forward again under :func:`split_backward` is split.
-``autograd.Function.apply`` and reentrant checkpoints cannot be seen, and stay unsplit unsaid.
+Some functions stay unsplit: those not known to be linear in their parameters, and those that change
+a tensor in place. BACKWARD_INPUT makes their weight gradients, and ``store.unsplit`` has the
+reason. So does everything inside ``torch.utils.checkpoint``, which would compute all of it again
+for BACKWARD_WEIGHT. Recomputation that runs the forward again under :func:`split_backward` is
+split. ``autograd.Function.apply`` and reentrant checkpoints are invisible, and stay unsplit without
+a reason in ``store.unsplit``.
 
 The store is in :mod:`penstock.models.split_backward.deferred`.
 """
@@ -44,9 +46,9 @@ from penstock.models.split_backward.deferred import DeferredWeights, Unsplit, ru
 from penstock.models.split_backward.deferred_entries import (
     DeferredTensor,
     GraphEntry,
-    Lent,
     ParameterRecord,
     ProductEntry,
+    SavedWeights,
 )
 from penstock.models.split_backward.torch_calls import (
     ONLY_LIKE,
@@ -85,12 +87,12 @@ def split_backward(
     *,
     reductions: bool = False,
 ) -> Iterator[None]:
-    """Make the backward of the forward inside a split one; ``store`` takes the weight gradients.
+    """Makes the backward of the forward inside a split one; ``store`` takes the weight gradients.
 
-    ``parameters`` are the weights of the forward's modules, of any shapes, trainable or frozen;
-    what is not among them is an activation. Their gradients go where ``.grad`` points by
-    BACKWARD_INPUT. ``reductions``: defer the gradients of norms and elementwise functions too. A
-    store takes one forward, on one thread.
+    ``parameters`` are the weights of the forward's modules, of any shapes, trainable or frozen; all
+    other tensors are activations. Gradients of parameters go to ``.grad`` as of BACKWARD_INPUT.
+    ``reductions``: defer the gradients of norms and elementwise functions too. A store takes one
+    forward, on one thread.
     """
     mode = SplitMode(store, parameters, reductions=reductions)
     try:
@@ -105,19 +107,19 @@ def backward_input(
     outputs: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """Run BACKWARD_INPUT: it leaves ``.grad`` of the stage's inputs, and ``store`` ready to run.
+    """Runs BACKWARD_INPUT: sets ``.grad`` of the stage's inputs, and makes ``store`` ready to run.
 
     ``gradients`` have the shapes and dtypes of ``outputs``; None for a scalar loss. The caller
-    should let go of the outputs: their graph is of no use any more.
+    should release the outputs: their graph has no further use.
     """
     torch.autograd.backward(outputs, gradients)
     store.seal()
 
 
 class _ParameterSource(torch.autograd.Function):
-    """A parameter as graphs of the store see it: the node refers to no weights.
+    """A parameter in the store's graphs: the node refers to no weights.
 
-    Runs only where the parameter's gradient comes from a function that nobody saw.
+    Runs only if the parameter's gradient comes from a function that the mode has not seen.
     """
 
     @staticmethod
@@ -135,8 +137,8 @@ class _ParameterSource(torch.autograd.Function):
 
 
 class _Hollow(torch.autograd.Function):
-    """An activation as a graph of the store sees it: the node does not refer to its values, which
-    are kept only if some operation saves them.
+    """An activation in a graph of the store: the node does not refer to its values. They are kept
+    only if an operation saves them.
     """
 
     @staticmethod
@@ -162,8 +164,8 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = ctx.entry.receive(gradients)
-        return None, None, *(found or [None] * ctx.num_inputs)
+        input_gradients = ctx.entry.receive(gradients)
+        return None, None, *(input_gradients or [None] * ctx.num_inputs)
 
 
 class _Own(NamedTuple):
@@ -188,7 +190,7 @@ class SplitMode(TorchFunctionMode):
         reductions: bool = False,
     ) -> None:
         super().__init__()
-        # An id may be used again once its object is gone: whatever is known by id is held here.
+        # An id may be reused once its object is gone, so all objects known by id are held here.
         self._store = store
         self._reductions = reductions
         self._parameters = {id(tensor): tensor for tensor in parameters}
@@ -199,7 +201,9 @@ class SplitMode(TorchFunctionMode):
         self._catchers: dict[int, torch.Tensor] = {}
 
     def close(self) -> None:
-        """Let go of all tensors of the forward: what the backward needs is in graphs and store."""
+        """Releases all tensors of the forward: graphs and store hold those that the backward
+        reads.
+        """
         self._parameters, self._own = {}, {}
         self._sources, self._detached, self._catchers = {}, {}, {}
 
@@ -213,10 +217,10 @@ class SplitMode(TorchFunctionMode):
         tensors = tensors_in(args)
         if kwargs:
             tensors += tensors_in(kwargs)
-        own = [t for t in tensors if t.requires_grad and self._on_parameter_side(t)]
-        if not own:
+        trained = [t for t in tensors if t.requires_grad and self._on_parameter_side(t)]
+        if not trained:
             return func(*args, **kwargs)
-        return self._treat(TorchCall(func, name, args, kwargs), tensors, own)
+        return self._treat(TorchCall(func, name, args, kwargs), tensors, trained)
 
     def _on_parameter_side(self, tensor: torch.Tensor) -> bool:
         key = id(tensor)
@@ -275,7 +279,7 @@ class SplitMode(TorchFunctionMode):
     def _derive(
         self, call: TorchCall, own: Sequence[torch.Tensor], hooks: SavedTensorHooks | None
     ) -> Any:
-        """Run a call of nothing but parameters: its result stays on the parameter side."""
+        """Runs a call of parameters alone: its result stays on the parameter side."""
         memory, shared = self._memory, self._store.shared
 
         def pack(tensor: torch.Tensor) -> DeferredTensor:
@@ -299,7 +303,8 @@ class SplitMode(TorchFunctionMode):
         self._store.note_unsplit(Unsplit(function=call.name, reason=reason))
         if not call.in_place or id(call.args[0]) not in self._own:
             return call.run(self._catchers_of(own))
-        # What shares its memory is no longer made of parameters alone, and nobody knows what does.
+        # Other tensors over the same memory no longer derive from parameters alone, and the mode
+        # cannot list them.
         for key in [key for key, known in self._own.items() if known.derived]:
             del self._own[key]
             self._catchers.pop(key, None)
@@ -310,8 +315,8 @@ class SplitMode(TorchFunctionMode):
         return {id(t): self._catcher(self._own[id(t)]) for t in own}
 
     def _catcher(self, own: _Own) -> torch.Tensor:
-        found = self._catchers.get(id(own.tensor))
-        if found is None:
+        leaf_tensor = self._catchers.get(id(own.tensor))
+        if leaf_tensor is None:
             receive = self._defer_from(own) if own.derived else own.records[0].receive
             if not own.derived:
                 own.records[0].caught = True
@@ -322,10 +327,10 @@ class SplitMode(TorchFunctionMode):
                 assert gradient is not None
                 receive(gradient)
 
-            found = own.tensor.detach().requires_grad_()
-            found.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
-            self._catchers[id(own.tensor)] = found
-        return found
+            leaf_tensor = own.tensor.detach().requires_grad_()
+            leaf_tensor.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+            self._catchers[id(own.tensor)] = leaf_tensor
+        return leaf_tensor
 
     def _defer_from(self, own: _Own) -> Callable[[torch.Tensor], None]:
         """Returns what takes the gradient of a derived tensor: from there on it is deferred."""
@@ -343,7 +348,7 @@ class SplitMode(TorchFunctionMode):
         if not rows.requires_grad or id(rows) in self._own or not product.plain:
             return False
         trained = [self._own.get(id(t)) for t in parameters if t is not None and t.requires_grad]
-        return all(own is not None and not own.derived for own in trained)
+        return all(known is not None and not known.derived for known in trained)
 
     def _multiply(
         self,
@@ -376,7 +381,7 @@ class SplitMode(TorchFunctionMode):
         others: Sequence[torch.Tensor],
         hooks: SavedTensorHooks | None,
     ) -> Any:
-        """Run it on detached activations, and link its graph into the main one."""
+        """Runs the call on detached activations, and links its graph into the main one."""
         entry = GraphEntry(self._records(own), derived=any(self._own[id(t)].derived for t in own))
         activations = {id(t): t for t in others if t.requires_grad}
         alone = {k: _apply(_Hollow, self._store.anchor, [t]) for k, t in activations.items()}
@@ -384,12 +389,13 @@ class SplitMode(TorchFunctionMode):
         frozen = [t for t in others if id(t) in self._parameters]
         weights = {storage_of(t) for t in (*own, *frozen)}
 
-        saved, lent = entry.saved, entry.lent  # the graph keeps ``pack``, so not the entry itself
+        # The graph keeps ``pack`` alive, so ``pack`` must not refer to the entry itself.
+        saved, saved_weights = entry.saved, entry.saved_weights
 
-        def pack(tensor: torch.Tensor) -> DeferredTensor | Lent:
+        def pack(tensor: torch.Tensor) -> DeferredTensor | SavedWeights:
             if storage_of(tensor) in weights:
-                lent.append(Lent(tensor, hooks))
-                return lent[-1]
+                saved_weights.append(SavedWeights(tensor, hooks))
+                return saved_weights[-1]
             saved.append(DeferredTensor(tensor, hooks))
             return saved[-1]
 
@@ -406,7 +412,7 @@ class SplitMode(TorchFunctionMode):
 
 
 def _node_edge(tensor: torch.Tensor) -> GradientEdge:
-    """Returns the edge of a tensor whose node another graph keeps alive; makes no operation."""
+    """Returns the edge of a tensor without a new operation. Another graph keeps its node alive."""
     assert tensor.grad_fn is not None
     return GradientEdge(tensor.grad_fn, tensor.output_nr)
 
@@ -421,5 +427,5 @@ def _apply(function: type[torch.autograd.Function], *values: Any) -> Any:
     return function.apply(*values)  # type: ignore[no-untyped-call]
 
 
-def _packing(pack: Callable[[torch.Tensor], DeferredTensor | Lent]) -> saved_tensors_hooks:
+def _packing(pack: Callable[[torch.Tensor], DeferredTensor | SavedWeights]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, lambda packed: packed.get())

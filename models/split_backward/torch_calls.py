@@ -1,8 +1,7 @@
-"""Calls of torch functions as a function mode sees them: what they are, which tensors they have,
-and how some of these are replaced.
+"""Calls of torch functions as a function mode sees them: their kinds, their tensors, replacements.
 
-Which functions :mod:`penstock.models.split_backward.split` treats how is said here; what it does is
-said there.
+This module classifies functions for :mod:`penstock.models.split_backward.split`, which treats them
+by their class.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import torch
 
 
 class Treatment(Enum):
-    """What a split backward does with a function of parameters and activations."""
+    """The treatment of a function of parameters and activations in a split backward."""
 
     PRODUCT = "product"
     """Weight gradients cost what input gradients cost: deferred."""
     REDUCTION = "reduction"
-    """Elementwise, or a norm. Weight gradients are sums over what the input gradients read or make
-    anyway: to defer them saves little time and keeps an input and a gradient.
+    """Elementwise, or a norm. Weight gradients are sums over tensors that the input gradients read
+    or make anyway. To defer them saves little time and keeps an input and a gradient.
     """
 
 
@@ -40,7 +39,7 @@ TREATMENTS: Mapping[str, Treatment] = {
     **dict.fromkeys(_PRODUCTS.split(), Treatment.PRODUCT),
     **dict.fromkeys(_REDUCTIONS.split(), Treatment.REDUCTION),
 }
-"""Functions whose weight gradients read no weights."""
+"""Functions with weight gradients that read no weights."""
 
 ONLY_LIKE = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 """Methods that take no values from tensors other than the first."""
@@ -84,7 +83,7 @@ class TorchCall:
 
     @property
     def in_place(self) -> bool:
-        """Whether the call changes a tensor, by the conventions of torch's names."""
+        """True if the call changes a tensor, by the conventions of torch's names."""
         name = self.name
         return (
             (name.endswith("_") and not name.endswith("__"))
@@ -93,7 +92,7 @@ class TorchCall:
         )
 
     def run(self, replacements: Mapping[int, torch.Tensor]) -> Any:
-        """Make the call, with some tensors (by id) replaced by others of the same shape and dtype;
+        """Makes the call, with some tensors (by id) replaced by others of the same shape and dtype;
         returns its result.
         """
         if not replacements:
@@ -118,7 +117,9 @@ class MatrixProduct(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it runs as one matrix product over the rows, whatever requires gradients."""
+        """True if it runs as one matrix product over the rows, independent of required
+        gradients.
+        """
         rows, weight = self.rows, self.weight
         return (
             rows.dim() >= 2
@@ -149,9 +150,9 @@ def _linear(
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Returns the tensors, of any shape and dtype, in nested lists, tuples and dicts, in order."""
-    found: list[torch.Tensor] = []
-    _collect((value,), found)
-    return found
+    tensors: list[torch.Tensor] = []
+    _collect((value,), tensors)
+    return tensors
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
