@@ -107,7 +107,9 @@ def load(config: Path, settings: list[str] | None) -> Config:
             f"configuration {config}: does not exist; this example is written into the current"
             f" folder by penstock init --example {config.stem}"
         )
-    return load_config(config, tuple(settings or ()))
+    return load_config(
+        config, tuple(settings or ()), hint=lambda text: typer.echo(f"hint: {text}", err=True)
+    )
 
 
 def begin_to_import() -> Preloading:

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from penstock.config.schema import Config
-from penstock.config.words import Form, unknown_key
+from penstock.config.words import Form, listed_fields, unknown_key
 from penstock.daemons.node.preparing.changes import resume_rule
 from penstock.host.errors import ConfigError
 
@@ -127,6 +127,8 @@ def json_schema() -> str:
     definitions = schema["$defs"]
     schema = _plain(schema, definitions)
     for name, field in Config.model_fields.items():
+        for old in _section(name).model_fields.keys() - listed_fields(_section(name)).keys():
+            del schema["properties"][name]["properties"][old]
         forms = [schema["properties"][name]]
         if not field.is_required():
             forms.append({"type": "null"})
@@ -169,7 +171,7 @@ def _section_doc(name: str) -> str:
 
 
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
-    for name, field in section.model_fields.items():
+    for name, field in listed_fields(section).items():
         form = Form.of(field)
         yield Key(
             name=f"{prefix}.{name}",

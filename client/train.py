@@ -186,7 +186,7 @@ def _supervise(
         display,
         observer,
         interruptions,
-        Grace.of(config.cluster.grace_seconds, os.environ),
+        Grace.of(config.cluster.stop_grace_s, os.environ),
         starter,
     )
     try:

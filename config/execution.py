@@ -20,7 +20,7 @@ from penstock.config.platforms import (
     parameter_of,
     platform_of,
 )
-from penstock.config.values import Accepts, Seconds, Share, Size, Unit
+from penstock.config.values import Accepts, Old, Seconds, Share, Size, Unit
 from penstock.config.words import Section
 
 SchemeName = Literal[
@@ -167,6 +167,9 @@ class ScheduleConfig(Section):
         return data
 
 
+SecurityName = Literal["none", "insecure", "tls", "tls-trusted-fabric"]
+
+
 class NodeConfig(Section):
     """One node of the cluster."""
 
@@ -227,26 +230,19 @@ class ClusterConfig(Section):
         le=65535,
         description="The scheduler listens on this port of the first node; 0: on one that is free.",
     )
-    security: Literal["none", "tls"] = Field(
+    security: SecurityName = Field(
         default="none",
-        description="With tls, all traffic is encrypted, and callers without a key of the run are"
-        " rejected (docs/SECURITY.md). With none, addresses other than loopback are"
-        " refused, and a token in the run directory keeps other users of the machine away.",
+        description="With none, addresses other than loopback are refused, and a token in the run"
+        " directory keeps other users of the machine away. With insecure, any address is allowed,"
+        " and everybody on the network may read and change the run. With tls, all traffic is"
+        " encrypted, and callers without a key of the run are rejected (docs/SECURITY.md). With"
+        " tls-trusted-fabric, RDMA and process groups of torch.distributed stay unencrypted, in a"
+        " network that is private; tls refuses both.",
     )
     keys: Path | None = Field(
         default=None,
-        description="With `security: tls`, the folder that `penstock keys make` made; a node needs"
+        description="With tls, the folder that `penstock keys make` made; a node needs"
         " its own part of it only, at this path (`penstock keys pack`).",
-    )
-    insecure: bool = Field(
-        default=False,
-        description="Allows addresses other than loopback without `security: tls`. Everybody on"
-        " the network may read and change the run.",
-    )
-    trusted_fabric: bool = Field(
-        default=False,
-        description="States that the network of RDMA and of torch.distributed's process groups is"
-        " private. Both are unencrypted, and refused with `security: tls` otherwise.",
     )
     pin_memory: bool = Field(
         default=True,
@@ -299,11 +295,11 @@ class ClusterConfig(Section):
         description="Each node keeps two processes that have imported what others need, and fork"
         " them: a process that is lost is back sooner. False: all are started from nothing.",
     )
-    grace_seconds: Seconds | None = Field(
+    stop_grace_s: Seconds | None = Field(
         default=None,
         gt=0.0,
-        description="A run that is asked to stop is killed from outside so much later; unset:"
-        " never, or at the end of its Slurm job.",
+        description="Time between a stop request and the kill by the batch system. Unset: no"
+        " limit, or the end of the Slurm job.",
     )
 
     @model_validator(mode="after")
@@ -315,17 +311,17 @@ class ClusterConfig(Section):
             raise ValueError(
                 "cluster.heartbeat_timeout_s must be at least twice heartbeat_interval_s"
             )
-        if self.security == "tls" and self.fetch != "zmq" and not self.trusted_fabric:
+        if self.security == "tls" and self.fetch != "zmq":
             raise ValueError(
                 f"cluster.fetch {self.fetch} reads memory without encryption, and its software"
                 " paths check no keys; with cluster.security: tls use zmq, or declare the network"
-                " private (trusted_fabric: true)"
+                " private (cluster.security: tls-trusted-fabric)"
             )
         if self.transport != "auto" and not self.may_use(self.transport):
             raise ValueError(
                 f"cluster.transport {self.transport} is unencrypted, and its ports admit everybody;"
                 " with cluster.security: tls use zmq, or declare the network private"
-                " (trusted_fabric: true)"
+                " (cluster.security: tls-trusted-fabric)"
             )
         *others, last = "auto", *self.platform.transports
         if self.transport not in (*others, last):
@@ -346,7 +342,17 @@ class ClusterConfig(Section):
         torch.distributed, and their store, are plain.
         """
         plain = TRANSPORTS[transport].group_module is not None
-        return not plain or self.security == "none" or self.trusted_fabric
+        return not plain or self.security != "tls"
+
+    @property
+    def uses_keys(self) -> bool:
+        """True if processes authenticate by the keys of the run, and encrypt."""
+        return self.security in ("tls", "tls-trusted-fabric")
+
+    @property
+    def opens_addresses(self) -> bool:
+        """True if addresses other than loopback are allowed."""
+        return self.security != "none"
 
     @property
     def fetches_one_sidedly(self) -> bool:
@@ -470,20 +476,9 @@ class ObservabilityConfig(Section):
         description="Where lines of `metrics.jsonl` go as well, each by a process that no step"
         " waits for.",
     )
-    tracker_project: str = Field(
-        default="penstock",
-        min_length=1,
-        description="Project of wandb and trackio, experiment of mlflow.",
-    )
-    wandb_mode: Literal["online", "offline"] | None = Field(
-        default=None,
-        description="Offline writes to `RUN_DIR/wandb`; unset, `WANDB_MODE` says it.",
-    )
-    mlflow_uri: str | None = Field(
-        default=None,
-        description="Where mlflow logs to, such as http://host:5000; unset, `MLFLOW_TRACKING_URI`"
-        " says it.",
-    )
+    tracker_project: Annotated[str | None, Old()] = Field(default=None, min_length=1)
+    wandb_mode: Annotated[Literal["online", "offline"] | None, Old()] = None
+    mlflow_uri: Annotated[str | None, Old()] = None
     opentelemetry: Annotated[str | None, Accepts("a URL such as http://127.0.0.1:4318")] = Field(
         default=None,
         pattern=r"^https?://.+",

@@ -23,6 +23,7 @@ from penstock.config.execution import (
     ObservabilityConfig,
     ScheduleConfig,
 )
+from penstock.config.old_keys import TRACKER_KEYS, Hint, new_place, with_new_names
 from penstock.config.reading import Place, read_mapping
 from penstock.config.training import (
     ON_GPUS,
@@ -220,26 +221,42 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """Returns the full configuration, as written to ``RUN_DIR/resolved.yaml``."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        values = self.model_dump(mode="json")
+        observability = values["observability"]
+        for key in TRACKER_KEYS:
+            if observability[key] is None:
+                del observability[key]
+        return yaml.safe_dump(values, sort_keys=False)
 
 
-def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
-    """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML).
+def load_config(
+    path: Path, overrides: tuple[str, ...] = (), hint: Hint = lambda text: None
+) -> Config:
+    """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML). ``hint``
+    receives a line for each key with an old name.
 
     Raises:
         ConfigError: the file cannot be read or is no mapping, or keys are unknown or have
             impossible values; lists all of them.
     """
     document = read_mapping(path)
-    data = apply_overrides(document.value, overrides)
+    try:
+        data = with_new_names(document.value, hint)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    overrides = tuple(_with_new_place(override) for override in overrides)
+    data = apply_overrides(data, overrides)
     given: list[Place] = [override_place(override) for override in overrides]
+    # Values of the command line stand on no line.
     lines = {
         place: line
-        for place, line in document.lines.items()
+        for place, line in ((new_place(place), line) for place, line in document.lines.items())
         if not any(place[: len(key)] == key for key in given)
     }
-    lines |= dict.fromkeys(given, 0)  # what the command line gives stands on no line
-    return parse_config(data, source=str(path), lines=lines, folder=path.absolute().parent)
+    lines |= dict.fromkeys(given, 0)
+    return parse_config(
+        data, source=str(path), lines=lines, folder=path.absolute().parent, hint=hint
+    )
 
 
 def parse_config(
@@ -248,15 +265,19 @@ def parse_config(
     source: str = "configuration",
     lines: Mapping[Place, int] | None = None,
     folder: Path | None = None,
+    hint: Hint = lambda text: None,
 ) -> Config:
-    """Validates a nested mapping; ``source`` begins the error, and ``lines`` says where values
-    stand there. ``model.import_path`` is relative to ``folder``, by default the current one.
+    """Validates a nested mapping; ``source`` begins the error, and ``lines`` has the lines of
+    values in the source. ``model.import_path`` is relative to ``folder``, by default the current
+    folder. ``hint``: see :func:`load_config`.
 
     Raises:
-        ConfigError: names every offending key with its value and what would be accepted.
+        ConfigError: names every offending key with its value and the accepted values.
     """
     try:
-        config = Config.model_validate(data)
+        config = Config.model_validate(with_new_names(data, hint))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error, Config, lines or {})}") from error
     if not config.has_own_modules:
@@ -264,3 +285,11 @@ def parse_config(
     path = (folder or Path.cwd()) / (config.model.import_path or "")
     model = config.model.model_copy(update={"import_path": path})
     return config.model_copy(update={"model": model})
+
+
+def _with_new_place(override: str) -> str:
+    """Returns ``section.key=value`` with the new name of an old key."""
+    place = override_place(override)
+    _, _, value = override.partition("=")
+    new = new_place(place)
+    return override if new == place else f"{'.'.join(map(str, new))}={value}"

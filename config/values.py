@@ -50,6 +50,11 @@ class Unit:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Old:
+    """Mark of a key that is accepted for one more version, and listed nowhere."""
+
+
 Steps = Annotated[int, Unit("steps")]
 Attempts = Annotated[int, Unit("attempts")]
 Sequences = Annotated[int, Unit("sequences")]

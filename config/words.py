@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from penstock.config.reading import Place, parse_yaml
-from penstock.config.values import Accepts, Unit
+from penstock.config.values import Accepts, Old, Unit
 from penstock.host.errors import ConfigError
 
 _ALIASES = dict(float32="fp32", float="fp32", bfloat16="bf16", float16="fp16", half="fp16")
@@ -241,7 +241,7 @@ def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
     found, form = _find(location[:-1], root)
     if not _is_section(form.annotation):
         return f"{_key(location)}: unknown key; {_key(found)} is {form}"
-    known = list(form.annotation.model_fields)
+    known = list(listed_fields(form.annotation))
     name = _cut(str(location[-1]))
     close = _similar(name, [*found], known, root)
     hint = f"did you mean {close}? Known keys" if close else "known keys"
@@ -268,7 +268,17 @@ def keys_of(root: type[BaseModel]) -> dict[str, str]:
     return {
         f"{section}.{name}": name
         for section, field in root.model_fields.items()
-        for name in getattr(field.annotation, "model_fields", ())
+        for name in listed_fields(field.annotation)
+    }
+
+
+def listed_fields(section: Any) -> dict[str, FieldInfo]:
+    """Returns the keys of a section without old ones; none for any other annotation."""
+    fields = section.model_fields if _is_section(section) else {}
+    return {
+        name: field
+        for name, field in fields.items()
+        if not any(isinstance(item, Old) for item in field.metadata)
     }
 
 
@@ -303,7 +313,7 @@ def _words(form: Form) -> tuple[str, ...]:
         number = "a whole number" if annotation is int else "a number"
         return (f"{number}{_limits(form.limits)}",)
     if _is_section(annotation):
-        return (f"a section with {', '.join(annotation.model_fields)}",)
+        return (f"a section with {', '.join(listed_fields(annotation))}",)
     if get_origin(annotation) is tuple:
         some = "a list of any length" if ... in arguments else f"a list of {len(arguments)}"
         return (f"{some}, each {Form.of(arguments[0])}",)

@@ -59,7 +59,7 @@ GraceOption = Annotated[
         metavar="N",
         min=1.0,
         help="Seconds between a stop request and the kill by the batch system. A state that cannot"
-        " be saved in time stays in shared memory. Default: cluster.grace_seconds, else the end of"
+        " be saved in time stays in shared memory. Default: cluster.stop_grace_s, else the end of"
         " the Slurm job.",
     ),
 ]

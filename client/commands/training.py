@@ -82,7 +82,7 @@ def train(
         from penstock.daemons.memory.states import refuse_damage
         from penstock.protocol.run.rundir import run_of
 
-        grace = [] if grace_seconds is None else [f"cluster.grace_seconds={grace_seconds}"]
+        grace = [] if grace_seconds is None else [f"cluster.stop_grace_s={grace_seconds}"]
         resolved = load(config, [*(settings or []), *grace, *strict_setting(strict)])
         moved = any(setting.startswith("run.dir=") for setting in settings or ())
         directory = run_dir or (None if moved else run_of(config)) or resolved.run_dir

@@ -73,7 +73,7 @@ class OwnPort:
 class NodeSettings:
     """One node's part of a run. ``scheduler`` is ``host:port``; ``hosts`` whether it runs here.
 
-    ``grace_seconds`` replaces ``cluster.grace_seconds``. ``own_port`` is kept where the scheduler
+    ``grace_seconds`` replaces ``cluster.stop_grace_s``. ``own_port`` is kept where the scheduler
     runs here.
     """
 

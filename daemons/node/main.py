@@ -162,7 +162,7 @@ def main(
 
     Without ``scheduler`` the first node of the cluster hosts it, and the others find it through
     ``cluster.scheduler_port`` or ``endpoint.json``. ``grace_seconds`` replaces
-    ``cluster.grace_seconds``. Without a parent, which would have looked, ``check`` refuses to start
+    ``cluster.stop_grace_s``. Without a parent, which would have looked, ``check`` refuses to start
     where the node would starve.
     """
     if parent_pid is not None:
@@ -170,7 +170,7 @@ def main(
     directory, codes = RunDirectory(run_dir.absolute()), list[int]()
 
     def run() -> None:
-        seconds = grace_seconds or directory.config.cluster.grace_seconds
+        seconds = grace_seconds or directory.config.cluster.stop_grace_s
         stops = StopSettings(parent_pid=parent_pid, grace=Grace.of(seconds, os.environ))
         refuse = check if parent_pid is None else _trust
         codes.append(_run(directory, node, scheduler, specs, stops, refuse))

@@ -74,7 +74,7 @@ def main(
 ) -> int:
     """Schedule the prepared run in ``run_dir``, listening on ``port``; the exit code.
 
-    ``grace_seconds`` replaces ``cluster.grace_seconds``.
+    ``grace_seconds`` replaces ``cluster.stop_grace_s``.
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
@@ -88,7 +88,7 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
     configure_logging(SCHEDULERD, run.path, config.observability.log_level)
     events = EventQueue()
     _hear_stops(
-        events, Grace.of(grace_seconds or config.cluster.grace_seconds, os.environ), parent_pid
+        events, Grace.of(grace_seconds or config.cluster.stop_grace_s, os.environ), parent_pid
     )
     rules = read_rules(run)
     make_room_for_streams(len(rules.members))

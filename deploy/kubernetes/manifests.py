@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 RUNS = "/runs"
 KEYS = "/etc/penstock/keys"
 SHORTEST_GRACE_S = 300
-"""Seconds to save the state, unless ``cluster.grace_seconds`` is set."""
+"""Seconds to save the state, unless ``cluster.stop_grace_s`` is set."""
 _KILL_MARGIN_S = 30
 _LONGEST_NAME = 48
 """Longest name of a job: the pod name ``NAME-node-0-63-xxxxx`` must be a DNS label (63)."""
@@ -135,16 +135,16 @@ def pod_config(order: Order, config: Config, raw: Mapping[str, Any]) -> dict[str
                 f"cluster.nodes: node {node['name']} has host {host!r}, but the JobSet assigns the"
                 " addresses of pods; leave out host"
             )
-    if config.cluster.security == "tls":
+    if config.cluster.uses_keys:
         if not nodes:
             raise ConfigError(
                 "cluster.nodes is not set: keys need the names of the nodes; set cluster.nodes"
             )
         cluster["keys"] = KEYS
-    elif order.num_nodes > 1 and not config.cluster.insecure:
+    elif order.num_nodes > 1 and not config.cluster.opens_addresses:
         raise ConfigError(
             "cluster.security is none, and other pods can reach the ports of this run; set"
-            " cluster.security: tls (penstock keys make), or cluster.insecure: true"
+            " cluster.security: tls (penstock keys make), or cluster.security: insecure"
         )
     if nodes:
         cluster["nodes"] = nodes
@@ -157,7 +157,7 @@ def pod_config(order: Order, config: Config, raw: Mapping[str, Any]) -> dict[str
 
 def _open(config: Config) -> bool:
     """Returns whether ports may listen on addresses that other pods reach."""
-    return config.cluster.security == "tls" or config.cluster.insecure
+    return config.cluster.opens_addresses
 
 
 def _annotations(order: Order, config: Config, raw: Mapping[str, Any]) -> str:
@@ -185,7 +185,7 @@ def next_commands(order: Order, config: Config, out: Path) -> str:
         f"podman build -f {out / 'Containerfile'} -t {order.image} CLEAN_CHECKOUT",
         f"podman push {order.image}",
     ]
-    if config.cluster.security == "tls":
+    if config.cluster.uses_keys:
         names = [node.name for node in config.cluster.nodes]
         lines += [f"penstock keys pack KEYS {name} --out {i}.tar" for i, name in enumerate(names)]
         tars = " ".join(f"--from-file={i}.tar" for i in range(len(names)))
@@ -234,8 +234,8 @@ _KEYS_MOUNT = """
 def _values(
     order: Order, config: Config, raw: Mapping[str, Any], needs: PodNeeds
 ) -> dict[str, str]:
-    grace_s = ceil(config.cluster.grace_seconds or SHORTEST_GRACE_S)
-    has_keys = config.cluster.security == "tls"
+    grace_s = ceil(config.cluster.stop_grace_s or SHORTEST_GRACE_S)
+    has_keys = config.cluster.uses_keys
     init = fill(FOLDER / "keys.yaml", {"IMAGE": order.image}) if has_keys else ""
     queue = f"kueue.x-k8s.io/queue-name: {order.kueue}"
     return {

@@ -140,7 +140,7 @@ def member_access(config: Config, run_dir: Path, node: str) -> Access:
         ConfigError: they are missing, of no use, or readable for others; or an address needs keys.
     """
     check_addresses(config)
-    if config.cluster.security == "tls":
+    if config.cluster.uses_keys:
         return KeyAccess(keys_of_node(config, node))
     read_token(token_path(run_dir))
     return TokenAccess(token_path(run_dir))
@@ -153,7 +153,7 @@ def client_access(config: Config, run_dir: Path, wanted: Role) -> Access:
     Raises:
         ConfigError: there are none that this user can read.
     """
-    if config.cluster.security == "none":
+    if not config.cluster.uses_keys:
         return TokenAccess(token_path(run_dir))
     keys, run = keys_of(config), config.run.name
     tried = [Identity(run=run, role=role) for role in dict.fromkeys((wanted, Role.CONTROL))]

@@ -8,7 +8,7 @@ from penstock.config.schema import Config
 from penstock.host.errors import ConfigError
 
 _REMEDY = (
-    "set cluster.security: tls (penstock keys make), or set cluster.insecure: true if everybody on"
+    "set cluster.security: tls (penstock keys make), or cluster.security: insecure if everybody on"
     " the network may read and change the run"
 )
 
@@ -28,17 +28,17 @@ def check_addresses(config: Config) -> None:
 
     Raises:
         ConfigError: an address that is not loopback without ``cluster.security: tls`` or
-            ``cluster.insecure: true``; or ``tls`` without keys.
+            ``insecure``; or ``tls`` without keys.
     """
     cluster = config.cluster
-    if cluster.security == "tls":
+    if cluster.uses_keys:
         if cluster.keys is None:
             raise ConfigError(
                 "cluster.keys is not set, and cluster.security: tls needs the folder of the run's"
                 " keys: make one with penstock keys make DIR --config FILE, and name it here"
             )
         return
-    if cluster.insecure:
+    if cluster.opens_addresses:
         return
     places = [
         (f"cluster.nodes: host of {node.name}", node.host)

@@ -130,7 +130,7 @@ def scheduler_admission(
         ConfigError: keys or token are missing, of no use, or readable for others.
     """
     check_addresses(config)
-    if config.cluster.security == "none":
+    if not config.cluster.uses_keys:
         return TokenAdmission(token_path(run_dir))
     first = config.cluster.nodes[0].name
     own = keys_of_node(config, first)

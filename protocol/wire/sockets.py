@@ -295,7 +295,7 @@ def socket_access(config: Config, run_dir: Path, node: str) -> SocketAccess:
     Raises:
         ConfigError: keys or token are missing or of no use.
     """
-    if config.cluster.security == "none":
+    if not config.cluster.uses_keys:
         return PlainAccess(read_token(token_path(run_dir)))
     if config.cluster.keys is None:
         raise ConfigError("cluster.keys is not set, and cluster.security: tls needs it")

@@ -52,7 +52,7 @@ def raw_config(**cluster: Any) -> dict[str, Any]:
         "run": {"name": "tiny", "dir": "runs/tiny"},
         "model": {"hf": {"model_type": "llama"}},
         "data": {"path": "@stdlib"},
-        "cluster": {"workers": 8, "device": "cuda", "insecure": True, **cluster},
+        "cluster": {"workers": 8, "device": "cuda", "security": "insecure", **cluster},
     }
 
 
@@ -77,7 +77,7 @@ VARIANTS = {
     "named": (raw_config(nodes=NODES), {}),
     "queues": (raw_config(), {"kueue": "team", "volcano": "gold"}),
     "older": (raw_config(), {"older": True}),
-    "keys": (raw_config(nodes=NODES, security="tls", keys="k", insecure=False), {}),
+    "keys": (raw_config(nodes=NODES, security="tls", keys="k"), {}),
 }
 
 
@@ -187,7 +187,7 @@ def test_queues_hold_the_job_and_keys_reach_their_node_only() -> None:
         ({}, {"name": "Tiny_1"}, "choose such a name with --name"),
         ({"nodes": NODES}, {"num_nodes": 2}, "--nodes 2: cluster.nodes has 3"),
         ({"nodes": [{"name": "a", "host": "10.0.0.1"}] * 1}, {"num_nodes": 1}, "leave out host"),
-        ({"insecure": False}, {}, "cluster.security is none"),
+        ({"security": "none"}, {}, "cluster.security is none"),
         ({"security": "tls", "keys": "k"}, {}, "keys need the names of the nodes"),
     ],
 )

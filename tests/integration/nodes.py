@@ -26,7 +26,7 @@ def bed_cluster(bed: NetBed, **changes: Any) -> dict[str, Any]:
         "scheduler_port": PORT,
         "nodes": nodes,
     }
-    base["insecure"] = True
+    base["security"] = "insecure"
     return merge(base, changes)
 
 

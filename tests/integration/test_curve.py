@@ -31,7 +31,7 @@ def test_strangers_change_nothing_between_hosts(runner: Any, tmp_path: Path) -> 
     with NetBed(tmp_path) as bed:
         make(tmp_path / "keys", "two", tuple(host.name for host in bed))
         (tmp_path / "keys" / "authority").rename(tmp_path / "authority")  # no node may have it
-        cluster = bed_cluster(bed, insecure=False, security="tls", keys=str(tmp_path / "keys"))
+        cluster = bed_cluster(bed, security="tls", keys=str(tmp_path / "keys"))
         run = BedRun(
             bed, runner.configure("two", {**H.ENDLESS, "cluster": cluster}), tmp_path / "two"
         )

@@ -63,7 +63,7 @@ def cluster_of(run_dir: Path) -> dict[str, object]:
 
 @pytest.mark.timeout(2400)
 def test_pods_then_tasks_on_other_hosts(tmp_path: Path, shelf: Shelf) -> None:
-    cluster = {"workers": 1, "insecure": True}
+    cluster = {"workers": 1, "security": "insecure"}
     runner = H.Runner(tmp_path, shelf)
     config = runner.configure("run", H.merge(H.ENDLESS, {"cluster": cluster}))
     run_dir = tmp_path / "run"

@@ -203,7 +203,7 @@ def pair(place: Path) -> Iterator[Pair]:
 def test_two_hosts_train_through_cuts_hangs_and_stops(place: Path, pair: Pair) -> None:
     a, b = pair.hosts
     addresses = dict(zip("ab", pair.wire.addresses, strict=True))
-    cluster = {"scheduler_port": 29500, "insecure": True}
+    cluster = {"scheduler_port": 29500, "security": "insecure"}
     configure(place / "shared", addresses, cluster=cluster, **sections(10**6))
     try:
         for core, host in enumerate(pair.hosts):

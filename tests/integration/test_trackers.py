@@ -26,7 +26,6 @@ CHANGES: dict[str, Any] = {
     "train": {"steps": 12, "eval_every": 6, "eval_batches": 2},
     "observability": {
         "trackers": ["tensorboard", "wandb", "mlflow", "trackio"],
-        "wandb_mode": "offline",
     },
 }
 
@@ -111,7 +110,11 @@ def test_every_tracker_has_what_metrics_jsonl_has(
     runner: Any, python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"file://{tmp_path / 'mlflow'}"
-    environment = {"MLFLOW_TRACKING_URI": uri, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    environment = {
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": uri,
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+    }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "executable", str(python))

@@ -147,7 +147,7 @@ def test_others_are_told_an_address_that_they_reach(tmp_path: Path) -> None:
         node.model_copy(update={"host": f"fd00::{i}"})
         for i, node in enumerate(everywhere.cluster.nodes)
     )
-    cluster = everywhere.cluster.model_copy(update={"nodes": nodes, "insecure": True})
+    cluster = everywhere.cluster.model_copy(update={"nodes": nodes, "security": "insecure"})
     (tmp_path / "resolved.yaml").write_text(
         everywhere.model_copy(update={"cluster": cluster}).to_yaml()
     )
@@ -173,7 +173,7 @@ def test_where_metrics_are_served_and_what_is_in_the_way() -> None:
     elsewhere = config(metrics_host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"metrics_host = '192\.0\.2\.1': others than this"):
         serve(elsewhere)
-    said = elsewhere.cluster.model_copy(update={"insecure": True})
+    said = elsewhere.cluster.model_copy(update={"security": "insecure"})
     with pytest.raises(ConfigError, match=r"observability.metrics_host = '192\.0\.2\.1': cannot"):
         serve(elsewhere.model_copy(update={"cluster": said}))
 

@@ -152,7 +152,7 @@ def test_what_is_not_installed_is_refused_before_the_start(monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"trackers: wandb: .*pip install 'penstock\[wandb\]'"):
         check_trackers(configured(trackers=["tensorboard", "wandb"]))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(ConfigError, match=r"set observability\.mlflow_uri, such as http://host"):
+    with pytest.raises(ConfigError, match=r"set MLFLOW_TRACKING_URI in the environment, such"):
         check_trackers(configured(trackers=["mlflow"]))
     check_trackers(configured(trackers=["mlflow"], mlflow_uri="file:///data/mlruns"))
 

@@ -169,11 +169,11 @@ def test_only_addresses_that_are_loopback_by_themselves_are() -> None:
 
 def test_other_addresses_than_loopback_need_tls_or_a_word() -> None:
     nodes = {"nodes": [{"name": "a"}, {"name": "b", "host": "10.0.0.2"}]}
-    with pytest.raises(ConfigError, match=r"host of b = '10.0.0.2'.*security: tls.*insecure: true"):
+    with pytest.raises(ConfigError, match=r"host of b = '10.0.0.2'.*: tls.*security: insecure"):
         check_addresses(config(nodes))
     with pytest.raises(ConfigError, match=r"observability.metrics_host = '0.0.0.0'"):
         check_addresses(config({}, metrics_host="0.0.0.0"))
-    check_addresses(config(nodes | {"insecure": True}, metrics_host="0.0.0.0"))
+    check_addresses(config(nodes | {"security": "insecure"}, metrics_host="0.0.0.0"))
     check_addresses(config(nodes | {"security": "tls", "keys": "/keys"}))
     check_addresses(config({}))
     with pytest.raises(ConfigError, match=r"cluster.keys is not set"):

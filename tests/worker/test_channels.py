@@ -376,8 +376,8 @@ def test_notices_are_kept_for_their_epoch_only() -> None:
         ({"device": "cuda", "transport": "gloo"}, 2, True, "gloo"),
         ({"device": "emulated:v100-figure9"}, 2, True, "zmq"),
         ({"device": "cuda", "security": "tls"}, 2, True, "zmq"),
-        ({"device": "cuda", "security": "tls", "trusted_fabric": True}, 2, True, "nccl"),
-        ({"transport": "gloo", "security": "tls", "trusted_fabric": True}, 0, False, "gloo"),
+        ({"device": "cuda", "security": "tls-trusted-fabric"}, 2, True, "nccl"),
+        ({"transport": "gloo", "security": "tls-trusted-fabric"}, 0, False, "gloo"),
     ],
 )
 def test_what_auto_comes_to(
@@ -394,7 +394,7 @@ def test_nonsense_is_refused(config_of: Any) -> None:
         ({"transport": "gloo", "device": "emulated:x"}, "gloo is for cluster.device: cpu, cuda"),
         (
             {"transport": "gloo", "security": "tls"},
-            r"gloo is unencrypted, .*; with cluster.security: tls use zmq, .*trusted_fabric",
+            r"gloo is unencrypted, .*; with cluster.security: tls use zmq, .*tls-trusted-fabric",
         ),
         (
             {"transport": "smoke"},

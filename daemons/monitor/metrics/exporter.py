@@ -44,7 +44,7 @@ def keys_of_metrics(config: Config, node: str) -> Path | None:
         ConfigError: it must not serve where it is to.
     """
     check_addresses(config)
-    if config.cluster.security != "tls" or config.cluster.keys is None:
+    if not config.cluster.uses_keys or config.cluster.keys is None:
         return None
     return config.cluster.keys / f"node.{node}"
 

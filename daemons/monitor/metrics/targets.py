@@ -33,7 +33,7 @@ def target(run: RunDirectory, node: str, port: int) -> dict[str, Any]:
     host = _reached_at(config, node)
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     labels = {
-        "__scheme__": "https" if config.cluster.security == "tls" else "http",
+        "__scheme__": "https" if config.cluster.uses_keys else "http",
         "__meta_penstock_run_id": run.run_id,
         "run": config.run.name,
         "node": node,

@@ -1,4 +1,4 @@
-"""MLflow: a run in the experiment ``observability.tracker_project``, found again by our id."""
+"""MLflow: a run in the experiment of ``MLFLOW_EXPERIMENT_NAME``, identified by our run's id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from penstock.daemons.monitor.trackers.sink import Reading, Subject
+from penstock.daemons.monitor.trackers.sink import Reading, Subject, project_of
 
 _TAG = "penstock.run_id"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
@@ -27,7 +27,7 @@ class MlflowSink:
     def __init__(self, subject: Subject) -> None:
         observability = subject.config.observability
         self._client = MlflowClient(tracking_uri=observability.mlflow_uri)
-        project = observability.tracker_project
+        project = project_of(observability, "MLFLOW_EXPERIMENT_NAME")
         experiment = self._client.get_experiment_by_name(project)
         number = (
             self._client.create_experiment(project)

@@ -88,8 +88,9 @@ def check_trackers(config: Config) -> None:
     uri = config.observability.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if "mlflow" in config.observability.trackers and not uri:
         raise ConfigError(
-            "observability.trackers: mlflow: where to is not known; set observability.mlflow_uri,"
-            " such as http://host:5000, sqlite:////data/mlflow.db or file:///data/mlruns"
+            "observability.trackers: mlflow needs an address; set MLFLOW_TRACKING_URI in the"
+            " environment, such as http://host:5000, sqlite:////data/mlflow.db or"
+            " file:///data/mlruns"
         )
 
 

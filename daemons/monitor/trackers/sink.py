@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.config.execution import ObservabilityConfig
+from penstock.config.old_keys import DEFAULT_PROJECT
 from penstock.config.schema import Config
 from penstock.host.files import is_number
 
@@ -38,6 +41,13 @@ class Subject:
     directory: Path
     config: Config
     settings: Mapping[str, str | int | float | bool]
+
+
+def project_of(observability: ObservabilityConfig, variable: str) -> str:
+    """Returns the project or experiment that a tracker logs to: that of the old key
+    ``tracker_project``, else of an environment variable, else ``penstock``.
+    """
+    return observability.tracker_project or os.environ.get(variable) or DEFAULT_PROJECT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

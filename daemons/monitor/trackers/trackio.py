@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import trackio
 
-from penstock.daemons.monitor.trackers.sink import Reading, Subject
+from penstock.daemons.monitor.trackers.sink import Reading, Subject, project_of
 
 
 class TrackioSink:
@@ -14,7 +14,7 @@ class TrackioSink:
 
     def __init__(self, subject: Subject) -> None:
         self._run = trackio.init(
-            project=subject.config.observability.tracker_project,
+            project=project_of(subject.config.observability, "TRACKIO_PROJECT"),
             name=f"{subject.name}-{subject.run_id}",
             config=dict(subject.settings),
             resume="allow",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import wandb
 
-from penstock.daemons.monitor.trackers.sink import Reading, Subject
+from penstock.daemons.monitor.trackers.sink import Reading, Subject, project_of
 
 
 class WandbSink:
@@ -19,7 +19,7 @@ class WandbSink:
     def __init__(self, subject: Subject) -> None:
         observability = subject.config.observability
         self._run = wandb.init(
-            project=observability.tracker_project,
+            project=project_of(observability, "WANDB_PROJECT"),
             name=subject.name,
             id=subject.run_id,
             resume="allow",

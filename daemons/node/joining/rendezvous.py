@@ -247,7 +247,7 @@ def wait_for_start(config: Config, node: str, scheduler: str | None, say: Say) -
     """
     check_addresses(config)
     check_machine(config, [[entry.name for entry in config.cluster.nodes].index(node)])
-    if config.cluster.security == "tls":
+    if config.cluster.uses_keys:
         keys_of_node(config, node)
     run_dir, first = config.run_dir.absolute(), config.cluster.nodes[0]
     ending = EndWatch(run_dir, old=RunEnd.read(run_dir))

@@ -396,7 +396,7 @@ class SchedulerMachine:
             return self._over(self._requests.stop_reason)
         reason = (
             f"{self._requests.stop_reason}; step {self.mirror.version} cannot be saved before the"
-            " run is killed (cluster.grace_seconds, or the end of its job), it stays in memory for"
+            " run is killed (cluster.stop_grace_s, or the end of its job), it stays in memory for"
             " the next start"
         )
         return self._shut_down(keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED)
