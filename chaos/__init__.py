@@ -1,1 +1,1 @@
-"""``penstock chaos``: trains with injected faults and compares every byte with a faultless run."""
+"""``penstock chaos``: trains with injected faults, and compares every byte with a run without."""

@@ -1,4 +1,4 @@
-"""Runs with faults, one after the other, until there were enough of them."""
+"""A campaign: runs with faults, one after the other, up to a number of faults or a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.chaos.checks import Trained, check, check_nothing_left
-from penstock.chaos.command import TrainCommand
 from penstock.chaos.disks import Disk, own_disks
-from penstock.chaos.faulted_run import DisturbedRun, Suffered
-from penstock.chaos.faults import Cast, FaultKind, draw, draw_last
+from penstock.chaos.faulted_run import FaultedRun, InjectedFault
+from penstock.chaos.faults import FaultKind, Targets, draw, draw_last
+from penstock.chaos.processes import TrainCommand
 from penstock.config.schema import Config
 from penstock.daemons.node.endpoint import NodeSettings
 from penstock.daemons.node.main import child_specs
@@ -29,9 +29,12 @@ _STATES_ON_DISK = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a campaign is to do. ``run``: only this one of the runs that ``seed`` gives; None: as
-    many as ``faults`` or ``minutes`` take. ``finished``: an undisturbed run to compare with.
+class CampaignOptions:
+    """Options of a campaign.
+
+    ``run`` is the only run of the seed to repeat, or None for all. The campaign ends after
+    ``faults`` faults, or after ``minutes``. ``finished`` is the undisturbed run to compare with;
+    None trains one.
     """
 
     config: Path
@@ -50,41 +53,41 @@ class Wish:
 
 @dataclass(slots=True, kw_only=True)
 class Campaign:
-    """Runs of one configuration. ``say`` is told each event."""
+    """Runs of one configuration. ``say`` gets each event."""
 
-    wish: Wish
+    options: CampaignOptions
     config: Config
     say: Callable[[str], None]
-    suffered: list[Suffered] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     undisturbed_s: float | None = None
-    _blows: int = 0
+    _count: int = 0
 
     def carry_out(self) -> None:
-        """Trains undisturbed, then with faults until there were enough, and checks each run.
+        """Trains without faults, then with faults, and checks each run.
 
         Raises:
-            LostMemberError: something is not as it should be: says what, and where it is kept.
+            LostMemberError: a run differs, hangs or leaves something behind; names the copy.
             PenstockError: the undisturbed run fails.
         """
-        reference = self.wish.finished or self._undisturbed()
+        reference = self.options.finished or self._undisturbed()
         trained = Trained.of(reference, self.config.train.steps)
         disks, place = self._disks(reference)
         began_s = time.monotonic()
-        number = 1 if self.wish.run is None else self.wish.run
+        number = 1 if self.options.run is None else self.options.run
         while self._enough(began_s) is False:
             self._one(number, reference, trained, disks, place)
-            if self.wish.run is not None:
+            if self.options.run is not None:
                 return
             number += 1
 
     def _enough(self, began_s: float) -> bool:
-        minutes = self.wish.minutes
+        minutes = self.options.minutes
         if minutes is not None and time.monotonic() - began_s >= 60.0 * minutes:
             return True
-        return minutes is None and len(self.suffered) >= self.wish.faults
+        return minutes is None and len(self.injected) >= self.options.faults
 
     def _undisturbed(self) -> Path:
-        command = self._command(self.wish.out / "undisturbed", "undisturbed")
+        command = self._command(self.options.out / "undisturbed", "undisturbed")
         self.say("undisturbed run")
         began_s = time.monotonic()
         process = command.start()
@@ -96,26 +99,26 @@ class Campaign:
             self._give_memory_back(command.run_dir)
             raise
         if code != 0:
-            raise LostMemberError(f"undisturbed, the run ends with {code}:\n{command.said()}")
+            raise LostMemberError(f"the undisturbed run ended with {code}:\n{command.text()}")
         self.undisturbed_s = time.monotonic() - began_s
         check_nothing_left(command.run_dir)
         return command.run_dir
 
     def _give_memory_back(self, run_dir: Path) -> None:
-        """Removes what a killed run has in shared memory, where nobody looks for a reason."""
+        """Frees the shared memory of a killed run that needs no diagnosis."""
         if not (run_dir / "run.json").exists():
-            return  # it was being prepared
+            return  # the run was not prepared yet
         run_id = RunDirectory(run_dir).run_id
         for node in self.config.cluster.nodes:
             wait_until_dead(run_dir, node.name)
             remove_memory(run_id, node.name)
 
     def _disks(self, reference: Path) -> tuple[Mapping[str, Disk], Path]:
-        """Returns what can be filled, and where runs have their directories."""
-        if not self.wish.kinds & {FaultKind.DISK, FaultKind.SHM}:
-            return {}, self.wish.out
+        """Returns the disks that faults can fill, and the folder for run directories."""
+        if not self.options.kinds & {FaultKind.DISK, FaultKind.SHM}:
+            return {}, self.options.out
         sizes = [p.stat().st_size for p in reference.rglob("*") if p.is_file()]
-        place = self.wish.out / "disk"
+        place = self.options.out / "disk"
         memory = _STATES_ON_DISK * sum(sizes) + SHM_SPARE_BYTES
         disk, shm = own_disks(place, _STATES_ON_DISK * sum(sizes) + _DISK_SPARE_BYTES, memory)
         return {"disk": disk, "shm": shm}, place
@@ -123,32 +126,32 @@ class Campaign:
     def _one(
         self, number: int, reference: Path, trained: Trained, disks: Mapping[str, Disk], place: Path
     ) -> None:
-        wish, train = self.wish, self.config.train
+        options, train = self.options, self.config.train
         command = self._command(place / f"run-{number}", f"run-{number}")
-        prepared(reference, command.run_dir)
-        source = random.Random(f"{wish.seed}/{number}")
-        cast = cast_of(self.config, command.run_dir, wish.gap_steps, wish.processes)
-        kinds = cast.possible(wish.kinds)
-        run = DisturbedRun(
+        prepare(reference, command.run_dir)
+        source = random.Random(f"{options.seed}/{number}")
+        targets = targets_of(self.config, command.run_dir, options.gap_steps, options.processes)
+        kinds = targets.possible(options.kinds)
+        run = FaultedRun(
             command=command,
             number=number,
             steps=train.steps,
-            cast=cast,
-            source=random.Random(f"{wish.seed}/{number}/instants"),
+            targets=targets,
+            source=random.Random(f"{options.seed}/{number}/instants"),
             disks=disks,
-            patience_s=wish.patience_s,
+            patience_s=options.patience_s,
             eval_every=train.eval_every or train.steps,
             say=self.say,
         )
-        last = draw_last(random.Random(f"{wish.seed}/{number}/end"), cast, kinds)
+        last = draw_last(random.Random(f"{options.seed}/{number}/end"), targets, kinds)
         run.start()
         began_s = time.monotonic()
         try:
             while not self._enough_in(run, began_s):
-                if run.near_end or not run.suffer(draw(source, cast, kinds)):
+                if run.near_end or not run.inject(draw(source, targets, kinds)):
                     break
             if last is not None:
-                run.suffer(last)
+                run.inject(last)
             run.finish()
             check(command.run_dir, trained)
         except PenstockError as error:
@@ -161,45 +164,46 @@ class Campaign:
             raise
         finally:
             run.kill()
-            self.suffered += run.suffered
+            self.injected += run.injected
             self._record(run)
         shutil.rmtree(command.run_dir)
 
-    def _enough_in(self, run: DisturbedRun, began_s: float) -> bool:
-        """Returns whether a run needs no more faults; a replayed one has as many as fit in."""
-        wish = self.wish
-        if wish.minutes is not None:
-            return time.monotonic() - began_s >= 60.0 * wish.minutes
-        return len(self.suffered) + len(run.suffered) >= wish.faults
+    def _enough_in(self, run: FaultedRun, began_s: float) -> bool:
+        """Returns whether the campaign has enough faults."""
+        options = self.options
+        if options.minutes is not None:
+            return time.monotonic() - began_s >= 60.0 * options.minutes
+        return len(self.injected) + len(run.injected) >= options.faults
 
     def _command(self, run_dir: Path, name: str) -> TrainCommand:
         return TrainCommand(
-            config=self.wish.config,
-            settings=self.wish.settings,
+            config=self.options.config,
+            settings=self.options.settings,
             run_dir=run_dir,
-            output=self.wish.out / f"{name}.txt",
+            output=self.options.out / f"{name}.txt",
         )
 
-    def _keep(self, command: TrainCommand, run: DisturbedRun) -> Path:
-        """Keeps what tells about a failure; returns where."""
-        place = self.wish.out / f"failed-{run.number}"
+    def _keep(self, command: TrainCommand, run: FaultedRun) -> Path:
+        """Copies the directory, history and output of a failed run; returns the copy."""
+        place = self.options.out / f"failed-{run.number}"
         shutil.copytree(command.run_dir, place, dirs_exist_ok=True)
         (place / "history.txt").write_text("\n".join(run.history) + "\n")
         shutil.copy(command.output, place / "output.txt")
         return place
 
-    def _record(self, run: DisturbedRun) -> None:
-        with (self.wish.out / "faults.jsonl").open("a") as file:
-            for entry in run.suffered:
+    def _record(self, run: FaultedRun) -> None:
+        with (self.options.out / "faults.jsonl").open("a") as file:
+            for entry in run.injected:
                 file.write(json.dumps(entry.to_dict()) + "\n")
 
 
-def cast_of(config: Config, run_dir: Path, gap_steps: int, processes: Collection[str] = ()) -> Cast:
-    """Returns who can be struck in runs of a configuration; of ``processes`` only, if there are
-    any.
+def targets_of(
+    config: Config, run_dir: Path, gap_steps: int, processes: Collection[str] = ()
+) -> Targets:
+    """Returns the processes that faults may target, limited to the kinds in ``processes`` if any.
 
     Raises:
-        ConfigError: a run has no such process.
+        ConfigError: the run has no processes of such a kind.
     """
     names: list[str] = ["train"]
     for index, node in enumerate(config.cluster.nodes):
@@ -211,8 +215,8 @@ def cast_of(config: Config, run_dir: Path, gap_steps: int, processes: Collection
     present = {name.partition(".")[0] for name in names}
     if not present.issuperset(processes):
         given, accepted = ",".join(sorted(processes)), ", ".join(sorted(present))
-        raise ConfigError(f"--processes {given}: of this run are {accepted}")
-    return Cast(
+        raise ConfigError(f"--processes {given}: this run has {accepted}")
+    return Targets(
         names=tuple(n for n in names if not processes or n.partition(".")[0] in processes),
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         gap_steps=gap_steps,
@@ -221,9 +225,10 @@ def cast_of(config: Config, run_dir: Path, gap_steps: int, processes: Collection
     )
 
 
-def prepared(source: Path, run_dir: Path) -> None:
-    """Makes a run directory that was never started, with the model and data of another run:
-    preparing them anew takes seconds.
+def prepare(source: Path, run_dir: Path) -> None:
+    """Makes a new run directory with the prepared model and data of another run.
+
+    Preparing them again would take seconds.
     """
     run_dir.mkdir()
     for name in ("model", "data"):

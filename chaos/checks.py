@@ -1,4 +1,4 @@
-"""What must hold of a run that ended after faults, beside the one that nobody disturbed."""
+"""Checks of a run that ended after faults, against a run without faults."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from penstock.shm.segment import list_segments
 
 Row = tuple[Any, ...]
 _STEP_KEYS = ("phase", "step", "data_epoch", "decision", "loss", "lr", "loss_scale", "tokens")
-"""What of a line of metrics follows from the data alone."""
+"""Fields of a line of metrics that follow from the data alone."""
 
 _OF_THE_MACHINE = ("checksum", "hold")
-"""What of a position may differ: the checksum is of the whole row, with epoch and attempt; when a
-hold pays is measured.
+"""Fields of a position that may differ between runs. The checksum covers the whole row with epoch
+and attempt; measured times decide about a hold.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a finished run did. ``decisions``: decision, version and position of each row of the
-    journal but fillings of memory, oldest first; ``undone``: those of them, and those lines of
-    metrics, that a filling with an older state took back; ``files``: SHA-256 of each file of each
-    saved state but manifests.
+    """Results of a finished run.
+
+    ``decisions`` holds decision, version and position of each row of the journal, oldest first,
+    without rows of restored memory. ``undone`` holds rows and lines of metrics that a restore of an
+    older state took back. ``files`` holds the SHA-256 of each file of each saved state, without
+    manifests.
     """
 
     steps: int
@@ -46,7 +48,7 @@ class Trained:
         """Reads a finished run.
 
         Raises:
-            StateError: it is none, or has not saved its last step.
+            StateError: the run has not saved its last step, or its journal is damaged.
         """
         decisions, undone = _decisions(run_dir)
         lines: dict[bool, list[Row]] = {False: [], True: []}
@@ -65,45 +67,44 @@ class Trained:
 
     @property
     def last_files(self) -> dict[str, str]:
-        """The files of the last step."""
+        """The files of the last step, with their SHA-256."""
         prefix = f"state/step-{self.steps:08d}/"
         return {name: digest for name, digest in self.files.items() if name.startswith(prefix)}
 
 
 def check(run_dir: Path, undisturbed: Trained) -> None:
-    """Holds a finished run against the undisturbed one.
+    """Compares a finished run with the undisturbed run.
 
     Raises:
         LostMemberError: a step, sample, decision or byte differs, or something is left over.
     """
-    found = Trained.of(run_dir, undisturbed.steps)
-    _check_rows("journal.sqlite", found.decisions, undisturbed.decisions)
+    trained = Trained.of(run_dir, undisturbed.steps)
+    _check_rows("journal.sqlite", trained.decisions, undisturbed.decisions)
     for phase in ("train", "eval"):
-        lines, wanted = (
-            tuple(line for line in trained.lines if line[0] == phase)
-            for trained in (found, undisturbed)
+        lines, expected = (
+            tuple(line for line in run.lines if line[0] == phase) for run in (trained, undisturbed)
         )
-        _check_rows(f"metrics.jsonl ({phase})", lines, wanted)
-    if otherwise := found.undone - {*undisturbed.decisions, *undisturbed.lines}:
+        _check_rows(f"metrics.jsonl ({phase})", lines, expected)
+    if different := trained.undone - {*undisturbed.decisions, *undisturbed.lines}:
         raise LostMemberError(
-            f"{run_dir}: steps were otherwise before they were done again: {otherwise}"
+            f"{run_dir}: steps had other results before they were repeated: {different}"
         )
-    missing = undisturbed.last_files.keys() - found.files.keys()
-    # A run that was asked to end has saved other steps, too.
-    other = [
+    missing = undisturbed.last_files.keys() - trained.files.keys()
+    # A stopped run has also saved other steps.
+    changed = [
         name
-        for name in found.files.keys() & undisturbed.files.keys()
-        if found.files[name] != undisturbed.files[name]
+        for name in trained.files.keys() & undisturbed.files.keys()
+        if trained.files[name] != undisturbed.files[name]
     ]
-    if missing or other:
+    if missing or changed:
         raise LostMemberError(
-            f"{run_dir}: other bytes in {sorted(other)}, none of {sorted(missing)}"
+            f"{run_dir}: bytes differ in {sorted(changed)}; files are missing: {sorted(missing)}"
         )
     check_nothing_left(run_dir)
 
 
 def check_nothing_left(run_dir: Path) -> None:
-    """Looks for what a finished run should have taken away.
+    """Checks that a finished run has left nothing behind.
 
     Raises:
         LostMemberError: names processes, segments or temporary files.
@@ -117,17 +118,17 @@ def check_nothing_left(run_dir: Path) -> None:
         )
 
 
-def _check_rows(source: str, found: tuple[Row, ...], wanted: tuple[Row, ...]) -> None:
-    if found == wanted:
+def _check_rows(source: str, rows: tuple[Row, ...], expected: tuple[Row, ...]) -> None:
+    if rows == expected:
         return
-    for number, (one, other) in enumerate(zip(found, wanted, strict=False), 1):
-        if one != other:
-            raise LostMemberError(f"{source}: row {number} is {one}, undisturbed {other}")
-    raise LostMemberError(f"{source}: {len(found)} rows, undisturbed {len(wanted)}")
+    for number, (row, other) in enumerate(zip(rows, expected, strict=False), 1):
+        if row != other:
+            raise LostMemberError(f"{source}: row {number} is {row}, undisturbed {other}")
+    raise LostMemberError(f"{source}: {len(rows)} rows, undisturbed {len(expected)}")
 
 
 def _decisions(run_dir: Path) -> tuple[tuple[Row, ...], dict[int, Row]]:
-    """Returns what was decided, and attempt -> what was decided and taken back."""
+    """Returns the decisions that stand, and those taken back, by attempt."""
     path = run_dir / "journal.sqlite"
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
@@ -151,9 +152,9 @@ def _decisions(run_dir: Path) -> tuple[tuple[Row, ...], dict[int, Row]]:
 
 
 def _files(run_dir: Path) -> dict[str, str]:
-    found = {}
+    digests = {}
     for path in sorted((run_dir / "state").glob("step-*/*.safetensors")):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[str(path.relative_to(run_dir))] = digest
-    return found
+        digests[str(path.relative_to(run_dir))] = digest
+    return digests

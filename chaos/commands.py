@@ -25,7 +25,7 @@ from penstock.client.cli import (
 from penstock.host.errors import ConfigError, ExitCode, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.chaos.campaign import Campaign, Wish
+    from penstock.chaos.campaign import Campaign, CampaignOptions
     from penstock.chaos.faults import FaultKind
     from penstock.config.schema import Config
 
@@ -116,11 +116,11 @@ def chaos(
     """
     code = 0
     with errors_explained():
-        from penstock.chaos.campaign import Campaign, Wish
+        from penstock.chaos.campaign import Campaign, CampaignOptions
 
         loaded = load(config, settings)
         chosen = _seed() if seed is None else seed
-        wish = Wish(
+        options = CampaignOptions(
             config=config,
             settings=tuple(settings or ()),
             kinds=_kinds(kinds, loaded),
@@ -134,40 +134,40 @@ def chaos(
             finished=reference,
             out=out.absolute(),
         )
-        code = _carried_out(Campaign(wish=wish, config=loaded, say=_say), as_json=as_json)
+        code = _run(Campaign(options=options, config=loaded, say=_say), as_json=as_json)
     raise typer.Exit(code)
 
 
 class InterruptedCampaignError(PenstockError):
-    """Ctrl-C or SIGTERM. Exit code 130."""
+    """Ctrl-C or SIGTERM interrupted the campaign. Exit code 130."""
 
     exit_code = ExitCode.INTERRUPTED
 
 
-def _carried_out(campaign: Campaign, *, as_json: bool) -> int:
-    """Carries a campaign out and shows what came of it, also of one that fails.
+def _run(campaign: Campaign, *, as_json: bool) -> int:
+    """Runs a campaign and shows its faults, also after a failure; returns the exit code.
 
     Raises:
-        ConfigError: the run has no such processes, or the directory is there already.
+        ConfigError: the run has no such processes, or the directory exists.
     """
-    from penstock.chaos.campaign import cast_of
+    from penstock.chaos.campaign import targets_of
 
-    wish = campaign.wish
-    cast_of(campaign.config, wish.out, wish.gap_steps, wish.processes)
-    _make(wish.out)
+    options = campaign.options
+    targets_of(campaign.config, options.out, options.gap_steps, options.processes)
+    _make(options.out)
     failure: PenstockError | None = None
     began_s = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is to go on without us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs end with this process
     try:
         campaign.carry_out()
     except PenstockError as error:
         failure = error
     except KeyboardInterrupt:
-        failure = InterruptedCampaignError("interrupted; the run under way was not checked")
+        failure = InterruptedCampaignError("interrupted; the current run was not checked")
     _show(campaign, failure, time.monotonic() - began_s, as_json=as_json)
     if failure is None:
         return 0
-    replay = _replay(wish)
+    replay = _replay(options)
     sys.stderr.write(f"penstock: {failure}\nreplay: {replay}\n")
     return int(failure.exit_code)
 
@@ -179,14 +179,14 @@ def _show(
 
     from penstock.chaos.table import tables_of
 
-    entries = [entry.to_dict() for entry in campaign.suffered]
-    blows = sum(len(entry["strikes"]) for entry in entries)
+    entries = [entry.to_dict() for entry in campaign.injected]
+    actions = sum(len(entry["strikes"]) for entry in entries)
     if as_json:
         report = {
-            "seed": campaign.wish.seed,
+            "seed": campaign.options.seed,
             "seconds": round(seconds, 1),
             "undisturbed_seconds": campaign.undisturbed_s,
-            "blows": blows,
+            "blows": actions,
             "failure": None if failure is None else str(failure),
             "faults": entries,
         }
@@ -198,25 +198,27 @@ def _show(
     verdict = "equal bytes, no step lost or repeated, nothing left over"
     if failure is not None:
         interrupted = failure.exit_code is ExitCode.INTERRUPTED
-        verdict = "interrupted" if interrupted else "not as it should be"
+        verdict = "interrupted" if interrupted else "failed"
     typer.echo(
-        f"{len(entries)} faults ({blows} blows) in {seconds:.0f} s, seed {campaign.wish.seed}:"
-        f" {verdict}"
+        f"{len(entries)} faults ({actions} actions) in {seconds:.0f} s, seed"
+        f" {campaign.options.seed}: {verdict}"
     )
 
 
-def _replay(wish: Wish) -> str:
-    words = ["penstock", "chaos", str(wish.config), "--seed", str(wish.seed)]
-    words += [word for setting in wish.settings for word in ("--set", setting)]
-    words += ["--kinds", ",".join(sorted(wish.kinds)), "--gap", str(wish.gap_steps)]
-    words += ["--processes", ",".join(sorted(wish.processes))] if wish.processes else []
-    words += ["--faults", str(wish.faults)] if wish.run is None else ["--run", str(wish.run)]
-    return shlex.join([*words, "--out", f"{wish.out}-again"])
+def _replay(options: CampaignOptions) -> str:
+    words = ["penstock", "chaos", str(options.config), "--seed", str(options.seed)]
+    words += [word for setting in options.settings for word in ("--set", setting)]
+    words += ["--kinds", ",".join(sorted(options.kinds)), "--gap", str(options.gap_steps)]
+    words += ["--processes", ",".join(sorted(options.processes))] if options.processes else []
+    words += (
+        ["--faults", str(options.faults)] if options.run is None else ["--run", str(options.run)]
+    )
+    return shlex.join([*words, "--out", f"{options.out}-again"])
 
 
 def _kinds(words: str | None, config: Config) -> frozenset[FaultKind]:
-    """Returns the kinds of faults that are asked for; without that all that this user may do, and
-    that cost no step.
+    """Returns the chosen kinds of faults. Default: all that this user may inject and that lose no
+    step.
     """
     from penstock.chaos.disks import may_mount
     from penstock.chaos.faults import FaultKind
@@ -225,13 +227,13 @@ def _kinds(words: str | None, config: Config) -> frozenset[FaultKind]:
     if words is None:
         kinds = frozenset(FaultKind)
         if not may_mount():
-            _say("without disk and shm: only root may mount file systems that can be filled")
+            _say("without disk and shm: only root may mount private file systems")
             kinds -= mounted
         return kinds if config.mirrors else kinds - {FaultKind.LOST}
     try:
         return frozenset(FaultKind(word.strip()) for word in words.split(","))
     except ValueError as error:
-        raise ConfigError(f"--kinds {words}: accepted is {', '.join(FaultKind)}") from error
+        raise ConfigError(f"--kinds {words}: accepted are {', '.join(FaultKind)}") from error
 
 
 def _names(words: str | None) -> frozenset[str]:
@@ -244,7 +246,7 @@ def _make(out: Path) -> None:
     except FileExistsError as error:
         raise ConfigError(f"--out {out}: exists; name another directory") from error
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be made: {error.strerror}") from error
+        raise ConfigError(f"--out {out}: cannot make it: {error.strerror}") from error
 
 
 def _seed() -> int:

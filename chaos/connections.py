@@ -1,9 +1,9 @@
-"""Connections between processes of a run, closed or cut from outside.
+"""Closes or silences connections between processes of a run from outside.
 
-A process of the same user lends its descriptors (``pidfd_getfd``), as it would lend them to a
-debugger. ``shutdown`` on such a copy closes the connection that both have. A socket filter that
-drops every packet makes the connection deaf: what the peer sends is never acknowledged, and nobody
-is told, as when a cable is cut or a machine loses power.
+``pidfd_getfd`` copies a descriptor of another process of the same user, as a debugger could.
+``shutdown`` on the copy closes the connection. A socket filter that drops every packet silences the
+connection: nothing from the peer is acknowledged, and neither end sees an error. A cut cable or a
+power failure has the same effect.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _INODE = re.compile(r"socket:\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenConnection:
-    """One end of a connection: a descriptor of a process. ``ends``: own and the other's address of
-    TCP, empty for a local socket.
+    """One end of a connection: a descriptor of a process. ``ends`` are the local and the remote TCP
+    address; None for a local socket.
     """
 
     pid: int
@@ -47,36 +47,38 @@ class OpenConnection:
 def connections_of(pid: int, *, tcp_only: bool) -> list[OpenConnection]:
     """Returns the open stream connections of a process, in the order of their descriptors."""
     tcp, local = _tcp(pid), set() if tcp_only else _local(pid)
-    found = []
+    connections = []
     for descriptor, inode in _sockets(pid):
         if inode in tcp or inode in local:
             ends = tcp.get(inode)
-            found.append(OpenConnection(pid=pid, descriptor=descriptor, inode=inode, ends=ends))
-    return sorted(found, key=lambda connection: connection.descriptor)
+            connections.append(
+                OpenConnection(pid=pid, descriptor=descriptor, inode=inode, ends=ends)
+            )
+    return sorted(connections, key=lambda connection: connection.descriptor)
 
 
 def close(connection: OpenConnection) -> None:
-    """Closes a connection in both directions: its ends learn of it at once.
+    """Closes a connection in both directions; both ends notice at once.
 
     Raises:
-        OSError: it is gone.
+        OSError: the connection is gone.
     """
     with _borrowed(connection) as borrowed:
         borrowed.shutdown(socket.SHUT_RDWR)
 
 
 def deafen(connection: OpenConnection, pids: Iterable[int], *, one_way: bool) -> None:
-    """Makes the end of a TCP connection deaf, and, if not only ``one_way``, the other end, too,
-    where that belongs to one of ``pids``.
+    """Silences one end of a TCP connection. Without ``one_way``, also silences the other end, if a
+    process in ``pids`` has it.
 
     Raises:
-        OSError: it is gone.
+        OSError: the connection is gone.
     """
     ends = [connection]
     if not one_way and connection.ends is not None:
-        there = connection.ends[::-1]
+        swapped = connection.ends[::-1]
         others = (other for pid in pids for other in connections_of(pid, tcp_only=True))
-        ends += [other for other in others if other.ends == there]
+        ends += [other for other in others if other.ends == swapped]
     for end in ends:
         with _borrowed(end) as borrowed:
             program = ctypes.create_string_buffer(_DROP_ALL)
@@ -95,8 +97,8 @@ def _borrowed(connection: OpenConnection) -> Iterator[socket.socket]:
             number = ctypes.get_errno()
             if isinstance(error := OSError(number, os.strerror(number)), PermissionError):
                 raise ConfigError(
-                    "--kinds closed,half-open: this machine does not let a process borrow the"
-                    " descriptors of another (ptrace is restricted); leave these kinds out"
+                    "--kinds closed,half-open: this machine forbids to copy descriptors of another"
+                    " process (ptrace is restricted); leave out these kinds"
                 ) from error
             raise error
     finally:
@@ -106,7 +108,7 @@ def _borrowed(connection: OpenConnection) -> Iterator[socket.socket]:
 
 
 def _sockets(pid: int) -> Iterator[tuple[int, int]]:
-    """Yields descriptor and inode."""
+    """Yields descriptor and inode of each socket of a process."""
     try:
         entries = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
@@ -129,12 +131,12 @@ def _rows(pid: int, table: str) -> Iterator[list[str]]:
 
 
 def _tcp(pid: int) -> dict[int, tuple[str, str]]:
-    """Returns inode -> addresses of the established TCP connections of a process's network."""
+    """Returns the addresses of established TCP connections in a process's network, by inode."""
     rows = (row for table in ("tcp", "tcp6") for row in _rows(pid, table))
     return {int(row[9]): (row[1], row[2]) for row in rows if row[3] == _TCP_ESTABLISHED}
 
 
 def _local(pid: int) -> set[int]:
     """Returns the inodes of connected local stream sockets."""
-    wanted = (_UNIX_STREAM, _UNIX_CONNECTED)
-    return {int(row[6]) for row in _rows(pid, "unix") if (row[4], row[5]) == wanted}
+    connected = (_UNIX_STREAM, _UNIX_CONNECTED)
+    return {int(row[6]) for row in _rows(pid, "unix") if (row[4], row[5]) == connected}

@@ -1,7 +1,7 @@
-"""File systems of this process's own, which can be filled: a disk for the run, and /dev/shm.
+"""Private file systems that faults can fill: a disk for the run, and /dev/shm.
 
-Only root may mount. The process and those that it starts see the mounts, others do not; they are
-gone with the last of them.
+Only root may mount. Only this process and its children see the mounts, which end with the last of
+these processes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ class Disk:
     path: Path
 
     def fill(self) -> None:
-        """Takes all room."""
+        """Fills the file system."""
         with (self.path / _FILLER).open("ab", buffering=0) as file:
             while (room := self.free_bytes()) > 0:
                 try:
-                    # Reserved, not written: gigabytes would take longer than the fault.
+                    # Allocated, not written: writing gigabytes would take longer than the fault.
                     os.posix_fallocate(file.fileno(), file.tell(), room)
                     file.seek(0, os.SEEK_END)
                 except OSError:
                     try:
                         file.write(bytes(min(room, _PIECE_BYTES)))
                     except OSError:
-                        return  # somebody else got the rest
+                        return  # another process took the rest
 
     def clear(self) -> None:
-        """Gives the room back."""
+        """Frees the space."""
         (self.path / _FILLER).unlink(missing_ok=True)
 
     def free_bytes(self) -> int:
-        """Returns how much room is left."""
+        """Returns the free bytes."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
 
@@ -57,7 +57,7 @@ def may_mount() -> bool:
 
 
 def own_disks(mount: Path, disk_bytes: int, shm_bytes: int) -> tuple[Disk, Disk]:
-    """Gives this process a disk at ``mount`` and a /dev/shm of its own. To be called before it has
+    """Mounts a private disk at ``mount`` and a private /dev/shm. Must run before this process has
     threads or children.
 
     Raises:
@@ -66,8 +66,8 @@ def own_disks(mount: Path, disk_bytes: int, shm_bytes: int) -> tuple[Disk, Disk]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0:
         raise ConfigError(
-            f"--kinds disk,shm: no mounts of one's own here ({os.strerror(ctypes.get_errno())});"
-            " leave these kinds out"
+            f"--kinds disk,shm: private mounts are not allowed"
+            f" ({os.strerror(ctypes.get_errno())}); leave out these kinds"
         )
     mount.mkdir(parents=True, exist_ok=True)
     _mount("--make-rprivate", "/")
@@ -80,6 +80,6 @@ def _mount(*words: str) -> None:
     done = subprocess.run(("mount", *words), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigError(
-            f"--kinds disk,shm: mount {' '.join(words)}: {done.stderr.strip()}; leave these kinds"
-            " out"
+            f"--kinds disk,shm: mount {' '.join(words)}: {done.stderr.strip()}; leave out these"
+            " kinds"
         )

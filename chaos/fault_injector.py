@@ -1,4 +1,4 @@
-"""Blows to processes, connections and disks of a run: finds what is to be struck, and strikes."""
+"""Injects faults into processes, connections and disks of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock import _native
-from penstock.chaos.command import TrainCommand
 from penstock.chaos.connections import OpenConnection, close, connections_of, deafen
 from penstock.chaos.disks import Disk
-from penstock.chaos.faults import Blow, Fault, FaultKind, Strike
-from penstock.chaos.processes import members, wait_until_stopped
+from penstock.chaos.faults import Action, Fault, FaultKind, Injection
+from penstock.chaos.processes import TrainCommand, members, wait_until_stopped
 from penstock.host.errors import ConfigError, ExitCode, LostMemberError
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.control import ControlView
@@ -29,16 +28,16 @@ from penstock.shm.segment import Segment, SegmentError, unlink
 SECOND_START_TIMEOUT_S = 60.0
 _IN_SWEEP_S = 0.3
 _SIGNALS = {
-    Blow.KILL: signal.SIGKILL,
-    Blow.PAUSE: signal.SIGSTOP,
-    Blow.STOP: signal.SIGSTOP,
-    Blow.TERM: signal.SIGTERM,
-    Blow.LOSE: signal.SIGKILL,
+    Action.KILL: signal.SIGKILL,
+    Action.PAUSE: signal.SIGSTOP,
+    Action.STOP: signal.SIGSTOP,
+    Action.TERM: signal.SIGTERM,
+    Action.LOSE: signal.SIGKILL,
 }
 
 
 class Scene(Protocol):
-    """The run that is struck, as far as a blow needs it."""
+    """The members of the faulted run that the injector uses."""
 
     command: TrainCommand
     process: subprocess.Popen[bytes]
@@ -47,56 +46,54 @@ class Scene(Protocol):
     patience_s: float
     step: int
 
-    def note(self, what: str) -> None:
-        """Keeps what happened."""
+    def note(self, event: str) -> None:
+        """Keeps an event."""
 
     def start(self) -> None:
-        """Gives the command."""
+        """Starts the command."""
 
     def wait(self, reached: Callable[[], bool], what: str, *, limit_s: float = 0.0) -> None:
-        """Waits until ``reached``; an ended command is given again."""
+        """Waits until ``reached``; repeats an ended command."""
 
 
 @dataclass(slots=True)
-class Strikes:
-    """Carries faults out.
+class FaultInjector:
+    """Injects faults.
 
-    ``last_s``: when the last blow fell that ends an epoch, or just the last one; ``woke_s``: when
-    the last process woke, or a disk had room again; both in seconds since the epoch of Unix.
-    ``struck``: name -> pid of who was hit; ``took_s``: how long a second start took until it was
-    refused.
+    ``last_s`` is the time of the last action that ends an epoch, or of the last action. ``woke_s``
+    is the time at which the last process woke or the disk had room. Both are Unix times. ``hit``
+    holds the pids of the targets by name. ``took_s`` is the duration of a refused second start.
     """
 
     scene: Scene
     last_s: float = 0.0
     woke_s: float = 0.0
     took_s: float = 0.0
-    struck: dict[str, int] = field(default_factory=dict)
+    hit: dict[str, int] = field(default_factory=dict)
     _broken: bool = False
 
-    def begin_anew(self, fault: Fault) -> None:
-        """Kills the command and gives it again, unless it has just begun. A full /dev/shm is full
-        before that.
+    def restart(self, fault: Fault) -> None:
+        """Kills the command and repeats it, unless it has just started. A fault that fills /dev/shm
+        does so before the start.
         """
         if self.scene.step:
             self.scene.process.kill()
             self.scene.process.wait()
             self.scene.note("kill train, to start it again")
             if fault.kind is FaultKind.SHM:
-                self._fill(fault.strikes[0])
+                self._fill(fault.injections[0])
             self.scene.start()
 
     def carry_out(self, fault: Fault) -> None:
-        """Strikes; returns after the last blow, and after the last process woke.
+        """Injects a fault; returns after its last action and after the last process woke.
 
         Raises:
-            LostMemberError: a process that should be there is not, or a second start was not
-                refused.
+            LostMemberError: a target did not appear, or a second start was not refused.
         """
-        self.struck.clear()
+        self.hit.clear()
         self._broken = False
         if fault.kind is FaultKind.SWEEP:
-            self._kill_inside_sweep(fault.strikes[0].target)
+            self._kill_inside_sweep(fault.injections[0].target)
         elif fault.kind is FaultKind.SEVERAL:
             self._kill_at_once(fault)
         else:
@@ -107,55 +104,55 @@ class Strikes:
         wakes: list[tuple[float, int, str]] = []
         clears: list[tuple[float, Disk]] = []
         with ExitStack() as victims:
-            for strike in fault.strikes:
-                time.sleep(max(0.0, began_s + strike.after_s - time.monotonic()))
-                match strike.blow:
-                    case Blow.FILL:
-                        self._fill(strike)
-                        until_s = time.monotonic() + strike.seconds
-                        clears.append((until_s, self.scene.disks[strike.target]))
-                    case Blow.AGAIN:
+            for injection in fault.injections:
+                time.sleep(max(0.0, began_s + injection.after_s - time.monotonic()))
+                match injection.action:
+                    case Action.FILL:
+                        self._fill(injection)
+                        until_s = time.monotonic() + injection.seconds
+                        clears.append((until_s, self.scene.disks[injection.target]))
+                    case Action.AGAIN:
                         self._start_again()
-                    case Blow.CLOSE | Blow.DEAFEN:
-                        self._cut(strike)
+                    case Action.CLOSE | Action.DEAFEN:
+                        self._cut(injection)
                     case _:
-                        victim = victims.enter_context(self._victim(strike.target))
-                        if strike.blow is Blow.LOSE:
-                            self._lose_memory(strike.target)
-                        self._signal(victim, strike)
-                        if strike.blow is Blow.PAUSE:
-                            until_s = time.monotonic() + strike.seconds
-                            wakes.append((until_s, victim, strike.target))
-                if strike.breaks_epoch or not self._broken:
+                        victim = victims.enter_context(self._victim(injection.target))
+                        if injection.action is Action.LOSE:
+                            self._lose_memory(injection.target)
+                        self._signal(victim, injection)
+                        if injection.action is Action.PAUSE:
+                            until_s = time.monotonic() + injection.seconds
+                            wakes.append((until_s, victim, injection.target))
+                if injection.breaks_epoch or not self._broken:
                     self.last_s = time.time()
-                self._broken |= strike.breaks_epoch
+                self._broken |= injection.breaks_epoch
             self._wake(wakes)
         for until_s, disk in clears:
             self._clear(until_s, disk)
 
     def _kill_at_once(self, fault: Fault) -> None:
-        time.sleep(fault.strikes[0].after_s)
+        time.sleep(fault.injections[0].after_s)
         with ExitStack() as opened:
             victims = [
-                (opened.enter_context(self._victim(strike.target)), strike)
-                for strike in fault.strikes
+                (opened.enter_context(self._victim(injection.target)), injection)
+                for injection in fault.injections
             ]
-            for victim, strike in victims:
-                self._signal(victim, strike)
+            for victim, injection in victims:
+                self._signal(victim, injection)
         self.last_s = time.time()
 
-    def _signal(self, victim: int, strike: Strike) -> None:
-        with suppress(ProcessLookupError):  # died of another blow: that counts
-            signal.pidfd_send_signal(victim, _SIGNALS[strike.blow])
-        if strike.blow is Blow.TERM:
+    def _signal(self, victim: int, injection: Injection) -> None:
+        with suppress(ProcessLookupError):  # an earlier action killed it
+            signal.pidfd_send_signal(victim, _SIGNALS[injection.action])
+        if injection.action is Action.TERM:
             for pid in members(self.scene.command.run_dir).values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-        self.scene.note(f"step {self.scene.step}: {strike.blow} {strike.target}")
+        self.scene.note(f"step {self.scene.step}: {injection.action} {injection.target}")
 
     def _lose_memory(self, target: str) -> None:
-        """Removes the names of all that a node has in shared memory. Its processes, which have that
-        mapped, die with it.
+        """Unlinks the shared memory of a node. The pages are freed when the processes that map them
+        die.
         """
         run_id, node = RunDirectory(self.scene.command.run_dir).run_id, target.partition(".")[2]
         for entry in inventory():
@@ -176,7 +173,7 @@ class Strikes:
 
     @contextmanager
     def _victim(self, target: str) -> Iterator[int]:
-        """Gives a descriptor of the process that is ``target`` now."""
+        """Yields a pidfd of the process that is ``target`` now."""
         descriptors: list[int] = []
 
         def opened() -> bool:
@@ -186,10 +183,10 @@ class Strikes:
             except ProcessLookupError:
                 return False
             if descriptors and pid is not None:
-                self.struck[target] = pid
+                self.hit[target] = pid
             return bool(descriptors)
 
-        self.scene.wait(opened, f"{target} to be there", limit_s=self.scene.patience_s)
+        self.scene.wait(opened, f"process {target}", limit_s=self.scene.patience_s)
         try:
             yield descriptors[0]
         finally:
@@ -202,12 +199,12 @@ class Strikes:
 
     # ---- disks ----
 
-    def _fill(self, strike: Strike) -> None:
-        self.scene.disks[strike.target].fill()
-        self.scene.note(f"step {self.scene.step}: {strike.target} is full")
+    def _fill(self, injection: Injection) -> None:
+        self.scene.disks[injection.target].fill()
+        self.scene.note(f"step {self.scene.step}: {injection.target} is full")
 
     def _clear(self, until_s: float, disk: Disk) -> None:
-        """Frees a disk when its time is over, or the run has ended."""
+        """Frees a disk at ``until_s``, or when the run has ended."""
         while time.monotonic() < until_s and self.scene.process.poll() is None:
             time.sleep(0.01)
         disk.clear()
@@ -216,37 +213,41 @@ class Strikes:
 
     # ---- connections ----
 
-    def _cut(self, strike: Strike) -> None:
-        deaf = strike.blow is Blow.DEAFEN
+    def _cut(self, injection: Injection) -> None:
+        deaf = injection.action is Action.DEAFEN
         chosen: list[OpenConnection] = []
 
-        def found() -> bool:
-            pid = self._pid(strike.target)
-            there = [] if pid is None else connections_of(pid, tcp_only=deaf)
-            if there:
-                chosen.append(there[int(strike.which * len(there))])
+        def choose() -> bool:
+            pid = self._pid(injection.target)
+            connections = [] if pid is None else connections_of(pid, tcp_only=deaf)
+            if connections:
+                chosen.append(connections[int(injection.which * len(connections))])
             return bool(chosen)
 
-        self.scene.wait(found, f"a connection of {strike.target}", limit_s=self.scene.patience_s)
+        self.scene.wait(
+            choose, f"a connection of {injection.target}", limit_s=self.scene.patience_s
+        )
         try:
             if deaf:
                 pids = members(self.scene.command.run_dir).values()
-                deafen(chosen[0], pids, one_way=strike.one_way)
+                deafen(chosen[0], pids, one_way=injection.one_way)
             else:
                 close(chosen[0])
         except ConfigError:
             raise
         except OSError as error:
             self.scene.note(f"{chosen[0]} was gone: {error}")
-        self.scene.note(f"step {self.scene.step}: {strike.blow} {strike.target}: {chosen[0]}")
+        self.scene.note(
+            f"step {self.scene.step}: {injection.action} {injection.target}: {chosen[0]}"
+        )
 
     # ---- a second start ----
 
     def _start_again(self) -> None:
-        """Gives the same command while the run lives.
+        """Starts the same command while the run lives.
 
         Raises:
-            LostMemberError: it was not refused as it should.
+            LostMemberError: the start was not refused.
         """
         began_s = time.monotonic()
         output = self.scene.command.output.with_suffix(".second.txt")
@@ -267,28 +268,31 @@ class Strikes:
                 f"a second start was not refused in {SECOND_START_TIMEOUT_S:g} s"
             ) from None
         self.took_s = time.monotonic() - began_s
-        if code != ExitCode.BAD_CONFIG or "is in use by process" not in second.said():
+        if code != ExitCode.BAD_CONFIG or "is in use by process" not in second.text():
             if self.scene.process.poll() is not None:
-                return  # the first one ended meanwhile
-            raise LostMemberError(f"a second start ended with {code}: {second.said()}")
+                return  # the first command ended meanwhile
+            raise LostMemberError(f"a second start ended with {code}: {second.text()}")
         self.scene.note(f"step {self.scene.step}: a second start is refused")
 
     # ---- native sweeps ----
 
     def _kill_inside_sweep(self, target: str) -> None:
-        """Stops an optimizerd; kills it if its undo area says that a native sweep writes state,
-        else wakes it and tries again, with the other nodes' in turn: one may own nothing.
+        """Kills an optimizerd while a native sweep writes state.
+
+        Stops an optimizerd, and reads in its undo area whether a sweep is active. Otherwise wakes
+        the process and tries the optimizerd of the next node, since a node may own no blocks.
         """
         tried: list[str] = []
 
         def killed() -> bool:
-            there = members(self.scene.command.run_dir)
-            found = sorted((n for n in there if n.startswith("optimizerd")), key=target.__ne__)
-            tried.extend(found[len(tried) % len(found) :][:1] if found else [])
-            if not found:
+            pids = members(self.scene.command.run_dir)
+            names = sorted((n for n in pids if n.startswith("optimizerd")), key=target.__ne__)
+            if not names:
                 return False
-            self.struck = {tried[-1]: there[tried[-1]]}
-            return self._killed_inside(there[tried[-1]], tried[-1].partition(".")[2])
+            name = names[len(tried) % len(names)]
+            tried.append(name)
+            self.hit = {name: pids[name]}
+            return self._killed_inside(pids[name], name.partition(".")[2])
 
         self.scene.wait(killed, f"a native sweep of {target}")
         self.last_s = time.time()
@@ -308,7 +312,7 @@ class Strikes:
             time.sleep(self.scene.source.random() * 0.05)
             deadline = time.monotonic() + _IN_SWEEP_S
             while not _native.undo_state(control.undo_area).armed and time.monotonic() < deadline:
-                pass  # passes take less than a millisecond, and so should this loop
+                pass  # no sleep: a sweep takes less than a millisecond
             os.kill(pid, signal.SIGSTOP)
             wait_until_stopped(pid)
             inside = _native.undo_state(control.undo_area).armed

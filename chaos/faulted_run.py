@@ -1,5 +1,5 @@
-"""A run that faults happen to: waits for their instants, carries them out, and watches what the run
-makes of them.
+"""A run under faults: waits for the instant of each fault, injects the fault, and observes the
+outcome.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from penstock.chaos.command import TrainCommand
 from penstock.chaos.disks import Disk
-from penstock.chaos.fault_injector import Strikes
-from penstock.chaos.faults import Blow, Cast, Fault, FaultKind, Moment
-from penstock.chaos.processes import members
+from penstock.chaos.fault_injector import FaultInjector
+from penstock.chaos.faults import Action, Fault, FaultKind, Moment, Targets
+from penstock.chaos.processes import TrainCommand, members
 from penstock.client.views.run_view import MetricsTail
 from penstock.host.errors import ExitCode, LostMemberError
 
 POLL_S = 0.005
 CLOSED_SETTLES_S = 1.0
-"""Who loses a connection says so within this, or goes on without."""
+"""Seconds within which a process that lost a connection reports the loss, or continues."""
 
 
-class Aftermath(StrEnum):
-    """What became of a fault."""
+class Outcome(StrEnum):
+    """Outcomes of a fault."""
 
     RECOVERED = "recovered by itself"
     WENT_BACK = "went back to a saved step"
@@ -43,30 +42,30 @@ class RunEndedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suffered:
-    """A fault that happened. ``seconds``: from its last blow to the first step of a later
-    membership; or where nobody was replaced, from when it was over (a process woke, a disk had
-    room) to the next step.
+class InjectedFault:
+    """A fault that was injected, and its outcome.
 
-    ``timeout``: whether it was limited by a deadline of silence.
+    ``seconds`` count from the last action to the first step of a later membership. If no process
+    was replaced, they count from the end of the fault (a process woke, a disk had room) to the next
+    step. ``timeout``: True if only a timeout can detect the fault.
     """
 
     fault: Fault
     run: int
     step: int
     epoch: int
-    outcome: Aftermath
+    outcome: Outcome
     seconds: float
     timeout: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it for JSON."""
+        """Returns the JSON fields of a line in ``faults.jsonl``."""
         return {
             "run": self.run,
             "kind": self.fault.kind,
             "moment": self.fault.moment,
             "targets": sorted(self.fault.targets),
-            "strikes": [str(strike) for strike in self.fault.strikes],
+            "strikes": [str(injection) for injection in self.fault.injections],
             "step": self.step,
             "epoch": self.epoch,
             "outcome": self.outcome,
@@ -77,8 +76,9 @@ class Suffered:
 
 @dataclass(slots=True, kw_only=True)
 class _Watch:
-    """What happened since a fault's last blow at ``since_s``, and since the last process woke, or a
-    disk had room again, at ``woke_s``.
+    """Events since the last action of a fault (at ``since_s``) and since its end (at ``woke_s``).
+
+    A fault ends when the last paused process wakes or the full disk has room. Times are Unix times.
     """
 
     epoch: int
@@ -90,30 +90,30 @@ class _Watch:
 
 
 @dataclass(slots=True, kw_only=True)
-class DisturbedRun:
-    """A run and what happens to it. ``say`` is told each event; ``history`` keeps them.
+class FaultedRun:
+    """A run and its faults. ``say`` gets each event; ``history`` keeps all events.
 
-    ``steps``: of the whole run. ``patience_s``: without a step for so long it hangs. ``went_back``:
-    how often steps were done again.
+    ``steps`` is the number of steps of the run. After ``patience_s`` without a step, the run has
+    hung. ``went_back`` counts repeated steps.
     """
 
     command: TrainCommand
     number: int
     steps: int
-    cast: Cast
+    targets: Targets
     source: random.Random
     disks: Mapping[str, Disk]
     patience_s: float
     eval_every: int
     say: Callable[[str], None]
     history: list[str] = field(default_factory=list)
-    suffered: list[Suffered] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     process: subprocess.Popen[bytes] = field(init=False)
     step: int = 0
     epoch: int = 0
     went_back: int = 0
     _tail: MetricsTail = field(init=False)
-    _strikes: Strikes = field(init=False)
+    _injector: FaultInjector = field(init=False)
     _began_s: float = field(init=False)
     _moved_s: float = field(init=False)
     _expected: frozenset[int] = frozenset()
@@ -121,7 +121,7 @@ class DisturbedRun:
     def __post_init__(self) -> None:
         self._began_s = self._moved_s = time.monotonic()
         self._tail = MetricsTail(self.command.run_dir / "metrics.jsonl")
-        self._strikes = Strikes(self)
+        self._injector = FaultInjector(self)
 
     # ---- the run ----
 
@@ -131,12 +131,12 @@ class DisturbedRun:
         self._moved_s = time.monotonic()
         self.note("started")
 
-    def suffer(self, fault: Fault) -> bool:
-        """Carries a fault out, waits until the run has dealt with it, and returns True; False: the
-        run ended before its instant.
+    def inject(self, fault: Fault) -> bool:
+        """Injects a fault, and waits for the outcome. Returns False if the run ended before the
+        instant of the fault.
 
         Raises:
-            LostMemberError: the run failed, hangs, or did otherwise than it should.
+            LostMemberError: the run failed, hung, or had an unexpected outcome.
         """
         self.read()
         self.note(f"next: {fault}")
@@ -144,55 +144,55 @@ class DisturbedRun:
         try:
             self._await_instant(fault)
             step, epoch, went_back = self.step, self.epoch, self.went_back
-            self._strikes.carry_out(fault)
+            self._injector.carry_out(fault)
             outcome, seconds = self._await_outcome(fault, self._watch())
             if self.went_back > went_back:
-                outcome = Aftermath.WENT_BACK
+                outcome = Outcome.WENT_BACK
         except RunEndedError:
             self.note("the run ended before that")
             return False
         finally:
             for disk in self.disks.values():
                 disk.clear()
-        entry = Suffered(
+        entry = InjectedFault(
             fault=fault,
             run=self.number,
             step=step,
             epoch=epoch,
             outcome=outcome,
             seconds=seconds,
-            timeout=fault.waits_for_timeout(self.cast.heartbeat_timeout_s),
+            timeout=fault.waits_for_timeout(self.targets.heartbeat_timeout_s),
         )
-        self.suffered.append(entry)
+        self.injected.append(entry)
         self.note(f"{outcome} after {seconds:.3f} s, at step {self.step}, membership {self.epoch}")
         return True
 
     def finish(self) -> None:
-        """Waits for the end, which must be a success.
+        """Waits for the end of the run.
 
         Raises:
-            LostMemberError: it was none, or did not come.
+            LostMemberError: the run failed or hung.
         """
         with suppress(RunEndedError):
             self.wait(lambda: False, "the end")
         self.note(f"ended with {self.process.returncode}")
 
     def kill(self) -> None:
-        """Kills what is left of it; the kernel kills its children after it."""
+        """Kills the command; the kernel then kills its children."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
-    def note(self, what: str) -> None:
-        """Keeps and says what happened when."""
-        line = f"{time.monotonic() - self._began_s:8.3f} s  {what}"
+    def note(self, event: str) -> None:
+        """Keeps and reports an event with its time."""
+        line = f"{time.monotonic() - self._began_s:8.3f} s  {event}"
         self.history.append(line)
         self.say(f"run {self.number} {line}")
 
     def wait(
         self, reached: Callable[[], bool], what: str, pause_s: float = POLL_S, limit_s: float = 0.0
     ) -> None:
-        """Waits until ``reached``; the command is given again if a fault ended it before that.
+        """Waits until ``reached``; repeats the command if a fault ends it earlier.
 
         Raises:
             LostMemberError: no step came for ``patience_s``, or ``limit_s`` has passed.
@@ -210,7 +210,7 @@ class DisturbedRun:
             time.sleep(pause_s)
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns fresh lines of metrics of training; remembers step and epoch."""
+        """Returns new lines of training metrics, and keeps the last step and epoch."""
         lines = [line for line in self._tail.read() if line["phase"] == "train"]
         for line in lines:
             done_before = line["step"] - (line["decision"] != "skip")
@@ -220,11 +220,11 @@ class DisturbedRun:
         return lines
 
     def revive(self) -> bool:
-        """Gives the command once more if a fault was meant to end it, and has; returns whether.
+        """Repeats the command if the fault ended it as expected; returns whether it did.
 
         Raises:
-            LostMemberError: it ended otherwise.
-            RunEndedError: the run is done.
+            LostMemberError: the command ended with another exit code.
+            RunEndedError: the run is complete.
         """
         code = self.process.poll()
         if code is None:
@@ -241,10 +241,10 @@ class DisturbedRun:
 
     @property
     def near_end(self) -> bool:
-        """Returns whether there are too few steps left for a fault while it trains."""
-        return self.step >= self.steps - 2 - self.cast.gap_steps
+        """Returns whether too few steps are left for another fault during training."""
+        return self.step >= self.steps - 2 - self.targets.gap_steps
 
-    # ---- when ----
+    # ---- instants ----
 
     def _await_instant(self, fault: Fault) -> None:
         goal = min(self.step + fault.gap_steps, self.steps - 1)
@@ -253,7 +253,7 @@ class DisturbedRun:
                 self.wait(lambda: self.step >= self.steps, f"the instant of: {fault}")
             case Moment.START:
                 self.wait(lambda: self.step >= goal or self.step == 0, f"the start for: {fault}")
-                self._strikes.begin_anew(fault)
+                self._injector.restart(fault)
             case Moment.EVALUATION:
                 every = self.eval_every
                 goal = (self.step // every + 1) * every
@@ -266,32 +266,32 @@ class DisturbedRun:
     def _is_saving(self) -> bool:
         return any((self.command.run_dir / "state").glob(".tmp-step-*"))
 
-    # ---- what becomes of it ----
+    # ---- outcomes ----
 
     def _watch(self) -> _Watch:
-        # Blows before the last one are dealt with as far as lines were read: those were before it.
-        since_s = self._strikes.last_s
-        woke_s = max(since_s, self._strikes.woke_s)
+        # Lines read so far precede the last action: they show outcomes of earlier actions only.
+        since_s = self._injector.last_s
+        woke_s = max(since_s, self._injector.woke_s)
         return _Watch(epoch=self.epoch, since_s=since_s, woke_s=woke_s)
 
-    def _await_outcome(self, fault: Fault, watch: _Watch) -> tuple[Aftermath, float]:
+    def _await_outcome(self, fault: Fault, watch: _Watch) -> tuple[Outcome, float]:
         if fault.kind is FaultKind.SECOND:
-            return Aftermath.REFUSED, self._strikes.took_s
+            return Outcome.REFUSED, self._injector.took_s
         harmless = _may_be_harmless(fault)
         settles_s = self._settles_s(fault)
         while True:
             try:
                 watch.restarted |= self.revive()
             except RunEndedError:
-                return Aftermath.ENDED, time.time() - watch.woke_s
-            self._look(watch)
+                return Outcome.ENDED, time.time() - watch.woke_s
+            self._observe(watch)
             if watch.replaced_s is not None:
-                outcome = Aftermath.CONTINUED if watch.restarted else Aftermath.RECOVERED
+                outcome = Outcome.CONTINUED if watch.restarted else Outcome.RECOVERED
                 return outcome, watch.replaced_s - watch.since_s
             quiet = time.time() - watch.woke_s > settles_s
             if harmless and watch.went_on_s is not None and quiet and self._complete(fault):
-                there_s = time.time() if self._strikes.struck else watch.went_on_s
-                return Aftermath.UNHARMED, there_s - watch.woke_s
+                complete_s = time.time() if self._injector.hit else watch.went_on_s
+                return Outcome.UNHARMED, complete_s - watch.woke_s
             if time.monotonic() - self._moved_s > self.patience_s or (
                 not harmless and time.time() - watch.woke_s > self.patience_s
             ):
@@ -301,11 +301,11 @@ class DisturbedRun:
                 )
             time.sleep(POLL_S)
 
-    def _look(self, watch: _Watch) -> None:
+    def _observe(self, watch: _Watch) -> None:
         for line in self.read():
             at_s = float(line["time"])
             if at_s < watch.since_s:
-                # A blow before the last one is dealt with; only a later epoch shows that this is.
+                # An epoch after an earlier action; the last action leads to a later one.
                 watch.epoch = max(watch.epoch, int(line["epoch"]))
             elif line["epoch"] > watch.epoch:
                 watch.replaced_s = watch.replaced_s or at_s
@@ -314,38 +314,40 @@ class DisturbedRun:
 
     def _settles_s(self, fault: Fault) -> float:
         if fault.kind is FaultKind.HALF_OPEN:
-            return 2.0 * self.cast.heartbeat_timeout_s + 2.0
+            return 2.0 * self.targets.heartbeat_timeout_s + 2.0
         return CLOSED_SETTLES_S if fault.kind in (FaultKind.CLOSED, FaultKind.DISK) else 0.0
 
     def _complete(self, fault: Fault) -> bool:
-        """Returns whether the processes that were struck are there again."""
-        there = members(self.command.run_dir)
-        killed = {strike.target for strike in fault.strikes if strike.blow is Blow.KILL}
+        """Returns whether all killed processes have been replaced."""
+        pids = members(self.command.run_dir)
+        killed = {
+            injection.target for injection in fault.injections if injection.action is Action.KILL
+        }
         return all(
-            there.get(name) not in (None, pid)
-            for name, pid in self._strikes.struck.items()
+            pids.get(name) not in (None, pid)
+            for name, pid in self._injector.hit.items()
             if name in killed
         )
 
 
 def _expected_codes(fault: Fault) -> frozenset[int]:
-    """Returns how ``penstock train`` may end because of a fault."""
+    """Returns the exit codes that a fault may give ``penstock train``."""
     codes: set[int] = set()
     if fault.moment is Moment.START:
         codes |= {-signal.SIGKILL}
-    for strike in fault.strikes:
-        if strike.blow is Blow.TERM:
-            # Maybe before it listens.
+    for injection in fault.injections:
+        if injection.action is Action.TERM:
+            # -SIGTERM: the signal came before the command handled it.
             codes |= {-signal.SIGTERM, int(ExitCode.INTERRUPTED)}
-        elif strike.blow is Blow.KILL and strike.target == "train":
+        elif injection.action is Action.KILL and injection.target == "train":
             codes |= {-signal.SIGKILL}
-        elif strike.blow is Blow.FILL:
+        elif injection.action is Action.FILL:
             codes |= {int(ExitCode.NO_MEMORY)}
     return frozenset(codes)
 
 
 def _may_be_harmless(fault: Fault) -> bool:
-    """Returns whether the run may go on without a new epoch."""
+    """Returns whether the run may continue in the same epoch."""
     if fault.moment is Moment.START:
         return False  # every start begins an epoch
-    return not any(strike.breaks_epoch for strike in fault.strikes)
+    return not any(injection.breaks_epoch for injection in fault.injections)

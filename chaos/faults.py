@@ -1,18 +1,18 @@
-"""Faults of whole runs: what is done to which process, when, and how one is drawn at random.
+"""Faults of runs as values, and the random draw of faults.
 
-Only values and the draw are here; :mod:`penstock.chaos.faulted_run` carries faults out.
+:mod:`penstock.chaos.faulted_run` injects the faults.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Blow(StrEnum):
-    """What happens to one process, connection or file system."""
+class Action(StrEnum):
+    """Actions on one process, connection or file system."""
 
     KILL = "kill"
     PAUSE = "stop for a while"
@@ -26,7 +26,7 @@ class Blow(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """Names of faults, as ``--kinds`` takes them."""
+    """Kinds of faults, as ``--kinds`` names them. docs/CHAOS.md describes each kind."""
 
     KILL = "kill"
     SEVERAL = "several"
@@ -43,25 +43,8 @@ class FaultKind(StrEnum):
     LOST = "lost"
 
 
-MEANINGS: Mapping[FaultKind, str] = {
-    FaultKind.KILL: "SIGKILL of one process",
-    FaultKind.SEVERAL: "SIGKILL of two to four at once",
-    FaultKind.RECOVERY: "SIGKILL of one process, and up to five more blows while the run recovers",
-    FaultKind.SWEEP: "SIGKILL of an optimizerd inside a native sweep",
-    FaultKind.PAUSE: "SIGSTOP for a while",
-    FaultKind.STOP: "SIGSTOP for ever",
-    FaultKind.TERM: "SIGTERM to all processes, then the same command",
-    FaultKind.CLOSED: "a connection closes",
-    FaultKind.HALF_OPEN: "a TCP connection falls silent, in one direction or both",
-    FaultKind.DISK: "the run directory's disk is full for a while",
-    FaultKind.SHM: "/dev/shm is full while a process dies, or while the run starts",
-    FaultKind.SECOND: "the same command while the run lives",
-    FaultKind.LOST: "a node dies with its memory, and up to three more blows while it comes back",
-}
-
-
 class Moment(StrEnum):
-    """When a fault happens."""
+    """Moments of a run at which a fault is injected."""
 
     STEP = "while it trains"
     START = "while it starts"
@@ -73,19 +56,19 @@ class Moment(StrEnum):
 HELPERS = frozenset(
     ("metricsd", "observerd", "fetchd", "tracker", "preload-plain", "preload-torch")
 )
-"""A run goes on without them: nobody else is replaced when one dies."""
+"""Processes that a run can do without: their death replaces no other process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
-    """A blow to ``target``, ``after_s`` the fault's instant.
+class Injection:
+    """An action on ``target``, ``after_s`` seconds after the instant of the fault.
 
-    ``seconds``: of a pause or a full disk. ``which``: from 0 to 1, chooses a connection;
-    ``one_way``: only one of its ends no longer hears the other.
+    ``seconds`` is the duration of a pause or of a full disk. ``which``, from 0 to 1, chooses a
+    connection. With ``one_way``, only one end of the connection receives nothing.
     """
 
     target: str
-    blow: Blow
+    action: Action
     after_s: float = 0.0
     seconds: float = 0.0
     which: float = 0.0
@@ -93,46 +76,48 @@ class Strike:
 
     def __str__(self) -> str:
         how = f" ({self.seconds:.2f} s)" if self.seconds else " (one way)" if self.one_way else ""
-        return f"{self.blow} {self.target}{how} after {self.after_s:.3f} s"
+        return f"{self.action} {self.target}{how} after {self.after_s:.3f} s"
 
     @property
     def breaks_epoch(self) -> bool:
-        """Returns whether nobody can train on in the same epoch; a pause may be short enough."""
-        fatal = self.blow in (Blow.KILL, Blow.STOP, Blow.TERM, Blow.LOSE)
+        """Returns whether training needs a new epoch. A pause may be short enough."""
+        fatal = self.action in (Action.KILL, Action.STOP, Action.TERM, Action.LOSE)
         return fatal and self.target.partition(".")[0] not in HELPERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault, at the instant that ``moment`` says, not before ``gap_steps`` more steps."""
+    """A fault at the instant of ``moment``, at the earliest after ``gap_steps`` more steps."""
 
     kind: FaultKind
     moment: Moment
     gap_steps: int
-    strikes: tuple[Strike, ...]
+    injections: tuple[Injection, ...]
 
     def __str__(self) -> str:
-        what = ", then ".join(map(str, self.strikes))
-        return f"{self.kind} {self.moment}, from {self.gap_steps} steps on: {what}"
+        actions = ", then ".join(map(str, self.injections))
+        return f"{self.kind} {self.moment}, from {self.gap_steps} steps on: {actions}"
 
     @property
     def targets(self) -> frozenset[str]:
-        """The kinds of processes that are struck: ``worker`` for ``worker.1``."""
-        return frozenset(strike.target.partition(".")[0] for strike in self.strikes)
+        """The kinds of the target processes: ``worker`` for ``worker.1``."""
+        return frozenset(injection.target.partition(".")[0] for injection in self.injections)
 
     def waits_for_timeout(self, heartbeat_timeout_s: float) -> bool:
-        """Returns whether nobody can know of it before a deadline: silence looks like patience."""
+        """Returns whether only a timeout detects the fault: a silent process may be slow."""
         return any(
-            strike.blow in (Blow.STOP, Blow.DEAFEN)
-            or (strike.blow is Blow.PAUSE and strike.seconds > heartbeat_timeout_s)
-            for strike in self.strikes
+            injection.action in (Action.STOP, Action.DEAFEN)
+            or (injection.action is Action.PAUSE and injection.seconds > heartbeat_timeout_s)
+            for injection in self.injections
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
-    """Who can be struck: names of a run's processes (``train`` is the command that the user gave),
-    and what it does besides training. ``gap_steps``: at most so many steps lie between two faults.
+class Targets:
+    """Processes of a run that faults may target, by name; ``train`` is the user's command.
+
+    ``gap_steps`` is the largest number of steps between two faults. ``evaluates`` and ``saves`` are
+    True if the run evaluates or saves while it trains.
     """
 
     names: tuple[str, ...]
@@ -151,7 +136,7 @@ class Cast:
         return tuple(dict.fromkeys(name.partition(".")[0] for name in self.names))
 
     def possible(self, kinds: Collection[FaultKind]) -> frozenset[FaultKind]:
-        """Returns those of ``kinds`` for which there are processes enough."""
+        """Returns the kinds among ``kinds`` that the run has enough processes for."""
         impossible = set()
         members = set(self.processes) - HELPERS
         if len(self.processes) < 2 or not members:
@@ -182,7 +167,7 @@ WEIGHTS = {
     "preload-plain": 1,
     "preload-torch": 1,
 }
-"""How often each kind of process is struck; others once, too."""
+"""Weights of kinds of processes in the draw; 1 for a kind that is not listed."""
 
 KIND_WEIGHTS = {
     FaultKind.KILL: 24,
@@ -206,28 +191,30 @@ LONGEST_WAIT_S = {
     Moment.SAVING: 0.03,
     Moment.ENDING: 0.4,
 }
-"""After the instant of a moment a fault waits for up to so long; while it trains 0.3 s."""
+"""Longest random delay (seconds) after the instant of a moment; 0.3 s while the run trains."""
 _AT_STEPS_ONLY = frozenset(
     (FaultKind.RECOVERY, FaultKind.SWEEP, FaultKind.TERM, FaultKind.HALF_OPEN, FaultKind.SECOND)
 )
 _DISKS = {FaultKind.DISK: "disk", FaultKind.SHM: "shm"}
 
 
-def draw(source: random.Random, cast: Cast, kinds: Collection[FaultKind]) -> Fault:
+def draw(source: random.Random, targets: Targets, kinds: Collection[FaultKind]) -> Fault:
     """Returns the next fault of a run."""
     weights = {kind: KIND_WEIGHTS[kind] for kind in FaultKind if kind in kinds}
     [kind] = source.choices(list(weights), list(weights.values()))
-    moment = _moment(source, cast, kind)
+    moment = _moment(source, targets, kind)
     after_s = source.uniform(0.0, LONGEST_WAIT_S.get(moment, 0.3))
     return Fault(
         kind=kind,
         moment=moment,
-        gap_steps=source.randint(0, cast.gap_steps),
-        strikes=_strikes(source, cast, kind, moment, after_s),
+        gap_steps=source.randint(0, targets.gap_steps),
+        injections=_injections(source, targets, kind, moment, after_s),
     )
 
 
-def draw_last(source: random.Random, cast: Cast, kinds: Collection[FaultKind]) -> Fault | None:
+def draw_last(
+    source: random.Random, targets: Targets, kinds: Collection[FaultKind]
+) -> Fault | None:
     """Returns a fault for the end of a run, or None."""
     allowed = [
         kind
@@ -238,103 +225,112 @@ def draw_last(source: random.Random, cast: Cast, kinds: Collection[FaultKind]) -
         return None
     kind = source.choice(allowed)
     after_s = source.uniform(0.0, LONGEST_WAIT_S[Moment.ENDING])
-    strikes = _strikes(source, cast, kind, Moment.ENDING, after_s)
-    return Fault(kind=kind, moment=Moment.ENDING, gap_steps=0, strikes=strikes)
+    injections = _injections(source, targets, kind, Moment.ENDING, after_s)
+    return Fault(kind=kind, moment=Moment.ENDING, gap_steps=0, injections=injections)
 
 
-def _moment(source: random.Random, cast: Cast, kind: FaultKind) -> Moment:
+def _moment(source: random.Random, targets: Targets, kind: FaultKind) -> Moment:
     if kind in _AT_STEPS_ONLY:
         return Moment.STEP
     weights = dict(MOMENT_WEIGHTS)
-    if not cast.members("train"):
+    if not targets.members("train"):
         del weights[Moment.START]
-    if not cast.evaluates:
+    if not targets.evaluates:
         del weights[Moment.EVALUATION]
-    if not cast.saves:
+    if not targets.saves:
         del weights[Moment.SAVING]
     [moment] = source.choices(list(weights), list(weights.values()))
     return moment
 
 
-def _strikes(
-    source: random.Random, cast: Cast, kind: FaultKind, moment: Moment, after_s: float
-) -> tuple[Strike, ...]:
+def _injections(
+    source: random.Random, targets: Targets, kind: FaultKind, moment: Moment, after_s: float
+) -> tuple[Injection, ...]:
     if kind is FaultKind.SEVERAL:
-        count = min(source.randint(2, 4), len(cast.names))
+        count = min(source.randint(2, 4), len(targets.names))
         chosen: dict[str, None] = {}
         while len(chosen) < count:
-            chosen[_name(source, cast)] = None
-        return tuple(Strike(target=name, blow=Blow.KILL, after_s=after_s) for name in chosen)
+            chosen[_name(source, targets)] = None
+        return tuple(Injection(target=name, action=Action.KILL, after_s=after_s) for name in chosen)
     if kind is FaultKind.RECOVERY:
-        name = _name(source, cast, HELPERS)
-        first = Strike(target=name, blow=Blow.KILL, after_s=after_s)
-        return _chain(source, cast, first, source.randint(1, 5))
+        name = _name(source, targets, HELPERS)
+        first = Injection(target=name, action=Action.KILL, after_s=after_s)
+        return _chain(source, targets, first, source.randint(1, 5))
     if kind is FaultKind.LOST:
-        name = source.choice(cast.members("node"))
+        name = source.choice(targets.members("node"))
         return _chain(
-            source, cast, Strike(target=name, blow=Blow.LOSE, after_s=after_s), source.randint(0, 3)
+            source,
+            targets,
+            Injection(target=name, action=Action.LOSE, after_s=after_s),
+            source.randint(0, 3),
         )
     if kind is FaultKind.SWEEP:
-        target = source.choice(cast.members("optimizerd"))
-        return (Strike(target=target, blow=Blow.KILL, after_s=after_s),)
+        target = source.choice(targets.members("optimizerd"))
+        return (Injection(target=target, action=Action.KILL, after_s=after_s),)
     if kind in _DISKS:
         seconds = source.uniform(0.1, 2.0)
-        full = Strike(target=_DISKS[kind], blow=Blow.FILL, after_s=after_s, seconds=seconds)
+        full = Injection(target=_DISKS[kind], action=Action.FILL, after_s=after_s, seconds=seconds)
         if kind is FaultKind.DISK or moment is Moment.START:
             return (full,)
-        return full, Strike(target=_name(source, cast, HELPERS), blow=Blow.KILL, after_s=after_s)
+        return full, Injection(
+            target=_name(source, targets, HELPERS), action=Action.KILL, after_s=after_s
+        )
     if kind in (FaultKind.TERM, FaultKind.SECOND):
-        blow = Blow.TERM if kind is FaultKind.TERM else Blow.AGAIN
-        return (Strike(target="train", blow=blow, after_s=after_s),)
-    blow = _BLOWS[kind]
+        action = Action.TERM if kind is FaultKind.TERM else Action.AGAIN
+        return (Injection(target="train", action=action, after_s=after_s),)
+    action = _ACTIONS[kind]
     spared: frozenset[str] = frozenset()
-    if blow in (Blow.STOP, Blow.CLOSE, Blow.DEAFEN):
-        spared = frozenset(("train",))  # nobody would wake it
-    if blow in (Blow.CLOSE, Blow.DEAFEN):
-        spared |= HELPERS  # they have connections for moments
-    return (_strike(source, cast, blow, _name(source, cast, spared), after_s),)
+    if action in (Action.STOP, Action.CLOSE, Action.DEAFEN):
+        spared = frozenset(("train",))  # no process would wake it
+    if action in (Action.CLOSE, Action.DEAFEN):
+        spared |= HELPERS  # their connections are short
+    return (_injection(source, targets, action, _name(source, targets, spared), after_s),)
 
 
-def _chain(source: random.Random, cast: Cast, first: Strike, more: int) -> tuple[Strike, ...]:
-    """Returns a blow, and ``more`` to others while the run recovers."""
-    strikes, after_s = [first], first.after_s
+def _chain(
+    source: random.Random, targets: Targets, first: Injection, more: int
+) -> tuple[Injection, ...]:
+    """Returns an injection, and ``more`` on other targets while the run recovers."""
+    injections, after_s = [first], first.after_s
     for _ in range(more):
         after_s += source.uniform(0.02, 1.5)
-        target = _name(source, cast, (strikes[-1].target.partition(".")[0],))
-        blow = source.choices([Blow.KILL, Blow.PAUSE, Blow.STOP], [12, 2, 1])[0]
+        target = _name(source, targets, (injections[-1].target.partition(".")[0],))
+        action = source.choices([Action.KILL, Action.PAUSE, Action.STOP], [12, 2, 1])[0]
         if target == "train":
-            blow = Blow.KILL
-        strikes.append(_strike(source, cast, blow, target, after_s))
-    return tuple(strikes)
+            action = Action.KILL
+        injections.append(_injection(source, targets, action, target, after_s))
+    return tuple(injections)
 
 
-_BLOWS = {
-    FaultKind.KILL: Blow.KILL,
-    FaultKind.PAUSE: Blow.PAUSE,
-    FaultKind.STOP: Blow.STOP,
-    FaultKind.CLOSED: Blow.CLOSE,
-    FaultKind.HALF_OPEN: Blow.DEAFEN,
+_ACTIONS = {
+    FaultKind.KILL: Action.KILL,
+    FaultKind.PAUSE: Action.PAUSE,
+    FaultKind.STOP: Action.STOP,
+    FaultKind.CLOSED: Action.CLOSE,
+    FaultKind.HALF_OPEN: Action.DEAFEN,
 }
 
 
-def _strike(source: random.Random, cast: Cast, blow: Blow, target: str, after_s: float) -> Strike:
-    """A pause is shorter than the heartbeat's deadline, or so long that the process is replaced
-    before it wakes.
+def _injection(
+    source: random.Random, targets: Targets, action: Action, target: str, after_s: float
+) -> Injection:
+    """Returns an injection. A pause is either shorter than the heartbeat timeout, or so long that
+    the process is replaced before it wakes.
     """
     short, long = source.uniform(0.05, 0.75), source.uniform(1.25, 2.0)
-    seconds = cast.heartbeat_timeout_s * source.choice((short, long))
-    return Strike(
+    seconds = targets.heartbeat_timeout_s * source.choice((short, long))
+    return Injection(
         target=target,
-        blow=blow,
+        action=action,
         after_s=after_s,
-        seconds=seconds if blow is Blow.PAUSE else 0.0,
+        seconds=seconds if action is Action.PAUSE else 0.0,
         which=source.random(),
-        one_way=blow is Blow.DEAFEN and source.random() < 0.5,
+        one_way=action is Action.DEAFEN and source.random() < 0.5,
     )
 
 
-def _name(source: random.Random, cast: Cast, spared: Collection[str] = ()) -> str:
-    """Returns a process of a kind that is not spared."""
-    weights = {kind: WEIGHTS.get(kind, 1) for kind in cast.processes if kind not in spared}
+def _name(source: random.Random, targets: Targets, spared: Collection[str] = ()) -> str:
+    """Returns the name of a process of a kind that is not in ``spared``."""
+    weights = {kind: WEIGHTS.get(kind, 1) for kind in targets.processes if kind not in spared}
     [kind] = source.choices(list(weights), list(weights.values()))
-    return source.choice(cast.members(kind))
+    return source.choice(targets.members(kind))

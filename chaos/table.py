@@ -1,4 +1,4 @@
-"""The table of faults, what became of them, and how long that took."""
+"""Tables of faults with their outcomes and times."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from rich.table import Table
 
-from penstock.chaos.faulted_run import Aftermath
+from penstock.chaos.faulted_run import Outcome
 from penstock.chaos.faults import FaultKind, Moment
 
 _BY_TARGET = (FaultKind.KILL, FaultKind.PAUSE, FaultKind.STOP)
-"""Kinds that mean something else for each kind of process."""
+"""Kinds with a row for each kind of process."""
 
 _HEADINGS = {
-    Aftermath.RECOVERED: "recovered",
-    Aftermath.WENT_BACK: "went back",
-    Aftermath.UNHARMED: "went on",
-    Aftermath.CONTINUED: "same command",
-    Aftermath.REFUSED: "refused",
-    Aftermath.ENDED: "ended",
+    Outcome.RECOVERED: "recovered",
+    Outcome.WENT_BACK: "went back",
+    Outcome.UNHARMED: "went on",
+    Outcome.CONTINUED: "same command",
+    Outcome.REFUSED: "refused",
+    Outcome.ENDED: "ended",
 }
 
 Entry = Mapping[str, Any]
-"""A fault as :meth:`penstock.chaos.faulted_run.Suffered.to_dict` writes it."""
+"""A fault as :meth:`penstock.chaos.faulted_run.InjectedFault.to_dict` writes it."""
 
 
 def row_of(entry: Entry) -> str:
-    """Returns the words under which a fault is counted."""
+    """Returns the heading of the row that counts a fault."""
     kind = FaultKind(entry["kind"])
     words = f"{kind} {entry['targets'][0]}" if kind in _BY_TARGET else str(kind)
     return f"{words}, {Moment.START}" if entry["moment"] == Moment.START else words
@@ -50,20 +50,18 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table_of(title: str, entries: Iterable[Entry]) -> Table:
-    """Returns a table for a terminal; times are in seconds, and leave out faults behind the last
-    step.
-    """
+    """Returns a table for a terminal. Times are in seconds, without faults after the last step."""
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     table.add_column("fault", no_wrap=True)
     for heading in ("count", *_HEADINGS.values(), "median s", "p99 s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for words, found in rows_of(entries).items():
-        counts = [sum(e["outcome"] == outcome for e in found) for outcome in _HEADINGS]
-        times = [float(e["seconds"]) for e in found if e["outcome"] != Aftermath.ENDED]
+    for heading, faults in rows_of(entries).items():
+        counts = [sum(e["outcome"] == outcome for e in faults) for outcome in _HEADINGS]
+        times = [float(e["seconds"]) for e in faults if e["outcome"] != Outcome.ENDED]
         measured = (statistics.median(times), percentile(times, 0.99)) if times else ()
         table.add_row(
-            words,
-            str(len(found)),
+            heading,
+            str(len(faults)),
             *(str(count or "") for count in counts),
             *(f"{seconds:.2f}" for seconds in measured),
         )
@@ -71,9 +69,9 @@ def table_of(title: str, entries: Iterable[Entry]) -> Table:
 
 
 def tables_of(entries: Sequence[Entry]) -> list[Table]:
-    """Returns the table of faults that are seen at once, and of those seen after a deadline."""
+    """Returns a table of faults detected at once, and a table of faults detected by a timeout."""
     parts = (
-        ("faults that are seen at once", [e for e in entries if not e["timeout"]]),
-        ("faults that are seen by their silence", [e for e in entries if e["timeout"]]),
+        ("faults that are detected at once", [e for e in entries if not e["timeout"]]),
+        ("faults that a timeout detects", [e for e in entries if e["timeout"]]),
     )
-    return [table_of(title, found) for title, found in parts if found]
+    return [table_of(title, faults) for title, faults in parts if faults]

@@ -107,7 +107,7 @@ VERBS = """abandon accept act add address admit advance align allocate allow ana
     switch synchronize take tally tell terminate test throw tie time touch trace track train
     transfer transform translate transpose trigger trim truncate try turn undo unlink unlock unmap
     unpack unpin unregister unwrap update upload use validate verify visit wait wake walk want
-    warm warn watch weigh widen withdraw wrap write yield"""
+    warm warn watch weigh widen withdraw wrap write yield inject mount silence"""
 """Verbs that a function's docstring may open with, in their base form."""
 
 

@@ -21,11 +21,11 @@ from penstock.chaos.connections import close, connections_of, deafen
 from penstock.chaos.disks import Disk, may_mount
 from penstock.chaos.faults import (
     HELPERS,
-    Blow,
-    Cast,
+    Action,
     FaultKind,
+    Injection,
     Moment,
-    Strike,
+    Targets,
     draw,
     draw_last,
 )
@@ -34,7 +34,7 @@ from penstock.chaos.table import percentile, rows_of, tables_of
 from penstock.client.main import app
 
 NAMES = ("train", "node.a", "schedulerd", "memoryd.a", "optimizerd.a", "worker.0", "metricsd.a")
-CAST = Cast(names=NAMES, heartbeat_timeout_s=2.0, gap_steps=3, evaluates=True, saves=True)
+CAST = Targets(names=NAMES, heartbeat_timeout_s=2.0, gap_steps=3, evaluates=True, saves=True)
 
 
 def test_a_seed_draws_the_same_faults_and_all_kinds_and_moments() -> None:
@@ -53,7 +53,9 @@ def test_a_seed_draws_the_same_faults_and_all_kinds_and_moments() -> None:
     assert {fault.moment for fault in many} == set(Moment) - {Moment.ENDING}
     named = {name.partition(".")[0] for name in NAMES}
     killed = Counter(
-        fault.strikes[0].target.partition(".")[0] for fault in many if fault.kind is FaultKind.KILL
+        fault.injections[0].target.partition(".")[0]
+        for fault in many
+        if fault.kind is FaultKind.KILL
     )
     assert set(killed) == named
     assert killed["schedulerd"] > killed["metricsd"]
@@ -63,27 +65,27 @@ def test_what_is_drawn_can_be_carried_out() -> None:
     source = random.Random(1)
     for _ in range(1500):
         fault = draw(source, CAST, frozenset(FaultKind))
-        for strike in fault.strikes:
-            if strike.target == "train":
+        for injection in fault.injections:
+            if injection.target == "train":
                 # Nobody would wake or replace it.
-                assert strike.blow in (Blow.KILL, Blow.PAUSE, Blow.TERM, Blow.AGAIN)
+                assert injection.action in (Action.KILL, Action.PAUSE, Action.TERM, Action.AGAIN)
         if fault.kind in (FaultKind.CLOSED, FaultKind.HALF_OPEN):
             assert not fault.targets & HELPERS, "they have no connections most of the time"
         if fault.kind is FaultKind.SEVERAL:
-            targets = [strike.target for strike in fault.strikes]
+            targets = [injection.target for injection in fault.injections]
             assert 2 <= len(targets) == len(set(targets)) <= 4
         if fault.kind is FaultKind.RECOVERY:
             assert not fault.targets <= HELPERS
-            moments = [strike.after_s for strike in fault.strikes]
+            moments = [injection.after_s for injection in fault.injections]
             assert moments == sorted(moments) and 2 <= len(moments) <= 6
         if fault.kind is FaultKind.LOST:
-            first, *more = fault.strikes
-            assert (first.target, first.blow) == ("node.a", Blow.LOSE) and len(more) <= 3
-            assert Blow.LOSE not in {strike.blow for strike in more}
+            first, *more = fault.injections
+            assert (first.target, first.action) == ("node.a", Action.LOSE) and len(more) <= 3
+            assert Action.LOSE not in {injection.action for injection in more}
 
 
 def test_only_what_a_run_does_is_waited_for() -> None:
-    plain = Cast(names=NAMES, heartbeat_timeout_s=2.0, gap_steps=0, evaluates=False, saves=False)
+    plain = Targets(names=NAMES, heartbeat_timeout_s=2.0, gap_steps=0, evaluates=False, saves=False)
     source = random.Random(2)
     faults = [draw(source, plain, frozenset((FaultKind.KILL,))) for _ in range(300)]
     assert {fault.moment for fault in faults} == {Moment.STEP, Moment.START}
@@ -91,8 +93,10 @@ def test_only_what_a_run_does_is_waited_for() -> None:
 
 
 def test_of_few_processes_only_possible_kinds_are_drawn() -> None:
-    def cast(*names: str) -> Cast:
-        return Cast(names=names, heartbeat_timeout_s=2.0, gap_steps=0, evaluates=True, saves=True)
+    def cast(*names: str) -> Targets:
+        return Targets(
+            names=names, heartbeat_timeout_s=2.0, gap_steps=0, evaluates=True, saves=True
+        )
 
     every = frozenset(FaultKind)
     missing = {FaultKind.RECOVERY, FaultKind.SEVERAL, FaultKind.SWEEP, FaultKind.LOST}
@@ -111,21 +115,21 @@ def test_of_few_processes_only_possible_kinds_are_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "blow", "breaks"),
+    ("target", "action", "breaks"),
     [
-        ("worker.0", Blow.KILL, True),
-        ("memoryd.a", Blow.STOP, True),
-        ("train", Blow.TERM, True),
-        ("node.b", Blow.LOSE, True),
-        ("schedulerd", Blow.PAUSE, False),
-        ("metricsd.a", Blow.KILL, False),
-        ("preload-torch.a", Blow.STOP, False),
-        ("worker.0", Blow.CLOSE, False),
-        ("disk", Blow.FILL, False),
+        ("worker.0", Action.KILL, True),
+        ("memoryd.a", Action.STOP, True),
+        ("train", Action.TERM, True),
+        ("node.b", Action.LOSE, True),
+        ("schedulerd", Action.PAUSE, False),
+        ("metricsd.a", Action.KILL, False),
+        ("preload-torch.a", Action.STOP, False),
+        ("worker.0", Action.CLOSE, False),
+        ("disk", Action.FILL, False),
     ],
 )
-def test_what_must_lead_to_another_epoch(target: str, blow: Blow, breaks: bool) -> None:
-    assert Strike(target=target, blow=blow).breaks_epoch is breaks
+def test_what_must_lead_to_another_epoch(target: str, action: Action, breaks: bool) -> None:
+    assert Injection(target=target, action=action).breaks_epoch is breaks
 
 
 def test_a_last_fault_is_one_that_was_asked_for() -> None:
@@ -141,9 +145,9 @@ def test_a_last_fault_is_one_that_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kinds", "kill,flood"], "--kinds kill,flood: accepted is kill, several"),
+        (["--kinds", "kill,flood"], "--kinds kill,flood: accepted are kill, several"),
         (["--out", "."], "--out {here}: exists"),
-        (["--processes", "walker"], "--processes walker: of this run are memoryd, metricsd, node"),
+        (["--processes", "walker"], "--processes walker: this run has memoryd, metricsd, node"),
     ],
 )
 def test_bad_options_are_refused(
@@ -315,7 +319,7 @@ def test_the_table_has_a_row_for_each_kind_and_sets_deadlines_apart() -> None:
     with console.capture() as captured:
         for table in tables_of(entries):
             console.print(table)
-    at_once, silence = captured.get().split("faults that are seen by their silence")
+    at_once, silence = captured.get().split("faults that a timeout detects")
     assert "stop node" in silence and "stop node" not in at_once
     [line] = [line for line in at_once.splitlines() if line.startswith("kill worker  ")]
     assert line.split() == ["kill", "worker", "2", "2", "2.00", "3.00"]

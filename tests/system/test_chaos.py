@@ -81,7 +81,7 @@ def test_an_interrupted_campaign_ends_its_run(runner: Any, plain_run: Path, tmp_
     process.terminate()
     output, events = process.communicate(timeout=600)
     assert process.returncode == 130, events
-    assert "interrupted; the run under way was not checked" in events
+    assert "interrupted; the current run was not checked" in events
     assert "0 faults" in output and "interrupted" in output
     assert not survivors(out / "run-1")
     assert not segments_of(out / "run-1"), "nobody goes on with it"
@@ -109,7 +109,7 @@ def test_one_other_byte_is_found(plain_run: Path, copied: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(LostMemberError, match=f"other bytes in .*{file.name}"):
+    with pytest.raises(LostMemberError, match=f"bytes differ in .*{file.name}"):
         check(copied, Trained.of(plain_run, STEPS))
 
 
@@ -172,7 +172,7 @@ def test_steps_may_be_done_again_after_a_restore(plain_run: Path, copied: Path) 
 
 @pytest.mark.parametrize(
     ("which", "message"),
-    [(STEPS - 1, "were otherwise before they were done again: .*0.5"), (-1, r"row \d+ is .*0.5")],
+    [(STEPS - 1, "had other results before they were repeated: .*0.5"), (-1, r"row \d+ is .*0.5")],
     ids=["before", "again"],
 )
 def test_steps_that_are_done_again_otherwise_are_found(
