@@ -18,7 +18,7 @@ PAIR = build/versions/$(notdir $(PYTHON))-$(subst =,,$(TORCH))
 PAIR_TESTS := $(addprefix tests/,data host models native planner shm worker)
 PYTHON_PATHS := chaos client config daemons deploy grafana host models planner protocol shm workers src tests bench
 
-.PHONY: train test check pins versions integration soak bench gpu gpu-wheels papers pictures docs \
+.PHONY: train test check pins versions integration soak bench gpu gpu-wheels papers pictures docs site \
   dashboards proto format clean
 .DELETE_ON_ERROR:
 
@@ -87,11 +87,17 @@ papers: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m bench.screen --pictures docs/pictures
 
-## The pages that follow from the configuration's types.
+## The pages that follow from the configuration's types, the metrics and the commands.
 docs: $(STAMP)
 	$(BIN)/penstock config --markdown > docs/CONFIGURATION.md
 	$(BIN)/penstock config --json-schema > docs/penstock.schema.json
 	$(BIN)/python -m penstock.protocol.metrics.reference > docs/METRICS.md
+	$(BIN)/python -m bench.site.commands > docs/COMMANDS.md
+
+## The documentation site, in build/site; warnings are errors. Installs what mkdocs.yml needs.
+site: $(STAMP)
+	$(BIN)/pip install --quiet -e '.[docs]' '$(TORCH)'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## Grafana's dashboards, after an edit of grafana/dashboards/.
 dashboards: $(STAMP)

@@ -1,4 +1,4 @@
-"""The README's section on several machines, word by word, from an empty folder."""
+"""docs/MACHINES.md, followed word by word from an empty folder."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ exec sh -c {command}
 
 
 def commands() -> list[tuple[str, str]]:
-    """What the README tells to do where: (machine, command)."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Several machines\n")[2].partition("\n## ")[0]
+    """Returns the page's commands with their machines: (machine, command)."""
+    text = (ROOT / "docs" / "MACHINES.md").read_text(encoding="utf-8")
+    section = text.partition("\n## By hand\n")[2].partition("\n## ")[0]
     return re.findall(r"^(\w+)\$ (.+?)(?: +#.*)?$", section, re.MULTILINE)
 
 
@@ -56,7 +56,7 @@ def own_keys() -> Iterator[None]:
 @pytest.mark.integration
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures("own_keys")
-def test_the_readme_is_followed_on_two_machines(tmp_path: Path) -> None:
+def test_the_page_is_followed_on_two_machines(tmp_path: Path) -> None:
     folder, bin_dir = tmp_path / "work", tmp_path / "bin"
     folder.mkdir()
     bin_dir.mkdir()
