@@ -57,3 +57,10 @@ def test_paths_and_links_lead_somewhere(path: Path) -> None:
             if not (path.parent / target).exists():
                 lost.append(f"{path.name}:{number}: {target}")
     assert not lost, lost
+
+
+def test_the_site_lists_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r": ([\w/]+\.md)$", text, re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == set(listed) - {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
