@@ -64,15 +64,15 @@ _CAUSES: Mapping[str, IdleCause] = {
 
 
 class UnusedWorkError(PenstockError):
-    """An instruction lacks what another should have made, or an attempt ended with work that nobody
-    used.
+    """The error of an instruction without its input, or of an attempt that ended with unused
+    work.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochContext:
-    """What attempts of one epoch work with. ``device_index`` numbers the worker's device in the
-    plan.
+    """The parts that attempts of one epoch share. ``device_index`` numbers the worker's device in
+    the plan.
     """
 
     run_id: str
@@ -95,7 +95,7 @@ class EpochContext:
     progress: Progress = field(default_factory=Progress)
     account: TimeAccount = field(default_factory=TimeAccount)
     updates: BlockUpdates | None = None
-    """Where the device's program has UPDATE."""
+    """Present if the device's program has UPDATE."""
 
     @cached_property
     def flops(self) -> Flops:
@@ -130,7 +130,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensors:
-    """What an attempt holds for later instructions, by (what,) stage and micro-batch."""
+    """The tensors that an attempt holds for later instructions, by kind (if any), stage and
+    micro-batch.
+    """
 
     tensors: Mapping[tuple[str, int, int], NamedTensors]
     posted: Set[tuple[str, int, int]]
@@ -184,25 +186,27 @@ class Attempt:
             ),
         )
         self.update_s = 0.0
-        """What :meth:`finish` waited for updates."""
+        """Seconds that :meth:`finish` waited for updates."""
         self._kept: dict[tuple[str, int, int], NamedTensors] = {}
         self._graphs: dict[tuple[int, int], StageOutput] = {}
         self._deferred: dict[tuple[int, int], DeferredWeights] = {}
         self._swaps: dict[int | None, SwapStreams] = {}
         self._posted: dict[tuple[str, int, int], int] = {}
-        """The device that each comes from."""
+        """The sending device of each posted receive."""
         self._losses: dict[int, torch.Tensor] = {}
 
     def keep(
         self, kind: TransferKind, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Leave tensors for a later instruction, cut off from the graph that made them."""
+        """Keeps tensors for a later instruction, detached from the graph that made them."""
         key = (kind, stage, micro_batch)
         assert key not in self._kept, f"{key} is kept already"
         self._kept[key] = {name: tensor.detach() for name, tensor in tensors.items()}
 
     def take(self, kind: TransferKind, stage: int, micro_batch: int) -> NamedTensors:
-        """What an instruction left, or what a posted receive brings; waits for the latter."""
+        """Returns the tensors that an instruction left, or that a posted receive brings after a
+        wait.
+        """
         key = (kind, stage, micro_batch)
         if key in self._posted:
             return self._receive(kind, stage, micro_batch, self._posted.pop(key))
@@ -211,34 +215,37 @@ class Attempt:
         return self._kept.pop(key)
 
     def inputs(self, instruction: Instruction) -> NamedTensors:
-        """Returns what an instruction takes from another one, and waits for it; the first stage of
-        a route starts from the batch, its last backward from the loss: nobody left them anything.
+        """Returns the tensors that an instruction takes from another one, after a wait. The first
+        stage of a pipeline replica starts from the batch, its last backward from the loss: both
+        take none.
         """
         key = tensor_taken(instruction, self._facts)
         return {} if key is None else self.take(*key)
 
     def await_others(self, instruction: Instruction) -> None:
-        """Waits for what an instruction does not take but must not run without."""
+        """Waits for tensors that must be present, but stay for a later instruction."""
         for key in tensors_awaited(instruction, self._facts):
             self.await_posted(*key)
 
     def left(self, instruction: Instruction) -> Mapping[int, tuple[TransferKind, int]]:
-        """See :func:`penstock.workers.state.routing.tensors_left`."""
+        """Returns the tensors that an instruction leaves
+        (:func:`penstock.workers.state.routing.tensors_left`).
+        """
         return tensors_left(instruction, self._facts)
 
     def post(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
-        """Expect tensors from a device."""
+        """Posts a receive from a device."""
         self._posted[kind, stage, micro_batch] = peer
         self.context.channel.post(self._key(kind, stage, micro_batch))
 
     def await_posted(self, kind: TransferKind, stage: int, micro_batch: int) -> None:
-        """Wait for what a posted receive brings, and leave it for a later :meth:`take`."""
+        """Waits for a posted receive, and keeps its tensors for a later :meth:`take`."""
         key = (kind, stage, micro_batch)
         if key in self._posted:
             self._kept[key] = self.take(kind, stage, micro_batch)
 
     def send(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> None:
-        """Send what an instruction left to a peer."""
+        """Sends the tensors of an earlier instruction to a peer."""
         context = self.context
         tensors = self.take(kind, stage, micro_batch)
         key = self._key(kind, stage, micro_batch)
@@ -250,8 +257,9 @@ class Attempt:
     def forward_storage(
         self, stage: int, micro_batch: int, drop: Sequence[str] = ()
     ) -> ForwardStorage | None:
-        """How a forward of a backward stage is to be stored for what the plan does to it before and
-        in its backward, without the outputs of operators ``drop``; ``None``: as autograd does.
+        """Returns the storage of a forward of a backward stage, as required by the plan's later
+        instructions. The outputs of operators ``drop`` are not kept. None: autograd stores the
+        graph.
         """
         key, routing, rebind = (
             (stage, micro_batch),
@@ -273,17 +281,21 @@ class Attempt:
         self._graphs[stage, micro_batch] = output
 
     def take_graph(self, stage: int, micro_batch: int) -> StageOutput:
-        """The graph, for its one BACKWARD."""
+        """Removes and returns the graph, for its one BACKWARD."""
         if (stage, micro_batch) not in self._graphs:
             raise UnusedWorkError(f"graph of stage {stage}, micro-batch {micro_batch} is not here")
         return self._graphs.pop((stage, micro_batch))
 
     def has_graph(self, stage: int, micro_batch: int) -> bool:
-        """Whether a forward left a graph, without the dropped operators' outputs perhaps."""
+        """Returns whether a forward left a graph, perhaps without the dropped operators'
+        outputs.
+        """
         return (stage, micro_batch) in self._graphs
 
     def saved_activations(self, stage: int, micro_batch: int) -> SavedActivations:
-        """What the graph of a stage keeps, to swap it or to make again what was dropped."""
+        """Returns the saved activations of a stage's graph, to swap them or to recompute dropped
+        ones.
+        """
         output = self._graphs.get((stage, micro_batch))
         if output is None or output.stored is None or output.stored.activations is None:
             raise UnusedWorkError(
@@ -292,12 +304,12 @@ class Attempt:
         return output.stored.activations
 
     def defer(self, stage: int, micro_batch: int, deferred: DeferredWeights) -> None:
-        """Leave weight gradients for BACKWARD_WEIGHT."""
+        """Keeps weight gradients for BACKWARD_WEIGHT."""
         assert (stage, micro_batch) not in self._deferred, f"{stage} {micro_batch} is deferred"
         self._deferred[stage, micro_batch] = deferred
 
     def take_deferred(self, stage: int, micro_batch: int) -> DeferredWeights:
-        """Weight gradients that BACKWARD_INPUT left."""
+        """Removes and returns the weight gradients that BACKWARD_INPUT left."""
         if (stage, micro_batch) not in self._deferred:
             raise UnusedWorkError(
                 f"deferred weight gradients of stage {stage}, micro-batch {micro_batch}"
@@ -307,7 +319,7 @@ class Attempt:
 
     @property
     def held_tensors(self) -> HeldTensors:
-        """What is held now; changes with the attempt."""
+        """A live view of all held tensors."""
         return HeldTensors(
             tensors=self._kept,
             posted=self._posted.keys(),
@@ -316,8 +328,8 @@ class Attempt:
         )
 
     def swaps(self, peer: int | None) -> SwapStreams:
-        """What copies activations that are swapped to the host, or to another device of the
-        node.
+        """Returns the streams that copy swapped activations to the host, or to another device of
+        the node.
         """
         if peer not in self._swaps:
             distance = None if peer is None else peer - self.context.device_index
@@ -325,13 +337,13 @@ class Attempt:
         return self._swaps[peer]
 
     def update(self, instruction: Update) -> None:
-        """Start to preview a block; :meth:`finish` waits. Nothing to do in an attempt that holds:
-        then the CPU updates all blocks.
+        """Starts the preview of a block; :meth:`finish` waits for it. Does nothing in a synchronous
+        step, in which the CPU updates all blocks.
         """
         context, step = self.context, self.job.step
         if step is None:
             return
-        assert context.updates is not None, "a program with UPDATE has what updates"
+        assert context.updates is not None, "a program with UPDATE needs BlockUpdates"
         scope = UpdateScope(
             epoch=context.epoch,
             attempt=self.job.number,
@@ -343,26 +355,26 @@ class Attempt:
         context.updates.start(instruction.block, scope)
 
     def count_loss(self, micro_batch: int, output: StageOutput) -> None:
-        """Take the micro-batch's loss into the sum, once; a stage without the head has none."""
+        """Adds the micro-batch's loss to the sum, once; a stage without the head has none."""
         if output.loss_sum is not None:
             assert micro_batch not in self._losses, f"loss of {micro_batch} is counted already"
             self._losses[micro_batch] = output.loss_sum
 
     @property
     def loss_sum(self) -> float:
-        """Unscaled, added in float64 in the order of micro-batches."""
+        """Unscaled sum of losses, added in float64 in the order of micro-batches."""
         return added(float(self._losses[m]) for m in sorted(self._losses))
 
     @property
     def loss_tokens(self) -> int:
-        """Counted tokens of the micro-batches whose loss was computed here."""
+        """Counted tokens of the micro-batches with a loss from this device."""
         return sum(self.job.batches[m].counted_tokens for m in self._losses)
 
     def finish(self) -> None:
-        """Wait for the last offloads and updates and check that everything made was used.
+        """Waits for the last offloads and updates and checks that all results were used.
 
         Raises:
-            UnusedWorkError: naming what is left.
+            UnusedWorkError: names the unused results.
         """
         context, start = self.context, world.perf_counter()
         with context.progress.awaiting("the last gradients to leave", IdleCause.GRADIENTS):
@@ -394,7 +406,7 @@ class Attempt:
             raise UnusedWorkError(f"{self.job.phase} {self.job.number} left behind {named}")
 
     def drop(self) -> None:
-        """Forget everything; nothing is written to shared memory after this."""
+        """Drops everything; no byte is written to shared memory after the return."""
         if self.context.updates is not None:
             self.context.updates.drop()
         self.gradients.drop()
@@ -409,12 +421,12 @@ class Attempt:
         self._kept.clear()
         self._posted.clear()
         self.stages.drop()
-        # The device may be what failed; then nobody can say any more what it did when.
+        # After a failure of the device, the times of its work may be unknown.
         with suppress(RuntimeError):
             self.timeline.resolve(self.tally)
 
     def record_peak(self, peak: MemoryPeak | None) -> None:
-        """The most memory that the device held, if it was measured."""
+        """Records the device's peak memory, if it was measured."""
         if peak is not None:
             at = world.perf_counter() if peak.at_s is None else peak.at_s
             text = f"{peak.num_bytes:.0f} {peak.during or ''}".rstrip()
@@ -438,7 +450,7 @@ class Attempt:
 
     @contextmanager
     def _awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
-        """The instruction under way waits inside for what others make."""
+        """Measures a wait of the current instruction for work of other processes."""
         start = world.perf_counter()
         try:
             with self.context.progress.awaiting(what, cause):
@@ -472,15 +484,17 @@ class Attempt:
         self._trace(TraceLane.OFFLOAD, f"{block} {contribution}", published, published)
 
     def _await_settled(self, block: int) -> None:
-        """Where the owner is this node: only its gradients have a single copy."""
+        """Waits until a block of this node is settled: only such blocks have a single copy of
+        gradients.
+        """
         context, version = self.context, self.job.base_version
         control = context.memory.control
         state_version = control.state_version
 
         def what() -> str:
             return (
-                f"optimizerd to settle block {block} at version {version}, whose gradients are to"
-                f" be overwritten (its state is at {state_version(block)})"
+                f"optimizerd to settle block {block} at version {version} before its"
+                f" gradients are overwritten (its state is at {state_version(block)})"
             )
 
         awaited = f"block {block} to be settled at version {version}"

@@ -119,10 +119,10 @@ class LayerCompilation:
             owner = table.blocks[borrowed.owner]
             tensor = next(t for t in owner.tensors if t.name == borrowed.name)
             length = owner.trainable_elements if tensor.trainable else owner.frozen_elements
-            own = tensor.trainable and trains
+            needs_grad = tensor.trainable and trains
             tied[borrowed.local_name] = (
                 self._zeros(length),
-                self._zeros(length, torch.float32) if own else None,
+                self._zeros(length, torch.float32) if needs_grad else None,
             )
         trainable = block.trainable_elements
         return self.runtime.bind(

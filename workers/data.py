@@ -1,10 +1,11 @@
-"""Training data as a function of (seed, samples consumed): nothing about it needs to be saved.
+"""Training data as a function of (seed, samples consumed): no state of the data is saved.
 
-A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``; what is predicted of
-them is the objective's (:mod:`penstock.models.data.objectives`). Sample ``k`` of the run is a
-sequence of pass ``k // n`` over all ``n``; each pass has its own order. At the end of the file are
-the numbers of evaluations' jobs: each global batch of an evaluation is a job with messages of its
-own. No torch here; who writes token files is in :mod:`penstock.models.prepare`.
+A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``. The objective
+(:mod:`penstock.models.data.objectives`) makes inputs and labels of them. Sample ``k`` of the run is
+a sequence of pass ``k // n`` over all ``n``; each pass has its own order.
+
+The end of the file has the job numbers of evaluations: each global batch of an evaluation is a job
+with its own messages. No torch in this module; :mod:`penstock.models.prepare` writes token files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from penstock.protocol.run.checksums import read_sealed
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 6
-"""Of the Feistel network. Changing it changes the order of every run's data."""
+"""Rounds of the Feistel network. A change alters the order of every run's data."""
 
 
 class TokenDataset:

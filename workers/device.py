@@ -1,4 +1,4 @@
-"""What a worker needs of a device and of what computes on it, and what platforms make theirs of.
+"""The interfaces between a worker and its device; each platform implements them.
 
 A device holds weights, sums gradients, and moves tensors to and from the host. Host arrays are flat
 NumPy views of shared memory or of fetched copies, in storage types (bf16 as uint16 bits). A whole
@@ -38,18 +38,18 @@ can turn into one (:meth:`Device.seconds`).
 
 
 def as_tensor(array: HostArray, dtype: DType) -> torch.Tensor:
-    """The array as a flat tensor of its storage type, over the same memory."""
+    """Returns the array as a flat tensor of its storage type, over the same memory."""
     return torch.from_numpy(array.view(np.uint8)).view(TORCH_DTYPES[dtype])
 
 
 def storage_dtype(dtype: DType) -> torch.dtype:
-    """The torch type of a storage type."""
+    """Returns the torch type of a storage type."""
     return TORCH_DTYPES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy between host and device: bytes, and when it began and ended."""
+    """A copy between host and device: bytes, start and end."""
 
     num_bytes: float
     start: Stamp
@@ -60,20 +60,20 @@ class StageBuffer(Protocol):
     """Weights of one stage on the device.
 
     ``tensors`` has one flat tensor, in the device's compute type, per array given to
-    :meth:`Device.load`. ``copied_bytes``: 0 where they are used in place.
+    :meth:`Device.load`. ``copied_bytes``: 0 if the device reads them in place.
     """
 
     copied_bytes: float
 
     tensors: tuple[torch.Tensor, ...]
     loaded: tuple[Stamp, Stamp]
-    """When the copy, or whatever brought them here, began and ended."""
+    """Start and end of the copy, or of another way to load the weights."""
 
     def acquire(self) -> None:
-        """Work issued from now on sees the complete weights."""
+        """Orders work issued from now on after the load: it sees the complete weights."""
 
     def release(self) -> None:
-        """The memory may be used again once all work issued so far is done."""
+        """Releases the memory for reuse after all work issued so far."""
 
 
 class Device(Protocol):
@@ -82,78 +82,77 @@ class Device(Protocol):
     torch_device: torch.device
     compute_dtype: torch.dtype
     prefetches: bool
-    """Whether :meth:`load` should run early, on a background thread, because it copies on its own.
+    """True if :meth:`load` should run early, on a background thread, because it copies
+    asynchronously.
     """
 
     def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
-        """Prepare for the node's memory, and for ``num_buffers`` stages' weights at a time;
+        """Prepares for the node's memory, and for ``num_buffers`` stages' weights at a time.
         ``stage_bytes`` is the size of the largest.
         """
 
     def detach(self) -> None:
-        """Let go of everything :meth:`attach` prepared."""
+        """Releases everything that :meth:`attach` prepared."""
 
     def start_clock(self) -> None:
-        """An attempt starts on this thread; stamps mean something until the next one does."""
+        """Starts an attempt's clock on this thread; its stamps are valid until the next call."""
 
     def stamp(self) -> Stamp:
-        """The point behind everything that was computed, or issued to be, so far; does not wait."""
+        """Returns a stamp after all work computed or issued so far; does not wait."""
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """When stamps were passed, on the clock of ``time.perf_counter``. Waits until they are;
-        each stamp is good for one call.
+        """Returns the times at which stamps were passed, on the clock of ``time.perf_counter``.
+        Waits until they are passed; each stamp is valid for one call.
         """
 
     def passed(self, stamp: Stamp) -> bool:
         """Returns whether a stamp is passed."""
 
     def load(self, arrays: Sequence[HostArray]) -> StageBuffer:
-        """Bring weights in; host arrays stay unchanged until the buffer is released."""
+        """Loads weights; host arrays stay unchanged until the buffer is released."""
 
     def gradients(self, target: HostArray) -> torch.Tensor:
-        """A flat fp32 tensor of zeros that will be offloaded to ``target``."""
+        """Returns a flat fp32 tensor of zeros; a later :meth:`offload` writes it to ``target``."""
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> Copied | None:
-        """Write final gradients to ``target``, then call ``complete``; may return before that.
-        Returns the copy, None where they were summed in place.
+        """Writes final gradients to ``target``, then calls ``complete``; may return before that.
+        Returns the copy, None if they were summed in place.
         """
 
     def await_offloads(self, at_most: int) -> None:
-        """Work issued from now on finds no more than the latest ``at_most`` offloads under way."""
+        """Orders work issued from now on after all offloads but the latest ``at_most``."""
 
     def finish(self) -> None:
-        """Wait until every offload has written its last byte and called ``complete``; raise what
-        went wrong.
+        """Waits until every offload has written its last byte and called ``complete``; raises the
+        error of a failed one.
         """
 
     def drop(self) -> None:
-        """Like :meth:`finish`, but ``complete`` is not called any more; what went wrong is
-        forgotten.
-        """
+        """Waits like :meth:`finish`, without further calls of ``complete``; errors are ignored."""
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors in host memory, complete when this returns."""
+        """Returns copies of the tensors in host memory, complete at the return."""
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors on the device."""
+        """Returns the tensors on the device."""
 
     def swap_streams(self, distance: int | None) -> SwapStreams:
-        """Returns what copies activations to the host and back, or to the device of the node whose
-        number is this one's plus ``distance``; the same ones each time.
+        """Returns the streams that swap activations to the host, or to a peer. The peer is the
+        node's device with this one's number plus ``distance``. Every call returns the same streams.
         """
 
     def arrival_s(self, complete_s: float | None) -> float | None:
-        """Returns when the message that was last given to :meth:`from_host` had arrived; it was
-        complete in host memory at ``complete_s`` (``time.perf_counter``). ``None``: nobody knows.
+        """Returns the arrival time of the message last given to :meth:`from_host`. It was complete
+        in host memory at ``complete_s`` (``time.perf_counter``). ``None``: unknown.
         """
 
 
 class Runtime(Protocol):
-    """Computes blocks: :class:`penstock.models.runtime.ModelRuntime`, where the methods are
-    explained, or what a platform has in its place. Only the runtime that bound a block looks into
-    it, and only the runtime that made an output into what it adds to a :class:`StageOutput`.
+    """Computes blocks. :class:`penstock.models.runtime.ModelRuntime` explains the methods; a
+    platform may have another implementation. A bound block is opaque outside the runtime that bound
+    it. So are additions to a :class:`StageOutput` outside the runtime that made it.
     """
 
     def bind(
@@ -171,10 +170,10 @@ class Runtime(Protocol):
     def bind_gradients(
         self, bound: Any, *, grads: torch.Tensor | None, borrowed: Mapping[str, torch.Tensor]
     ) -> None:
-        """From now on gradients of the block add up in these flat arrays."""
+        """Makes later gradients of the block add up in these flat arrays."""
 
     def called_with(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """Returns the constants that layers are called with on such a micro-batch."""
+        """Returns the constants that layers take on such a micro-batch."""
 
     def forward(
         self,
@@ -191,20 +190,20 @@ class Runtime(Protocol):
         storage: ForwardStorage | None = None,
         output_read: bool = True,
     ) -> StageOutput:
-        """Run consecutive blocks on one micro-batch. ``output_read``: False where the caller wants
-        the graph, and no values of the output.
+        """Runs consecutive blocks on one micro-batch. ``output_read``: False if the caller needs
+        the graph, but no values of the output.
         """
 
     def backward(
         self, output: Any, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Add to the bound gradients; returns those of the stage's inputs by name."""
+        """Adds to the bound gradients; returns those of the stage's inputs by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSite:
-    """Where a platform is to run: the worker with number ``device_index`` of a run. ``table`` is
-    that of the shared memory.
+    """The place of a platform: the worker with number ``device_index`` of a run. ``table`` is that
+    of the shared memory.
     """
 
     config: Config
@@ -244,8 +243,8 @@ class WorkerSite:
 
 
 class BufferPool:
-    """Flat host tensors by type and length, used again because large host memory is slow at first
-    touch; as many as were ever in use at once. Thread-safe.
+    """Flat host tensors by type and length, reused because large host memory is slow at first
+    touch. The pool keeps as many as were in use at once. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -253,7 +252,7 @@ class BufferPool:
         self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
 
     def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialized tensor."""
+        """Returns an uninitialized tensor."""
         with self._lock:
             free = self._free.get((dtype, num_elements))
             if free:
@@ -261,11 +260,11 @@ class BufferPool:
         return torch.empty(num_elements, dtype=dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Return a tensor taken before; nobody uses it any more."""
+        """Takes back a tensor that has no users any more."""
         with self._lock:
             self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
 
     def clear(self) -> None:
-        """Frees the unused ones."""
+        """Frees unused tensors."""
         with self._lock:
             self._free.clear()

@@ -60,8 +60,8 @@ are noticed long before by their heartbeats, hanging ones after one such time by
 
 PLAN_TIMEOUT_S = 60.0
 PLAN_POLL_S = 0.5
-"""How long the plan may take to arrive in the run directory as this machine sees it: clients of NFS
-keep what they know of a folder for up to a minute.
+"""Seconds that the plan may take to appear in this machine's view of the run directory: NFS clients
+cache a folder for up to a minute.
 """
 
 _SEGMENTS = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS)
@@ -74,7 +74,7 @@ def bind_transport(
     inbox: Inbox,
     access: SocketAccess,
 ) -> Transport:
-    """Listen for peers: a local socket, or tcp where the cluster has several nodes.
+    """Listens for peers: on a local socket, or on tcp in a cluster of several nodes.
 
     Raises:
         ConfigError: the node's host is not an address of this machine.
@@ -82,7 +82,7 @@ def bind_transport(
     nodes = files.config.cluster.nodes
     node = nodes[node_of_device(files.config, device_index)]
     if len(nodes) == 1:
-        # The process id makes the name new: nothing waits for a predecessor's socket to go.
+        # The process id makes the name new: no wait for a predecessor's socket to vanish.
         name = f"{worker_name(device_index)}-{world.pid()}"
         return Transport(ipc_address(files.run_id, node.name, name), inbox, metrics, access)
     try:
@@ -95,8 +95,9 @@ def bind_transport(
 
 
 def largest_transfer(config: Config, table: BlockTable, plan: Plan) -> int:
-    """Bytes that no transfer between workers exceeds: gradient sums of a stage, or what a layer
-    hands on, in fp32: eight tensors of the model's width at most, and a mask.
+    """Returns an upper bound of bytes for all transfers between workers. The largest are gradient
+    sums of a stage, or a layer's outputs in fp32. Those are eight tensors of the model's width at
+    most, and a mask.
     """
     sums = [
         sum(table.blocks[block].trainable_elements for block in stage.blocks)
@@ -123,7 +124,9 @@ class EpochBuilder:
         access: SocketAccess = OPEN,
         cut_off: Callable[[int, str], None] = lambda epoch, loss: None,
     ) -> None:
-        """``access``: what other nodes' sockets are shown. ``cut_off`` is called, on another
+        """Builds epochs for one worker.
+
+        ``access``: the credentials for other nodes' sockets. ``cut_off`` is called, on another
         thread, when a connection to a peer is lost in an epoch.
         """
         self._access = access
@@ -155,10 +158,11 @@ class EpochBuilder:
         )
 
     def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
-        """Connect to the epoch's peers and memory.
+        """Connects to the epoch's peers and memory.
 
         Raises:
-            PenstockError: the plan cannot be executed, memory does not fit it, a peer is not named.
+            PenstockError: the plan cannot be executed, memory does not fit it, or Begin lacks a
+                peer.
         """
         self.close()
         plan = self._checked_plan(begin, abort)
@@ -216,7 +220,9 @@ class EpochBuilder:
         )
 
     def close(self) -> None:
-        """Take down connections, weights and received tensors. Memory stays mapped, unused."""
+        """Closes connections and drops weights and received tensors. Memory stays mapped,
+        unused.
+        """
         if self._updates is not None:
             self._updates.close()
             self._updates = None
@@ -226,13 +232,13 @@ class EpochBuilder:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        self._trace.flush()  # what an attempt did that was aborted or failed
+        self._trace.flush()  # the spans of an attempt that was aborted or failed
         self._transport.disconnect()
         self._transport.notices.close()
         self._transport.inbox.close()
 
     def detach(self) -> None:
-        """Let go of the node's memory too; the process ends."""
+        """Releases the node's memory too; the process ends."""
         self.close()
         self._device.detach()
         if self._memory is not None:
@@ -240,7 +246,7 @@ class EpochBuilder:
             self._memory = None
 
     def batches(self, phase: JobPhase, data_position: int) -> Batches:
-        """The global batch at a position of the training or held-out data."""
+        """Returns the global batch at a position of the training or held-out data."""
         if phase not in self._datasets:
             self._datasets[phase] = TokenDataset.open(
                 self._files.path / "data", phase, self._config
@@ -270,7 +276,7 @@ class EpochBuilder:
     def _connect(
         self, begin: pb.Begin, plan: Plan, routing: TensorRouting, endpoints: Mapping[str, str]
     ) -> None:
-        """Accept what peers send in the epoch, and connect to those that are sent to."""
+        """Accepts the epoch's messages from peers, and connects to the peers of its sends."""
         program, evaluation = self._programs(plan)
         modelled = self._config.cluster.platform.simulated_clock
         peers = Peers.of(self._config, self._table, plan, self._device_index, self._transport_name)
@@ -296,8 +302,8 @@ class EpochBuilder:
         )
 
     def _checked_plan(self, begin: pb.Begin, abort: Abort) -> Plan:
-        """The run directory's plan, which must be the scheduler's, and so must its recipe: memory
-        is laid out by the plan, and layers are computed by the recipe.
+        """Returns the run directory's plan. Plan and recipe must be the scheduler's: the plan
+        decides the layout of memory, the recipe the computation of layers.
         """
         deadline_s = world.monotonic() + PLAN_TIMEOUT_S
         while other := self._other_than(begin):
@@ -315,13 +321,13 @@ class EpochBuilder:
         return self._files.plan
 
     def _other_than(self, begin: pb.Begin) -> str:
-        """Returns in words which file of the run is not the one of a Begin; empty if none is."""
+        """Describes the file of the run that differs from Begin's; empty if none does."""
         if self._files.plan_digest != begin.plan_digest:
             return "plan.json is not the plan"
         if self._files.numerics_digest != begin.numerics_digest:
-            own = self._files.numerics_digest or "none"
+            recorded = self._files.numerics_digest or "none"
             named = begin.numerics_digest or "none"
-            return f"numerics.json (recipe {own}) is not the recipe ({named})"
+            return f"numerics.json (recipe {recorded}) is not the recipe ({named})"
         return ""
 
     def _programs(self, plan: Plan) -> tuple[Program, Program]:
@@ -332,16 +338,16 @@ class EpochBuilder:
         return plan.programs[self._device_index], plan.evaluation[self._device_index]
 
     def _attached(self, plan: Plan, abort: Abort) -> NodeMemory:
-        """The node's memory, mapped again only when the segments, those of them that the plan
-        needs, or the room that weights take on the device, are others than before.
+        """Returns the node's memory. It is mapped again only after a change: other segments, other
+        required segments, or another room for weights on the device.
 
         Raises:
-            Interrupted: the epoch ended while its memoryd was awaited, or a stop came.
+            Interrupted: the epoch ended during the wait for its memoryd, or a stop came.
         """
         room = self._largest_stage(plan), buffers_needed(*self._programs(plan))
         kinds = (*_SEGMENTS, SegmentKind.STATE) if self._updates_blocks(plan) else _SEGMENTS
-        found = (*self._segment_identity(), *room, len(kinds))
-        if self._memory is None or self._memory[0] != found:
+        identity = (*self._segment_identity(), *room, len(kinds))
+        if self._memory is None or self._memory[0] != identity:
             self._device.detach()
             if self._memory is not None:
                 self._memory[1].close()
@@ -365,14 +371,14 @@ class EpochBuilder:
         return self._device_index in plan.updates.values()
 
     def _segment_identity(self) -> tuple[int, int]:
-        """Device and inode of the control segment; (0, 0) if there is none yet."""
+        """Returns device and inode of the control segment; (0, 0) if it does not exist yet."""
         node = self._config.cluster.nodes[self._node].name
         name = segment_name(self._files.run_id, node, SegmentKind.CONTROL)
-        found = status_of(name)
-        return (0, 0) if found is None else (found.st_dev, found.st_ino)
+        status = status_of(name)
+        return (0, 0) if status is None else (status.st_dev, status.st_ino)
 
     def _largest_stage(self, plan: Plan) -> int:
-        """Bytes of the weights of this device's largest stage."""
+        """Returns the bytes of the weights of this device's largest stage."""
         return max(
             (
                 stage_bytes(self._table, stage.blocks, ALIGNMENT_BYTES)
@@ -389,14 +395,16 @@ class EpochBuilder:
         return {peer: endpoints[worker_name(peer)] for peer in sorted(peers)}
 
     def _optimizers(self, endpoints: Mapping[str, str]) -> dict[int, str]:
-        """optimizerd of this node by its local socket, of other nodes by what they announced."""
-        found = {
+        """Returns the addresses of optimizerds: the local socket for this node, announced ones for
+        other nodes.
+        """
+        addresses = {
             index: endpoints.get(optimizerd_name(node.name), "")
             for index, node in enumerate(self._config.cluster.nodes)
         }
-        own = self._config.cluster.nodes[self._node].name
-        found[self._node] = ipc_address(self._files.run_id, own, OPTIMIZER_SOCKET)
-        return {index: address for index, address in found.items() if address}
+        node_name = self._config.cluster.nodes[self._node].name
+        addresses[self._node] = ipc_address(self._files.run_id, node_name, OPTIMIZER_SOCKET)
+        return {index: address for index, address in addresses.items() if address}
 
     def _memoryds(self, endpoints: Mapping[str, str]) -> dict[int, str]:
         return {

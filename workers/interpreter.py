@@ -23,7 +23,7 @@ class InstructionError(PenstockError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """``loss_sum`` over ``loss_tokens`` counted tokens whose loss this device computed (0: none).
+    """``loss_sum`` over ``loss_tokens`` counted tokens with a loss from this device (0: none).
 
     ``wall_s`` runs from the first instruction to the last offload; ``tail_s`` from the end of the
     last compute instruction to that of everything, offloads and updates of blocks included (0
@@ -112,12 +112,12 @@ def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> In
 def _shortage(attempt: Attempt, error: Exception) -> DeviceMemoryError | None:
     """Returns the error of an allocator that had no more, in words that help; else ``None``."""
     context = attempt.context
-    wanted = refused_bytes(error)
-    if wanted is None:
+    refused = refused_bytes(error)
+    if refused is None:
         return None
     return DeviceMemoryError(
         context.plan.programs[context.device_index],
         context.meter.usage(attempt),
-        wanted_bytes=wanted,
+        wanted_bytes=refused,
         limit_bytes=context.meter.limit_bytes,
     )

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(run_dir: Path, device: int, scheduler: str, parent_pid: int | None = None) -> int:
-    """Run worker ``device`` (counted over all nodes) until it is told to stop.
+    """Runs worker ``device`` (counted over all nodes) until Shutdown or SIGTERM.
 
     ``scheduler`` is HOST:PORT. Returns the exit code: 0 after Shutdown or SIGTERM.
     """
@@ -134,8 +134,8 @@ def _connect(
 
 
 def _peers(files: RunDirectory, device: int) -> pb.Peers | None:
-    """Returns whose addresses the worker needs by the plan as it is now; None: all, where the plan
-    has errors, which Begin brings to light.
+    """Returns the peers of the worker by the current plan, for their addresses. None: all members,
+    because the plan has errors; Begin reports those.
     """
     config, now = files.config, RunDirectory(files.path)
     try:
@@ -151,7 +151,7 @@ def _peers(files: RunDirectory, device: int) -> pb.Peers | None:
 
 @contextmanager
 def _reported_failure(link: MemberLink, fence: EpochFence) -> Iterator[None]:
-    """Tell the scheduler why this process ends, unless the scheduler ended it."""
+    """Reports to the scheduler why this process ends, unless the scheduler ended it."""
     try:
         yield
     except RefusedError:

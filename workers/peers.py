@@ -1,6 +1,6 @@
-"""Whom a worker talks to, by the plan: what its Hello asks the addresses of.
+"""The peers of a worker by the plan. Its Hello requests their addresses.
 
-In a large cluster a worker needs a few of them, and Begin, which brings them, goes to everyone.
+In a large cluster a worker has few peers, and every member gets a Begin with addresses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from penstock.workers.state.weights import arrays_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """``workers``: devices that are sent to; ``owners``: nodes (indices) whose blocks the worker
-    reads, and whose optimizerds it tells of gradients, without its own.
+    """The peers of a worker.
+
+    ``workers``: devices that it sends to. ``owners``: other nodes (indices) that own blocks which
+    it reads; it also notifies their optimizerds of gradients.
     """
 
     workers: frozenset[int]
@@ -52,7 +54,7 @@ class Peers:
         return cls(workers=frozenset(workers), owners=frozenset(owners))
 
     def members(self, config: Config) -> list[str]:
-        """Returns the names of the members whose addresses are needed."""
+        """Returns the names of the members at needed addresses."""
         nodes = [config.cluster.nodes[index].name for index in sorted(self.owners)]
         return [
             *(worker_name(device) for device in sorted(self.workers)),

@@ -33,30 +33,30 @@ Batches = tuple[list[MicroBatch], int]
 
 
 class Link(Protocol):
-    """What the session needs of :class:`penstock.protocol.wire.member.MemberLink`."""
+    """The part of :class:`penstock.protocol.wire.member.MemberLink` that the session uses."""
 
     def send(self, message: pb.MemberMessage) -> None:
         """Queues a message."""
 
     def receive(self, timeout_s: float | None) -> pb.SchedulerMessage | None:
-        """The next message, None after the timeout."""
+        """Returns the next message, None after the timeout."""
 
 
 class Builder(Protocol):
-    """Makes and takes down what an epoch works with."""
+    """Opens and closes the parts of an epoch."""
 
     def open(self, begin: pb.Begin, abort: Abort) -> EpochContext:
-        """Connect to the epoch's peers and memory."""
+        """Connects to the epoch's peers and memory."""
 
     def close(self) -> None:
-        """Take down connections, weights, received tensors; harmless when nothing is open."""
+        """Closes connections and drops weights and received tensors; harmless if none is open."""
 
     def batches(self, phase: JobPhase, data_position: int) -> Batches:
-        """The global batch at a position of the training or held-out data."""
+        """Returns the global batch at a position of the training or held-out data."""
 
 
 def fence_listener(fence: EpochFence) -> Callable[[pb.SchedulerMessage], None]:
-    """A listener for the member link: stops work that a message makes worthless."""
+    """Returns a listener for the member link. It aborts work that a message makes worthless."""
 
     def listen(message: pb.SchedulerMessage) -> None:
         kind = message.WhichOneof("body")
@@ -103,11 +103,11 @@ class Session:
         }
 
     def run(self, stopped: Callable[[], bool], poll_s: float = 0.2) -> None:
-        """Handle messages until Shutdown, or until ``stopped()``.
+        """Handles messages until Shutdown, or until ``stopped()``.
 
         Raises:
-            RefusedError: the scheduler does not want this process.
-            PenstockError: whatever made work impossible.
+            RefusedError: the scheduler rejects this process.
+            PenstockError: the cause that made work impossible.
         """
         try:
             while not (self._done or stopped()):
@@ -119,7 +119,7 @@ class Session:
             self._builder.close()
 
     def handle(self, message: pb.SchedulerMessage) -> None:
-        """Act on one message; those that do not concern workers are ignored."""
+        """Acts on one message; messages that do not concern workers are ignored."""
         kind = message.WhichOneof("body") or ""
         handler = self._handlers.get(kind)
         if handler is not None:
@@ -257,7 +257,7 @@ class Session:
         raise RefusedError(f"refused by the scheduler: {message.reason}")
 
     def _current(self, epoch: int) -> EpochContext | None:
-        """The epoch's context, unless the message belongs to another epoch than it."""
+        """Returns the epoch's context; None for a message of another epoch."""
         if self._context is not None and self._context.epoch == epoch:
             return self._context
         _log.info("in membership %d: message of membership %d dropped", self._fence.epoch, epoch)
@@ -265,7 +265,9 @@ class Session:
 
 
 def _step(message: pb.RunAttempt) -> OptimizerStep | None:
-    """Where the attempt leads if nothing is clipped; None if the optimizer waits for the norm."""
+    """Returns the step that the attempt leads to without clipping; None if the optimizer waits for
+    the norm.
+    """
     if message.hold:
         return None
     return OptimizerStep.speculative(

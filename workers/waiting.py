@@ -1,11 +1,11 @@
-"""Interruptible waits with deadlines, and the fence that ends the waits of an epoch that is over.
+"""Interruptible waits with deadlines, and the fence that ends the waits of a finished epoch.
 
-Every wait of a worker ends in one of three ways: what it waits for is there, the attempt is aborted
-(:class:`Interrupted`, nobody's fault), or the deadline passed (:class:`LostMemberError`, which says
-what was awaited). Time in which the whole process was stopped does not count towards a deadline.
+Every wait of a worker ends in one of three ways. Its condition holds, or the attempt is aborted
+(:class:`Interrupted`, not an error), or the deadline passes (:class:`LostMemberError`, which names
+the condition). Time in which the whole process was stopped does not count towards a deadline.
 
-:class:`EpochFence` says which epoch may still work: the thread that reads the scheduler's stream
-fences, and everything that waits asks.
+:class:`EpochFence` holds the epoch that may still work. The thread that reads the scheduler's
+stream sets the fence, and every wait checks it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Abort:
         self._stopped = stopped
 
     def set(self, reason: str) -> None:
-        """Set the flag; the first reason is kept."""
+        """Sets the flag; the first reason is kept."""
         if not self._event.is_set():
-            # The reason comes before the flag: whoever sees the flag finds the reason there.
+            # The reason comes before the flag: a reader that sees the flag must find the reason.
             self._reason = reason
             self._event.set()
 
     @property
     def is_set(self) -> bool:
-        """Whether the work must end."""
+        """True if the work must end."""
         return self._event.is_set() or self._stopped()
 
     def check(self) -> None:
-        """Raise if the work must end.
+        """Raises if the work must end.
 
         Raises:
             Interrupted: the flag is set.
@@ -56,11 +56,11 @@ class Abort:
 
 
 class WaitBudget:
-    """How much longer a wait may take, of ``timeout_s`` seconds. To be asked once per slice of the
-    wait; a longer gap counts as one second.
+    """The remaining time of a wait, of ``timeout_s`` seconds. The wait calls :meth:`spend` once per
+    slice; a longer gap counts as one second.
 
     A gap much longer than a slice means that this process was stopped (SIGSTOP, a suspended
-    machine): what it waits for may lie in its socket unread.
+    machine). The awaited message may lie in its socket unread.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -88,11 +88,11 @@ def wait_until(
     timeout_s: float,
     held_back: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Wait for a condition that changes in shared memory; returns the seconds waited.
+    """Waits for a condition that changes in shared memory; returns the seconds waited.
 
-    Spins briefly, then looks every 0.2 ms. While ``held_back`` returns true no time counts,
-    and the deadline begins anew after it: somebody else is at work first, whom the scheduler
-    watches.
+    Spins briefly, then checks every 0.2 ms. While ``held_back`` returns true no time counts, and
+    the deadline restarts after it: another process works first, and the scheduler watches that
+    process.
 
     Raises:
         Interrupted: the work was aborted.
@@ -121,14 +121,14 @@ FOREVER = 2**64
 
 
 class EpochFence:
-    """Aborts work of an epoch as soon as a message says that the epoch is over.
+    """Aborts an epoch's work as soon as a message ends the epoch.
 
-    A fence stays: an epoch that is entered after the message that ends it was read is aborted from
-    its start, in whichever order the two are handled.
+    A fence is permanent. The message that ends an epoch may be read before the epoch is entered:
+    such an epoch is aborted from its start. The order in which the two are handled does not matter.
     """
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """``stopped`` is asked by everything that waits; when it is true, waits are aborted,
+        """Makes a fence for the first epoch. Every wait checks ``stopped``; True aborts waits,
         too.
         """
         self._stopped = stopped
@@ -139,7 +139,7 @@ class EpochFence:
         self._abort = Abort(self._stopped)
 
     def fence(self, below: int, reason: str) -> None:
-        """End all epochs before ``below``, entered or not."""
+        """Ends all epochs before ``below``, entered or not."""
         # Under the lock, so that enter() sees either the fence or has its flag set by it.
         with self._lock:
             if below > self._fenced_below:
@@ -148,7 +148,7 @@ class EpochFence:
                 self._abort.set(self._reason)
 
     def enter(self, epoch: int) -> Abort:
-        """Enter an epoch; returns its flag. The flag of the epoch before is set."""
+        """Enters an epoch; returns its flag. The flag of the epoch before is set."""
         with self._lock:
             self._abort.set("a new membership began")
             self._epoch, self._abort = epoch, Abort(self._stopped)

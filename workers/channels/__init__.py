@@ -1,1 +1,1 @@
-"""How activations, gradients and checkpoints get from one worker to another."""
+"""Transfers of activations, gradients and checkpoints between workers."""

@@ -1,8 +1,8 @@
-"""What an attempt sends and takes tensors with, and the channel that sends them as messages.
+"""The interface for an attempt's transfers, and the channel that sends tensors as messages.
 
 :class:`MessageChannel` goes through host memory over ZeroMQ and works everywhere. :mod:`.group`
 goes through a process group of ``torch.distributed`` by a wire such as :mod:`.gloo` or
-:mod:`.nccl`. :mod:`.opening` makes what ``cluster.transport`` names.
+:mod:`.nccl`. :mod:`.opening` opens the channel that ``cluster.transport`` names.
 """
 
 from __future__ import annotations
@@ -35,50 +35,50 @@ class Channel(Protocol):
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        """Start to send tensors of the device, of any shapes, in a dtype of
-        :data:`penstock.workers.channels.tensors.DTYPES`. They must not be written any more.
+        """Starts to send tensors of the device, of any shapes, in a dtype of
+        :data:`penstock.workers.channels.tensors.DTYPES`. The caller must not write them any more.
 
         Raises:
             Interrupted, LostMemberError: as all waits.
-            ProtocolError: a type that cannot travel.
+            ProtocolError: the tensor's type cannot be sent.
         """
 
     def post(self, key: TransferKey) -> None:
-        """Make room for a transfer that will be taken, if that is possible without waiting."""
+        """Makes room for a later :meth:`take`, if that is possible without waiting."""
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """Wait for a transfer; returns its tensors, on the device, of the shapes and dtypes sent.
+        """Waits for a transfer; returns its tensors, on the device, of the shapes and dtypes sent.
 
-        Work given to the device from now on sees what was received.
+        Work given to the device from now on sees the received bytes.
 
         Raises:
             Interrupted, LostMemberError: as all waits.
         """
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """Returns when a transfer that was just taken had arrived (seconds of
-        ``time.perf_counter``), None where only the device knows. To be asked once.
+        """Returns the arrival time of a transfer that was just taken (seconds of
+        ``time.perf_counter``). None: only the device knows it. One call per transfer.
         """
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """Returns what arrived for an attempt and was not taken."""
+        """Returns the transfers of an attempt that arrived and were not taken."""
 
     def check(self) -> None:
-        """Raise if what was taken may not have arrived after all.
+        """Raises if a taken transfer may not have arrived after all.
 
         Raises:
-            LostMemberError: a wait ended without what it waited for.
+            LostMemberError: a wait ended without its transfer.
         """
 
     def close(self) -> None:
-        """Abandon what is under way; nothing of it reaches another epoch."""
+        """Abandons current transfers; no byte of them reaches another epoch."""
 
 
 class MessageChannel:
     """See :class:`penstock.workers.channels.base.Channel`."""
 
     def __init__(self, *, run_id: str, epoch: int, device: Device, transport: Transport) -> None:
-        """``transport`` is connected for the epoch, and its inbox open."""
+        """Wraps a transport, which is connected for the epoch; its inbox is open."""
         self._run_id = run_id
         self._epoch = epoch
         self._device = device
@@ -92,7 +92,7 @@ class MessageChannel:
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        """Queue a message: the tensors are copied to the host first, if they are not there."""
+        """Queues a message; tensors of a device are copied to the host first."""
         header = Transfer(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -106,22 +106,22 @@ class MessageChannel:
         self._transport.send(peer, header, self._device.to_host(tensors), abort, timeout_s)
 
     def post(self, key: TransferKey) -> None:
-        """Do nothing: the inbox has room for all that the plan receives."""
+        """Does nothing: the inbox has room for all receives of the plan."""
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """Take the transfer out of the inbox, as it arrived, and bring it to the device."""
+        """Takes the transfer out of the inbox and moves it to the device."""
         return self._device.from_host(self._transport.inbox.take(key, abort, timeout_s))
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """Returns when the message was complete, or when the device says that it came."""
+        """Returns the time at which the message was complete, or the device's arrival time."""
         return self._device.arrival_s(self._transport.inbox.arrival_s(key))
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """Returns what the inbox holds of the attempt."""
+        """Returns the inbox's transfers of the attempt."""
         return self._transport.inbox.leftovers(phase, attempt)
 
     def check(self) -> None:
-        """Do nothing: what was taken had arrived."""
+        """Does nothing: taken transfers had arrived."""
 
     def close(self) -> None:
-        """Do nothing: sockets and inbox are closed by who opened them."""
+        """Does nothing: the owner of sockets and inbox closes them."""

@@ -1,10 +1,10 @@
-"""Outgoing connections of an epoch, and who notices when one of them is lost.
+"""Outgoing connections of an epoch, and the thread that notices a lost one.
 
-A PUSH socket whose connection breaks makes another one and says nothing: what was on its way is
-gone, and a receiver would wait for it. So a thread listens to what libzmq says of each connection,
-and the kernel ends those whose peer does not acknowledge any more (``TCP_USER_TIMEOUT``; while
-nothing is under way, by probes). A lost connection is reported once; nothing is sent again: the
-scheduler begins another epoch, in which the attempt is repeated with the same bits.
+A PUSH socket with a broken connection reconnects silently: messages on their way are gone, and a
+receiver would wait for them. So a thread reads libzmq's events of each connection. The kernel ends
+a connection if its peer stops to acknowledge (``TCP_USER_TIMEOUT``; keepalive probes while no bytes
+are in flight). A lost connection is reported once, and no message is sent again. The scheduler
+begins another epoch, which repeats the attempt with the same bits.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ class Connections:
         lost: Lost | None = None,
         access: SocketAccess = OPEN,
     ) -> None:
-        """A connection counts as lost when its peer acknowledges nothing, or cannot be reached, for
-        ``timeout_s`` seconds, and at once when it is closed or reset. Without ``lost`` nobody
-        listens. ``access``: what is shown to peers.
+        """Prepares connections.
+
+        A connection is lost if its peer acknowledges nothing, or is unreachable, for ``timeout_s``
+        seconds; and at once when it is closed or reset. Without ``lost`` no thread listens for
+        losses. ``access``: the credentials for peers.
         """
         self._access = access
         self._context = context
@@ -71,10 +73,10 @@ class Connections:
         self._thread = world.thread(target=self._listen, name="connections", daemon=True)
 
     def open(self, peer: str, address: str) -> Connection:
-        """Connect to a peer; the connection belongs to this object.
+        """Connects to a peer; the connection belongs to this object.
 
         Raises:
-            ProtocolError: the address does not say what the access needs.
+            ProtocolError: the address lacks a field that the access needs.
         """
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         socket.set(zmq.SNDHWM, QUEUED_MESSAGES)
@@ -89,12 +91,12 @@ class Connections:
         return connection
 
     def watch(self) -> None:
-        """Listen from now on; all are open."""
+        """Starts to listen for losses; all connections are open."""
         if self._watched:
             self._thread.start()
 
     def close(self) -> None:
-        """Close all sockets; what was not sent yet is dropped, and no loss reported any more."""
+        """Closes all sockets; unsent messages are dropped, and no loss is reported any more."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -136,7 +138,7 @@ class Connections:
 
     def _unreachable(self) -> str:
         for watched in self._watched:
-            # Who refuses to talk is there; whoever sends to him says why it is of no use.
+            # A peer that rejects connections is alive; the next send to it reports the reason.
             if not watched.connected and not watched.connection.refusal():
                 return (
                     f"{watched.peer} could not be reached at {watched.address} for"

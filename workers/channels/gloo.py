@@ -1,9 +1,9 @@
 """The wire over Gloo: TCP between host buffers, without the global process group.
 
-Gloo moves bytes in the background, but its p2p work objects are never polled: they can only be
-waited for, and a wait that times out breaks every connection of the group. So one thread per
-sending peer, and one for what is sent, wait without a deadline of their own; the interpreter waits
-for them, with its deadline. The same property ends them all at once in :meth:`GlooWire.close`.
+Gloo moves bytes in the background. Its p2p work objects cannot be polled, only waited for, and a
+wait that times out breaks every connection of the group. So one thread per sending peer, and one
+for all sends, wait without a deadline of their own. The interpreter waits for these threads, with
+its deadline. :meth:`GlooWire.close` uses the same property to end them all at once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _log = logging.getLogger(__name__)
 
 
 def make_group(store: Store, rank: int, size: int, address: str) -> PointToPoint:
-    """Connect all with all, over the interface of ``address``; blocks until the others do so, too.
+    """Connects all members with each other, over the interface of ``address``. Blocks until the
+    other members call it, too.
 
     Raises:
-        RuntimeError: the others did not, or went away.
+        RuntimeError: another member did not call, or ended.
     """
     group = gloo_group(PrefixStore("gloo", store), rank, size, address, _CONNECT_TIMEOUT)
     return cast(PointToPoint, group)
@@ -53,7 +54,7 @@ def is_built() -> bool:
 def join(
     meeting: Meeting, order: TransferOrder, device: Device, abort: Abort, timeout_s: float
 ) -> GlooWire:
-    """Meet the other members and connect to them by Gloo.
+    """Meets the other members and connects to them by Gloo.
 
     Raises:
         Interrupted, LostMemberError: as :class:`penstock.workers.channels.opening.GroupModule`
@@ -88,7 +89,7 @@ class _Waiter:
         self._queue.put((work, done))
 
     def close(self) -> None:
-        """End the thread; all work has ended or been broken."""
+        """Ends the thread; all work has ended or been broken."""
         self._queue.put(None)
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
@@ -115,7 +116,7 @@ class GlooWire:
     """
 
     def __init__(self, group: PointToPoint, members: Sequence[int], device: Device) -> None:
-        """``members``: devices by rank."""
+        """Wraps a group. ``members``: devices by rank."""
         self._group: PointToPoint | None = group
         self._ranks = {member: rank for rank, member in enumerate(members)}
         self._device = device
@@ -140,8 +141,8 @@ class GlooWire:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
-        """Start to send flat uint8 bytes; never blocks. To a peer that is gone nothing is sent,
-        like a message to a dead process: that it is gone is the scheduler's to say.
+        """Starts to send flat uint8 bytes; never blocks. A send to a peer that is gone is dropped,
+        like a message to a dead process: the scheduler reports the loss.
         """
         if self._group is None:
             return
@@ -154,7 +155,7 @@ class GlooWire:
             self._sends.put(work, lambda kept=buffer: None)  # type: ignore[misc]
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
-        """Start to receive into a flat uint8 buffer; never blocks. The caller keeps the buffer."""
+        """Starts to receive into a flat uint8 buffer; never blocks. The caller keeps the buffer."""
         if self._group is None:
             return
         if peer not in self._receives:
@@ -167,7 +168,7 @@ class GlooWire:
             self._receives[peer].put(work, lambda: self._arrived(key))
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
-        """Wait until the sender's thread says that the bytes are there; see the protocol."""
+        """Waits until the sender's thread reports the bytes; see the protocol."""
         budget = WaitBudget(timeout_s)
         with self._changed:
             while key not in self._arrivals:
@@ -182,13 +183,13 @@ class GlooWire:
             return self._arrivals.pop(key, None)
 
     def check(self) -> None:
-        """Do nothing: what was waited for is there."""
+        """Does nothing: each wait ended with its bytes."""
 
     def close(self) -> None:
-        """Let one wait time out, which breaks the group; then nothing may be left that holds it,
-        its sockets or its store.
+        """Lets one wait time out, which breaks the group. No reference to the group, its sockets or
+        its store may remain afterwards.
         """
-        # First, so that nothing more is started; the last reference goes when this returns.
+        # First, so that no transfer starts any more; the last reference goes at the return.
         group, self._group = self._group, None
         if group is None:
             return

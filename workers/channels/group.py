@@ -1,10 +1,10 @@
 """Transfers through a process group of ``torch.distributed``, one message each.
 
 Both ends go through the transfers of an ordered pair in the sender's order
-(:mod:`penstock.workers.channels.order`). A receiver needs shapes before the bytes: the first
-transfer of a kind, phase and stage announces them over ZeroMQ, all later ones of the epoch must
-have the same. Receives are posted when the plan posts them, or when a later one of the same sender
-is.
+(:mod:`penstock.workers.channels.order`). A receiver needs shapes before the bytes. The first
+transfer of a kind, phase and stage announces them over ZeroMQ; all later ones of the epoch must
+have the same. A receive is posted when the plan posts it, or when a later one of the same sender is
+posted.
 
 No default group is made, and nothing is read from the environment.
 """
@@ -41,13 +41,13 @@ class Wire(Protocol):
         """Returns memory to receive into, (num_bytes,) uint8."""
 
     def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
-        """Start to send a flat uint8 buffer; keeps it as long as it is read."""
+        """Starts to send a flat uint8 buffer; keeps it until it has been read."""
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
-        """Start to receive into a flat uint8 buffer, which the caller keeps until :meth:`wait`."""
+        """Starts to receive into a flat uint8 buffer, which the caller keeps until :meth:`wait`."""
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
-        """Wait until work issued from now on sees what was received.
+        """Orders work issued from now on after the transfer: it sees the received bytes.
 
         Raises:
             Interrupted: the work was aborted.
@@ -55,22 +55,24 @@ class Wire(Protocol):
         """
 
     def arrival_s(self, key: TransferKey) -> float | None:
-        """Returns when it had arrived, if the host knows; to be asked once, after :meth:`wait`."""
+        """Returns the arrival time, if the host knows it; one call per transfer, after
+        :meth:`wait`.
+        """
 
     def check(self) -> None:
-        """Raise if a wait ended without what it waited for.
+        """Raises if a wait ended without its transfer.
 
         Raises:
-            LostMemberError: it did.
+            LostMemberError: such a wait exists.
         """
 
     def close(self) -> None:
-        """Break all connections; every wait, here and at the peers, ends."""
+        """Breaks all connections; every wait ends, also at the peers."""
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """Receives of the job under way from one sender: how many of its line are posted."""
+    """Posted receives of the current job from one sender: a position in the sender's order."""
 
     phase: str
     number: int
@@ -94,7 +96,7 @@ class GroupChannel:
         transport: Transport,
         others: MessageChannel,
     ) -> None:
-        """``others`` takes transfers that are not in ``order``."""
+        """Makes the channel. ``others`` takes transfers that are not in ``order``."""
         self._run_id = run_id
         self._epoch = epoch
         self._own = device_index
@@ -115,7 +117,8 @@ class GroupChannel:
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        """Announce the shapes, if they are the first, and start to send the tensors, of any shape.
+        """Announces the shapes, if they are the first, and starts to send the tensors, of any
+        shape.
 
         Raises:
             ProtocolError: shapes, types or names differ from those announced.
@@ -135,14 +138,14 @@ class GroupChannel:
         self._transport.metrics.transferred("send", key.kind, packing.num_bytes)
 
     def post(self, key: TransferKey) -> None:
-        """Post the receive, and those before it, as far as shapes are known."""
+        """Posts the receive and all before it, up to the first with unknown shapes."""
         place = self._place(key)
         if place is not None:
             self._post(key, place)
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """Wait for the shapes of this transfer and of those before it, then for the bytes; returns
-        the tensors, of the shapes announced, over the memory received into.
+        """Waits for the shapes of this transfer and of those before it, then for the bytes. Returns
+        the tensors, of the announced shapes, over the memory received into.
 
         Raises:
             Interrupted, LostMemberError: as all waits.
@@ -217,7 +220,7 @@ class GroupChannel:
     def _post(
         self, key: TransferKey, place: Place, abort: Abort | None = None, timeout_s: float = 0.0
     ) -> None:
-        """Post all up to ``key``; with ``abort``, wait for the shapes of what is posted."""
+        """Posts all receives up to ``key``; with ``abort``, waits for their shapes."""
         direction = place.direction
         incoming = self._incoming.get(direction.sender)
         if incoming is None or (incoming.phase, incoming.number) != (key.phase, key.attempt):
@@ -264,10 +267,10 @@ class PointToPoint(Protocol):
         """Returns the number of ranks."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Start to send one contiguous tensor."""
+        """Starts to send one contiguous tensor."""
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Start to receive into one contiguous tensor."""
+        """Starts to receive into one contiguous tensor."""
 
     def abort(self) -> None:
-        """End what is under way; Gloo's does nothing for transfers."""
+        """Ends current transfers; Gloo's does nothing for transfers."""

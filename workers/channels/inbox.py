@@ -1,9 +1,9 @@
-"""What peers sent and nobody has taken yet: tensors, and notices about process groups.
+"""Received and not yet taken: tensors, and notices about process groups.
 
-The communication thread fills both, the interpreter reads them. They are bounded, whatever peers
-send. :class:`Inbox` accepts only transfers that the plan posts on this device, of attempts that can
-come, each once. :class:`Notices` keeps small messages for the rest of the epoch: where its process
-group meets, and what transfers through it hold.
+The communication thread fills both, the interpreter reads them. Both are bounded for any behaviour
+of peers. :class:`Inbox` accepts only transfers that the plan posts on this device, of attempts that
+may come, each once. :class:`Notices` keeps small messages for the rest of the epoch: the address of
+its process group, and the shapes of transfers through the group.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What may arrive: ``(phase, kind, stage, micro_batch)`` of every receive and reduction, of the
-    epoch's first attempt and evaluation or later ones, ``evaluation_batches`` an evaluation.
+    """The accepted transfers: ``(phase, kind, stage, micro_batch)`` of every receive and reduction.
+    They belong to the epoch's first attempt and evaluation or later ones, with
+    ``evaluation_batches`` an evaluation.
     """
 
     receives: frozenset[tuple[str, str, int, int]]
@@ -132,7 +133,7 @@ class Inbox:
         self._attempt = self._evaluation = 0
 
     def open(self, *, run_id: str, epoch: int, expected: Expected) -> None:
-        """Empty the inbox and accept what belongs to ``epoch`` from now on."""
+        """Empties the inbox and accepts transfers of ``epoch`` from now on."""
         with self._changed:
             self._tensors.clear()
             self._arrivals.clear()
@@ -141,12 +142,12 @@ class Inbox:
             self._attempt, self._evaluation = expected.first_attempt, expected.first_evaluation
 
     def close(self) -> None:
-        """Empty the inbox and accept nothing: between Drain and Begin."""
+        """Empties the inbox and accepts nothing: between Drain and Begin."""
         self.open(run_id="", epoch=-1, expected=NOTHING)
 
     def begin(self, phase: str, number: int) -> None:
-        """Note that this device begins an attempt, or a batch of an evaluation; what is older
-        goes.
+        """Records that this device begins an attempt, or a batch of an evaluation; older tensors
+        are dropped.
         """
         with self._changed:
             if phase == "train":
@@ -172,8 +173,8 @@ class Inbox:
             return "doubled" if key in self._seen else None
 
     def put(self, header: Transfer, tensors: NamedTensors) -> None:
-        """Keep the tensors of a message, of any shapes, unless the epoch ended meanwhile."""
-        # Asked again: between refusal() and here the tensors were copied without the lock.
+        """Keeps the tensors of a message, of any shapes, unless the epoch has ended meanwhile."""
+        # Checked again: between refusal() and this line the tensors were copied without the lock.
         with self._changed:
             key = TransferKey.of(header)
             if (header.run_id, header.epoch) != (self._run_id, self._epoch):
@@ -186,9 +187,9 @@ class Inbox:
             self._changed.notify_all()
 
     def _can_come(self, key: TransferKey) -> bool:
-        """Whether a peer may be so far: it waits for this device's end of an attempt before it goes
-        on to the one after the next. An evaluation is forward only, so nothing slows it down; it
-        ends like an attempt.
+        """Returns whether a peer may be as far as ``key``. It waits for this device's end of an
+        attempt before it starts the one after the next. An evaluation is forward only, so nothing
+        slows it down; it ends like an attempt.
         """
         if key.phase == "train":
             return 0 <= key.attempt - self._attempt <= 1
@@ -198,7 +199,7 @@ class Inbox:
         return 0 <= evaluation - self._evaluation <= 1
 
     def take(self, key: TransferKey, abort: Abort, timeout_s: float) -> NamedTensors:
-        """Wait for a transfer and take it out: tensors on the host, as they were sent.
+        """Waits for a transfer and takes it out: tensors on the host, as they were sent.
 
         Raises:
             Interrupted: the work was aborted.
@@ -211,8 +212,8 @@ class Inbox:
             while key not in self._tensors:
                 abort.check()
                 budget.spend(str(key))
-                # put() wakes this at once; the slices are for abort and deadline. Waiting gives the
-                # lock back.
+                # put() wakes this at once; the slices are for abort and deadline. The wait releases
+                # the lock.
                 self._changed.wait(POLL_S)
             return self._tensors.pop(key)
 
@@ -248,18 +249,18 @@ class Notices:
         self._packings: dict[ShapeKey, Packing] = {}
 
     def open(self, *, run_id: str, epoch: int) -> None:
-        """Forget everything and accept what belongs to ``epoch`` from now on."""
+        """Forgets everything and accepts notices of ``epoch`` from now on."""
         with self._changed:
             self._epoch = run_id, epoch
             self._port = None
             self._packings.clear()
 
     def close(self) -> None:
-        """Forget everything and accept nothing."""
+        """Forgets everything and accepts nothing."""
         self.open(run_id="", epoch=-1)
 
     def put(self, notice: GroupAddress | TransferShape) -> str | None:
-        """Keep a notice; returns why it is not wanted, or None.
+        """Keeps a notice; returns the reason of a rejection, or None.
 
         Raises:
             ProtocolError: the notice names no possible port, or no possible tensors.
@@ -283,23 +284,23 @@ class Notices:
         return None
 
     def wait_port(self, what: str, abort: Abort, timeout_s: float) -> int:
-        """Wait for the port where the process group meets; ``what`` names the wait in errors.
+        """Waits for the port of the process group's store; ``what`` names the wait in errors.
 
         Raises:
             Interrupted: the work was aborted.
-            LostMemberError: nobody named a port in ``timeout_s`` seconds.
+            LostMemberError: no peer named a port in ``timeout_s`` seconds.
         """
         self._wait(lambda: self._port is not None, what, abort, timeout_s)
         assert self._port is not None
         return self._port
 
     def wait_packing(self, key: ShapeKey, what: str, abort: Abort, timeout_s: float) -> Packing:
-        """Wait for what transfers of a kind hold; raises like :meth:`wait_port`."""
+        """Waits for the shapes of a kind's transfers; raises like :meth:`wait_port`."""
         self._wait(lambda: key in self._packings, what, abort, timeout_s)
         return self._packings[key]
 
     def packing(self, key: ShapeKey) -> Packing | None:
-        """Returns what transfers of a kind hold, None while nobody has said."""
+        """Returns the shapes of a kind's transfers, None before they are announced."""
         with self._changed:
             return self._packings.get(key)
 

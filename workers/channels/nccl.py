@@ -1,10 +1,10 @@
 """The wire over NCCL: from GPU to GPU, without the global process group.
 
-NCCL matches by order and runs what is issued between two devices one after the other. So each
-direction has communicators of its own, in two groups: receives that are posted early never stand in
-front of sends. Waits are the stream's, not the host's: whoever uses a received tensor does so on
-the compute stream, behind the transfer. A thread looks at the abort and the deadline, because the
-host may be inside a synchronisation that only the end of a transfer ends.
+NCCL matches by order and runs work between two devices one after the other. So each direction has
+communicators of its own, in two groups: receives posted early never block sends. Waits are the
+stream's, not the host's: a received tensor is used on the compute stream, behind the transfer. A
+thread checks the abort and the deadline, because the host may be inside a synchronisation that only
+the end of a transfer ends.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Groups = tuple[PointToPoint, PointToPoint]
 def make_groups(
     store: Store, rank: int, size: int, device: torch.device, ways: Iterable[tuple[int, int]]
 ) -> Groups:
-    """Make the groups, and communicators for ``ways``, the (sender, receiver) ranks in use.
+    """Makes the groups, and communicators for ``ways``, the (sender, receiver) ranks in use.
 
-    Communicators are made at the first transfer and block the host until the peer makes them too:
-    inside a step, three workers could wait for each other in a circle. In one order for all they
-    cannot.
+    Communicators are made at the first transfer and block the host until the peer makes them too.
+    Inside a step, three workers could wait for each other in a circle. One order for all workers
+    prevents that.
     """
     # Otherwise the library ends this process when a peer dies; here the next Drain ends the group.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -73,7 +73,7 @@ def is_built() -> bool:
 def join(
     meeting: Meeting, order: TransferOrder, device: Device, abort: Abort, timeout_s: float
 ) -> NcclWire:
-    """Meet the other members and connect to them by NCCL.
+    """Meets the other members and connects to them by NCCL.
 
     Raises:
         Interrupted, LostMemberError: as :class:`penstock.workers.channels.opening.GroupModule`
@@ -100,7 +100,7 @@ class NcclWire:
     """The :class:`penstock.workers.channels.group.Wire` over NCCL; made and used with the device
     current.
 
-    The lock guards what the interpreter's thread waits for and the watching thread looks at.
+    The lock guards the waits of the interpreter's thread, which the watching thread checks.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class NcclWire:
         abort: Abort,
         timeout_s: float,
     ) -> None:
-        """``members``: devices by rank."""
+        """Wraps the groups and starts the watching thread. ``members``: devices by rank."""
         self._groups: Groups | None = groups
         self._rank = groups[0].rank()
         self._ranks = {member: rank for rank, member in enumerate(members)}
@@ -142,9 +142,9 @@ class NcclWire:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def send(self, peer: int, buffer: torch.Tensor, tag: int) -> None:
-        """Send flat uint8 bytes of the GPU behind the work issued so far.
+        """Sends flat uint8 bytes of the GPU behind the work issued so far.
 
-        Buffers of earlier sends that are over are let go of.
+        Buffers of finished sends are released.
         """
         self._reap()
         rank = self._ranks[peer]
@@ -154,14 +154,15 @@ class NcclWire:
             self._sends.append((group.send([buffer], rank, 0), buffer))
 
     def receive(self, peer: int, buffer: torch.Tensor, tag: int, key: TransferKey) -> None:
-        """Receive into a flat uint8 buffer, on a stream of its own; tags mean nothing to NCCL."""
+        """Receives into a flat uint8 buffer, on a stream of its own; NCCL ignores tags."""
         rank = self._ranks[peer]
         if self._groups is not None:
             group = self._groups[0 if rank < self._rank else 1]
             self._posted[key] = group.recv([buffer], rank, 0)
 
     def wait(self, key: TransferKey, abort: Abort, timeout_s: float) -> None:
-        """Make the compute stream wait; the host goes on, and the watching thread has the deadline.
+        """Makes the compute stream wait; the host continues, and the watching thread has the
+        deadline.
 
         Raises:
             Interrupted: the epoch was aborted.
@@ -180,16 +181,16 @@ class NcclWire:
         return None
 
     def check(self) -> None:
-        """Raise if the deadline of a wait passed; what ran since then is worthless.
+        """Raises if the deadline of a wait passed; all work since then is worthless.
 
         Raises:
-            LostMemberError: it did.
+            LostMemberError: a deadline passed.
         """
         if self._overdue:
             raise LostMemberError(self._overdue)
 
     def close(self) -> None:
-        """Ends the kernels of what is under way."""
+        """Ends the kernels of current transfers."""
         # The watching thread ends first: it breaks the same groups.
         self._closed.set()
         self._watch.join(_JOIN_S)

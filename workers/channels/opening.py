@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class GroupModule(Protocol):
-    """What the module of a transport offers that needs a process group."""
+    """The module of a transport that needs a process group."""
 
     def is_built(self) -> bool:
         """Returns whether this torch has the library."""
@@ -48,7 +48,7 @@ class GroupModule(Protocol):
 
         Raises:
             Interrupted: the epoch was aborted.
-            LostMemberError: somebody did not come.
+            LostMemberError: a member did not come.
         """
 
 
@@ -76,16 +76,17 @@ def transport_of(
     if cluster.transport == "auto":
         automatic = (n for n in cluster.platform.transports if TRANSPORTS[n].automatic)
         return [n for n in automatic if cluster.may_use(n) and not lacks(n)][-1]
-    asked = cluster.transport
-    if lack := lacks(asked):
-        others = sorted({*cluster.platform.transports} - {asked})
+    transport = cluster.transport
+    if lack := lacks(transport):
+        others = sorted({*cluster.platform.transports} - {transport})
         raise ConfigError(
-            f"cluster.transport {asked}: each of the node's {cluster.workers} workers needs a GPU"
-            f" of its own, and torch {asked.upper()}; {lack}. Use auto, {' or '.join(others)}"
-            if TRANSPORTS[asked].own_device
-            else f"cluster.transport {asked}: {lack}. Use auto, {' or '.join(others)}"
+            f"cluster.transport {transport}: each of the node's {cluster.workers} workers needs a"
+            f" GPU of its own, and torch {transport.upper()}; {lack}. Use auto,"
+            f" {' or '.join(others)}"
+            if TRANSPORTS[transport].own_device
+            else f"cluster.transport {transport}: {lack}. Use auto, {' or '.join(others)}"
         )
-    return asked
+    return transport
 
 
 def transport_here(config: Config) -> TransportName:
@@ -110,7 +111,9 @@ def group_members(plan: Plan, name: TransportName) -> tuple[int, ...]:
 
 
 def told_by(device: int, members: Sequence[int]) -> frozenset[int]:
-    """Returns whom a device tells where the group meets: the leader tells all others."""
+    """Returns the devices to which ``device`` sends the group's address: the leader sends it to all
+    others.
+    """
     return frozenset(members[1:] if device in members[:1] else ())
 
 
@@ -133,7 +136,7 @@ def open_channel(
 
     Raises:
         Interrupted: the epoch was aborted.
-        LostMemberError: somebody did not come.
+        LostMemberError: a member did not come.
         ConfigError: the plan's sends and receives do not match.
     """
     messages = MessageChannel(run_id=run_id, epoch=epoch, device=device, transport=transport)

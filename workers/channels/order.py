@@ -1,4 +1,4 @@
-"""In which order each device sends to each other one: a pure function of the plan.
+"""The order of each device's sends to each other device: a pure function of the plan.
 
 Process groups match by position: both ends must go through the transfers of an ordered pair in the
 same order, the sender's.
@@ -51,7 +51,7 @@ RESERVED_TAG = (1 << 31) - 1
 
 
 class Direction(NamedTuple):
-    """From one device to another, in one phase."""
+    """A sending and a receiving device, in one phase."""
 
     sender: int
     receiver: int
@@ -67,19 +67,19 @@ class OrderedTransfer(NamedTuple):
 
     @classmethod
     def of(cls, key: TransferKey) -> OrderedTransfer:
-        """Returns the transfer, whatever the attempt."""
+        """Returns the transfer, the same for all attempts."""
         return cls(key.kind, key.stage, key.micro_batch)
 
 
 class Place(NamedTuple):
-    """Where a transfer comes in the order of its direction."""
+    """The position of a transfer in the order of its direction."""
 
     direction: Direction
     position: int
 
     def tag(self, number: int) -> int:
-        """Returns what tells the transfer from others under way between the same devices, in 31
-        bits.
+        """Returns a number of 31 bits that identifies the transfer among all current ones between
+        the same devices.
 
         A sender is at most a few attempts, or evaluation batches, ahead of its receiver.
         """

@@ -1,8 +1,9 @@
-"""Where the workers of an epoch meet to make its process group.
+"""The meeting of an epoch's workers, which makes its process group.
 
-The member with the lowest device number, the leader, hosts a store; the others hear its port over
-ZeroMQ, again and again until they have joined, because they may open the epoch later. The group is
-made when all have: a member that is missing shows as one, not as a time-out inside a library.
+The member with the lowest device number, the leader, hosts a store. It sends the store's port to
+the other members over ZeroMQ, repeatedly until they have joined, because they may open the epoch
+later. The group is made after all have joined. So an error names a missing member, instead of a
+time-out inside a library.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Meeting:
 
 
 class Assembly:
-    """The way of a member to the group's store; as a text, who has not come yet."""
+    """Connects a member to the group's store. ``str()`` lists the members still missing."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -63,12 +64,12 @@ class Assembly:
         return f"{named} to join the process group of membership {self._meeting.epoch}"
 
     def store(self, abort: Abort, timeout_s: float) -> Store:
-        """Wait until all members have come; returns a store that they share.
+        """Waits until all members have come; returns a store that they share.
 
         Raises:
             Interrupted: the work was aborted.
-            LostMemberError: nobody said in ``timeout_s`` seconds where the store is.
-            RuntimeError: the leader went away.
+            LostMemberError: no message with the store's port came in ``timeout_s`` seconds.
+            RuntimeError: the leader ended.
         """
         meeting = self._meeting
         leads = meeting.own == meeting.leader
@@ -85,9 +86,9 @@ class Assembly:
         return store
 
     def _host(self) -> TCPStore:
-        """Host the store, on the host's own address only; the system chooses the port."""
+        """Opens the store, on the host's own address only; the system chooses the port."""
         address = self._meeting.addresses[self._meeting.own]
-        # Bound here and handed over, so that nobody else can take the port in between.
+        # Bound before the handover, so that no other process can take the port in between.
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         return TCPStore(
@@ -107,7 +108,7 @@ class Assembly:
         return TCPStore(address, port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
     def _gather(self, port: int, store: Store, abort: Abort, timeout_s: float) -> None:
-        """Tell members where the store is, again and again, until all are there."""
+        """Sends the store's port to missing members, repeatedly, until all have joined."""
         meeting = self._meeting
         where = GroupAddress(run_id=meeting.run_id, epoch=meeting.epoch, port=port)
         told_at = -POLL_S
@@ -124,7 +125,7 @@ class Assembly:
 
 
 class _Outcome(Generic[T]):
-    """What work on a thread came to. ``ended`` is set after result and error, which are then
+    """The outcome of work on a thread. ``ended`` is set after result and error, which are then
     final.
     """
 
@@ -143,18 +144,18 @@ class _Outcome(Generic[T]):
 
 
 def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: float) -> T:
-    """Call into a library that blocks and knows no abort, on a thread that an abort leaves behind;
-    returns what the library returned.
+    """Calls a blocking library function on a thread, and returns its result. An abort abandons the
+    thread.
 
-    A ``RuntimeError`` of the library means that a peer went away: the rest of the time is left to
-    the scheduler, which notices too and aborts.
+    A ``RuntimeError`` of the library means that a peer ended. The rest of the time is left to the
+    scheduler, which notices too and aborts.
 
     Raises:
         Interrupted: the work was aborted.
         LostMemberError: the deadline passed; ``str(what)`` was awaited.
     """
     outcome = _Outcome(work)
-    # A daemon: left behind, it ends when the library gives up, or with the process.
+    # A daemon: after an abort it ends when the library times out, or with the process.
     threading.Thread(target=outcome.run, name="worker-group", daemon=True).start()
     budget = WaitBudget(timeout_s)
     while True:

@@ -59,13 +59,13 @@ def from_frames(
 ) -> dict[str, torch.Tensor]:
     """Returns tensors of the headers' shapes and types, in host memory of their own.
 
-    They are copied because message buffers start anywhere, and matrix kernels promise equal bits
+    They are copied because message buffers start at any address. Matrix kernels give equal bits
     only for equally aligned operands; torch allocates at multiples of 64 bytes. NumPy copies on the
     calling thread alone: torch would start a second team of compute threads.
 
     Raises:
-        ProtocolError: a header has an unknown type or too many axes, or a buffer has not the bytes
-            that its header says.
+        ProtocolError: a header has an unknown type or too many axes, or the length of a buffer
+            differs from its header.
     """
     if len(headers) != len(buffers):
         raise ProtocolError(f"{len(buffers)} buffers for {len(headers)} tensors")
@@ -105,12 +105,10 @@ class Packing:
     """Named tensors in one flat buffer of bytes on their device, each at a multiple of 256."""
 
     def __init__(self, headers: Sequence[TensorHeader]) -> None:
-        """Lay tensors out; ``num_bytes`` is the size of the buffer.
+        """Lays tensors out in one buffer; ``num_bytes`` is its size.
 
         Raises:
-            ProtocolError: a header has an unknown type, too many axes or bytes, or a name that
-            comes
-                twice.
+            ProtocolError: a header has an unknown type, too many axes or bytes, or a repeated name.
         """
         self.headers = tuple(headers)
         if len({header.name for header in headers}) != len(headers):

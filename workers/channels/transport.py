@@ -1,10 +1,10 @@
 """Messages between workers, and from workers to optimizerds, over ZeroMQ.
 
-One PULL socket per worker lives as long as the process; a communication thread empties it into the
-:class:`~penstock.workers.channels.inbox.Inbox`, and what concerns process groups into
+One PULL socket per worker lives as long as the process. A communication thread moves its messages
+into the :class:`~penstock.workers.channels.inbox.Inbox`, and those about process groups into
 :class:`~penstock.workers.channels.inbox.Notices`. PUSH sockets, one per peer, are made at each
-Begin and closed at each Drain, unsent messages with them; who notices when a connection is lost in
-between is :mod:`.connections`. Bytes that are no message are dropped and counted.
+Begin; each Drain closes them and drops unsent messages. :mod:`.connections` notices a lost
+connection in between. Malformed messages are dropped and counted.
 """
 
 from __future__ import annotations
@@ -56,17 +56,19 @@ _SLACK_BYTES = 1 << 18
 
 _LOG_INTERVAL_S = 5.0
 _FOLLOW_MS = 1000
-"""So often an inbox on tcp looks whether its host has moved, when nothing comes."""
+"""Milliseconds between checks of an idle inbox on tcp for a new address of its host."""
 
 _REFUSED_S = 15.0
-"""A peer that refuses to talk for so long is not one that died and left its port to somebody."""
+"""A peer that rejects connections for longer is not one that died and left its port to another
+process.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 def bounds_of(largest_bytes: int, num_devices: int) -> Bounds:
-    """Returns what peers may bring before it has been taken, for messages of up to
-    ``largest_bytes``: what waits, the message under way, slack.
+    """Returns the limits of untaken bytes from peers, for messages of up to ``largest_bytes``:
+    waiting messages, the current message, slack.
     """
     messages_bytes = (_UNREAD_MESSAGES + 2) * largest_bytes
     total_bytes = max(2, num_devices) * messages_bytes + _SLACK_BYTES
@@ -90,12 +92,12 @@ class Transport:
         metrics: WorkerMetrics,
         access: SocketAccess = OPEN,
     ) -> None:
-        """Bind the inbox socket: ``ipc://NAME``, or ``tcp://HOST`` with a port that the system
-        chooses, there and wherever the host moves to. ``access``: who may connect on tcp, and what
-        is shown to peers there.
+        """Binds the inbox socket: ``ipc://NAME``, or ``tcp://HOST`` with a port that the system
+        chooses. On tcp the socket follows the host to new addresses. ``access``: the credentials of
+        peers on tcp, and for them.
 
         Raises:
-            OSError: the host's name means nothing.
+            OSError: the host's name is unknown.
             zmq.ZMQError: it cannot listen on ``bind_address``.
         """
         self.inbox = inbox
@@ -137,7 +139,7 @@ class Transport:
 
     @property
     def address(self) -> str:
-        """Where peers reach the inbox; another one when this machine's address has changed."""
+        """Address of the inbox for peers; changes with this machine's address."""
         return self._local_address if self._home is None else self._home.endpoint
 
     def connect(
@@ -147,8 +149,8 @@ class Transport:
         lost: Lost | None = None,
         silence_s: float = 10.0,
     ) -> None:
-        """Connect to the inboxes of ``peers`` (device -> address) and of optimizerds (node ->
-        address). ``lost`` is told of a connection that broke, or whose other end was silent for
+        """Connects to the inboxes of ``peers`` (device -> address) and of optimizerds (node ->
+        address). ``lost`` is called for a broken connection, or one with a peer that was silent for
         ``silence_s`` seconds.
         """
         self.disconnect()
@@ -164,14 +166,14 @@ class Transport:
             made.watch()
 
     def expect(self, largest_bytes: int, num_devices: int) -> None:
-        """Bear transfers of up to ``largest_bytes`` from now on, where the inbox listens on tcp."""
+        """Allows transfers of up to ``largest_bytes`` from now on, if the inbox listens on tcp."""
         if self._limiter is not None:
             self._limiter.bounds = bounds_of(largest_bytes, num_devices)
 
     def disconnect(self) -> None:
-        """Close the connections; what was not sent yet is dropped."""
+        """Closes the connections; unsent messages are dropped."""
         with self._lock:
-            # What is unsent belongs to an epoch that is over: no lingering.
+            # Unsent messages belong to a finished epoch: no lingering.
             if self._connections is not None:
                 self._connections.close()
             self._connections = None
@@ -180,14 +182,14 @@ class Transport:
     def send(
         self, peer: int, header: Transfer, tensors: NamedTensors, abort: Abort, timeout_s: float
     ) -> None:
-        """Queue host tensors of any shape for a peer; ``header.tensors`` is filled in here.
+        """Queues host tensors of any shape for a peer; this method fills in ``header.tensors``.
 
-        The tensors must not be written any more: they are sent from where they are.
+        The caller must not write the tensors any more: they are sent without a copy.
 
         Raises:
             Interrupted: the work was aborted.
             LostMemberError: the peer's queue stayed full for ``timeout_s`` seconds.
-            ProtocolError: a type that cannot travel, or a peer that nobody connected.
+            ProtocolError: a type that cannot be sent, or a peer without a connection.
         """
         headers, buffers = to_frames(tensors)
         full = Transfer(
@@ -207,7 +209,7 @@ class Transport:
     def notify(
         self, node: int, message: GradientReady | BlockUpdated, abort: Abort, timeout_s: float
     ) -> None:
-        """Tell the optimizerd of a node that gradients are complete, or weights.
+        """Notifies the optimizerd of a node of complete gradients or weights.
 
         Raises:
             Interrupted: the work was aborted.
@@ -219,7 +221,7 @@ class Transport:
     def tell(
         self, peer: int, notice: GroupAddress | TransferShape, abort: Abort, timeout_s: float
     ) -> None:
-        """Tells a peer what it needs to know of the epoch's process group.
+        """Sends a peer a notice about the epoch's process group.
 
         Raises:
             Interrupted: the work was aborted.
@@ -229,7 +231,7 @@ class Transport:
         self._queue(self._peers, peer, [encode(notice)], what, abort, timeout_s)
 
     def close(self) -> None:
-        """Close all sockets and end the communication thread."""
+        """Closes all sockets and ends the communication thread."""
         self.disconnect()
         for watch in (self._limiter, self._peer_filter):
             if watch is not None:

@@ -1,4 +1,4 @@
-"""What each instruction does on a device: the table that the interpreter works from."""
+"""Handlers of instructions on a device: the table that the interpreter uses."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def _backward(instruction: Backward | BackwardInput, attempt: Attempt) -> StageO
     _bind_anew(attempt, stage)
     attempt.stages.begin_backward(stage)
     output = attempt.take_graph(stage, m)
-    found = attempt.context.runtime.backward(output, gradients)
+    input_gradients = attempt.context.runtime.backward(output, gradients)
     for kind, of_stage in attempt.left(instruction).values():
-        attempt.keep(kind, of_stage, m, found)
+        attempt.keep(kind, of_stage, m, input_gradients)
     return output
 
 
@@ -93,8 +93,8 @@ def _make_again(instruction: Recompute, attempt: Attempt) -> None:
 
 
 def _keep_graph(attempt: Attempt, stage: int, micro_batch: int, output: StageOutput) -> None:
-    """Keeps a graph. It starts at its output but does not need the values, which may be sent by
-    now: their storage is let go of.
+    """Keeps a graph. It starts at its output but does not need the output's values, which may be
+    sent by now: their storage is released.
     """
     for tensor in output.tensors.values():
         release_values(tensor)
@@ -123,22 +123,22 @@ def _forward_for_checkpoints(instruction: Forward, attempt: Attempt) -> None:
     """Runs a FORWARD with ``keep=input``, which leaves the inputs of the backward stages that start
     inside this stage.
 
-    Where nobody needs the output (that of the last forward stage, whose loss RECOMPUTE counts), it
-    stops where the last checkpoint is.
+    The last forward stage has no reader of its output, because RECOMPUTE counts its loss. It stops
+    at the last checkpoint.
     """
     stage, m = instruction.stage, instruction.micro_batch
     blocks = attempt.context.routing.layout.forward[stage].blocks
     left = attempt.left(instruction)
     stop = max(left, default=blocks.start)
     tensors = attempt.inputs(instruction)
-    found: dict[int, Mapping[str, torch.Tensor]] = {blocks.start: tensors}
+    checkpoints: dict[int, Mapping[str, torch.Tensor]] = {blocks.start: tensors}
     if stop > blocks.start:
         bound = attempt.stages.bound(StageKey(stage, Phase.FORWARD), grads=False)
         inner = [start for start in left if blocks.start < start < stop]
         output = _run(attempt, bound[: stop - blocks.start], tensors, m, checkpoints_at=inner)
-        found |= {**output.checkpoints, stop: output.tensors}
+        checkpoints |= {**output.checkpoints, stop: output.tensors}
     for block, (kind, of_stage) in left.items():
-        attempt.keep(kind, of_stage, m, found[block])
+        attempt.keep(kind, of_stage, m, checkpoints[block])
 
 
 def _forward_only(instruction: Forward, attempt: Attempt) -> None:

@@ -1,7 +1,8 @@
-"""Handlers of what comes to a device, leaves it, or changes model state: FETCH_WEIGHTS and
-RELEASE_WEIGHTS; SWAP_OUT and SWAP_IN; REDUCE_GRADIENTS and OFFLOAD_GRADIENTS, of which
-:mod:`penstock.protocol.plan.reduction` says who sums; and UPDATE, which makes a block's next
-weights on this device instead of on its node's CPU cores.
+"""Handlers of transfers between host and device, and of model state.
+
+They are FETCH_WEIGHTS and RELEASE_WEIGHTS; SWAP_OUT and SWAP_IN; REDUCE_GRADIENTS and
+OFFLOAD_GRADIENTS, with sums by :mod:`penstock.protocol.plan.reduction`; and UPDATE. UPDATE makes a
+block's next weights on this device instead of on its node's CPU cores.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from penstock.workers.state.weights import StageKey
 def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
     """Starts to fetch a stage's weights; their first use waits.
 
-    With ``shards_weights`` this is a model of devices that each fetch a share and gather the rest
-    from each other. Here nothing is gathered: CPUs read weights where they lie in shared memory
-    (those of other nodes come from their memoryd), and each GPU copies them from there in full.
+    ``shards_weights`` models devices that each fetch a share and gather the rest from each other.
+    This handler gathers nothing. CPUs read weights in place in shared memory (memoryds of other
+    nodes send theirs); each GPU copies all weights from there.
     """
     attempt.stages.fetch(StageKey(instruction.stage, instruction.phase))
 
@@ -55,14 +56,16 @@ def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
 def _count_swap(
     attempt: Attempt, instruction: SwapOut | SwapIn, direction: str, moved: int, start: Stamp
 ) -> None:
-    """Bytes, and how long they took to be issued: their streams run beside the computation."""
+    """Counts bytes, and the seconds of their issue: their streams run concurrently to the
+    computation.
+    """
     if instruction.peer is None:
         copied = Copied(moved, start, attempt.context.device.stamp())
         attempt.timeline.copied(direction, "swaps", copied)
 
 
 def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
-    """Sends the sums of a backward stage to its root, which only notes here what will come."""
+    """Sends the sums of a backward stage to its root; the root itself only posts the receives."""
     reduction, stage = attempt.context.routing.reduction, instruction.stage
     if reduction.publishes(stage):
         for sender in reduction.senders(stage):
@@ -75,8 +78,8 @@ def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
 
 
 def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
-    """Publishes the sums of a backward stage: its own, plus in the order of routes what others
-    send, so that they have the same bits each time. Nothing where the sums were sent.
+    """Publishes the sums of a backward stage. Sums of other pipeline replicas are added in their
+    fixed order, so that the bits are equal each time. Does nothing if the sums were sent to a root.
     """
     reduction, stage = attempt.context.routing.reduction, instruction.stage
     if reduction.publishes(stage):

@@ -1,6 +1,6 @@
-"""Meters for platforms whose memory nobody counts for them: none, or one that watches storages.
+"""Meters for platforms without memory statistics: none, or one that watches storages.
 
-Others have statistics or an account of their own, in :mod:`penstock.workers.platforms`.
+Other platforms have statistics or an account of their own, in :mod:`penstock.workers.platforms`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.workers.telemetry.usage import MemoryPeak, Usage, Use
 
 
 def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
-    """What an attempt holds apart from the graphs of its forwards."""
+    """Yields the tensors that an attempt holds apart from the graphs of its forwards."""
     held = attempt.held_tensors
     yield from ((Use.WEIGHTS, tensor) for tensor in attempt.context.weights.tensors)
     yield from ((Use.GRADIENTS, tensor) for tensor in attempt.gradients.sums)
@@ -29,7 +29,7 @@ def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
     for batch in attempt.job.batches[:1]:
         called_with = attempt.context.runtime.called_with(batch)
         yield from ((Use.CONSTANTS, tensor) for tensor in called_with)
-    # What came before its receive was posted waits in host memory, as before any device.
+    # Tensors that came before their receive was posted wait in host memory, as for any device.
     job = attempt.job
     arrived = [
         tensors
@@ -42,16 +42,16 @@ def named_tensors(attempt: Attempt) -> Iterator[tuple[Use, torch.Tensor]]:
 
 
 def usage_of_named(attempt: Attempt, device: torch.device) -> dict[Use, float]:
-    """Returns the bytes on a device of what an attempt knows by name, by use."""
-    found: defaultdict[Use, float] = defaultdict(float)
+    """Returns the bytes on a device of the attempt's named tensors, by use."""
+    by_use: defaultdict[Use, float] = defaultdict(float)
     for use, tensor in named_tensors(attempt):
         if tensor.device.type == device.type:
-            found[use] += tensor.nbytes
-    return dict(found)
+            by_use[use] += tensor.nbytes
+    return dict(by_use)
 
 
 _OUTLIVE = frozenset({Use.WEIGHTS, Use.GRADIENTS, Use.CONSTANTS})
-"""Whoever holds these holds them on, though the attempt does not."""
+"""Uses of tensors that live on after the attempt releases them."""
 
 
 class NoMeter:
@@ -61,26 +61,26 @@ class NoMeter:
     peak: MemoryPeak | None = None
 
     def attempt(self) -> AbstractContextManager[None]:
-        """Nothing to do."""
+        """Measures nothing."""
         return nullcontext()
 
     def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def usage(self, attempt: Attempt) -> Usage:
-        """What the attempt knows of; not what graphs keep."""
+        """Returns the bytes of named tensors, without those of graphs."""
         return Usage(usage_of_named(attempt, attempt.context.device.torch_device))
 
 
 class StorageMeter:
     """Counts storages on the CPU: :mod:`penstock.models.profiling.storages`.
 
-    Weights and gradient sums count wherever they lie, as a plan counts them, though in fp32 they
-    are in shared memory and nothing is copied; weights from their fetching on, though a CPU widens
-    them when they are used first.
+    Weights and gradient sums count in any memory, as a plan counts them, though in fp32 they are in
+    shared memory and never copied. Weights count from their fetch on, though a CPU widens them at
+    their first use.
     """
 
     limit_bytes: float | None = None
@@ -92,7 +92,7 @@ class StorageMeter:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Operators of this thread are watched."""
+        """Watches the operators of this thread."""
         self.peak, self._ledger, self._named = None, StorageLedger(), {}
         try:
             with StorageMode(self._ledger, Use.ACTIVATIONS):
@@ -101,7 +101,7 @@ class StorageMeter:
             self._named.clear()  # shared memory could not be unmapped
 
     def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Count tensors that another thread made: a graph may have them before the instruction
+        """Counts tensors that another thread made: a graph may have them before the instruction
         ends.
         """
         for tensor in tensors.values():
@@ -111,7 +111,7 @@ class StorageMeter:
                 self._named[key_of(storage)] = Use.TRANSFERS, None
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
-        """Take in what operators do not show, and see what the instruction needed at most."""
+        """Adds storages that operators do not show, and updates the peak of the instruction."""
         ledger, named = self._ledger, dict(_storages(attempt))
         for use, storage in named.values():
             ledger.adopt(storage, use)
@@ -121,7 +121,7 @@ class StorageMeter:
                 ledger.release(given_back)  # a pool, or the module's parameters, may refer to it
             else:
                 ledger.count_for(key, Use.ACTIVATIONS)  # a graph may have saved it
-        # Tensors are not kept alive by being counted; weights and sums are given back by name.
+        # Counted tensors are not kept alive; weights and sums are released by name.
         self._named = {
             key: (use, storage if use in _OUTLIVE else None)
             for key, (use, storage) in named.items()
@@ -137,16 +137,16 @@ class StorageMeter:
         ledger.restart()
 
     def usage(self, attempt: Attempt) -> Usage:
-        """What lives now."""
+        """Returns the uses of live storages."""
         return _with_coming(self._ledger.by_use, attempt)
 
 
 def _with_coming(by_use: Mapping[str, float], attempt: Attempt) -> Usage:
-    """With weights that were fetched and not touched."""
+    """Adds weights that were fetched and not used yet."""
     context = attempt.context
-    found = {Use(use): float(num_bytes) for use, num_bytes in by_use.items()}
+    uses = {Use(use): float(num_bytes) for use, num_bytes in by_use.items()}
     coming = context.weights.coming_elements * context.device.compute_dtype.itemsize
-    return Usage({**found, Use.WEIGHTS: found.get(Use.WEIGHTS, 0.0) + coming})
+    return Usage({**uses, Use.WEIGHTS: uses.get(Use.WEIGHTS, 0.0) + coming})
 
 
 def _storages(attempt: Attempt) -> Iterator[tuple[int, tuple[Use, torch.UntypedStorage]]]:

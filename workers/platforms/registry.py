@@ -1,4 +1,4 @@
-"""What each platform of :mod:`penstock.config.platforms` runs in a worker, by name."""
+"""Workers' implementations of the platforms of :mod:`penstock.config.platforms`, by name."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class WorkerPlatform(Protocol):
 
     @property
     def device(self) -> Device:
-        """What holds weights and moves tensors."""
+        """The device: holds weights and moves tensors."""
 
     @property
     def meter(self) -> Meter[Attempt]:
-        """What measures the device's memory."""
+        """The meter of the device's memory."""
 
     @property
     def handlers(self) -> Mapping[Opcode, Handler]:
-        """What each instruction does."""
+        """The handler of each instruction."""
 
     @property
     def reads(self) -> NodeReads | None:
-        """The time that reads from other nodes are given; ``None``: as long as they take."""
+        """The modelled time of reads from other nodes; ``None``: reads take their real time."""
 
     @property
     def peak_flops(self) -> float | None:
-        """Of the device, per second of the clock, where that is known."""
+        """Operations per second of the device's clock, if known."""
 
     def set_up_process(self) -> None:
-        """Set what holds for the whole process, before anything is computed."""
+        """Applies the settings of the whole process, before any computation."""
 
     def runtime(self) -> Runtime:
-        """Make what computes blocks; called once.
+        """Makes the runtime that computes blocks; called once.
 
         Raises:
             ConfigError: the model is impossible.
         """
 
     def previewer(self, memory: NodeMemory, plan: Plan) -> Previewer:
-        """Make what carries out the UPDATEs of the device's program."""
+        """Makes the previewer for UPDATEs of the device's program."""
 
 
 IMPLEMENTATIONS: Mapping[str, Callable[[WorkerSite], WorkerPlatform]] = MappingProxyType(

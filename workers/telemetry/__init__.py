@@ -1,1 +1,1 @@
-"""What a worker tells of itself: metrics, memory, progress, times, traces."""
+"""A worker's observability: metrics, memory, progress, times, traces."""

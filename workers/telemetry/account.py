@@ -1,9 +1,9 @@
-"""Where a device's time goes: every second since the worker was ready is in one of these sums.
+"""An account of a device's time: every second since the worker was ready is in one of these sums.
 
-Seconds are those of ``time.perf_counter``. In an attempt, instructions say when they computed, once
-that is known; what lies between is divided among what was waited for meanwhile, and what nobody
-waited for is the host's overhead. Between attempts the worker says what it waits for. So busy and
-idle seconds add up to the time that passed, on any device.
+Seconds are those of ``time.perf_counter``. In an attempt, instructions report their compute times,
+once those are known. Time in between is divided among the waits in it; the rest is the host's
+overhead. Between attempts the worker names its current wait. So busy and idle seconds add up to the
+elapsed time, on any device.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from penstock.host import world
 from penstock.protocol.metrics.worker import BUSY
 
 SHOWN_AFTER_S = 1.0
-"""What is under way counts for those who look once it has lasted so long: a wait that does not end
-is seen while it lasts.
+"""Seconds after which a current activity appears in :meth:`TimeAccount.seconds`, so that an endless
+wait is visible.
 """
 
 
 class IdleCause(StrEnum):
-    """What a device waits for. ``WEIGHTS``, ``ACTIVATIONS`` and ``GRADIENTS`` on their way;
-    ``OPTIMIZER`` to settle, or to decide; ``PEERS`` that still compute; ``DATA`` to be read;
-    ``SCHEDULER`` to say what comes next; ``RECOVERY`` from one epoch to the next; ``OVERHEAD`` of
-    the host between instructions.
+    """The causes of a device's idle time.
+
+    ``WEIGHTS``, ``ACTIVATIONS`` and ``GRADIENTS`` on their way; ``OPTIMIZER`` to settle, or to
+    decide; ``PEERS`` that still compute; ``DATA`` to be read; ``SCHEDULER`` for its next message;
+    ``RECOVERY`` from one epoch to the next; ``OVERHEAD`` of the host between instructions.
     """
 
     WEIGHTS = "weights"
@@ -39,11 +40,11 @@ class IdleCause(StrEnum):
 
 
 Running = tuple[str, float]
-"""What a device does or waits for, a key of the sums, and since when."""
+"""The current computation or wait, a key of the sums, and its start."""
 
 
 class TimeAccount:
-    """The sums. The interpreter's thread writes; any thread may look with :meth:`seconds`."""
+    """The sums. The interpreter's thread writes; any thread may read with :meth:`seconds`."""
 
     def __init__(self, clock: Callable[[], float] = world.perf_counter) -> None:
         self._clock = clock
@@ -53,8 +54,8 @@ class TimeAccount:
         self._waits: dict[IdleCause, float] = {}
 
     def turn(self, cause: IdleCause) -> None:
-        """From now on the device waits for ``cause``, as long as nothing else is said. What comes
-        before the first wait for the scheduler does not count: the worker starts.
+        """Sets the cause of later idle time, until another call. Time before the first wait for the
+        scheduler does not count: the worker starts.
         """
         if self._until_s is None and cause is IdleCause.SCHEDULER:
             self._until_s = self._clock()
@@ -62,13 +63,13 @@ class TimeAccount:
         self._cause = cause
 
     def waited(self, cause: IdleCause, seconds: float) -> None:
-        """Of the time that is not accounted for yet, so much was a wait for ``cause``."""
+        """Assigns seconds of the unaccounted time to a wait for ``cause``."""
         self._waits[cause] = self._waits.get(cause, 0.0) + max(0.0, seconds)
 
     def computed(
         self, what: str, start_s: float, end_s: float, awaited: IdleCause | None = None
     ) -> None:
-        """The device computed. What of the time before it is not explained otherwise was a wait for
+        """Adds a computation. The rest of the unaccounted time before it was a wait for
         ``awaited``.
         """
         if self._until_s is None:
@@ -78,8 +79,9 @@ class TimeAccount:
         self._until_s = max(self._until_s, end_s)
 
     def decided(self, peers_s: float, optimizer_s: float) -> None:
-        """The scheduler has decided about an attempt: after this worker's end others computed for
-        ``peers_s``, then the optimizer took ``optimizer_s``; then the journal was written.
+        """Assigns the time after this worker's end of an attempt, now decided. Other workers
+        computed for ``peers_s``, then the optimizer took ``optimizer_s``; then the journal was
+        written.
         """
         if self._cause is not IdleCause.PEERS or self._until_s is None:
             return
@@ -104,12 +106,14 @@ class TimeAccount:
         return sums
 
     def _wait_until(self, end_s: float, otherwise: IdleCause) -> None:
-        """All until ``end_s`` was waiting: for what was said, the rest for ``otherwise``."""
+        """Assigns all time until ``end_s`` to waits: first the recorded ones, the rest to
+        ``otherwise``.
+        """
         waits, self._waits = self._waits, {}
         if self._until_s is None or end_s <= self._until_s:
             return
         left_s, waited_s = end_s - self._until_s, sum(waits.values())
-        # On devices that run on while the host waits, it may have waited longer than they.
+        # On devices that run on while the host waits, the host may have waited longer than they.
         share = min(1.0, left_s / waited_s) if waited_s else 0.0
         for cause, seconds in waits.items():
             self._sums[cause] += seconds * share

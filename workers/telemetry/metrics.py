@@ -1,4 +1,4 @@
-"""What a worker counts; names and meanings are in :mod:`penstock.protocol.metrics.worker`.
+"""A worker's metrics; names and meanings are in :mod:`penstock.protocol.metrics.worker`.
 
 Instructions are counted in plain numbers while they run and added here once an attempt, so that
 metrics cost nothing per instruction.
@@ -31,7 +31,7 @@ class WorkerMetrics:
         self._page.refreshed_by(self._account_for)
 
     def add_transfers(self, transfers: Mapping[tuple[str, str], Transferred]) -> None:
-        """Add one attempt's copies, and the time of its messages."""
+        """Adds one attempt's copies, and the time of its messages."""
         for (direction, kind), sums in transfers.items():
             self._page.add("penstock_transfer_bytes", sums.num_bytes, direction, kind)
             self._page.add("penstock_transfer_seconds", sums.seconds, direction, kind)
@@ -42,14 +42,14 @@ class WorkerMetrics:
         self._page.add("penstock_device_recomputed_flops", recomputed)
 
     def describe_device(self, peak_flops: float | None, limit_bytes: float | None) -> None:
-        """What the device can do and hold, where that is known."""
+        """Sets the device's speed and memory, as far as they are known."""
         if peak_flops is not None:
             self._page.set("penstock_device_peak_flops_per_second", peak_flops)
         if limit_bytes is not None:
             self._page.set("penstock_device_memory_limit_bytes", limit_bytes)
 
     def fetched(self, way: str, num_bytes: int, seconds: float) -> None:
-        """An array of another node has come, by ``zmq`` or ``nixl``."""
+        """Adds an array of another node that has come, by ``zmq`` or ``nixl``."""
         self._page.add("penstock_fetch_bytes", num_bytes, way)
         self._page.add("penstock_fetch_seconds", seconds, way)
         self._page.add("penstock_fetches", 1, way)
@@ -60,24 +60,26 @@ class WorkerMetrics:
             self._page.add("penstock_instructions", count, opcode.name.lower())
 
     def set_memory(self, held_bytes: float, peak_bytes: float) -> None:
-        """Device memory at the end of an attempt, and the most in it."""
+        """Sets device memory at the end of an attempt, and its peak."""
         self._page.set("penstock_device_memory_bytes", held_bytes)
         self._page.set("penstock_device_memory_peak_bytes", peak_bytes)
 
     def add_outcome(self, outcome: str) -> None:
-        """How an attempt ended: ``done``, ``aborted`` or ``failed``."""
+        """Counts an attempt by its end: ``done``, ``aborted`` or ``failed``."""
         self._page.add("penstock_worker_attempts", 1, outcome)
 
     def transferred(self, direction: str, kind: str, num_bytes: int) -> None:
-        """One message (``direction``: ``send`` or ``receive``)."""
+        """Adds one message (``direction``: ``send`` or ``receive``)."""
         self._page.add("penstock_transfer_bytes", num_bytes, direction, KINDS_OF_TRANSFERS[kind])
 
     def dropped(self, reason: str) -> None:
-        """One message that was not used."""
+        """Counts one message that was not used."""
         self._page.add("penstock_dropped_messages", 1, reason)
 
     def _account_for(self) -> None:
-        """What is shown never goes back: a wait under way may turn out to have been another."""
+        """Publishes the account. Shown values never decrease: a current wait may later count for
+        another cause.
+        """
         for what, seconds in self.account.seconds(self._progress.running()).items():
             more = seconds - self._shown[what]
             if more > 0:
@@ -94,4 +96,4 @@ KINDS_OF_TRANSFERS = {
     "reduction": "gradients",
     "entry": "weights",
 }
-"""Of messages, and what they are counted as; entries say that a device joins a collective."""
+"""Kinds of bytes by kind of message; entries announce that a device joins a collective."""

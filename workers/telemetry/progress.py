@@ -1,4 +1,6 @@
-"""What a worker's interpreter is at, for its heartbeats: a hang is seen, and named, by others."""
+"""The current activity of a worker's interpreter, for its heartbeats: other processes detect and
+name a hang.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,20 @@ class Progress:
         self._since_s = 0.0
 
     def begin(self, what: object, phase: str, number: int) -> None:
-        """An instruction (or whatever ``str(what)`` names) of attempt or evaluation batch
-        ``number`` begins.
+        """Begins an instruction (or another activity that ``str(what)`` names) of attempt or
+        evaluation batch ``number``.
         """
         self._since_s = world.perf_counter()
         self._under_way = what, phase, number
         self._count += 1
 
     def rest(self) -> None:
-        """Nothing is under way."""
+        """Ends the current activity."""
         self._under_way = None
 
     @contextmanager
     def awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
-        """The instruction waits for what another member makes; ``str(what)`` names it."""
+        """Marks the instruction as waiting for another member's work; ``str(what)`` names it."""
         self._awaited = what, cause, world.perf_counter()
         try:
             yield
@@ -48,7 +50,7 @@ class Progress:
             self._awaited = None
 
     def doing(self) -> Doing:
-        """For a heartbeat."""
+        """Returns the activity for a heartbeat."""
         under_way, awaited, count = self._under_way, self._awaited, self._count
         if under_way is None:
             return Doing(progress=count)

@@ -1,8 +1,8 @@
-"""When an attempt's instructions ran, and what they waited for.
+"""The times of an attempt's instructions, and of their waits.
 
-While they are issued, stamps of the device are taken (:mod:`penstock.workers.device`): on a
-GPU they are points on its streams, whose moments nobody knows yet. Once the attempt is over they
-are turned into seconds of the host's clock, for metrics and for the trace.
+Stamps of the device are taken at the issue of each instruction (:mod:`penstock.workers.device`). On
+a GPU they are points on its streams with times that are still unknown. After the attempt they
+become seconds of the host's clock, for metrics and for the trace.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Transferred:
 
 @dataclass(slots=True)
 class Tally:
-    """What an attempt's instructions took, in seconds. ``busy_s``: computing, without waits;
-    ``computed_at``: when the last compute instruction ended, by ``time.perf_counter`` (0: there was
-    none); ``transfers`` by direction and kind, as metrics name them.
+    """The times of an attempt's instructions, in seconds.
+
+    ``busy_s``: computing, without waits; ``computed_at``: the end of the last compute instruction,
+    by ``time.perf_counter`` (0: none); ``transfers`` by direction and kind, as metrics name them.
     """
 
     counts: Counter[Opcode] = field(default_factory=Counter)
@@ -46,7 +47,7 @@ class Tally:
     def transferred(
         self, direction: str, kind: str, *, num_bytes: float = 0.0, seconds: float
     ) -> None:
-        """Add to ``transfers``."""
+        """Adds to ``transfers``."""
         sums = self.transfers.setdefault((direction, kind), Transferred())
         sums.num_bytes += num_bytes
         sums.seconds += max(0.0, seconds)
@@ -54,8 +55,8 @@ class Tally:
 
 @dataclass(slots=True)
 class _Issued:
-    """An instruction's stamps: begun, each time that it had what it waited for, computing from
-    ``ready`` to ``end``. ``awaited``: what it waited for, where the device knows by itself.
+    """An instruction's stamps: its begin, the end of each wait, and its computation from ``ready``
+    to ``end``. ``awaited``: the cause of its last wait, if the device itself knows it.
     """
 
     instruction: Instruction
@@ -93,27 +94,27 @@ class Timeline:
         device.start_clock()
 
     def begin(self) -> None:
-        """An instruction is issued."""
+        """Begins the issue of an instruction."""
         self._start = self._device.stamp()
         self._waits = []
         self._ran = None
 
     def inputs_are_here(self, cause: IdleCause) -> None:
-        """The instruction under way has what it waited for; it may wait for more."""
+        """Ends a wait of the current instruction; it may wait for more."""
         self._waits.append((cause, self._device.stamp()))
 
     def waited_in_vain(self, cause: IdleCause, seconds: float) -> None:
-        """The instruction under way ends in a wait that was broken off."""
+        """Records a wait of the current instruction that was aborted."""
         self._in_vain.append((cause, seconds))
 
     def ran(self, ready: Stamp, end: Stamp, awaited: IdleCause | None) -> None:
-        """For a device that knows by itself when the instruction under way computed, and what it
-        waited for last, if it had to.
+        """Records the computation of the current instruction, for a device that knows its own
+        times. ``awaited``: the cause of its last wait, if any.
         """
         self._ran = ready, end, awaited
 
     def end(self, instruction: Instruction, tally: Tally) -> None:
-        """All of the instruction is issued."""
+        """Ends the issue of an instruction."""
         start, waits = self._start, self._waits
         if self._ran is not None:
             ready, end, awaited = self._ran
@@ -133,17 +134,19 @@ class Timeline:
             self._settle(self._take(done), tally)
 
     def loaded(self, lane: TraceLane, text: str, start: Stamp, end: Stamp) -> None:
-        """Something was brought to the device; from any thread."""
+        """Records a load to the device; from any thread."""
         with self._lock:
             self._loads.append((lane, text, start, end))
 
     def copied(self, direction: str, kind: str, copied: Copied) -> None:
-        """Something was copied to the device (``h2d``) or from it; from any thread."""
+        """Records a copy to the device (``h2d``) or from it; from any thread."""
         with self._lock:
             self._copies.append((direction, kind, copied))
 
     def resolve(self, tally: Tally) -> None:
-        """Add all to ``tally``, the account and the trace; waits until the device has done it."""
+        """Adds all times to ``tally``, the account and the trace; waits until the device has
+        finished.
+        """
         self._settle(self._take(len(self._issued)), tally)
         for cause, seconds in self._in_vain:
             self._account.waited(cause, seconds)
@@ -152,7 +155,7 @@ class Timeline:
             loads, self._loads = self._loads, []
             copies, self._copies = self._copies, []
         stamps = [stamp for _, _, *two in loads for stamp in two]
-        # In one call with them: a copy has the stamps of its load.
+        # In the same call: a copy has the stamps of its load.
         stamps += [stamp for _, _, each in copies for stamp in (each.start, each.end)]
         moments = iter(self._device.seconds(stamps))
         for lane, text, *_ in loads:

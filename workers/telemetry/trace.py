@@ -1,8 +1,7 @@
-"""What a worker did when: its instructions, the last of them for errors, and those of attempts that
-are traced.
+"""A worker's events: its latest instructions for errors, and all those of traced attempts.
 
-Readings of ``time.perf_counter`` throughout. The file form, and which attempts are traced, is in
-:mod:`penstock.protocol.run.trace`.
+Times are readings of ``time.perf_counter``. :mod:`penstock.protocol.run.trace` has the file format,
+and the choice of traced attempts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class TraceRing:
         return self._log.keeps(attempt, phase)
 
     def remember(self, instruction: Instruction) -> None:
-        """An instruction was issued, for errors that come soon."""
+        """Keeps an issued instruction, for an error that follows soon."""
         self._recent.append(instruction)
 
     def executed(
@@ -42,7 +41,7 @@ class TraceRing:
         end_s: float,
         waited_s: float,
     ) -> None:
-        """An instruction ran; the first ``waited_s`` seconds of it went by waiting for input."""
+        """Records an instruction; the first ``waited_s`` seconds of it were a wait for input."""
         # A plan's instructions come again in every attempt. Their hash costs more than their text;
         # an id that was used before belongs to another object.
         known = self._named.get(id(instruction))
@@ -52,16 +51,16 @@ class TraceRing:
         self._log.record(known[1], known[2], phase, attempt, start_s, end_s, waited_s)
 
     def last(self, count: int) -> tuple[Instruction, ...]:
-        """The newest ``count`` instructions, oldest first; :data:`REMEMBERED` at most."""
+        """Returns the newest ``count`` instructions, oldest first; :data:`REMEMBERED` at most."""
         return tuple(self._recent)[-count:]
 
     def record(
         self, lane: TraceLane, text: str, phase: str, attempt: int, start_s: float, end_s: float
     ) -> None:
-        """Anything else that happened; from any thread."""
+        """Records any other event; from any thread."""
         if self._log.keeps(attempt, phase):
             self._log.record(lane, text, phase, attempt, start_s, end_s)
 
     def flush(self) -> None:
-        """Write all events since the last time, if there are any."""
+        """Writes all events since the last call, if there are any."""
         self._log.flush()

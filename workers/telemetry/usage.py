@@ -1,5 +1,5 @@
-"""What a device's memory is used for, how it is asked for that, and what to say when there is no
-more.
+"""The uses of a device's memory, the interface that measures them, and the error when memory is
+exhausted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 <
 
 
 class Use(StrEnum):
-    """What bytes are for. ``ACTIVATIONS``: what forwards keep for their backwards, and what
-    computing needs while it runs, where the two cannot be told apart. ``TRANSFERS``: tensors that
-    came, are expected, or wait for whoever takes them.
+    """The uses of bytes.
+
+    ``ACTIVATIONS``: tensors kept by forwards for their backwards, and workspace of computations
+    where the two are indistinguishable. ``TRANSFERS``: tensors that arrived, are expected, or wait
+    to be taken.
     """
 
     WEIGHTS = "weights"
@@ -55,8 +57,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """The most that a device held in an attempt; ``during`` and ``at_s`` (``time.perf_counter``)
-    only where whoever measures sees single instructions.
+    """The peak memory of a device in an attempt. ``during`` and ``at_s`` (``time.perf_counter``)
+    are set only if single instructions are measured.
     """
 
     num_bytes: float
@@ -74,28 +76,30 @@ class Meter(Protocol[AttemptT]):
     """
 
     def attempt(self) -> AbstractContextManager[None]:
-        """An attempt runs inside."""
+        """Measures the attempt that runs inside."""
 
     def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Tensors of any shape were taken from the channel, and are the attempt's from now on."""
+        """Counts tensors of any shape that were taken from the channel, and now belong to the
+        attempt.
+        """
 
     def executed(self, instruction: Instruction, attempt: AttemptT) -> None:
-        """An instruction has run.
+        """Counts an instruction that has run.
 
         Raises:
-            DeviceMemoryError: it took more than there is.
+            DeviceMemoryError: it took more memory than the device has.
         """
 
     def usage(self, attempt: AttemptT) -> Usage:
-        """Returns what is in use now, as far as it can be known."""
+        """Returns the current uses, as far as they are known."""
 
     @property
     def limit_bytes(self) -> float | None:
-        """What there is, where that is known."""
+        """Bytes that the device has, if known."""
 
     @property
     def peak(self) -> MemoryPeak | None:
-        """Of the latest attempt, if it was measured."""
+        """The peak of the latest attempt, if it was measured."""
 
 
 class DeviceMemoryError(CapacityError):
@@ -109,11 +113,11 @@ class DeviceMemoryError(CapacityError):
         wanted_bytes: float | None,
         limit_bytes: float | None,
     ) -> None:
-        """``wanted_bytes``: what could not be had beyond ``usage``, where that is known."""
-        wanted = f": {format_bytes(wanted_bytes)} more are needed" if wanted_bytes else ""
+        """Makes the error. ``wanted_bytes``: the refused bytes beyond ``usage``, if known."""
+        shortage = f": {format_bytes(wanted_bytes)} more are needed" if wanted_bytes else ""
         limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
         super().__init__(
-            f"device out of memory{wanted}; in use are {format_bytes(usage.total_bytes)}{limit}"
+            f"device out of memory{shortage}; in use are {format_bytes(usage.total_bytes)}{limit}"
             f" ({usage}); what would help: {_help(program)}"
         )
 
@@ -127,8 +131,8 @@ def _help(program: Program) -> str:
 
 
 def refused_bytes(error: Exception) -> float | None:
-    """How many bytes an allocator of torch or Python could not give; 0 if it does not say, ``None``
-    if the error is another.
+    """Returns the bytes that an allocator of torch or Python refused. 0: the error does not name
+    them. ``None``: the error is of another kind.
     """
     text = str(error)
     refused = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
@@ -136,5 +140,5 @@ def refused_bytes(error: Exception) -> float | None:
     )
     if not refused:
         return None
-    found = _WANTED.search(text)
-    return float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    match = _WANTED.search(text)
+    return float(match[1]) * _UNITS[match[2].lower()] if match else 0.0

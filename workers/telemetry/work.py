@@ -1,8 +1,8 @@
-"""How much a device computes in an attempt: floating-point operations, by the plan.
+"""The work of a device in an attempt: floating-point operations, by the plan.
 
-A block table says what a forward of a block takes per token. A backward takes twice that, half for
-the gradients of inputs, half for those of weights. What a forward leaves out, because its stage is
-computed again anyway, is counted where it is computed first.
+A block table has the operations of a block's forward per token. A backward takes twice as many,
+half for the gradients of inputs, half for those of weights. Work that a forward leaves out, because
+its stage is computed again anyway, counts where it is computed first.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def flops_of(program: Program, layout: StageLayout, table: BlockTable) -> Flops:
         for i in program
         if isinstance(i, Forward) and i.keep is Keep.SELECTIVE
     }
-    found = Flops()
+    flops = Flops()
     for instruction in program:
         if isinstance(instruction, Recompute):
             if (instruction.stage, instruction.micro_batch) in selective:
                 continue
-        found += _flops(instruction, layout, table)
-    return found
+        flops += _flops(instruction, layout, table)
+    return flops
 
 
 def _flops(instruction: Instruction, layout: StageLayout, table: BlockTable) -> Flops:

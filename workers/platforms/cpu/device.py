@@ -1,8 +1,8 @@
 """CPU device: computes in fp32.
 
-fp32 weights are read where they lie in shared memory and fp32 gradients are summed where the
-optimizer reads them; nothing is copied. 16-bit weights are widened per stage, and 16-bit gradients
-are summed in fp32 and rounded once, when they leave.
+Arrays in fp32 are never copied: weights are read in place in shared memory, and gradients are
+summed where the optimizer reads them. Weights in 16 bits are widened per stage. Gradients in 16
+bits are summed in fp32 and rounded once, at their publication.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class CpuStageBuffer:
         self._pool = pool
 
     def acquire(self) -> None:
-        """Nothing to wait for: the weights are complete from the start."""
+        """Does nothing: the weights are complete from the start."""
 
     def release(self) -> None:
-        """Give copies back at once: no work that reads them is under way on a CPU."""
+        """Gives copies back at once: no work that reads them is in progress on a CPU."""
         if self._pool is not None:
             for tensor in self.tensors:
                 self._pool.give(tensor)
@@ -57,17 +57,17 @@ class CpuDevice:
         self._pool = BufferPool()
 
     def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
-        """Nothing to prepare."""
+        """Does nothing: a CPU needs no preparation."""
 
     def detach(self) -> None:
         """Frees the pooled buffers."""
         self._pool.clear()
 
     def start_clock(self) -> None:
-        """Nothing to do: ``world.perf_counter`` runs."""
+        """Does nothing: ``world.perf_counter`` runs."""
 
     def stamp(self) -> float:
-        """Returns now: work on a CPU is done when it returns."""
+        """Returns the current time: work on a CPU is done when it returns."""
         return world.perf_counter()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
@@ -101,7 +101,7 @@ class CpuDevice:
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> Copied | None:
-        """Round to 16 bits if that is how gradients are stored; fp32 sums are in place already."""
+        """Rounds to 16 bits if gradients are stored so; fp32 sums are in place already."""
         start_s, in_place = world.perf_counter(), self._grad_dtype is DType.FP32
         if not in_place:
             as_tensor(target, self._grad_dtype).copy_(gradients)
@@ -110,18 +110,16 @@ class CpuDevice:
         return None if in_place else Copied(target.nbytes, start_s, world.perf_counter())
 
     def await_offloads(self, at_most: int) -> None:
-        """None is under way."""
+        """Does nothing: no offload is in progress."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no offload is in progress."""
 
     def drop(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no offload is in progress."""
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns copies: messages wait in the host's memory until they are sent, however late that
-        is, and not in what counts as the device's.
-        """
+        """Returns copies in host memory, so that unsent messages do not count as device memory."""
         return {name: _host_copy(tensor) for name, tensor in tensors.items()}
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

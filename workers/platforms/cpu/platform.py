@@ -1,5 +1,5 @@
-"""The CPU platform of a worker: computes where everything lies, and counts storages if it is told
-to.
+"""The CPU platform of a worker: computes on shared memory in place, and counts storages if
+configured.
 """
 
 from __future__ import annotations

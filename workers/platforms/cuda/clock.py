@@ -1,8 +1,8 @@
 """The time line of a GPU on the host's clock.
 
-Instructions are issued long before they run, so readings of the host's clock say when they were
-issued. A timing event on a stream is passed when the device gets there; events are resolved when
-the attempt is over, against one whose moment the host knows, so that nothing waits inside a step.
+Instructions are issued long before they run, so readings of the host's clock are times of issue. A
+timing event on a stream passes when the device reaches it. Events are resolved after the attempt,
+relative to one event with a known host time, so that nothing waits inside a step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class EventClock:
         self._free: list[Event] = []
 
     def start(self, stream: Stream) -> None:
-        """Read both clocks at one moment; waits for the stream. As exact as the host waits: some
-        10 µs.
+        """Reads both clocks at one moment; waits for the stream. The error is that of the host's
+        wait: some 10 µs.
         """
         stream.synchronize()
         before_s = time.perf_counter()
@@ -33,7 +33,7 @@ class EventClock:
         self._zero_s = (before_s + time.perf_counter()) / 2
 
     def stamp(self, stream: Stream) -> Event:
-        """The point behind what the stream was given so far."""
+        """Returns an event after all work issued to the stream so far."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -42,13 +42,13 @@ class EventClock:
         return event
 
     def seconds(self, stamps: Sequence[Event | float]) -> list[float]:
-        """Moments on the host's clock; readings of it stay what they are. Events may come several
-        times in one call, and are used again after it.
+        """Returns times on the host's clock; readings of it stay unchanged. Events may repeat in
+        one call, and are reused after it.
         """
         events = {id(stamp): stamp for stamp in stamps if not isinstance(stamp, float)}
-        found: dict[int, float] = {}
+        times: dict[int, float] = {}
         for key, event in events.items():
             event.synchronize()
-            found[key] = self._zero_s + self._zero.elapsed_time(event) / 1e3
+            times[key] = self._zero_s + self._zero.elapsed_time(event) / 1e3
         self._free += events.values()
-        return [s if isinstance(s, float) else found[id(s)] for s in stamps]
+        return [s if isinstance(s, float) else times[id(s)] for s in stamps]

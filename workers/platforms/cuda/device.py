@@ -1,15 +1,23 @@
-"""CUDA device: copies weights in and gradients out on streams of their own, beside the computation.
+"""CUDA device: copies weights in and gradients out on separate streams, concurrent with the
+computation.
 
 Four streams: compute (the current stream), weights in, gradients out, and messages of peers in.
-Stage-sized weight buffers, as many as the plan fetches at a time: one in use and one arriving where
-weights are streamed, one for each stage where they are resident. Gradients are summed in fp32 on
-the device and converted there, on their way out (Deep Optimizer States, section 4.1): fewer bytes
-cross the bus, and no CPU thread converts. Memory of the host: :mod:`.pinned`; time: :mod:`.clock`.
+Weight buffers have the size of a stage. Their number is that of the plan's concurrent fetches.
+Streamed weights have one buffer in use and one arriving; resident weights have one per stage.
 
-The host waits for the device in four places only: where a message leaves through host memory, on
-the thread that announces gradients, at the end of an attempt, and in the first backward of a stage
-for sums that were to leave two stages ago. CUDA keeps a current device per
-thread; each thread that comes here sets it, because torch would make a second context on GPU 0.
+Gradients are summed in fp32 on the device and converted there, on their way out (Deep Optimizer
+States, section 4.1). So fewer bytes cross the bus, and no CPU thread converts. :mod:`.pinned`
+manages the host's memory, :mod:`.clock` the time.
+
+The host waits for the device in four places only:
+
+* where a message leaves through host memory;
+* on the thread that announces gradients;
+* at the end of an attempt;
+* in the first backward of a stage, for sums that were to leave two stages ago.
+
+CUDA keeps a current device per thread. Each thread sets it on entry, because torch would otherwise
+make a second context on GPU 0.
 """
 
 from __future__ import annotations
@@ -48,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to where the next array may start."""
+    """Returns the size rounded up to the next possible start of an array."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -79,11 +87,11 @@ class CudaStageBuffer:
         self._give = give
 
     def acquire(self) -> None:
-        """The compute stream waits for the copies."""
+        """Makes the compute stream wait for the copies."""
         self._gpu.current_stream().wait_event(self._arrived)
 
     def release(self) -> None:
-        """The next copies into this buffer wait for the work issued so far."""
+        """Makes the next copies into this buffer wait for the work issued so far."""
         self.tensors = ()
         self._give()
 
@@ -116,7 +124,9 @@ class _OffloadThread:
         self._queue.put(offload)
 
     def wait(self, *, discard: bool) -> None:
-        """Until nothing is pending. ``discard``: without ``complete``, and forget errors."""
+        """Waits until no copy is pending. ``discard``: without calls of ``complete``, and without
+        errors.
+        """
         with self._changed:
             self._discard = discard
             self.wait_for_all_but(0)
@@ -125,7 +135,7 @@ class _OffloadThread:
             raise error
 
     def wait_for_all_but(self, at_most: int) -> None:
-        """Until no more than so many are pending."""
+        """Waits until at most ``at_most`` copies are pending."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._pending <= at_most, _TIMEOUT_S):
                 raise LostMemberError(
@@ -160,7 +170,10 @@ class CudaDevice:
     def __init__(
         self, gpu: Gpu, *, weight_dtype: DType, grad_dtype: DType, pins: bool = True
     ) -> None:
-        """``gpu``: :func:`gpu_of`. ``pins``: whether the driver is to pin the host's memory."""
+        """Prepares a GPU.
+
+        ``gpu``: :func:`gpu_of`. ``pins``: True if the driver is to pin the host's memory.
+        """
         self.torch_device = gpu.device
         self._gpu = gpu
         gpu.make_current()
@@ -179,7 +192,7 @@ class CudaDevice:
         self._offloads: _OffloadThread | None = None
 
     def attach(self, memory: NodeMemory, stage_bytes: int, num_buffers: int) -> None:
-        """Register the segments and allocate the weight buffers.
+        """Registers the segments and allocates the weight buffers.
 
         Raises:
             CapacityError: the driver refuses the host's memory, or the device has too little.
@@ -210,7 +223,7 @@ class CudaDevice:
             ) from error
 
     def detach(self) -> None:
-        """End all work, unregister, and free the buffers."""
+        """Ends all work, unregisters memory, and frees the buffers."""
         try:
             self._gpu.synchronize()
         finally:
@@ -221,7 +234,8 @@ class CudaDevice:
                 self._buffers.get()
             self._free_sums.clear()
             self._narrow = torch.empty(0)
-            # Messages on their way may lie in memory of the old one, which nobody hands out again.
+            # Messages on their way may lie in memory of the old pool, which is never handed out
+            # again.
             self._staging = StagingPool(self._registrations)
             self._registrations.close()
 
@@ -231,11 +245,11 @@ class CudaDevice:
         self._clock.start(self._gpu.current_stream())
 
     def stamp(self) -> Stamp:
-        """An event on the compute stream."""
+        """Returns an event on the compute stream."""
         return self._clock.stamp(self._gpu.current_stream())
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """Of events on any stream."""
+        """Returns the times of events on any stream."""
         return self._clock.seconds(stamps)
 
     def passed(self, stamp: Stamp) -> bool:
@@ -277,20 +291,20 @@ class CudaDevice:
             ) from error
 
     def gradients(self, target: HostArray) -> torch.Tensor:
-        """An fp32 sum on the device."""
+        """Returns an fp32 sum of zeros on the device."""
         try:
             return self._free(target.size).get_nowait().zero_()
         except queue.Empty:
             return torch.zeros(target.size, dtype=torch.float32, device=self.torch_device)
 
     def _free(self, num_elements: int) -> queue.SimpleQueue[torch.Tensor]:
-        """Sums that have left; the offload thread puts them back."""
+        """Returns the sums that have left; the offload thread puts them back."""
         return self._free_sums.setdefault(num_elements, queue.SimpleQueue())
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> Copied:
-        """Convert and copy on the outgoing stream; ``complete`` is called on the offload thread."""
+        """Converts and copies on the outgoing stream; the offload thread calls ``complete``."""
         self._out.wait_stream(self._gpu.current_stream())
         with self._gpu.on(self._out):
             begun = self._clock.stamp(self._out)
@@ -310,7 +324,7 @@ class CudaDevice:
         return Copied(target.nbytes, begun, ended)
 
     def _converted(self, gradients: torch.Tensor) -> torch.Tensor:
-        """In the published type, on the outgoing stream.
+        """Returns the gradients in the published type, on the outgoing stream.
 
         One buffer serves all: the stream converts, copies, and only then converts the next. When it
         grows, the allocator reuses the smaller one behind the copies of this stream.
@@ -323,28 +337,30 @@ class CudaDevice:
         return self._narrow[: gradients.numel()].copy_(gradients)
 
     def await_offloads(self, at_most: int) -> None:
-        """The host waits: the memory of what has left is used again."""
+        """Blocks the host: the memory of sums that have left is reused."""
         if self._offloads is not None:
             self._offloads.wait_for_all_but(at_most)
 
     def finish(self) -> None:
-        """Wait for the offload thread."""
+        """Waits for the offload thread."""
         if self._offloads is not None:
             self._offloads.wait(discard=False)
 
     def drop(self) -> None:
-        """Let copies end without saying so."""
+        """Lets copies end without an announcement."""
         if self._offloads is not None:
             self._offloads.wait(discard=True)
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies to registered memory; waits for them, and so for what computes the tensors."""
-        found: dict[str, torch.Tensor] = {}
+        """Copies to registered memory; waits for the copies, and so for the computation of the
+        tensors.
+        """
+        copies: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             staged = self._staging.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            found[name] = staged.copy_(tensor, non_blocking=True)
+            copies[name] = staged.copy_(tensor, non_blocking=True)
         self._wait_for(self._gpu.current_stream())
-        return found
+        return copies
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies on a stream of their own, so that they need not wait for the computation.
@@ -353,15 +369,15 @@ class CudaDevice:
         """
         compute = self._gpu.current_stream()
         with self._gpu.on(self._received):
-            found = {
+            arriving = {
                 name: tensor.to(self.torch_device, non_blocking=True)
                 for name, tensor in tensors.items()
             }
         compute.wait_stream(self._received)
-        for tensor in found.values():
+        for tensor in arriving.values():
             # Allocated for the other stream: its memory must not go back while this one reads it.
             self._gpu.keep_for(tensor, compute)
-        return found
+        return arriving
 
     def swap_streams(self, distance: int | None) -> SwapStreams:
         """Returns streams of their own, see :meth:`GpuDevice.swap_streams`."""

@@ -1,10 +1,11 @@
-"""Host memory that the driver knows, so that copies run at full speed beside the computation.
+"""Host memory registered with the driver, so that copies run at full speed concurrent with the
+computation.
 
-Segments are registered when they are attached, never inside a step: registering takes about 0.1 s
-per GB. In pieces of at most 64 GiB, because one registration of 512 GiB fails on common drivers;
-cut where arrays start, because the driver refuses a copy of which the host's side is not within one
-registration. Messages are staged in memory of their exact size; torch's pinned allocator would
-round each up to a power of two, and never give it back.
+Segments are registered at their attachment, never inside a step: registration takes about 0.1 s per
+GB. Pieces have at most 64 GiB, because one registration of 512 GiB fails on common drivers. Cuts
+are at starts of arrays, because the driver refuses a copy with a host side across registrations.
+Messages are staged in memory of their exact size; torch's pinned allocator would round each up to a
+power of two, and never free it.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ _NOT_SUPPORTED = 801
 
 
 def pieces(starts: Iterable[int], num_bytes: int, most: int) -> list[tuple[int, int]]:
-    """Cut a segment into ranges (start, stop) of at most ``most`` bytes, at starts of arrays only.
+    """Cuts a segment into ranges (start, stop) of at most ``most`` bytes, at starts of arrays only.
 
     A longer array is a piece of its own.
     """
-    found, begin, last = [], 0, 0
+    ranges, begin, last = [], 0, 0
     for start in (*sorted(starts), num_bytes):
         if start - begin > most and last > begin:
-            found.append((begin, last))
+            ranges.append((begin, last))
             begin = last
         last = start
-    return [*found, (begin, num_bytes)]
+    return [*ranges, (begin, num_bytes)]
 
 
 class Registrations:
@@ -60,10 +61,10 @@ class Registrations:
         self.num_bytes = 0
 
     def add(self, what: str, buffer: memoryview | mmap.mmap, starts: Iterable[int] = ()) -> None:
-        """Register a buffer in :func:`pieces`; ``what`` names it in errors.
+        """Registers a buffer in :func:`pieces`; ``what`` names it in errors.
 
         Raises:
-            CapacityError: the driver refuses; says what would do.
+            CapacityError: the driver refuses; the message names a remedy.
         """
         if not self._pins:
             return
@@ -76,10 +77,10 @@ class Registrations:
             self.num_bytes += stop - start
 
     def close(self) -> None:
-        """Unregister everything; must come before the memory is unmapped."""
+        """Unregisters everything; must come before the memory is unmapped."""
         while self._addresses:
             code = self._unregister(self._addresses.pop())
-            if code:  # nothing can be done: it is unmapped next, or the process ends
+            if code:  # no remedy exists: the memory is unmapped next, or the process ends
                 _log.warning("the driver did not unregister host memory (CUDA error %d)", code)
         self.num_bytes = 0
 
@@ -112,9 +113,9 @@ class StagingPool:
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A flat uint8 tensor, uninitialized.
+        """Returns a flat uint8 tensor, uninitialized.
 
-        No copy by the device may be under way when the last reference to it is dropped.
+        No copy by the device may be in progress when the last reference to it is dropped.
         """
         size = max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES
         free = self._free.setdefault(size, [])
@@ -124,7 +125,7 @@ class StagingPool:
             area = mmap.mmap(-1, size)
             self._registrations.add("staging memory for messages", area)
         array = np.frombuffer(area, np.uint8, num_bytes)
-        # The tensor's storage holds the array, whatever views there are. Lists are appended to
-        # without a lock, since a collection may do so anywhere.
+        # The tensor's storage holds the array for all views. Lists are appended to without a lock,
+        # since a garbage collection may append at any point.
         weakref.finalize(array, free.append, area).atexit = False
         return torch.from_numpy(array)

@@ -35,7 +35,7 @@ class CudaMeter:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """The statistics start anew."""
+        """Resets the statistics of the peak."""
         self._gpu.restart_peak()
         self.peak = None
         yield
@@ -43,13 +43,15 @@ class CudaMeter:
         self.peak = MemoryPeak(num_bytes=most, usage=Usage({Use.ACTIVATIONS: most}))
 
     def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do: what is received is counted with all else."""
+        """Does nothing: the allocator counts received tensors with all others."""
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
-        """Nothing to do: the allocator counts."""
+        """Does nothing: the allocator counts."""
 
     def usage(self, attempt: Attempt) -> Usage:
-        """What the attempt knows of by name, and the rest of what is allocated."""
+        """Returns the bytes of named tensors, and the rest of the allocated bytes as
+        activations.
+        """
         named = usage_of_named(attempt, self._gpu.device)
         rest = self._gpu.allocated_bytes - sum(named.values())
         return Usage({**named, Use.ACTIVATIONS: max(0.0, rest)})
@@ -63,11 +65,11 @@ class CudaPlatform:
 
     @property
     def peak_flops(self) -> float | None:
-        """By the name that the driver gives."""
+        """Operations per second, by the driver's name of the GPU."""
         return peak_flops_of(self._gpu.name)
 
     def __init__(self, site: WorkerSite, gpu: Gpu | None = None) -> None:
-        """``gpu``: by default the worker's; GPUs are counted per node.
+        """Prepares the platform. ``gpu``: by default the worker's; GPUs are counted per node.
 
         Raises:
             ConfigError: there is no such GPU.
@@ -94,7 +96,7 @@ class CudaPlatform:
         return self._site.model_runtime(self.device)
 
     def previewer(self, memory: NodeMemory, plan: Plan) -> CudaPreviewer:
-        """Returns what updates the blocks whose UPDATE is in the device's program."""
+        """Returns the previewer of the blocks with an UPDATE in the device's program."""
         index = self._site.device_index
         return CudaPreviewer(
             self._gpu,

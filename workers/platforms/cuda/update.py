@@ -1,20 +1,19 @@
 """UPDATE on a GPU: state comes in piece by piece; only weights go back, or weights and state.
 
-Three streams of its own, beside those of the computation: host-to-device, arithmetic,
-device-to-host. Two pieces are on the device
-at a time, one arriving while the other is computed and leaves. The host hears of nothing before the
-last byte; then one number comes back, the sum of squares, which also says whether all gradients are
-finite.
+The three streams host-to-device, arithmetic and device-to-host run concurrently to the computation.
+Two pieces are on the device at a time: one arrives while the other is computed and leaves. The host
+waits only for the last byte. Then one number comes back, the sum of squares, which also shows
+whether all gradients are finite.
 
-Gradients are read from host memory, where the block's workers have published them. A block with
-several contributions gets them one after the other into the same place.
+Gradients are read from host memory, where the block's workers have published them. The partials of
+a block arrive one after the other in the same memory.
 
-A block that is flushed (Deep Optimizer States, algorithm 1) has its next state go back behind its
-weights, into the copy in host memory that does not count before the commit.
+A flushed block (Deep Optimizer States, algorithm 1) sends its next state back after its weights.
+The state goes into the copy in host memory that does not count before the commit.
 
 Residents (:mod:`penstock.workers.state.residents`) have their whole state on the device, and the
-sum of their gradients: the commit is applied to it there, piece by piece, right before the preview,
-which works on a copy of the piece as ever.
+sum of their gradients. The commit is applied to that state piece by piece, right before the
+preview. The preview works on a copy of the piece, as for all blocks.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class CudaPreviewer:
         residents: Collection[int] = (),
         flushed: Collection[int] = (),
     ) -> None:
-        """``blocks``: those that the device updates; the state of ``residents`` stays there, that
-        of ``flushed`` goes back.
+        """Prepares the blocks. ``blocks``: those that the device updates. The state of
+        ``residents`` stays on the device, that of ``flushed`` goes back.
         """
         self._gpu = gpu
         self._memory = memory
@@ -115,19 +114,19 @@ class CudaPreviewer:
             self._total = torch.zeros((), dtype=torch.float64, device=self._gpu.device)
             sizes = {block: table.blocks[block].trainable_elements for block in residents}
             self._resident = {block: self._room(size) for block, size in sizes.items()}
-            # Whoever had this memory before may still be using it, on another stream.
+            # The memory's previous user may still run on another stream.
             self._gpu.synchronize()
         self._arrays: dict[int, BlockArrays] = {}
         self._residents = Residents(memory.control)
 
     def issue(self, block: int) -> None:
-        """Nothing to prepare."""
+        """Does nothing: no preparation is needed."""
 
     def fetch(self, block: int, scope: UpdateScope) -> None:
-        """State comes with the gradients, piece by piece: no more than two pieces have room."""
+        """Does nothing: state comes with the gradients, as only two pieces fit."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """Piece by piece; an abort waits for the copies under way."""
+        """Runs the preview piece by piece; an abort waits for the current copies."""
         start_s = time.perf_counter()
         work = self._work(block, scope.step)
         self._residents.forget(block)
@@ -146,7 +145,7 @@ class CudaPreviewer:
         return PreviewedBlock(status=status, start_s=start_s, end_s=time.perf_counter())
 
     def close(self) -> None:
-        """Free the device's memory: no update is under way."""
+        """Frees the device's memory: no update is in progress."""
         self._arrays.clear()
         self._slots.clear()
         self._resident.clear()
@@ -197,11 +196,13 @@ class CudaPreviewer:
 
     def _bring(self, slot: _Slot, source: StateArrays, start: int, end: int) -> None:
         with self._gpu.on(self._in):
-            for there, array in zip(slot.state.values(), source.all, strict=True):
-                there[: end - start].copy_(torch.from_numpy(array[start:end]), non_blocking=True)
+            for on_device, array in zip(slot.state.values(), source.all, strict=True):
+                on_device[: end - start].copy_(
+                    torch.from_numpy(array[start:end]), non_blocking=True
+                )
 
     def _add_up(self, slot: _Slot, grads: Sequence[HostArray], start: int, end: int) -> None:
-        """The sum of all contributions, in their order, as fp32."""
+        """Adds all partials, in their order, as fp32."""
         incoming, total = slot.incoming[: end - start], slot.gradients[: end - start]
         for index, host in enumerate(grads):
             with self._gpu.on(self._in):
@@ -225,8 +226,8 @@ class CudaPreviewer:
         ranges: Sequence[tuple[int, int, float]],
         part: slice,
     ) -> None:
-        """A piece of the resident's state, of the committed version, is in the slot and on the
-        device; so are its new gradients.
+        """Exchanges a piece with the resident: its state of the committed version is in the slot
+        and on the device afterwards. So are its new gradients.
         """
         count = part.stop - part.start
         here = {name: array[part] for name, array in resident.state.items()}
@@ -297,7 +298,7 @@ class CudaPreviewer:
 def _within(
     ranges: Sequence[tuple[int, int, float]], start: int, end: int
 ) -> list[tuple[int, int, float]]:
-    """The ranges of elements [start, end), counted from ``start``."""
+    """Returns the ranges of elements [start, end), counted from ``start``."""
     return [
         (max(first, start) - start, min(last, end) - start, decay)
         for first, last, decay in ranges
