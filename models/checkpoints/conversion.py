@@ -1,9 +1,9 @@
 """Conversion between tensors of files and tensors of a model, by the rules of transformers.
 
-Published files often name and cut tensors differently from the modules. Example: a file has one
-tensor for each expert, the module one for all experts. transformers knows the conversion for each
-type of model, in both directions. This module applies the conversion to a few tensors at a time. A
-first pass over headers alone shows in seconds whether a directory has all tensors of a model.
+Published files often name and cut tensors differently from the modules, such as one tensor for each
+expert instead of one for all. Transformers knows the conversion for each type of model, in both
+directions. This module applies the conversion to a few tensors at a time. A first pass over headers
+alone shows in seconds whether a directory has all tensors of a model.
 """
 
 from __future__ import annotations

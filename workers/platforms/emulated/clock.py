@@ -1,12 +1,13 @@
-"""When the parts of an emulated device are busy.
+"""Busy times of an emulated device's parts.
 
 Times are readings of ``time.monotonic``, the same clock in every process of a machine. Work starts
-when its part of the device is free and its inputs are there **on this clock**, whenever Python got
-round to saying so, and the caller then sleeps until the clock shows its end. So delays of Python
-and of the operating system do not add up, as long as they are shorter than the work itself: a GPU
-with its next kernels queued behaves the same.
+when its part of the device is free and its inputs are present **on this clock**, independent of
+Python's delays. The caller then sleeps until the clock shows the end. So delays of Python and of
+the operating system do not add up, as long as they are shorter than the work itself. A GPU with
+queued kernels behaves the same.
 
-What the instructions of a plan take on an emulated device, and what they send.
+:class:`Durations` has the times of a plan's instructions on an emulated device, and the bytes that
+they send.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class EmulatedStream:
         self._lock = world.lock()
 
     def occupy(self, ready_at: float, seconds: float) -> tuple[float, float]:
-        """Start and end of work that can start at ``ready_at``."""
+        """Reserves the stream for work that can start at ``ready_at``; returns its start and
+        end.
+        """
         with self._lock:
             start = max(self.free_at, ready_at)
             self.free_at = start + seconds
@@ -38,7 +41,7 @@ class EmulatedStream:
 
 
 def sleep_until(at: float, abort: Abort | None = None) -> None:
-    """Return when the clock shows ``at``.
+    """Returns when the clock shows ``at``.
 
     Raises:
         Interrupted: aborted.
@@ -59,7 +62,9 @@ class Durations:
         self._seconds = seconds_of(facts, costs)
 
     def seconds(self, instruction: Any) -> float:
-        """On the compute stream; a forward of the last stage ends at its last checkpoint."""
+        """Returns the seconds on the compute stream; a forward of the last stage ends at its last
+        checkpoint.
+        """
         layout = self._layout
         if (
             isinstance(instruction, Forward)
@@ -71,12 +76,12 @@ class Durations:
         return self._seconds(instruction)
 
     def num_bytes(self, send: Any) -> float:
-        """Of what an instruction sends."""
+        """Returns the bytes that an instruction sends."""
         kind = transferred(send).kind
         return self._costs.input_bytes(boundary(self._layout, kind, send.stage))
 
     def kept_bytes(self, stage: int, micro_batch: int) -> float:
-        """Of what a forward kept."""
+        """Returns the bytes that a forward kept."""
         cost = self._costs.of(self._layout.forward[stage].blocks)
         drop = self._facts.drops.get((stage, micro_batch), ())
         return cost.activation_bytes - cost.drop_bytes(drop)

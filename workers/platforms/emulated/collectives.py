@@ -1,11 +1,11 @@
-"""Collectives of emulated devices that share out weights, with the simulator's times.
+"""Collectives of emulated devices that shard weights, with the simulator's times.
 
-Every FETCH_WEIGHTS brings a device its share over PCIe, and then all pass theirs around a ring (an
-all-gather); every REDUCE_GRADIENTS passes sums around it (a reduce-scatter), see
+FETCH_WEIGHTS first brings each device its share over PCIe. Then all devices pass their shares
+around a ring (an all-gather). REDUCE_GRADIENTS passes sums around it (a reduce-scatter), see
 :mod:`penstock.planner.simulate.transfers`. A ring starts when the last device has entered it, so
-each device tells all others when it does. All enter the same ones in the same order (the validator
-sees to that), hence all reckon the same times. The numbers themselves are read from shared memory,
-or come with the messages of the reduction.
+each device sends its time of entry to all others. All enter the same collectives in the same order
+(the validator checks this), so all compute the same times. The numbers themselves are read from
+shared memory, or come with the messages of the reduction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENTERED = "entered"
 
 
 def link_bandwidth(cluster: Cluster, source: int, target: int) -> float:
-    """Bytes/s from one device to another if nobody shares the way."""
+    """Returns the bytes/s from one device to another on an unshared path."""
     here = cluster.node_of(source) == cluster.node_of(target)
     way = cluster.peer_bandwidth if here else cluster.nic_bandwidth
     if not cluster.peer_through_host:
@@ -58,18 +58,19 @@ class Rings:
 
     @property
     def num_devices(self) -> int:
-        """That take part."""
+        """Number of devices that take part."""
         return len(self._links)
 
     def reserve(self, num_bytes: float) -> int:
-        """The number of the next collective, over so many bytes in all."""
+        """Returns the number of the next collective, over ``num_bytes`` in all."""
         with self._changed:
             self._entered_at.append(None)
             self._amounts.append(num_bytes * (1.0 - 1.0 / len(self._links)))
             return len(self._amounts) - 1
 
     def enter(self, number: int, at: float) -> None:
-        """This device has its part at ``at``; tells the others. On any thread.
+        """Enters a collective at ``at``, when this device has its part; notifies the other devices.
+        Any thread may call it.
 
         Raises:
             Interrupted: aborted. LostMemberError: a peer's queue stayed full.
@@ -94,10 +95,11 @@ class Rings:
                 context.transport.send(peer, header, entered, context.abort, context.timeout_s)
 
     def end(self, number: int) -> float:
-        """When a collective that this device has entered is over; waits for the others to enter.
+        """Returns the end of a collective that this device has entered; waits until the other
+        devices have entered it.
 
         Raises:
-            Interrupted: aborted. LostMemberError: one of them did not enter in time.
+            Interrupted: aborted. LostMemberError: a device did not enter in time.
         """
         while len(self._ends) <= number:
             self._ends.append(self._run(len(self._ends)))
@@ -126,7 +128,9 @@ class Rings:
         return float(tensors[_ENTERED].view(torch.float64)[0])
 
     def _own_entry(self, number: int) -> float:
-        """Weights are loaded on a thread of their own, which may not have come to this one yet."""
+        """Waits for this device's own entry: weights are loaded on another thread, which may be
+        late.
+        """
         context, budget = self._context, WaitBudget(self._context.timeout_s)
         with self._changed:
             while (entered_at := self._entered_at[number]) is None:

@@ -34,18 +34,18 @@ from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import Abort
 
 ARRIVAL = "arrival"
-"""Name of the tensor that says when a transfer arrives on the clock: int64, the bits of an fp64 and
-as many zeros as make it as large as the transfer is stored.
+"""Name of the tensor with a transfer's arrival time on the clock. Its int64 values are the bits of
+an fp64, and zeros up to the stored size of the transfer.
 """
 
 _YIELD_S = 1e-3
-"""So long after an instruction has ended may the next one be late, for Python's sake."""
+"""Seconds that the next instruction may be late after the end of one, because of Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """The transfer that an instruction starts: to whom, and its bytes at full size. ``node``: the
-    peer's, if it is another.
+    """The transfer that an instruction starts: the receiver, and the bytes at full size. ``node``:
+    the peer's node, if it is another.
     """
 
     peer: int
@@ -62,18 +62,18 @@ class Leave(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """To another node."""
+    """A path to another node."""
 
     leave: Leave
     node: int
 
     def occupy(self, ready_at: float, seconds: float) -> tuple[float, float]:
-        """As a stream."""
+        """Reserves the path, like :meth:`EmulatedStream.occupy`."""
         return self.leave(ready_at, seconds, target=self.node)
 
 
 class SwapKey(NamedTuple):
-    """What a SWAP_OUT and its SWAP_IN have in common."""
+    """The common fields of a SWAP_OUT and its SWAP_IN."""
 
     stage: int
     micro_batch: int
@@ -82,8 +82,8 @@ class SwapKey(NamedTuple):
 
 
 class EmulatedStageBuffer:
-    """A stage's weights where they lie in host memory, usable from the end of ``loaded`` on, or of
-    what gathers them.
+    """A stage's weights in place in host memory, usable from the end of ``loaded`` on, or from the
+    end of the collective that gathers them.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class EmulatedStageBuffer:
         self._gathered = gathered
 
     def acquire(self) -> None:
-        """The instruction under way starts no sooner."""
+        """Delays the current instruction until the weights are present."""
         here_at = self.loaded[1] if self._gathered is None else self._gathered()
         self._device.needs(here_at, IdleCause.WEIGHTS)
 
     def release(self) -> None:
-        """Nothing was copied."""
+        """Does nothing: no bytes were copied."""
         self.tensors = ()
 
 
@@ -142,10 +142,11 @@ class EmulatedDevice:
         leave: Leave,
         peer_memory: PeerMemory,
     ) -> None:
-        """``table``: the stored one of the run. ``announce`` is told of copies through the node's
-        memory; their rates are in bytes per second of the clock. ``leave``: a transfer takes the
-        NICs of this node and of another. ``peer_memory``: what devices of the node swapped to each
-        other.
+        """Prepares the device.
+
+        ``table``: the stored one of the run. ``announce`` is called for copies through the node's
+        memory; their rates are in bytes per second of the clock. ``leave``: reserves the NICs of
+        this node and of another for a transfer. ``peer_memory``: swaps between devices of the node.
         """
         self.emulation = emulation
         self._announce = announce
@@ -153,9 +154,9 @@ class EmulatedDevice:
         self._peer_memory = peer_memory
         self._lodged: dict[SwapKey, int] = {}
         self.staging_bytes = 0.0
-        """Of the buffers that UPDATE works in."""
+        """Bytes of the buffers that UPDATE works in."""
         self.state_bytes = 0.0
-        """Of residents' state."""
+        """Bytes of residents' state."""
         self.compute = EmulatedStream()
         self.dropped: set[tuple[int, int]] = set()
         self.deferred: dict[tuple[int, int], Deferred] = {}
@@ -180,24 +181,24 @@ class EmulatedDevice:
         self._began = 0.0
         self._needed_at = 0.0
         self.awaited: IdleCause | None = None
-        """What the instruction under way needs that comes last."""
+        """Cause of the current instruction's last input."""
         self._receives = IdleCause.GRADIENTS
         self.arrived_at: float | None = None
-        """When what was received last arrives on the clock, if its sender said so."""
+        """Arrival time on the clock of the last received message, if its sender gave one."""
         self._idle = True
         self._durations: tuple[PlanFacts, Durations] | None = None
         self._pool = BufferPool()
         self._publisher: _Publisher | None = None
 
     def durations(self, facts: PlanFacts) -> Durations:
-        """Those of the plan under way."""
+        """Returns the durations of the current plan."""
         if self._durations is None or self._durations[0] is not facts:
             self._durations = facts, Durations(facts, self.emulation.costs)
         return self._durations[1]
 
     def begin(self, receives: IdleCause = IdleCause.GRADIENTS) -> None:
-        """An instruction starts to collect what it needs; the first of an attempt starts now.
-        ``receives``: what messages bring to it.
+        """Starts an instruction, which then collects its inputs; the first of an attempt starts
+        now. ``receives``: the kind of data in its messages.
         """
         self._receives = receives
         self._needed_at, self.awaited = 0.0, None
@@ -207,12 +208,12 @@ class EmulatedDevice:
             self.compute.occupy(world.monotonic(), 0.0)
 
     def needs(self, at: float, cause: IdleCause) -> None:
-        """The instruction under way starts no sooner than ``at``, when it has ``cause``."""
+        """Delays the current instruction to ``at`` and records ``cause`` as the reason."""
         if at > self._needed_at:
             self._needed_at, self.awaited = at, cause
 
     def compute_for(self, seconds: float, abort: Abort) -> tuple[float, float]:
-        """Spend emulated seconds on the compute stream; start and end on the clock.
+        """Spends emulated seconds on the compute stream; returns start and end on the clock.
 
         Raises:
             Interrupted: aborted.
@@ -223,8 +224,9 @@ class EmulatedDevice:
         return start, end
 
     def compute_between(self, ready_at: float, seconds: float, abort: Abort) -> tuple[float, float]:
-        """Spend emulated seconds on the compute stream when nothing else wants it; start and end on
-        the clock. For work beside the program, on another thread than the interpreter's.
+        """Spends emulated seconds on the compute stream when the program does not use it; returns
+        start and end on the clock. For work concurrent with the program, on another thread than the
+        interpreter's.
 
         Raises:
             Interrupted: aborted.
@@ -238,15 +240,15 @@ class EmulatedDevice:
                 return start, end
 
     def copy_in(self, ready_at: float, num_bytes: float) -> float:
-        """When a copy of so many emulated bytes from the host has ended."""
+        """Returns the end of a copy of ``num_bytes`` emulated bytes from the host."""
         return self._copy(self._fetches, ready_at, num_bytes, self._fetch_bandwidth)
 
     def copy_out(self, ready_at: float, num_bytes: float) -> float:
-        """When a copy of so many emulated bytes to the host has ended."""
+        """Returns the end of a copy of ``num_bytes`` emulated bytes to the host."""
         return self._copy(self._offloads, ready_at, num_bytes, self._offload_bandwidth)
 
     def sends(self, source: int, target: int, num_bytes: float) -> None:
-        """The instruction under way starts this transfer, between devices of the cluster."""
+        """Sets the transfer that the current instruction starts, between devices of the cluster."""
         cluster = self.emulation.cluster
         node = cluster.node_of(target)
         self.sending = Sending(
@@ -257,7 +259,7 @@ class EmulatedDevice:
         )
 
     def swap_out(self, key: SwapKey, num_bytes: float) -> None:
-        """Start to move what a forward kept to the host, or to a peer's memory."""
+        """Starts to move a forward's activations to the host, or to a peer's memory."""
         stream, bandwidth, latency_s = self._way(key, out=True)
         begun = max(self.compute.free_at, stream.free_at)
         end = self._copy(stream, self.compute.free_at, num_bytes, bandwidth, key.peer is None)
@@ -267,7 +269,7 @@ class EmulatedDevice:
             self._lodged[key] = self._peer_memory.leave(key.peer, num_bytes, begun)
 
     def swap_in(self, key: SwapKey, num_bytes: float) -> None:
-        """Start to bring it back, once it is out."""
+        """Starts to bring swapped activations back, once they are out."""
         stream, bandwidth, latency_s = self._way(key, out=False)
         ready_at = max(self.compute.free_at, self._swapped.pop(key))
         begun = max(ready_at, stream.free_at)
@@ -280,11 +282,11 @@ class EmulatedDevice:
         self._back_at[place] = max(self._back_at.get(place, 0.0), back_at)
 
     def await_swap(self, stage: int, micro_batch: int) -> None:
-        """The instruction under way starts no sooner than what was swapped is back."""
+        """Delays the current instruction until swapped activations are back."""
         self.needs(self._back_at.get((stage, micro_batch), 0.0), IdleCause.ACTIVATIONS)
 
     def swapped_share(self, stage: int, micro_batch: int) -> float:
-        """How much of what a forward kept has left the device by now."""
+        """Returns the share of a forward's activations that has left the device by now."""
         return sum(
             key.fraction
             for key, out_at in self._swapped.items()
@@ -293,25 +295,25 @@ class EmulatedDevice:
 
     @property
     def leaving_elements(self) -> float:
-        """Of gradient sums, at full size, whose copies to the host had not ended when the latest
-        compute instruction began.
+        """Elements of leaving gradient sums, at full size. Their copies to the host had not ended
+        when the latest compute instruction began.
         """
         return sum(count for count, until in self._leaving if until > self._began) * self._growth
 
     @property
     def lodged_bytes(self) -> float:
-        """What other devices had swapped here while the latest compute instruction ran, as far as
-        they have said so by now.
+        """Bytes that other devices had swapped to this one while the latest compute instruction
+        ran, as far as announced.
         """
         return self._peer_memory.bytes_here(self._began, self.compute.free_at)
 
     @property
     def _now(self) -> float:
-        """As far as the device has come, on the clock."""
+        """The device's present time on the clock."""
         return max(self._needed_at, self.compute.free_at)
 
     def _way(self, key: SwapKey, *, out: bool) -> tuple[EmulatedStream, float, float]:
-        """Stream, bytes/s and latency."""
+        """Returns stream, bytes/s and latency of a swap."""
         cluster = self.emulation.cluster
         if key.peer is not None:
             link = self._guests.setdefault((key.peer, out), EmulatedStream())
@@ -325,29 +327,33 @@ class EmulatedDevice:
         self._publisher = _Publisher(self._publish)
 
     def detach(self) -> None:
-        """End that thread, and free the pooled buffers."""
+        """Ends the publishing thread, and frees the pooled buffers."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
         self._pool.clear()
 
     def start_clock(self) -> None:
-        """It is that of all processes."""
+        """Does nothing: the clock is that of all processes."""
 
     def stamp(self) -> float:
-        """When the instruction is issued; when it computes says :meth:`compute_for`."""
+        """Returns the time of issue; :meth:`compute_for` has the time of computation."""
         return world.monotonic()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """They are seconds; ``time.perf_counter`` reads the same clock on Linux."""
+        """Returns the stamps, which are seconds; ``time.perf_counter`` reads the same clock on
+        Linux.
+        """
         return list(stamps)
 
     def passed(self, stamp: Stamp) -> bool:
-        """Returns True: who computes sleeps until then."""
+        """Returns True: the computing thread sleeps until then."""
         return True
 
     def load(self, arrays: Sequence[HostArray]) -> EmulatedStageBuffer:
-        """A fetch from when it could begin, or from when the one before it ends."""
+        """Loads weights in modelled time. The fetch starts when its weights are ready, or after the
+        one before it.
+        """
         num_bytes = sum(array.nbytes for array in arrays) * self._moved
         rings, number, ready_at = self.fetches.popleft() if self.fetches else (None, 0, None)
         if ready_at is None:
@@ -369,13 +375,15 @@ class EmulatedDevice:
         )
 
     def gradients(self, target: HostArray) -> torch.Tensor:
-        """A private sum."""
+        """Returns a private sum of zeros."""
         return self._pool.take(target.size, torch.float32).zero_()
 
     def offload(
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> Copied:
-        """Written when the copy would have ended; it waits for what the instruction needs."""
+        """Offloads in modelled time: writes the gradients at the end of the copy, which starts
+        after the current instruction's inputs.
+        """
         num_bytes = target.nbytes * self._moved
         begun = max(self._now, self._offloads.free_at)
         arrives_at = self._copy(self._offloads, self._now, num_bytes, self._offload_bandwidth)
@@ -386,17 +394,17 @@ class EmulatedDevice:
         return Copied(num_bytes, begun, arrives_at)
 
     def await_offloads(self, at_most: int) -> None:
-        """The instruction under way starts no sooner."""
+        """Delays the current instruction until at most ``at_most`` sums are leaving."""
         if len(self._leaving) > at_most:
             self.needs(self._leaving[-1 - at_most][1], IdleCause.GRADIENTS)
 
     def finish(self) -> None:
-        """Wait for the last copy."""
+        """Waits for the last copy."""
         if self._publisher is not None:
             self._publisher.wait(discard=False)
 
     def drop(self) -> None:
-        """What is still under way is not written; the attempt is over."""
+        """Discards current offloads without writing them; the attempt is over."""
         if self._publisher is not None:
             self._publisher.wait(discard=True)
         self.compute, self._fetches, self._offloads = (
@@ -416,8 +424,8 @@ class EmulatedDevice:
         self._idle = True
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A message of the stored size that says when it would arrive; of a collective, whose time
-        is reckoned otherwise, the tensors alone.
+        """Returns a message of the stored size with its arrival time. The messages of a collective
+        are the tensors alone: its times are computed elsewhere.
         """
         sending, self.sending = self.sending, None
         if sending is None:
@@ -438,7 +446,7 @@ class EmulatedDevice:
         return {**tensors, ARRIVAL: arrival}
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The instruction under way starts no sooner than the message arrives."""
+        """Delays the current instruction until the message arrives."""
         self.arrived_at = None
         if ARRIVAL not in tensors:
             return dict(tensors)
@@ -447,7 +455,7 @@ class EmulatedDevice:
         return {name: tensor for name, tensor in tensors.items() if name != ARRIVAL}
 
     def swap_streams(self, distance: int | None) -> SwapStreams:
-        """Returns copies within host memory."""
+        """Returns streams that copy within host memory."""
         return torch_device(self.torch_device).swap_streams(distance)
 
     def arrival_s(self, complete_s: float | None) -> float | None:
@@ -462,7 +470,7 @@ class EmulatedDevice:
         bandwidth: float,
         crossings: int = 1,
     ) -> float:
-        """When a copy ends that crosses the node's memory so many times."""
+        """Returns the end of a copy that crosses the node's memory ``crossings`` times."""
         start, end = stream.occupy(ready_at, self._scaled(num_bytes / bandwidth))
         if crossings and end > start:
             self._announce(Copy(start, end, crossings * num_bytes / (end - start)))
@@ -498,7 +506,9 @@ class _Publisher:
         self._queue.put(offload)
 
     def wait(self, *, discard: bool) -> None:
-        """Until nothing is pending. ``discard``: nothing more is written, errors are forgotten."""
+        """Waits until no offload is pending. ``discard``: nothing more is written, and errors are
+        ignored.
+        """
         with self._changed:
             self._discard = discard
             self._changed.notify_all()
@@ -508,7 +518,7 @@ class _Publisher:
             raise error
 
     def close(self) -> None:
-        """End the thread; nothing is pending."""
+        """Ends the thread; no offload is pending."""
         self._queue.put(None)
         self._thread.join()
 
@@ -524,7 +534,7 @@ class _Publisher:
                 self._changed.notify_all()
 
     def _due(self, offload: _Publication) -> bool:
-        """Wait for the copy's end; False once what is pending is discarded."""
+        """Waits for the copy's end; returns False if pending offloads are discarded."""
         with self._changed:
             while not self._discard:
                 left_s = offload.arrives_at - world.monotonic()

@@ -1,9 +1,9 @@
 """The handlers of emulated devices: those of real ones, each with the time of its instruction.
 
-Instructions that compute, swap, or share out weights are handled in a way of their own. There is no
-graph to split and nothing to move: a split backward leaves the factors of its gradients for later,
-a recomputation of dropped operators and a swap take time only. Fetches, reductions and offloads
-take the times of collectives where weights are shared out.
+Instructions that compute, swap, or shard weights have handlers of their own. Graphs and bytes do
+not exist. So a split backward leaves the factors of its gradients for later. A recomputation of
+dropped operators and a swap only take time. With sharded weights, fetches, reductions and offloads
+take the times of collectives.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from penstock.workers.telemetry.account import IdleCause
 
 
 def device_of(attempt: Attempt) -> EmulatedDevice:
-    """The attempt's device."""
+    """Returns the attempt's device."""
     device = attempt.context.device
     assert isinstance(device, EmulatedDevice)
     return device
 
 
 def forward(instruction: Forward, attempt: Attempt) -> None:
-    """Run a forward stage; leaves what a backward needs, or checkpoints, as ``keep`` says."""
+    """Runs a forward stage; leaves the inputs of a backward, or checkpoints, by ``keep``."""
     stage, m, keep = instruction.stage, instruction.micro_batch, instruction.keep
     blocks = attempt.context.routing.layout.forward[stage].blocks
     inputs, left = attempt.inputs(instruction), attempt.left(instruction)
@@ -61,9 +61,9 @@ def forward(instruction: Forward, attempt: Attempt) -> None:
     trains = keep in (Keep.ALL, Keep.SELECTIVE)
     inner = [block for block in left if block < blocks.stop]
     output = _run(attempt, StageKey(stage, Phase.FORWARD), inputs, m, trains, inner)
-    found = {**output.checkpoints, blocks.stop: output.tensors}
+    tensors_at = {**output.checkpoints, blocks.stop: output.tensors}
     for block, (kind, of_stage) in left.items():
-        attempt.keep(kind, of_stage, m, found[block])
+        attempt.keep(kind, of_stage, m, tensors_at[block])
     if keep is not Keep.INPUT:
         attempt.count_loss(m, output)
     if trains:
@@ -73,7 +73,9 @@ def forward(instruction: Forward, attempt: Attempt) -> None:
 
 
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
-    """From the checkpoint; nothing to make again after a forward that dropped operators."""
+    """Recomputes a stage from its checkpoint. After a forward with dropped operators only time
+    passes.
+    """
     stage, m = instruction.stage, instruction.micro_batch
     device = device_of(attempt)
     if (stage, m) in device.dropped:
@@ -89,25 +91,27 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
 
 
 def backward(instruction: Backward, attempt: Attempt) -> None:
-    """Both halves at once."""
+    """Runs both halves of a backward at once."""
     _runtime(attempt).backward_weight(_input_gradient(instruction, attempt))
 
 
 def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
-    """The input's gradient now, those of the weights when BACKWARD_WEIGHT names the micro-batch."""
+    """Makes the input's gradient now; BACKWARD_WEIGHT of the micro-batch makes those of the
+    weights.
+    """
     deferred = _input_gradient(instruction, attempt)
     device_of(attempt).deferred[instruction.stage, instruction.micro_batch] = deferred
 
 
 def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
-    """Add up what was left for later."""
+    """Adds the gradients that BACKWARD_INPUT left."""
     device = device_of(attempt)
     for m in instruction.micro_batches:
         _runtime(attempt).backward_weight(device.deferred.pop((instruction.stage, m)))
 
 
 def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
-    """On the outgoing stream, or the link to the peer."""
+    """Swaps on the outgoing stream, or the link to the peer."""
     device = device_of(attempt)
     num_bytes = _bytes(instruction, attempt)
     device.swap_out(_key(instruction), num_bytes)
@@ -116,7 +120,7 @@ def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
 
 
 def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
-    """On the incoming stream, or the link from the peer, once it is out."""
+    """Swaps on the incoming stream, or the link from the peer, once the activations are out."""
     device = device_of(attempt)
     num_bytes = _bytes(instruction, attempt)
     device.swap_in(_key(instruction), num_bytes)
@@ -125,7 +129,7 @@ def swap_in(instruction: SwapIn, attempt: Attempt) -> None:
 
 
 def _input_gradient(instruction: Backward | BackwardInput, attempt: Attempt) -> Deferred:
-    """Hand the gradient of the stage's input on; returns what is left for the weights.
+    """Passes the gradient of the stage's input on; returns the deferred part for the weights.
 
     Weights may have been released since the forward; then they are awaited again.
     """
@@ -136,9 +140,9 @@ def _input_gradient(instruction: Backward | BackwardInput, attempt: Attempt) -> 
     attempt.stages.begin_backward(stage)
     output: object = attempt.take_graph(stage, m)
     assert isinstance(output, EmulatedOutput)
-    found, deferred = _runtime(attempt).backward_input(output, gradients)
+    input_gradients, deferred = _runtime(attempt).backward_input(output, gradients)
     for kind, of_stage in attempt.left(instruction).values():
-        attempt.keep(kind, of_stage, m, found)
+        attempt.keep(kind, of_stage, m, input_gradients)
     return deferred
 
 
@@ -150,7 +154,9 @@ def _run(
     trains: bool,
     starts: Collection[int],
 ) -> EmulatedOutput:
-    """Where the numbers cost nothing, a forward need not stop at its last checkpoint."""
+    """Runs a forward. The numbers cost nothing, so a forward need not stop at its last
+    checkpoint.
+    """
     job = attempt.job
     bound: Any = attempt.stages.bound(key, grads=trains)
     return _runtime(attempt).forward(
@@ -185,8 +191,8 @@ def _bytes(swap: SwapOut | SwapIn, attempt: Attempt) -> float:
 
 
 def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:
-    """With ``shards_weights`` the device's share comes from the host, then the rest around a ring:
-    the first use waits until all devices have fetched theirs.
+    """Fetches weights. With ``shards_weights`` the device's share comes from the host, then the
+    rest around a ring; the first use waits until all devices have fetched theirs.
     """
     device, number = device_of(attempt), 0
     rings = _rings(attempt) if _shares(attempt) else None
@@ -214,7 +220,7 @@ def reduce_gradients(instruction: ReduceGradients, attempt: Attempt) -> None:
 
 
 def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
-    """The copy starts when the gradients are summed."""
+    """Publishes the sums; the copy starts when the gradients are summed."""
     device = device_of(attempt)
     scatter = device.scatters.pop(instruction.stage, None)
     if scatter is not None:
@@ -223,9 +229,10 @@ def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
 
 
 def _fetches_from(attempt: Attempt, blocks: range) -> float | None:
-    """When the copy can begin: now, as far as the device has come, if nothing must be waited for.
+    """Returns the earliest start of the copy: the device's present time, if nothing must be
+    awaited; otherwise None.
 
-    The thread that loads may be late; that is Python's matter, not the device's.
+    The loading thread may be late because of Python; the emulated device is not.
     """
     context = attempt.context
     here = (
@@ -262,7 +269,9 @@ def _issued(handler: Handler) -> Handler:
 
 
 def _computed(handler: Handler) -> Handler:
-    """The numbers first: they say what the instruction waits for. Then its time."""
+    """Runs the handler's numbers first: they decide what the instruction waits for. Then spends its
+    time.
+    """
 
     def run(instruction: Instruction, attempt: Attempt) -> None:
         device = device_of(attempt)
@@ -312,4 +321,4 @@ EMULATED_HANDLERS: Mapping[Opcode, Handler] = MappingProxyType(
         for opcode, handler in HANDLERS.items()
     }
 )
-"""For every opcode: what is emulated in a way of its own, the rest as real devices handle it."""
+"""Handlers by opcode: emulated ones where they differ, the rest as on real devices."""

@@ -19,7 +19,7 @@ _DEVIATION = 0.02
 
 
 def load_node(run_dir: Path, node_name: str) -> None:
-    """Write ``master`` (and ``frozen``, as zeros) of the blocks that a node owns.
+    """Writes ``master`` (and ``frozen``, as zeros) of the blocks that a node owns.
 
     Raises:
         ConfigError: no such node. StateError: its memory cannot be attached, or holds a model.
@@ -37,7 +37,7 @@ def load_node(run_dir: Path, node_name: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the loader command; returns the exit code."""
     return run_loader(
         load_node,
         prog="penstock.workers.platforms.emulated.loader",

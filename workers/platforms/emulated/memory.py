@@ -1,11 +1,17 @@
-"""Memory of an emulated device: what the interpreter holds there, each thing at its full size.
+"""Memory of an emulated device: the interpreter's tensors, each at its full size.
 
-Nothing of a plan's reckoning is used: after each instruction the account looks at what is there
-(stages fetched, gradient sums from the first that is added until they are written, graphs and the
-blocks they went through, deferred weight gradients, tensors kept, expected or swapped) and takes
-the sizes from the costs and the full table. While an instruction runs it holds what was there
-before and what is there afterwards. What leaves by itself (sums that are being copied, what peers
-swapped here and take back) is there while the instruction runs, by the clocks of those who move it.
+The account is independent of the plan's. After each instruction it reads the present state:
+
+* fetched stages;
+* gradient sums, from the first addition until they are written;
+* graphs and the blocks that they went through;
+* deferred weight gradients;
+* kept, expected and swapped tensors.
+
+Sizes come from the costs and the full table. A running instruction holds all tensors from before
+and after it. Some memory is freed without an instruction: sums that are being copied, and
+activations that peers swapped to this device and take back. Such memory counts while the
+instruction runs, by the clocks of its movers.
 """
 
 from __future__ import annotations
@@ -61,13 +67,13 @@ class EmulatedMeter:
         self._before = {}
 
     def received(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do: what is received is counted with all else."""
+        """Does nothing: received tensors are counted with all others."""
 
     def executed(self, instruction: Instruction, attempt: Attempt) -> None:
-        """What was there before and what is there now were there together.
+        """Counts the memory before and after the instruction together.
 
         Raises:
-            DeviceMemoryError: that is more than the device has.
+            DeviceMemoryError: the sum is more than the device has.
         """
         now = dict(self._entries(attempt))
         before, self._before = self._before, now
@@ -86,16 +92,16 @@ class EmulatedMeter:
                 at_s=world.perf_counter(),
             )
         if self.limit_bytes is not None and usage.total_bytes > self.limit_bytes:
-            context, there = attempt.context, Usage(dict(_together(before, {})))
+            context, in_use = attempt.context, Usage(dict(_together(before, {})))
             raise DeviceMemoryError(
                 context.plan.programs[context.device_index],
-                there,
-                wanted_bytes=usage.total_bytes - there.total_bytes,
+                in_use,
+                wanted_bytes=usage.total_bytes - in_use.total_bytes,
                 limit_bytes=self.limit_bytes,
             )
 
     def usage(self, attempt: Attempt) -> Usage:
-        """What is there now."""
+        """Returns the present uses."""
         return Usage(dict(_together(dict(self._entries(attempt)), {})))
 
     def _entries(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
@@ -104,7 +110,9 @@ class EmulatedMeter:
         yield from self._transfers(attempt)
 
     def _state(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
-        """Weights, gradient sums until they are written, and what the device has all the time."""
+        """Yields weights, gradient sums until they are written, and permanent memory of the
+        device.
+        """
         context, table, layout = attempt.context, self._table, attempt.context.routing.layout
         stages = layout.backward_stages_on(context.device_index)
         static = sum(self._costs.of(layout.backward[b].blocks).static_bytes for b in stages)
@@ -120,9 +128,9 @@ class EmulatedMeter:
             arrays = arrays_of(table, attempt.stages.blocks(key))
             count = sum(num_elements(table, array) for array in arrays)
             yield key, _Entry(Use.WEIGHTS, count * table.weight_dtype.itemsize, None)
-        for found in attempt.gradients.unpublished:
-            count = table.blocks[found.block].trainable_elements
-            yield found, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
+        for gradient_sum in attempt.gradients.unpublished:
+            count = table.blocks[gradient_sum.block].trainable_elements
+            yield gradient_sum, _Entry(Use.GRADIENTS, count * _GRADIENT_ITEMSIZE, None)
 
     def _graphs(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
         held, device = attempt.held_tensors, self._device
@@ -140,7 +148,7 @@ class EmulatedMeter:
             yield ("graph", *place), _Entry(Use.DEFERRED, num_bytes, None)
 
     def _transfers(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:
-        """One tensor under two names counts once."""
+        """Yields transfers; one tensor under two names counts once."""
         held = attempt.held_tensors
         for (kind, stage, _), tensors in held.tensors.items():
             num_bytes = self._transfer_bytes(attempt, kind, stage)
@@ -167,8 +175,8 @@ class EmulatedMeter:
 
 
 def _changes_its_name(instruction: Instruction, facts: PlanFacts) -> Use | None:
-    """What an instruction does not let go of but leaves as something else: its input, which a graph
-    saves; gradient sums, which are being copied.
+    """Returns the use that an instruction keeps under another name: its input, which a graph saves;
+    or gradient sums, which are being copied.
     """
     if any(resource.kind in GRAPHS for resource in makes(instruction, facts)):
         return Use.TRANSFERS
@@ -177,9 +185,11 @@ def _changes_its_name(instruction: Instruction, facts: PlanFacts) -> Use | None:
 
 
 def _together(before: _Entries, now: _Entries) -> defaultdict[Use, float]:
-    """Bytes by use of what is in either; what changed its size counts at the larger one."""
-    found: defaultdict[Use, float] = defaultdict(float)
+    """Returns bytes by use of the entries in either; an entry with two sizes counts at the larger
+    one.
+    """
+    by_use: defaultdict[Use, float] = defaultdict(float)
     for key in before.keys() | now.keys():
         several = [entries[key] for entries in (before, now) if key in entries]
-        found[several[-1].use] += max(entry.num_bytes for entry in several)
-    return found
+        by_use[several[-1].use] += max(entry.num_bytes for entry in several)
+    return by_use

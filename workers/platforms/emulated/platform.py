@@ -1,10 +1,10 @@
 """The emulated platform of a worker, and UPDATE on it.
 
-An UPDATE is optimizerd's arithmetic on what is stored, in the time of a GPU, as it is simulated
-(:mod:`penstock.planner.simulate.optimizer`): state comes over the incoming stream once it is
-settled and the UPDATE was issued, gradients with it if another device made them; the kernel runs
-when the compute stream has nothing else to do; weights leave over the outgoing stream. No state
-comes of residents, but to bring theirs up to the commit takes as long as the update.
+An UPDATE is optimizerd's arithmetic on stored arrays, in the simulated time of a GPU
+(:mod:`penstock.planner.simulate.optimizer`). State comes over the incoming stream once it is
+settled and the UPDATE was issued. Gradients come with it if another device made them. The kernel
+runs when the compute stream is free; weights leave over the outgoing stream. No state of residents
+is fetched, but to bring it up to the commit takes as long as the update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class EmulatedPlatform:
     handlers = EMULATED_HANDLERS
 
     def __init__(self, site: WorkerSite) -> None:
-        """Devices announce their copies, and reserve NICs, in files of the run directory."""
+        """Makes the device, which announces its copies and reserves NICs in files of the run
+        directory.
+        """
         self._site = site
         config, emulation = site.config, Emulation.of(site.config)
         node, nodes = node_of_device(config, site.device_index), config.cluster.nodes
@@ -55,21 +57,21 @@ class EmulatedPlatform:
             leave=partial(NicReservations.of_run(site.run_dir, len(nodes)).occupy, source=node),
             peer_memory=PeerMemory.of_node(*here, site.device_index),
         )
-        limit, there = config.memory.device_limit, emulation.cluster.device_memory_bytes
-        self.meter = EmulatedMeter(self.device, there if limit is None else float(limit))
+        limit, device_bytes = config.memory.device_limit, emulation.cluster.device_memory_bytes
+        self.meter = EmulatedMeter(self.device, device_bytes if limit is None else float(limit))
         self.reads = emulation.reads(site.run_dir, config, node)
         peak_flops = peak_flops_of(emulation.name)
         self.peak_flops = None if peak_flops is None else peak_flops / emulation.time_scale
 
     def set_up_process(self) -> None:
-        """Nothing to do: its sums are exact."""
+        """Does nothing: sums of emulated devices are exact."""
 
     def runtime(self) -> EmulatedRuntime:
-        """Returns what makes up numbers in the place of a model."""
+        """Returns the runtime that makes up numbers instead of a model."""
         return EmulatedRuntime(self._site.table, seed=self._site.config.run.seed)
 
     def previewer(self, memory: NodeMemory, plan: Plan) -> EmulatedPreviewer:
-        """Returns what updates blocks in the time of a GPU."""
+        """Returns the previewer that updates blocks in the time of a GPU."""
         return EmulatedPreviewer(
             self.device,
             memory,
@@ -107,17 +109,19 @@ class EmulatedPreviewer:
         device.staging_bytes = staging_bytes(largest)
 
     def issue(self, block: int) -> None:
-        """Note where the compute stream is: the copy of the state starts no sooner."""
+        """Records the time of the compute stream: the copy of the state starts no sooner."""
         self._issued_at[block] = self._device.compute.free_at
 
     def fetch(self, block: int, scope: UpdateScope) -> None:
-        """Copy the state; gradients are copied when they are there."""
+        """Copies the state; gradients are copied when they are present."""
         if self._made_here(block):
             lag = self._lag(block, scope)
             self._here_at[block] = self._copy_in(block, self._issued_at.pop(block), lag)
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
-        """Returns when the copy of the weights, and of what is flushed, would have ended."""
+        """Computes the block's update, and waits for the modelled end of the copies of weights and
+        flushed state.
+        """
         device, parameters, lag = self._device, self._parameters(block), self._lag(block, scope)
         if block not in self._here_at:
             issued_at = max(self._issued_at.pop(block), world.monotonic())
@@ -147,7 +151,9 @@ class EmulatedPreviewer:
         return self._stored.residents.lag(block, scope.step.version - 1)
 
     def _copy_in(self, block: int, ready_at: float, lag: Lag, gradient_bytes: float = 0.0) -> float:
-        """When the copy ends; it starts no sooner than now, since what it copies was awaited."""
+        """Returns the end of the copy. It starts no sooner than now, since its source was
+        awaited.
+        """
         fetched = self._device.emulation.cluster.update_fetch_bytes if lag.whole else 0.0
         num_bytes = self._parameters(block) * fetched + gradient_bytes
         ready_at = max(ready_at, world.monotonic())

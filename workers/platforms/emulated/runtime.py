@@ -1,13 +1,13 @@
-"""Instead of a model: 64-bit numbers that follow from everything that a model's would follow from.
+"""Instead of a model: 64-bit numbers that depend on all inputs of a model's numbers.
 
-The *activation* of a block is a hash of the activation before it and of the block's weights; the
+Each block has an *activation*: a hash of the activation before it and of the block's weights. The
 first one is a hash of the tokens. The *gradient* is a hash of the gradient after it, of the
-activation and of the block; it picks a factor in [-1, 1) for a fixed pattern that is added to the
-block's gradients. So a weight of the wrong version, a tensor of another micro-batch, or work that
-is left out changes the bytes of every later state. Factors and patterns are multiples of 1/128, so
-that their sums are exact, whatever the order of micro-batches: all schedules give the same bytes.
+activation and of the block. It picks a factor in [-1, 1) for a fixed pattern that is added to the
+block's gradients. Errors such as weights of a wrong version, a tensor of another micro-batch, or
+missing work change the bytes of every later state. Factors and patterns are multiples of 1/128, so
+their sums are exact in any order of micro-batches: all schedules give the same bytes.
 
-The loss is made up: that of guessing among the tokens of the vocabulary, and a little noise.
+The loss is that of guessing among the tokens of the vocabulary, with a little noise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EmulatedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedOutput(StageOutput):
-    """What a backward needs: every block with the activation that went into it, and the end's."""
+    """The inputs of a backward: every block with its input activation, and the last activation."""
 
     steps: tuple[tuple[EmulatedBlock, int], ...]
     end: int
@@ -59,7 +59,7 @@ class EmulatedRuntime:
     """Takes the place of :class:`penstock.models.runtime.ModelRuntime` in a worker."""
 
     def __init__(self, table: BlockTable, *, seed: int) -> None:
-        """``table``: the stored one."""
+        """Makes the runtime. ``table``: the stored one."""
         self.table = table
         self._seed = seed
         self._elements = sum(block.trainable_elements for block in table.blocks)
@@ -74,7 +74,7 @@ class EmulatedRuntime:
         borrowed: Mapping[str, Borrowed] | None = None,
         sums: torch.dtype | None = None,
     ) -> EmulatedBlock:
-        """Hash the weights; their bytes stay where they are."""
+        """Hashes the weights; their bytes stay in place."""
         del sums
         tied = (borrowed or {}).values()
         arrays = (weights, frozen, *(array for array, _ in tied))
@@ -92,11 +92,11 @@ class EmulatedRuntime:
         grads: torch.Tensor | None,
         borrowed: Mapping[str, torch.Tensor],
     ) -> None:
-        """As in the model's runtime."""
+        """Binds gradients as the model's runtime does."""
         bound.gradients.extend(g for g in (grads, *borrowed.values()) if g is not None)
 
     def called_with(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """Nothing: blocks are called with what they hand on."""
+        """Returns no constants: blocks take only the outputs of other blocks."""
         return ()
 
     def forward(
@@ -114,8 +114,8 @@ class EmulatedRuntime:
         storage: ForwardStorage | None = None,
         output_read: bool = True,
     ) -> EmulatedOutput:
-        """Run consecutive blocks; arguments as in the model's runtime. Nothing takes memory, so
-        there is nothing to store otherwise.
+        """Runs consecutive blocks; arguments as in the model's runtime. No tensors take memory, so
+        ``storage`` has no effect.
         """
         del training, autograd, storage, output_read
         if inputs:
@@ -140,7 +140,7 @@ class EmulatedRuntime:
             inputs={},
             steps=tuple(steps),
             end=activation,
-            # The norm of all gradients is then below the loss scale, whatever the model's size.
+            # The norm of all gradients is then below the loss scale, for any size of the model.
             amplitude=_power_of_two(
                 loss_weight * max(1, batch.counted_tokens) / math.sqrt(self._elements)
             ),
@@ -149,15 +149,17 @@ class EmulatedRuntime:
     def backward(
         self, output: EmulatedOutput, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Add to the gradients of every block; returns the gradient of the stage's input."""
-        found, deferred = self.backward_input(output, gradients)
+        """Adds to the gradients of every block; returns the gradient of the stage's input."""
+        input_gradients, deferred = self.backward_input(output, gradients)
         self.backward_weight(deferred)
-        return found
+        return input_gradients
 
     def backward_input(
         self, output: EmulatedOutput, gradients: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], Deferred]:
-        """The gradient of the stage's input, and what :meth:`backward_weight` will add."""
+        """Returns the gradient of the stage's input, and the deferred part for
+        :meth:`backward_weight`.
+        """
         gradient = _number(gradients) if gradients else _hash(output.end)
         deferred = []
         for block, activation in reversed(output.steps):
@@ -166,7 +168,7 @@ class EmulatedRuntime:
         return _tensors(gradient), tuple(deferred)
 
     def backward_weight(self, deferred: Deferred) -> None:
-        """Add to the gradients of every block."""
+        """Adds to the gradients of every block."""
         for block, factor in deferred:
             for total in block.gradients:
                 total.add_(_pattern(total.numel()), alpha=factor)
@@ -195,12 +197,12 @@ def _number(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _power_of_two(value: float) -> float:
-    """At most ``value``: products with it lose nothing."""
+    """Returns a power of two, at most ``value``: products with it are exact."""
     return 2.0 ** math.floor(math.log2(value))
 
 
 @lru_cache(maxsize=64)
 def _pattern(count: int) -> torch.Tensor:
-    """What a gradient of so many elements looks like."""
+    """Returns the fixed pattern of a gradient with ``count`` elements."""
     numbers = np.random.Generator(np.random.Philox(count)).integers(-128, 128, count)
     return torch.from_numpy(numbers.astype(np.float32) / 128)
