@@ -1,1 +1,1 @@
-"""The configuration: its keys, what they accept, and how mistakes are told."""
+"""The configuration: its keys, accepted values, and texts about mistakes."""

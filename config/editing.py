@@ -1,5 +1,5 @@
-"""Changes of values in the text of a configuration, beside which comments and all other keys stay
-as the user wrote them.
+"""Changes of values in the text of a configuration. Comments and all other keys stay as the user
+wrote them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.host.errors import ConfigError
 
 
 def edited(text: str, wanted: Mapping[str, Any]) -> str:
-    """Returns a configuration's text with the values of ``wanted``. A text in which the changes
-    cannot be made one by one (anchors, keys merged from elsewhere) is written anew, without its
+    """Returns a configuration's text with the values of ``wanted``. If the changes cannot be made
+    one by one (anchors, keys merged from elsewhere), the whole text is written again, without its
     comments.
     """
     text = changed = text if text.endswith("\n") else f"{text}\n"

@@ -40,24 +40,25 @@ SchemeName = Literal[
     "spipe",
     "zero3-offload",
 ]
-"""What ``schedule.scheme`` can name. All but ``auto`` are defined in modules of
+"""Values of ``schedule.scheme``. All but ``auto`` are defined in modules of
 :mod:`penstock.planner.schemes`, and its registry has this order.
 """
 
 
 class DeviceUpdates(StrEnum):
-    """What an UPDATE that a pass inserts does with the state of its block."""
+    """Treatment of a block's state by an UPDATE that a pass inserts."""
 
     PREVIEW = "preview"
     """Leaves it to the CPU, after the commit."""
     FLUSH = "flush"
-    """Writes the next one beside the committed one."""
+    """Writes the next state into a second copy, and keeps the committed state."""
     AUTO = "auto"
-    """What makes the simulated step shorter."""
+    """Selects the choice with the shorter simulated step."""
 
 
 _PAPERS_1F1B = "1f1b-2"
-"""What the 2BP paper calls 1F1B with two micro-batches for each device: the same orders."""
+"""Name of the 2BP paper for 1F1B with two micro-batches for each device: the orders are the same.
+"""
 
 
 class ScheduleConfig(Section):
@@ -68,42 +69,44 @@ class ScheduleConfig(Section):
     scheme: SchemeName = Field(
         default="spipe",
         description="A scheme by name (`penstock plan --list`; bpipe within one node). With auto,"
-        " the fastest that the tuner finds within all memory limits; other keys of this section"
-        " that are given restrict its search. Unset, auto with one worker on a GPU.",
+        " the fastest scheme that the tuner finds within all memory limits; other given keys of"
+        " this section restrict its search. Unset: spipe, or auto with one worker on a GPU.",
     )
     forward_stages: int | None = Field(
         default=None,
         ge=1,
-        description="The forward of each pipeline is cut into so many stages; unset, into as many"
-        " as the scheme uses with the workers at hand.",
+        description="Number of stages into which the forward of each pipeline is cut. Unset: as"
+        " many as the scheme uses with the available workers.",
     )
     backward_stages: int | None = Field(
         default=None,
         ge=1,
-        description="The backward is cut into so many stages, in schemes that cut it differently.",
+        description="Number of stages of the backward, in schemes that cut it differently from"
+        " the forward.",
     )
     stages_per_device: int | None = Field(
         default=None,
         ge=1,
-        description="The number of forward stages for each worker, instead of `forward_stages`.",
+        description="Number of forward stages for each worker, instead of `forward_stages`.",
     )
     replicas: Annotated[int, Unit("pipelines")] = Field(
         default=1,
         ge=1,
-        description="Data parallelism: so many pipelines share the workers and the batch.",
+        description="Data parallelism: number of pipelines that share the workers and the batch.",
     )
     reduce_gradients: bool | Literal["auto"] = Field(
         default="auto",
-        description="Whether devices sum the gradients of replicas (or of both directions of"
-        " chimera), and one of them hands over the sum; otherwise the optimizer sums them. With"
-        " auto, where the replicas of a stage are on several nodes.",
+        description="True: devices sum the gradients of replicas (or of both directions of"
+        " chimera), and one device sends the sum to the optimizer. False: the optimizer sums"
+        " them. auto: true if the replicas of a stage are on several nodes.",
     )
     recompute: Literal["auto", "full", "selective", "none"] | None = Field(
         default=None,
-        description="What backwards make again instead of keeping it: everything between stage"
-        " inputs, the operators in `drop`, or nothing. With auto, devices keep the activations of"
-        " as many micro-batches as they have room for, and make the others again. Unset, auto on"
-        " GPUs, for a schedule without passes and file; elsewhere what the scheme is known for.",
+        description="Activations that backwards compute again instead of keeping them: full:"
+        " everything between stage inputs; selective: the operators in `drop`; none: nothing."
+        " auto: devices keep the activations of as many micro-batches as fit into memory, and"
+        " recompute the rest. Unset: auto on GPUs for a schedule without passes and file,"
+        " otherwise the usual choice of the scheme.",
     )
     drop: tuple[str, ...] = Field(
         default=(),
@@ -112,9 +115,9 @@ class ScheduleConfig(Section):
     )
     weight_gradients: Literal["looped", "concatenated"] = Field(
         default="looped",
-        description="How a split backward takes several micro-batches at once (passes 2bp and"
-        " concatenate): looped leaves the bits of an unsplit one; concatenated is one product over"
-        " the rows of all, faster where these are few, with other rounding.",
+        description="Computation of a split backward over several micro-batches (passes 2bp and"
+        " concatenate). looped: the bits of an unsplit backward. concatenated: one product over"
+        " all rows, faster for few rows, with other rounding.",
     )
     passes: tuple[str, ...] = Field(
         default=(),
@@ -123,24 +126,24 @@ class ScheduleConfig(Section):
     update_stride: Annotated[float | None, Unit("blocks")] = Field(
         default=None,
         ge=1,
-        description="Of the pass interleave-updates: of each device's blocks every so many-th is"
-        " updated there (1.5: two of three); unset, what is fastest by the rates of `profile`.",
+        description="For the pass interleave-updates: every n-th of a device's blocks is updated"
+        " on the device (1.5: two of three). Unset: the fastest stride by the rates of `profile`.",
     )
     resident_share: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="Of each device's parameters, the share whose optimizer state stays on the"
-        " device: the last to be updated with interleave-updates, the first with twinflow.",
+        description="Share of each device's parameters with optimizer state on the device: the"
+        " last to be updated with interleave-updates, the first with twinflow.",
     )
     device_updates: DeviceUpdates = Field(
         default=DeviceUpdates.PREVIEW,
-        description="What devices do with the blocks that interleave-updates or device-update give"
-        " them: preview, write their next weights, and the CPU takes the step into their state"
-        " after the commit; flush, write their next state as well, next to the committed one, so"
-        " that the CPU has nothing to do with them, for a second copy of their state in host memory"
-        " (Deep Optimizer States; docs/PLANNING.md); auto, what makes the simulated step shorter,"
-        " which may be no updates on devices if no stride or share is given.",
+        description="Work of devices on blocks from interleave-updates or device-update. preview:"
+        " devices write the next weights, and the CPU updates the state after the commit. flush:"
+        " devices write the next state as well, next to the committed state, so that the CPU does"
+        " nothing for these blocks; this needs a second copy of their state in host memory (Deep"
+        " Optimizer States; docs/PLANNING.md). auto: the choice with the shorter simulated step,"
+        " possibly no updates on devices if no stride or share is given.",
     )
     file: Path | None = Field(
         default=None,
@@ -149,8 +152,8 @@ class ScheduleConfig(Section):
     )
     profile: Path | None = Field(
         default=None,
-        description="What `penstock profile` measured, for the costs of simulations; unset, a guess"
-        " at the device.",
+        description="Measurements of `penstock profile`, for the costs of simulations. Unset: a"
+        " guess at the device.",
     )
     asked: dict[str, Any] | None = Field(
         default=None,
@@ -179,7 +182,7 @@ class NodeConfig(Section):
     )
     host: str = Field(
         default="127.0.0.1",
-        description="The node's daemons listen on this address, which the other nodes must reach.",
+        description="Address on which the node's daemons listen. Other nodes must reach it.",
     )
 
 
@@ -190,110 +193,110 @@ class ClusterConfig(Section):
         default=2,
         ge=1,
         le=64,
-        description="Each node has so many workers (devices), one process each.",
+        description="Workers (devices) of each node, one process each.",
     )
     device: Annotated[str, Accepts(DEVICE_CHOICES)] = Field(
         default="cpu",
         pattern=DEVICE_PATTERN,
-        description="What workers compute on. More cuda workers than a node has GPUs share them."
-        " Emulated devices only take the time of the GPU and model that are named, or that"
-        " `penstock profile` measured.",
+        description="Device of the workers. cuda workers share GPUs if a node has fewer GPUs than"
+        " workers. Emulated devices only take the time of the named GPU and model, or of a"
+        " measurement by `penstock profile`.",
     )
     transport: Literal["auto", TransportName] = Field(
         default="auto",
-        description="How tensors get from worker to worker: zmq, messages through host memory;"
-        " gloo, through host memory, and nccl, from GPU to GPU, process groups of"
-        " torch.distributed. With auto, nccl where each worker of a node has a GPU of its own, else"
-        " zmq; nodes must be alike. Between two workers of a machine gloo takes 0.6 to 0.8 of zmq's"
-        " time for transfers of up to 64 KiB, 1.5 to 1.9 of it from 1 MiB on.",
+        description="Transport of tensors between workers. zmq: messages through host memory."
+        " gloo (host memory) and nccl (from GPU to GPU): process groups of torch.distributed."
+        " auto: nccl if each worker of a node has its own GPU, else zmq; nodes must be alike."
+        " Between two workers of a machine gloo takes 0.6 to 0.8 of zmq's time for transfers of"
+        " up to 64 KiB, and 1.5 to 1.9 of it from 1 MiB on.",
     )
     fetch: Literal["zmq", "nixl", "auto"] = Field(
         default="zmq",
-        description="How a node gets the weights and gradients that another one holds: zmq, its"
-        " memoryd sends them; nixl, they are read out of its memory without asking, by RDMA where"
-        " there is a device for it, else over TCP or shared memory (`pip install penstock[rdma]`)."
-        " With auto, nixl on nodes with such a device. Between nodes that do not both offer it"
-        " everything goes by zmq (docs/NODES.md).",
+        description="Transport of weights and gradients between nodes. zmq: the owner's memoryd"
+        " sends them. nixl: the receiver reads the owner's memory directly, by RDMA if a device"
+        " supports it, else over TCP or shared memory (`pip install penstock[rdma]`). auto: nixl"
+        " on nodes with such a device. Two nodes use zmq unless both offer nixl (docs/NODES.md).",
     )
     nodes: Annotated[
         tuple[NodeConfig, ...],
         Accepts("a list of nodes such as [{name: a}, {name: b, host: 10.0.0.2}]"),
     ] = Field(
         default=(NodeConfig(name="a"),),
-        description="The machines; the first prepares the run and hosts the scheduler. Unset, with"
-        " `penstock node`: those that Slurm, a JobSet or torchrun started, as node-0, node-1 and so"
-        " on.",
+        description="The machines. The first prepares the run and hosts the scheduler. Unset,"
+        " with `penstock node`: the nodes that Slurm, a JobSet or torchrun started, named node-0,"
+        " node-1 and so on.",
     )
     scheduler_port: int = Field(
         default=0,
         ge=0,
         le=65535,
-        description="The scheduler listens on this port of the first node; 0: on one that is free.",
+        description="Port of the scheduler on the first node; 0: any free port.",
     )
     security: SecurityName = Field(
         default="none",
-        description="With none, addresses other than loopback are refused, and a token in the run"
-        " directory keeps other users of the machine away. With insecure, any address is allowed,"
-        " and everybody on the network may read and change the run. With tls, all traffic is"
-        " encrypted, and callers without a key of the run are rejected (docs/SECURITY.md). With"
-        " tls-trusted-fabric, RDMA and process groups of torch.distributed stay unencrypted, in a"
-        " network that is private; tls refuses both.",
+        description="none: only loopback addresses are allowed, and a token in the run directory"
+        " keeps other users of the machine away. insecure: any address is allowed, and everybody"
+        " on the network may read and change the run. tls: all traffic is encrypted, and callers"
+        " without a key of the run are rejected (docs/SECURITY.md). tls-trusted-fabric: as tls,"
+        " but RDMA and process groups of torch.distributed, which tls refuses, stay unencrypted"
+        " on a private network.",
     )
     keys: Path | None = Field(
         default=None,
-        description="With tls, the folder that `penstock keys make` made; a node needs"
-        " its own part of it only, at this path (`penstock keys pack`).",
+        description="Folder that `penstock keys make` made, for tls. Each node needs only its"
+        " part of it, at this path (`penstock keys pack`).",
     )
     pin_memory: bool = Field(
         default=True,
-        description="GPUs copy shared memory that the driver has pinned, during the computation."
-        " Without, where a driver refuses that (WSL, some virtual GPUs): through the driver's own"
-        " memory, more slowly, while the worker waits.",
+        description="True: the driver pins shared memory, and GPUs copy it during the"
+        " computation. False, for drivers that refuse to pin (WSL, some virtual GPUs): copies"
+        " pass through the driver's memory, more slowly, while the worker waits.",
     )
     threads_per_worker: Annotated[int, Unit("threads")] = Field(
         default=0,
         ge=0,
-        description="Each worker computes with so many threads; 0: with its share of the cores.",
+        description="Threads with which each worker computes; 0: its share of the cores.",
     )
     cpus_per_node: Annotated[int | None, Unit("CPUs")] = Field(
         default=None,
         ge=1,
-        description="A node refuses to start where affinity, cpuset or CPU quota leave it fewer"
-        " CPUs than this, though the machine has more; unset: one for each thread that is"
-        " configured, each worker, and the optimizer.",
+        description="Fewest CPUs of a node: with fewer by affinity, cpuset or CPU quota it"
+        " refuses to start, even if the machine has more. Unset: one for each configured thread,"
+        " each worker, and the optimizer.",
     )
     heartbeat_interval_s: Seconds = Field(
-        default=0.5, gt=0.0, description="Each process gives a sign of life so often."
+        default=0.5, gt=0.0, description="Time between two heartbeats of a process."
     )
     heartbeat_timeout_s: Seconds = Field(
         default=10.0,
         gt=0.0,
-        description="A process that was silent for so long is killed and replaced; at least twice"
-        " `heartbeat_interval_s`.",
+        description="Time without a heartbeat after which a process is killed and replaced; at"
+        " least twice `heartbeat_interval_s`.",
     )
     attempt_timeout_s: Seconds = Field(
         default=600.0,
         gt=0.0,
-        description="An attempt or evaluation without progress for this time is aborted, and"
-        " the member that blocks it is killed and replaced. So is a process that has not joined the"
-        " run at that age. Longer than any single instruction takes.",
+        description="Time without progress after which an attempt or evaluation is aborted, and"
+        " the member that blocks it is killed and replaced. A process that has not joined the run"
+        " at this age is replaced, too. Must be longer than any single instruction.",
     )
     start_timeout_s: Seconds = Field(
         default=1800.0,
         gt=0.0,
-        description="Other nodes than the first wait so long until it has prepared the run and"
-        " started the scheduler.",
+        description="Time in which the first node must prepare the run and start the scheduler;"
+        " other nodes wait.",
     )
     max_restarts: int = Field(
         default=20,
         ge=0,
-        description="A process that was replaced so many times within an hour in which no step was"
-        " committed is not replaced again, and the run ends.",
+        description="Most replacements of a process within an hour without a committed step; the"
+        " next failure ends the run.",
     )
     preload: bool = Field(
         default=True,
-        description="Each node keeps two processes that have imported what others need, and fork"
-        " them: a process that is lost is back sooner. False: all are started from nothing.",
+        description="True: each node keeps two processes that have already imported the modules"
+        " of the others, and forks them, so that a lost process is replaced sooner. False: every"
+        " process imports its modules itself.",
     )
     stop_grace_s: Seconds | None = Field(
         default=None,
@@ -374,17 +377,17 @@ class MemoryConfig(Section):
     """Limits that plans are held against; unset means what the machine has."""
 
     host_limit: Size | None = Field(
-        default=None, description="Penstock may use so much host memory of each node."
+        default=None, description="Most host memory of each node that Penstock may use."
     )
     device_limit: Size | None = Field(
-        default=None, description="A plan may use so much memory of each device."
+        default=None, description="Most memory of each device that a plan may use."
     )
     mirror: Literal["none", "partner"] = Field(
         default="none",
-        description="partner: each node's partner, the next one in `cluster.nodes`, keeps a replica"
-        " of its optimizer state and steps it along, so that a node that is lost with its memory"
-        " costs no step. It takes the memory of that state once more, and the gradients go over the"
-        " network (docs/NODES.md).",
+        description="partner: each node's partner, the next one in `cluster.nodes`, keeps a"
+        " replica of its optimizer state and steps the replica, too, so that a node that is lost"
+        " with its memory costs no step. The replica takes the memory of that state once more,"
+        " and gradients cross the network (docs/NODES.md).",
     )
 
 
@@ -401,7 +404,7 @@ class EmulationConfig(Section):
         default=1.0,
         gt=0.0,
         le=1e3,
-        description="One second of the emulated cluster takes so many seconds on the clock.",
+        description="Seconds on the clock for one second of the emulated cluster.",
     )
     machine: Annotated[
         dict[str, float], Accepts("a mapping of numbers such as {nic_bandwidth: 1.25e+10}")
@@ -413,18 +416,18 @@ class EmulationConfig(Section):
     instruction_s: Seconds | None = Field(
         default=None,
         ge=0.0,
-        description="Each compute instruction takes so much longer than its costs say.",
+        description="Time that each compute instruction takes in addition to its costs.",
     )
     compute_speed: float = Field(
         default=1.0,
         gt=0.0,
         le=1e12,
-        description="Devices compute so many times as fast as their costs say.",
+        description="Factor by which devices compute faster than their costs.",
     )
     optimizer_bytes: Annotated[float | None, Unit("bytes per parameter")] = Field(
         default=None,
         gt=0.0,
-        description="A step of the optimizer moves so much memory; unset, what its sweeps move.",
+        description="Memory traffic of a step of the optimizer. Unset: the traffic of its sweeps.",
     )
     optimizer_start: Literal["offload", "flush"] = Field(
         default="offload",
@@ -440,41 +443,44 @@ class ObservabilityConfig(Section):
         default=0,
         ge=0,
         le=65535,
-        description="Prometheus asks each node here for the metrics of all its processes; nodes on"
-        " one machine have ports that follow each other. With 0 each takes a free one, which"
+        description="Port of each node on which Prometheus scrapes the metrics of all its"
+        " processes; nodes on one machine use consecutive ports. 0: any free port, which"
         " `penstock status` and `RUN_DIR/metrics/` show.",
     )
     metrics_host: Annotated[
         str, Accepts("an address of the machine, such as 127.0.0.1 or 0.0.0.0")
     ] = Field(
         default="127.0.0.1",
-        description="Where metrics are served, on every node; 0.0.0.0 for a Prometheus on another"
-        " machine: with `cluster.security: tls` they are served with TLS and a password.",
+        description="Address on which every node serves metrics; 0.0.0.0 for a Prometheus on"
+        " another machine. With tls, metrics need TLS and a password.",
     )
     targets: Path | None = Field(
         default=None,
-        description="A folder that Prometheus' file_sd watches: nodes write into it where they"
-        " serve metrics, and remove that when they end. Runs may share it.",
+        description="Folder that Prometheus' file_sd watches: nodes write their metrics addresses"
+        " into it, and remove them at their end. Runs may share it.",
     )
     trace: bool = Field(
-        default=False, description="Records what every process does when, for `penstock trace`."
+        default=False,
+        description="Records the times of everything that processes do, for `penstock trace`.",
     )
     sample_every: int = Field(
         default=50,
         ge=0,
-        description="Every so many attempts one is recorded and analysed, off the step's path:"
-        " which resource it spent its time on, and what would be saved without; 0: none.",
+        description="Attempts for each attempt that is recorded and analysed, off the step's"
+        " path: on which resource it spent its time, and the savings without; 0: none.",
     )
 
     @property
     def traced_every(self) -> int:
-        """Of so many attempts one is recorded: 1 is all of them, and evaluations; 0 is none."""
+        """Attempts for each attempt that is recorded: 1 records all, and evaluations; 0 records
+        none.
+        """
         return 1 if self.trace else self.sample_every
 
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
         default=(),
-        description="Where lines of `metrics.jsonl` go as well, each by a process that no step"
-        " waits for.",
+        description="Trackers that receive the lines of `metrics.jsonl`, each through a process"
+        " that no step waits for.",
     )
     tracker_project: Annotated[str | None, Old()] = Field(default=None, min_length=1)
     wandb_mode: Annotated[Literal["online", "offline"] | None, Old()] = None
@@ -482,8 +488,8 @@ class ObservabilityConfig(Section):
     opentelemetry: Annotated[str | None, Accepts("a URL such as http://127.0.0.1:4318")] = Field(
         default=None,
         pattern=r"^https?://.+",
-        description="Collector that takes spans of attempts, evaluations and saves by OTLP over"
-        " HTTP.",
+        description="Collector that receives spans of attempts, evaluations and saves by OTLP"
+        " over HTTP.",
     )
     memory: bool = Field(
         default=False,

@@ -1,11 +1,17 @@
-"""The optimizers: which there are, what each keeps, and which hyper-parameters it has.
+"""The optimizers: their state, and their hyper-parameters.
 
-This is all that Python knows about an optimizer. From a row follow what ``optimizer.name`` accepts
-and what the reference page says of its keys (:mod:`penstock.config.training`), the arrays
-of the model's state (:mod:`penstock.shm.table`) and so the memory, its saved form and its restore,
-the bytes that its sweeps move (:mod:`penstock.planner.cost.cluster`) and that a node holds
-(:mod:`penstock.planner.planning.plan_search`), and what the kernels are called with
-(:mod:`penstock.protocol.plan.step`).
+A row is all that Python knows about an optimizer. From a row follow:
+
+* the values of ``optimizer.name`` and the reference page of its keys
+  (:mod:`penstock.config.training`);
+
+* the arrays of the model's state (:mod:`penstock.shm.table`), and so the memory, the saved form and
+  the restore;
+
+* the bytes that its sweeps move (:mod:`penstock.planner.cost.cluster`) and that a node holds
+  (:mod:`penstock.planner.planning.plan_search`);
+
+* the arguments of the kernels (:mod:`penstock.protocol.plan.step`).
 
 The arithmetic is elsewhere: a step of the same name in ``native/steps.h``, and, where GPUs execute
 UPDATE, an entry of ``STEPS`` in :mod:`penstock.models.step`.
@@ -20,7 +26,7 @@ from types import MappingProxyType
 
 
 class OptimizerName(StrEnum):
-    """What ``optimizer.name`` accepts."""
+    """Values of ``optimizer.name``."""
 
     ADAMW = "adamw"
     ADAM = "adam"
@@ -35,8 +41,8 @@ class OptimizerName(StrEnum):
 
 
 class Hyperparameter(StrEnum):
-    """Keys of the section ``optimizer`` that some optimizers have beside ``lr`` and
-    ``weight_decay``, which all have. What they mean is said at the keys.
+    """Keys of the section ``optimizer`` that only some optimizers have. All optimizers have ``lr``
+    and ``weight_decay``. The descriptions of the keys explain them.
     """
 
     BETAS = "betas"
@@ -49,11 +55,12 @@ class Hyperparameter(StrEnum):
 class OptimizerTraits:
     """One optimizer.
 
-    ``label`` is its name in texts, ``source`` says where its step comes from. ``state_arrays``:
-    what it keeps beside the master weights, by torch's names, one fp32 number a parameter each.
-    ``decouples_decay``: weight decay multiplies the weights (by 1 - lr * weight_decay); otherwise
-    it is added to the gradient. ``corrects_bias``: moments are corrected for their start at zero.
-    ``on_gpus``: GPUs execute its UPDATE; CPUs and emulated devices execute that of all.
+    ``label`` is its name in texts, ``source`` names the origin of its step. ``state_arrays``:
+    arrays in addition to the master weights, by torch's names, each with one fp32 number a
+    parameter. ``decouples_decay``: weight decay multiplies the weights (by 1 - lr * weight_decay);
+    otherwise it is added to the gradient. ``corrects_bias``: moments are corrected for their start
+    at zero. ``on_gpus``: GPUs execute its UPDATE; CPUs and emulated devices execute UPDATE for all
+    optimizers.
     """
 
     label: str
@@ -71,7 +78,9 @@ class OptimizerTraits:
 
     @property
     def stepped_bytes(self) -> float:
-        """Bytes that a step reads beside gradients, for each parameter: fp32 master and state."""
+        """Bytes that a step reads in addition to gradients, for each parameter: fp32 master and
+        state.
+        """
         return 4.0 + self.state_bytes
 
 
@@ -96,7 +105,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerTraits] = MappingProxyType(
         ),
         OptimizerName.SGD: OptimizerTraits(
             label="SGD",
-            source="torch.optim.SGD with momentum, without dampening or Nesterov's look ahead",
+            source="torch.optim.SGD with momentum, without dampening or Nesterov momentum",
             state_arrays=("momentum_buffer",),
             hyperparameters=(Hyperparameter.MOMENTUM,),
         ),
@@ -118,17 +127,19 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerTraits] = MappingProxyType(
 
 
 def labels_with(key: Hyperparameter) -> str:
-    """The optimizers that have a hyper-parameter, as a text: "Adam, AdamW and Lion"."""
+    """Returns the optimizers that have a hyper-parameter, as a text: "Adam, AdamW and Lion"."""
     return _listed([row.label for row in OPTIMIZERS.values() if key in row.hyperparameters])
 
 
 def names_that_decouple() -> str:
-    """The optimizers that decouple weight decay from the gradient, as configurations call them."""
+    """Returns the optimizers that decouple weight decay from the gradient, as configurations name
+    them.
+    """
     return _listed([name.value for name, row in OPTIMIZERS.items() if row.decouples_decay])
 
 
 def names_on_gpus() -> str:
-    """The optimizers whose UPDATE GPUs execute, as configurations call them."""
+    """Returns the optimizers with an UPDATE on GPUs, as configurations name them."""
     return _listed([name.value for name, row in OPTIMIZERS.items() if row.on_gpus])
 
 

@@ -1,10 +1,10 @@
-"""What ``cluster.device`` and ``cluster.transport`` can name, and what each of them can do.
+"""Values of ``cluster.device`` and ``cluster.transport``, and the capabilities of each.
 
-A platform, and a transport, is described once, here. Configuration, planner, daemons and clients
-ask for a capability and never for a name, and import nothing of a platform but this. The
-description says nothing of *how*: the costs of modelled platforms are in
-:mod:`penstock.planner.cost.emulation`, what a worker runs is found under the same name in
-:mod:`penstock.workers.platforms.registry`, and a transport in the module that its row names.
+Each platform and transport is described once, here. Configuration, planner, daemons and clients
+check a capability and never a name, and import nothing else of a platform. The description says
+nothing of implementations. Costs of modelled platforms are in
+:mod:`penstock.planner.cost.emulation`. Code of a worker is registered under the same name in
+:mod:`penstock.workers.platforms.registry`. A transport is in the module that its row names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 
 class CoreUse(Enum):
-    """What the workers of a platform need the host's cores for."""
+    """Use of the host's cores by the workers of a platform."""
 
     COMPUTE = "compute"
     """They compute on them, the optimizer's cores too: it has most to do when they wait."""
@@ -35,13 +35,9 @@ TransportName = Literal["zmq", "gloo", "nccl"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportTraits:
-    """A way for tensors from worker to worker, as far as others than its module must know it.
+    """A transport of tensors between workers, as described to modules other than its own.
 
-    ``group_module``: the module that makes the wire of the epoch's process group
-    (:class:`penstock.workers.channels.opening.GroupModule`). ``None``: tensors travel as messages,
-    which need no group.
-    ``automatic``: ``auto`` takes the last transport of a platform that is automatic and works.
-    ``own_device``: each worker of a node needs a device that it shares with nobody.
+    ``own_device``: each worker of a node needs a device that no other worker uses.
     """
 
     group_module: str | None
@@ -58,26 +54,27 @@ TRANSPORTS: Mapping[TransportName, TransportTraits] = MappingProxyType(
         ),
     }
 )
-"""By name."""
+"""Transports by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """A kind of device, as far as others than its workers must know it.
+    """A kind of device, as described to modules other than its workers.
 
-    ``parameter``: what follows the name and a colon in ``cluster.device``, in words for people;
-    ``None``: nothing does. ``loader``: the module that is run to write initial weights.
-    ``transports``: those of ``cluster.transport`` that work, besides ``auto``.
+    ``parameter``: meaning of the text after the name and a colon in ``cluster.device``, in words
+    for people; ``None``: the name has no parameter. ``loader``: the module that writes initial
+    weights. ``transports``: values of ``cluster.transport`` that work, in addition to ``auto``.
 
-    ``own_memory``: devices have memory apart from the host's, weights are copied there, and they
-    compute in the type that weights are stored in. Without it they read the host's and compute in
-    fp32.
-    ``pins_host_memory``: workers lock the shared memory that they map.
-    ``own_update_kernels``: UPDATE runs kernels of the device, which not every optimizer has.
-    ``builtin_model``: block table and initial weights follow from ``cluster.device``; there is no
-    model to read or to export.
-    ``simulated_clock``: seconds, bandwidths and memory are those of a modelled cluster, whose nodes
-    share one machine and its clock; nothing can be measured, and results are marked.
+    ``own_memory``: devices have separate memory, weights are copied there, and devices compute in
+    the storage type of the weights. Otherwise devices read the host's memory and compute in fp32.
+
+    ``pins_host_memory``: workers lock the shared memory that they map. ``own_update_kernels``:
+    UPDATE runs kernels of the device, which only some optimizers have. ``builtin_model``: block
+    table and initial weights follow from ``cluster.device``; there is no model to read or to
+    export.
+
+    ``simulated_clock``: seconds, bandwidths and memory are those of a modelled cluster. Its nodes
+    share one machine and its clock. Nothing can be measured, and results are marked.
     """
 
     name: str
@@ -117,7 +114,7 @@ EMULATED = Platform(
 PLATFORMS: Mapping[str, Platform] = MappingProxyType(
     {platform.name: platform for platform in (CPU, CUDA, EMULATED)}
 )
-"""By name."""
+"""Platforms by name."""
 
 DEVICE_PATTERN = "^({})$".format(
     "|".join(
@@ -125,7 +122,7 @@ DEVICE_PATTERN = "^({})$".format(
         for platform in PLATFORMS.values()
     )
 )
-"""What ``cluster.device`` looks like."""
+"""Pattern of ``cluster.device``."""
 
 DEVICE_CHOICES = ", ".join(
     f"{platform.name}:{platform.parameter}" if platform.parameter else platform.name
@@ -135,12 +132,12 @@ DEVICE_CHOICES = ", ".join(
 
 
 def platform_of(device: str) -> Platform:
-    """The platform that a value of ``cluster.device`` names; the value was checked."""
+    """Returns the platform that a checked value of ``cluster.device`` names."""
     return PLATFORMS[device.partition(":")[0]]
 
 
 def parameter_of(device: str) -> str | None:
-    """What follows the platform's name and a colon in a value of ``cluster.device``, if anything
-    does.
+    """Returns the text after the platform's name and a colon in a value of ``cluster.device``; None
+    without a colon.
     """
     return device.partition(":")[2] or None

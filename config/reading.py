@@ -1,9 +1,9 @@
-"""YAML of users, as plain values: texts, numbers, booleans, null, lists and mappings.
+"""YAML of users as plain values: texts, numbers, booleans, null, lists and mappings.
 
-PyYAML's safe loader runs no code. But it takes a key twice and keeps the last one, lets a few
-hundred bytes of aliases stand for gigabytes, and raises what int() raises. Here each of those is an
-error that names line and key, and the size of values is bounded. Dates are texts, as no key of the
-configuration is a date.
+PyYAML's safe loader runs no code. But it accepts a key twice and keeps the last value, and a few
+hundred bytes of aliases can stand for gigabytes. It also raises the errors of int(). Here each of
+these is an error that names line and key, and the size of values is bounded. Dates are texts, as no
+key of the configuration is a date.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class _Loader(yaml.SafeLoader):
         return self._refused(line, f"the tag {_cut(tag)} is not taken here; leave it out")
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
-        """Refuses a key that stands twice in one mapping; what is merged from another one does not
-        count, as keys beside ``<<`` are meant to replace it.
+        """Refuses a key that stands twice in one mapping. Keys that ``<<`` merges from another
+        mapping do not count, because keys next to ``<<`` replace them.
         """
         first: dict[Any, int] = {}
         for key, _ in node.value:

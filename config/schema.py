@@ -186,7 +186,7 @@ class Config(Section):
         return config
 
     def with_recomputation(self) -> Config:
-        """Returns the configuration with ``recompute: auto`` for a scheme on GPUs whose user left
+        """Returns the configuration with ``recompute: auto`` for a scheme on GPUs, if the user left
         recomputation, passes and file unset.
         """
         platform, schedule = self.cluster.platform, self.schedule
@@ -216,8 +216,8 @@ class Config(Section):
         if self.data.tokenizer is not None:
             return self.data.tokenizer
         # A model that the platform brings takes any tokens.
-        own = None if self.cluster.platform.builtin_model else self.model.path
-        return BYTE if own is None else str(own)
+        model_path = None if self.cluster.platform.builtin_model else self.model.path
+        return BYTE if model_path is None else str(model_path)
 
     def to_yaml(self) -> str:
         """Returns the full configuration, as written to ``RUN_DIR/resolved.yaml``."""

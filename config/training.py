@@ -1,10 +1,10 @@
-"""The sections that say what is trained: run, model, data, train, optimizer.
+"""The sections about the training: run, model, data, train, optimizer.
 
-What is said about a key is said here, once: ``description`` explains it (``penstock config``,
-``docs/CONFIGURATION.md`` and the JSON schema print it), :class:`~.values.Accepts` puts into words
-what types and limits say too dryly, :class:`~.values.Unit` names the unit. What must hold across
-sections is checked in :mod:`penstock.config.schema`; the sections that say how and where
-are in :mod:`penstock.config.execution`.
+Each key is described once, here. ``description`` explains it in ``penstock config``,
+``docs/CONFIGURATION.md`` and the JSON schema. :class:`~.values.Accepts` puts accepted values into
+words where types and limits are unclear. :class:`~.values.Unit` names the unit.
+:mod:`penstock.config.schema` checks conditions across sections. The sections about schedule and
+machines are in :mod:`penstock.config.execution`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RunConfig(Section):
     ] = Field(
         default="penstock",
         pattern=rf"^[A-Za-z0-9._-]{{1,{MAX_RUN_NAME}}}$",
-        description="Commands and metrics show the run by this name.",
+        description="Name of the run in commands and metrics.",
     )
     seed: int = Field(
         default=1234,
@@ -72,8 +72,9 @@ class RunConfig(Section):
     )
     dir: Path | None = Field(
         default=None,
-        description="Directory of the run's files; unset, runs/NAME below the current folder. The"
-        " run that is there goes on. Several nodes use the same directory, at the same path.",
+        description="Directory of the run's files. Unset: runs/NAME below the current folder. A"
+        " run in the directory is continued. Several nodes use the same directory, at the same"
+        " path.",
     )
     strict: bool = Field(
         default=False,
@@ -102,7 +103,7 @@ class ModelConfig(Section):
         " machine reads it.",
     )
     dtype: DType = Field(
-        default=DType.FP32, description="Weights are stored and sent to devices in this type."
+        default=DType.FP32, description="Type in which weights are stored and sent to devices."
     )
     imports: Annotated[tuple[str, ...], Accepts("a list of modules such as [fla]")] = Field(
         default=(),
@@ -313,14 +314,14 @@ class TrainConfig(Section):
     clip_grad_norm: float | None = Field(
         default=1.0,
         gt=0.0,
-        description="Gradients whose global norm is over this limit are scaled down to it; null: no"
-        " clipping.",
+        description="Limit of the gradients' global norm: larger gradients are scaled down to it;"
+        " null: no clipping.",
     )
     freeze: Annotated[
         tuple[str, ...], Accepts("a list of regular expressions such as [^model.embed]")
     ] = Field(
         default=(),
-        description="Parameters whose names one of the expressions finds are not trained.",
+        description="Regular expressions: parameters with a matching name are not trained.",
     )
     eval_every: Steps = Field(
         default=0, ge=0, description="The run evaluates after every so many steps; 0: never."
@@ -339,13 +340,13 @@ class TrainConfig(Section):
     keep_every: Steps = Field(
         default=0,
         ge=0,
-        description="Saved states whose step is a multiple of this are kept, too; 0: none.",
+        description="Saved states with a step that is a multiple of this are kept, too; 0: none.",
     )
     max_skips: Attempts = Field(
         default=20,
         ge=1,
-        description="More attempts in a row whose gradients overflow end the run, but not before"
-        " the lowest loss scale was tried.",
+        description="Most attempts in a row with an overflow. One more ends the run, but not"
+        " before the lowest loss scale was tried.",
     )
 
     @model_validator(mode="after")
@@ -381,7 +382,7 @@ class OptimizerConfig(Section):
     lr: float = Field(
         default=3.0e-4,
         gt=0.0,
-        description="The learning rate at the top of its curve, after warmup.",
+        description="The learning rate after warmup, the highest.",
     )
     betas: Annotated[
         tuple[float, float], Accepts("two numbers, 0 or more and below 1, such as [0.9, 0.95]")
@@ -400,37 +401,36 @@ class OptimizerConfig(Section):
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine",
-        description="How the learning rate goes from `lr`, after warmup, to `min_lr` at the end.",
+        description="Curve of the learning rate from `lr`, after warmup, to `min_lr` at the end.",
     )
     warmup_steps: Steps = Field(
-        default=0, ge=0, description="The learning rate rises in a straight line for so long."
+        default=0, ge=0, description="Steps in which the learning rate rises linearly."
     )
     min_lr: float = Field(default=0.0, ge=0.0, description="The learning rate at the last step.")
     grad_dtype: DType = Field(
-        default=DType.FP32, description="Gradients reach the optimizer in this type."
+        default=DType.FP32, description="Type in which gradients reach the optimizer."
     )
     rollback: Literal["exact", "arithmetic"] = Field(
         default="exact",
-        description="With exact, weights are computed ahead of the state, so that nothing has to"
-        " be undone. With arithmetic, steps are taken in place and inverted when they do not count"
-        " (SPipe, DeepSpeed): one copy of the gradients is enough, but bits are lost. Not with"
-        " fp16, `settle: early`, `master: split`, or updates on devices.",
+        description="exact: weights are computed before the state, so that nothing has to be"
+        " undone. arithmetic: steps are taken in place, and inverted if they do not count (SPipe,"
+        " DeepSpeed); one copy of the gradients is enough, but bits are lost. Not with fp16,"
+        " `settle: early`, `master: split`, or updates on devices.",
     )
     settle: Literal["auto", "advance", "early"] = Field(
         default="auto",
-        description="When the state of blocks that the CPU updates takes a committed step in: with"
-        " advance, together with the next step's preview; with early, during the next forward,"
-        " which leaves a shorter tail behind the last gradient. With auto the planner chooses how"
-        " many of the last blocks are settled early, from the rates of `schedule.profile` or of an"
-        " emulated device; all blocks advance where it has none. Same bits; `penstock plan` shows"
-        " the choice.",
+        description="Time at which the state of blocks on the CPU takes a committed step."
+        " advance: together with the next step's preview. early: during the next forward, which"
+        " shortens the tail after the last gradient. auto: the planner chooses how many of the"
+        " last blocks settle early, from the rates of `schedule.profile` or of an emulated"
+        " device; without rates all blocks advance. Same bits; `penstock plan` shows the choice.",
     )
     master: Literal["fp32", "split"] = Field(
         default="fp32",
-        description="With split, for bf16 models, the weights are the upper halves of the fp32"
-        " masters, rounded half up, and only the lower halves are stored beside them: 2 bytes per"
-        " parameter less. Blocks that are settled early have one copy of the gradients, too, if"
-        " their owner's node computes all of them: 16 instead of 20 bytes per parameter with bf16"
+        description="split, for bf16 models: the weights are the upper halves of the fp32"
+        " masters, rounded half up, and only the lower halves are stored in addition: 2 bytes per"
+        " parameter less. Blocks that settle early also have one copy of the gradients, if their"
+        " owner's node computes all of them: 16 instead of 20 bytes per parameter with bf16"
         " gradients. Rollback stays exact.",
     )
     threads: Annotated[int, Unit("threads")] = Field(
@@ -440,35 +440,34 @@ class OptimizerConfig(Section):
     )
     cores: Cores = Field(
         default="auto",
-        description="CPUs that the optimizer's threads are pinned to, one thread each. With auto,"
-        " as many as `threads` says, with the share `leave_cores` left to the workers;"
-        " `penstock doctor CONFIG` shows which.",
+        description="CPUs to which the optimizer's threads are pinned, one thread each. auto: as"
+        " many as `threads`, with the share `leave_cores` left to the workers; `penstock doctor"
+        " CONFIG` shows them.",
     )
     leave_cores: LeftShare = Field(
         default="auto",
-        description="Share of the physical cores that is left to workers. With auto, one core for"
-        " each GPU worker, and none where workers compute on the cores themselves.",
+        description="Share of the physical cores that is left to workers. auto: one core for each"
+        " GPU worker, and none if workers compute on the cores.",
     )
     speculate: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Whether weights are computed before the gradients' norm is known; with auto,"
-        " as long as little enough is clipped. Same bits.",
+        description="Computes weights before the gradients' norm is known. auto: as long as few"
+        " gradients are clipped. Same bits.",
     )
     initial_loss_scale: float = Field(
         default=65536.0,
         gt=0.0,
         allow_inf_nan=False,
-        description="fp16 models start with this loss scale. It halves with every attempt whose"
-        " gradients overflow.",
+        description="Initial loss scale of fp16 models. Each attempt with an overflow halves it.",
     )
     loss_scale_min: float = Field(
-        default=1.0, gt=0.0, description="The loss scale of fp16 models does not go below this."
+        default=1.0, gt=0.0, description="Lowest loss scale of fp16 models."
     )
     loss_scale_growth_interval: Steps = Field(
         default=2000,
         ge=1,
-        description="The loss scale of fp16 models doubles after so many steps in a row without"
-        " overflow.",
+        description="Steps in a row without overflow after which the loss scale of fp16 models"
+        " doubles.",
     )
 
     @model_validator(mode="after")

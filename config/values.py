@@ -13,14 +13,14 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 from penstock.host.topology import parse_cpus
 
 BYTE = "byte"
-"""The tokenizer whose tokens are bytes."""
+"""Name of the tokenizer with bytes as tokens."""
 
 UTF8 = "utf-8"
 """The encoding of text unless a key names another one."""
 
 NEXT_TOKEN = "next-token"
 MASKED = "masked"
-"""What a model is trained to predict: each next token, or tokens that were masked."""
+"""Values of ``data.objective``: each next token, or tokens that were masked."""
 
 AUTO = "auto"
 """Value of keys that Penstock decides; as ``schedule.scheme``, the tuner does."""

@@ -36,7 +36,7 @@ from penstock.config.values import Accepts, Old, Unit
 from penstock.host.errors import ConfigError
 
 _ALIASES = dict(float32="fp32", float="fp32", bfloat16="bf16", float16="fp16", half="fp16")
-"""What torch and others call storage types."""
+"""Names of storage types in torch and elsewhere."""
 
 _SHOWN_LETTERS = 80
 """Letters shown of a key or value; the rest is cut."""
@@ -47,8 +47,8 @@ _MOST_COMPLAINTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a place in the configuration accepts: an annotation with its limits, and with the words
-    (:class:`Accepts`) and the :class:`Unit` that it was given.
+    """Accepted values of a place in the configuration: an annotation with its limits, and with its
+    words (:class:`Accepts`) and :class:`Unit`.
     """
 
     annotation: Any
@@ -60,13 +60,13 @@ class Form:
         taken off.
         """
         if isinstance(annotation, FieldInfo):
-            inner, said = cls.of(annotation.annotation), annotation.metadata
+            inner, metadata = cls.of(annotation.annotation), annotation.metadata
         elif get_origin(annotation) is Annotated:
-            first, *said = get_args(annotation)
+            first, *metadata = get_args(annotation)
             inner = cls.of(first)
         else:
             return cls(annotation=annotation)
-        flat = (item.metadata if isinstance(item, FieldInfo) else [item] for item in said)
+        flat = (item.metadata if isinstance(item, FieldInfo) else [item] for item in metadata)
         return cls(annotation=inner.annotation, limits=(*inner.limits, *chain(*flat)))
 
     @property
@@ -182,32 +182,32 @@ def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:
     location = details["loc"]
     if details["type"] == "extra_forbidden":
         return unknown_key(location, root)
-    found, form = _find(location, root)
+    place, form = _find(location, root)
     if details["type"] == "value_error":
         words = details["msg"].removeprefix("Value error, ")
         # What a section objects to names its keys itself.
-        return words if _is_section(form.annotation) else f"{_value(found, details)}: {words}"
+        return words if _is_section(form.annotation) else f"{_value(place, details)}: {words}"
     missing = details["type"] == "missing"
     if missing and not isinstance(location[-1], int):
-        return f"{_key(found)}: is missing; accepted is {form}"
+        return f"{_key(place)}: is missing; accepted is {form}"
     if missing:
-        found, form = _find(location[:-1], root)
-    return f"{_value(found, details)}: accepted is {form}{_advice(form, details['input'])}"
+        place, form = _find(location[:-1], root)
+    return f"{_value(place, details)}: accepted is {form}{_advice(form, details['input'])}"
 
 
 def _find(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str | int], Form]:
     """Returns the key that a location of pydantic leads to, and its form. The rest of the location
     says which member of a union, or which validator, objected.
     """
-    found: list[str | int] = []
+    place: list[str | int] = []
     form = Form.of(root)
     for part in location:
         inner = form.inner(part)
         if inner is None:
             break
         form = inner
-        found.append(part)
-    return found, form
+        place.append(part)
+    return place, form
 
 
 def _key(location: Sequence[str | int]) -> str:
@@ -238,12 +238,12 @@ def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
     """Says that there is no such key, which one may have been meant, and which ones its section
     has.
     """
-    found, form = _find(location[:-1], root)
+    place, form = _find(location[:-1], root)
     if not _is_section(form.annotation):
-        return f"{_key(location)}: unknown key; {_key(found)} is {form}"
+        return f"{_key(location)}: unknown key; {_key(place)} is {form}"
     known = list(listed_fields(form.annotation))
     name = _cut(str(location[-1]))
-    close = _similar(name, [*found], known, root)
+    close = _similar(name, [*place], known, root)
     hint = f"did you mean {close}? Known keys" if close else "known keys"
     return f"{_key(location)}: unknown key; {hint} are {', '.join(known)}"
 
@@ -332,13 +332,13 @@ _BOUNDS = (
 
 def _limits(limits: Sequence[Any]) -> str:
     """Returns words such as ``, 0 or more and below 1``."""
-    said = [
+    bounds = [
         words.format(_bound(getattr(limit, name)))
         for limit in limits
         for kind, name, words in _BOUNDS
         if isinstance(limit, kind)
     ]
-    return f", {' and '.join(said)}" if said else ""
+    return f", {' and '.join(bounds)}" if bounds else ""
 
 
 def _bound(limit: float) -> str:

@@ -1,12 +1,12 @@
-"""What the kernel lets this process have: memory and CPUs, by its control groups and the machine.
+"""Memory and CPUs that this process may use, by its control groups and the machine.
 
-A container, a Slurm job and a systemd unit see the whole machine in /proc/meminfo and in its list
-of CPUs, and are killed or throttled at their own limits. Both generations of control groups are
-read, from the process's own group up to the topmost that can be seen, because a limit of any of
-them binds. Shared memory is charged to the group of the process that touches a page first, and
-stays charged there, or to the groups above it when the group is gone.
+A container, a Slurm job and a systemd unit see the whole machine in /proc/meminfo and in the list
+of CPUs. They are killed or throttled at their own limits. Both generations of control groups are
+read, from the process's own group up to the topmost visible group: a limit of any of them binds.
+The kernel charges shared memory to the group of the process that touches a page first. The charge
+stays, or moves to a parent when the group is removed.
 
-Everything is read below a root directory, so that machines can be tried that are not there.
+All files are read below a root directory, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class MemoryUnknownError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """Memory that something limits. ``owner``: the machine, or ``cgroup PATH``.
+    """A limit of memory. ``owner``: the machine, or ``cgroup PATH``.
 
-    ``limit``: bytes that all its processes and their shared memory may have. ``available``: bytes
-    of it that can be taken now; file cache counts as available, swap does not.
+    ``limit``: most bytes of all its processes and their shared memory. ``available``: bytes that
+    can be allocated now; file cache counts as available, swap does not.
     """
 
     owner: str
@@ -44,9 +44,9 @@ class MemoryLimit:
     available: int
 
     def room(self, held: int) -> int:
-        """Returns the bytes that a run may have which holds ``held`` bytes of shared memory
-        already. They may be charged to a group that this process does not see, such as that of a
-        container before it was restarted; so never more than the limit.
+        """Returns the bytes that a run may have that holds ``held`` bytes of shared memory already.
+        The held bytes may be charged to an invisible group, such as that of a container before its
+        restart. So the result never exceeds the limit.
         """
         return min(self.limit, self.available + held)
 
@@ -55,9 +55,9 @@ class MemoryLimit:
 class CpuLimit:
     """CPUs that a process may use.
 
-    ``allowed``: those it may run on, ``online``: how many the machine has. ``quota``: CPU seconds a
-    second that its groups grant, None where nothing limits them. ``owner``: who limits it most,
-    in words.
+    ``allowed``: CPUs it may run on. ``online``: number of CPUs of the machine. ``quota``: CPU
+    seconds a second that its groups grant, None without a limit. ``owner``: the tightest limit, in
+    words.
     """
 
     allowed: frozenset[int]
@@ -91,14 +91,14 @@ class ControlGroups:
 
     def memory_limits(self) -> tuple[MemoryLimit, ...]:
         """Returns the limits of the groups that have one, the process's own group first."""
-        found = []
+        limits = []
         for group in self._groups("memory"):
             limit = group.smallest("memory.max", "memory.high", "memory.limit_in_bytes")
             used = group.number("memory.current") or group.number("memory.usage_in_bytes") or 0
             if limit is not None and limit < _NO_LIMIT_BYTES:
                 available = max(0, limit - max(0, used - group.droppable_bytes()))
-                found.append(MemoryLimit(owner=group.name, limit=limit, available=available))
-        return tuple(found)
+                limits.append(MemoryLimit(owner=group.name, limit=limit, available=available))
+        return tuple(limits)
 
     def cpu_quota(self) -> tuple[float, str] | None:
         """Returns the smallest quota, in CPUs, and the name of the group that has it."""
@@ -110,15 +110,15 @@ class ControlGroups:
         return min(quotas, default=None)
 
     def cpu_throttled_s(self) -> float | None:
-        """Returns the seconds in which a quota of the groups was used up, of all of them together;
-        None: no group counts them.
+        """Returns the seconds in which the groups had used up their quota, added up; None if no
+        group counts them.
         """
         counted = [group.cpu_throttled_s() for group in self._groups("cpu")]
         return sum(known) if (known := [s for s in counted if s is not None]) else None
 
     def cpuset(self) -> tuple[frozenset[int], str] | None:
-        """Returns the CPUs that the process's nearest group with a list of them has, and its
-        name.
+        """Returns the CPUs of the process's nearest group with a list of CPUs, and the name of the
+        group.
         """
         for group in self._groups("cpuset"):
             for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
@@ -148,23 +148,23 @@ class ControlGroups:
     @cached_property
     def _paths(self) -> Mapping[str, str]:
         """Controller -> path of the process's group; "" for the second generation."""
-        found: dict[str, str] = {}
+        path_of: dict[str, str] = {}
         for line in _lines(self.root / "proc" / self.process / "cgroup"):
             _, controllers, path = line.split(":", 2)
-            found |= dict.fromkeys(controllers.split(","), path)
-        return found
+            path_of |= dict.fromkeys(controllers.split(","), path)
+        return path_of
 
     @cached_property
     def _mounts(self) -> Mapping[str, tuple[Path, str]]:
-        """Controller -> where its tree is mounted, and which group is its topmost there."""
-        found: dict[str, tuple[Path, str]] = {}
+        """Controller -> mount point of its tree, and the topmost group there."""
+        mounts: dict[str, tuple[Path, str]] = {}
         for mount in parse_mounts(_lines(self.root / "proc" / self.process / "mountinfo")):
             if mount.kind not in ("cgroup", "cgroup2"):
                 continue
             place = (self.root / mount.point.lstrip("/"), mount.root)
             for controller in mount.options if mount.kind == "cgroup" else ("",):
-                found.setdefault(controller, place)
-        return found
+                mounts.setdefault(controller, place)
+        return mounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ class _Group:
 
 
 def memory_limits(root: Path = ROOT) -> tuple[MemoryLimit, ...]:
-    """Returns what limits this process's memory: the machine, then its control groups.
+    """Returns the limits of this process's memory: the machine, then its control groups.
 
     Raises:
         MemoryUnknownError: the kernel does not say what is available.
@@ -224,7 +224,7 @@ def memory_limits(root: Path = ROOT) -> tuple[MemoryLimit, ...]:
 
 
 def tightest_memory(root: Path = ROOT) -> MemoryLimit:
-    """Returns the limit of which least is available.
+    """Returns the limit with the least available memory.
 
     Raises:
         MemoryUnknownError: the kernel does not say what is available.
@@ -267,7 +267,7 @@ def machine_cpu_s(root: Path = ROOT) -> float:
 
 
 def _cpu_times(root: Path) -> list[float]:
-    """Returns what /proc/stat says of all CPUs together, in seconds."""
+    """Returns the CPU times of all CPUs together from /proc/stat, in seconds."""
     words = _text(root / "proc/stat").partition("\n")[0].split()
     return [int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:]]
 
@@ -317,11 +317,11 @@ def parse_mounts(lines: Iterable[str]) -> list[Mount]:
     mounts = []
     for line in lines:
         before, dash, after = line.partition(" - ")
-        own, theirs = before.split(), after.split()
-        if not dash or len(own) < 6 or not theirs:
+        fields, theirs = before.split(), after.split()
+        if not dash or len(fields) < 6 or not theirs:
             continue
-        options = (text for field in (own[5], *theirs[2:]) for text in field.split(","))
-        root, point = (_unescaped(word) for word in own[3:5])
+        options = (text for field in (fields[5], *theirs[2:]) for text in field.split(","))
+        root, point = (_unescaped(word) for word in fields[3:5])
         mounts.append(Mount(root=root, point=point, kind=theirs[0], options=tuple(options)))
     return mounts
 

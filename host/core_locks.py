@@ -1,8 +1,8 @@
-"""What only one process of a machine may have at a time, such as a core for its own.
+"""Locks that one process of a machine holds at a time, such as on a core.
 
-A claim is the name of an abstract socket. The kernel gives each to one process, whoever its user
-is, and takes it back when that process is gone, however it ended: there is no file to go stale.
-Network namespaces have names of their own, so what runs in several of them does not see each other.
+A claim is the name of an abstract socket. The kernel gives a name to one process, of any user. When
+the process ends for any reason, the kernel frees the name: no file can become stale. Each network
+namespace has its own names, so processes in different namespaces do not see each other's claims.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Claim:
         return cls(held)
 
     def release(self) -> None:
-        """Let others have them."""
+        """Frees the names."""
         for entry in self._sockets:
             entry.close()
 

@@ -1,7 +1,7 @@
 """The error tree. Exit codes are part of the command-line contract.
 
-Users see only subclasses of :class:`PenstockError`; its message names the field or resource, the
-value, and what would do.
+Users see only subclasses of :class:`PenstockError`. The message names the field or resource, the
+value, and accepted values or a remedy.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class ExitCode(IntEnum):
 
 
 FAILURES = frozenset((ExitCode.BAD_CONFIG, ExitCode.NO_MEMORY, ExitCode.LOST_MEMBERS))
-"""Codes of runs and processes that failed; the others say how something went well."""
+"""Codes of runs and processes that failed. All other codes mean success or a stop on request."""
 
 
 def failure_code(claimed: int) -> ExitCode:
-    """The exit code of a failure that another process reports as ``claimed``.
+    """Returns the exit code of a failure that another process reports as ``claimed``.
 
-    Whatever is no code of a failure (0, 1, 130, minus a signal, numbers that the system would cut
-    down to a byte) becomes LOST_MEMBERS: a failure never passes for success or an interruption.
+    Other numbers become LOST_MEMBERS: 0, 1, 130, minus a signal, numbers
+    that the system cuts down to a byte. A failure never passes for success or an interruption.
     """
     return ExitCode(claimed) if claimed in FAILURES else ExitCode.LOST_MEMBERS
 
 
 def ending_code(claimed: int) -> ExitCode:
-    """The exit code of a run that ended as ``claimed`` says; LOST_MEMBERS for unknown codes."""
+    """Returns the exit code of a run that ended as ``claimed``; LOST_MEMBERS for unknown codes."""
     return ExitCode(claimed) if claimed in tuple(ExitCode) else ExitCode.LOST_MEMBERS
 
 
@@ -79,8 +79,8 @@ class RefusedError(PenstockError):
 
 
 def reason(error: Exception, limit: int = 300) -> str:
-    """Why something failed, on one line of at most ``limit`` characters, for a message that names
-    file or key already.
+    """Returns the reason of an error on one line of at most ``limit`` characters, for a message
+    that already names file or key.
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

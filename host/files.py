@@ -1,8 +1,8 @@
 """Writing and reading files that may meet a full disk, or be something else than they should.
 
-What cannot be written is an error that says where and how much room it takes (exit code 3 when room
-is what is missing); what cannot be read is one that names the file. Logs and other files that a run
-can do without are appended to with :func:`append_whole`, whose callers go on when it fails.
+A failed write raises an error that names the file and the room it needs (exit code 3 if room is
+missing). A failed read raises an error that names the file. Files that a run can do without, such
+as logs, are appended to with :func:`append_whole`; its callers continue after a failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.host.errors import CapacityError, ConfigError, PenstockError, Stat
 from penstock.host.trust import UntrustedError, open_own, owners_in
 
 DAMAGED = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
-"""What comes of taking values out of JSON that says something else than it should."""
+"""Errors that unexpected JSON raises while values are taken out of it."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -37,11 +37,11 @@ _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """A full disk, a quota, and a limit of this process on the size of files."""
 
 _BLOCK_BYTES = 4096
-"""What a disk needs at least for anything."""
+"""Bytes that the smallest file takes on a disk."""
 
 
 def is_no_room(error: OSError) -> bool:
-    """Returns whether room is what is missing."""
+    """Returns whether the disk, a quota or a limit has no room."""
     return error.errno in _NO_ROOM
 
 
@@ -57,7 +57,7 @@ def free_bytes(path: Path) -> int:
 
 
 def no_room(path: Path, needed: int) -> CapacityError:
-    """``path`` has no room for ``needed`` bytes."""
+    """Returns the error that ``path`` has no room for ``needed`` bytes."""
     return CapacityError(
         f"{path}: no space left on its disk: at least {needed:,} bytes are needed,"
         f" {free_bytes(path):,} are free (or a quota or limit is reached); free some space there,"
@@ -66,15 +66,15 @@ def no_room(path: Path, needed: int) -> CapacityError:
 
 
 def cannot_write(path: Path, error: OSError, needed: int) -> PenstockError:
-    """Returns what to raise from an error that writing ``needed`` bytes to ``path`` met."""
+    """Returns the error to raise when writing ``needed`` bytes to ``path`` failed."""
     if is_no_room(error):
         return no_room(path, needed)
     return ConfigError(f"{path}: cannot write it: {error.strerror or error}")
 
 
 def unforeseen(error: OSError, place: Path) -> PenstockError:
-    """Returns what to tell of an error of the operating system that nobody expected, somewhere in
-    ``place`` unless it says itself where.
+    """Returns the error to raise for an unexpected error of the operating system. Its place is
+    ``place`` unless the error names a file.
     """
     path = Path(error.filename) if isinstance(error.filename, str) else place
     if is_no_room(error):
@@ -84,7 +84,7 @@ def unforeseen(error: OSError, place: Path) -> PenstockError:
 
 @contextmanager
 def writing(path: Path, needed: int) -> Iterator[None]:
-    """Turn errors of the operating system inside the block into :func:`cannot_write`'s.
+    """Turns errors of the operating system inside the block into those of :func:`cannot_write`.
 
     Raises:
         CapacityError: there is no room for the ``needed`` bytes.
@@ -97,12 +97,12 @@ def writing(path: Path, needed: int) -> Iterator[None]:
 
 
 def append_whole(descriptor: int, content: bytes) -> None:
-    """Append all of it or nothing, also when a disk fills up in the middle of it.
+    """Appends all of ``content`` or nothing, also when a disk fills up in the middle of it.
 
-    ``descriptor`` was opened with O_APPEND, and nobody else appends to its file.
+    ``descriptor`` is open with O_APPEND, and no other process appends to its file.
 
     Raises:
-        OSError: it cannot be appended; the part that was is cut off again.
+        OSError: ``content`` cannot be appended; a part that was written is cut off again.
     """
     done = 0
     try:
@@ -115,8 +115,8 @@ def append_whole(descriptor: int, content: bytes) -> None:
 
 
 def reserve(descriptor: int, num_bytes: int) -> None:
-    """Reserve room for the first bytes of a file, so that appending them meets no full disk. The
-    file's size stays. Does nothing on file systems that cannot.
+    """Reserves room for the first bytes of a file, so that appending them meets no full disk. The
+    file's size stays. Does nothing on file systems without such reservations.
 
     Raises:
         OSError: there is no such room.
@@ -130,8 +130,8 @@ def reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def hold(descriptor: int, size: int) -> None:
-    """Give a file that is to be mapped its size, with room for all of it: on a full disk touching a
-    page that has none would kill the process.
+    """Sets the size of a file that will be mapped, and reserves room for all of it. On a full disk
+    a page without room would kill the process that touches it.
 
     Raises:
         OSError: there is no such room.
@@ -141,7 +141,7 @@ def hold(descriptor: int, size: int) -> None:
 
 
 def write_atomically(path: Path, text: str | bytes) -> None:
-    """Write a file so that readers see the old content or the new, also after a crash.
+    """Writes a file so that readers see the old content or the new, also after a crash.
 
     Raises:
         CapacityError: there is no room for it.
@@ -165,7 +165,7 @@ def write_atomically(path: Path, text: str | bytes) -> None:
 
 
 def holds_text(path: Path, text: str) -> bool:
-    """Returns whether a file says exactly this, so that it need not be written again."""
+    """Returns whether a file contains exactly ``text``, so that it need not be written again."""
     try:
         return path.read_bytes() == text.encode()
     except (FileNotFoundError, IsADirectoryError):
@@ -211,7 +211,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, if they are not there.
+    """Makes a directory and its parents, if they do not exist.
 
     Raises:
         CapacityError: the disk has no room for it.
@@ -228,7 +228,7 @@ def make_directory(path: Path) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Returns whether there is a regular file, or a link to one.
+    """Returns whether ``path`` is a regular file, or a link to one.
 
     Raises:
         StateError: there is something else by that name, or its folder cannot be searched.
@@ -246,10 +246,11 @@ def is_file(path: Path) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """``json.loads``, with one kind of error for all that is no JSON, too deeply nested too.
+    """Parses JSON. Raises one kind of error for everything that is no JSON, also for too deep
+    nesting.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: names the mistake.
     """
     try:
         return json.loads(text)

@@ -1,7 +1,7 @@
 """Reading files that users name: configurations, plans, profiles, actions.
 
-A name may lead to anything: a folder, a device without end, a pipe without a writer. Reading
-one takes bounded time and memory, and ends in an OSError whose ``strerror`` says what is there.
+A name may lead to anything: a folder, an endless device, a pipe without a writer. Reading takes
+bounded time and memory. The OSError's ``strerror`` names the kind of file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whether shared memory outlives the logout of the user whose it is.
+"""A check that shared memory outlives the logout of its user.
 
-systemd's logind removes everything that an ordinary user has in /dev/shm when the last session of
-that user ends (``RemoveIPC=``, which is on unless somebody turned it off; logind.conf(5)). A run
-that goes on in the background then loses its state: its daemons keep what they have mapped, but
-nobody can map it anew. System users are spared, and users who linger (loginctl(1)).
+systemd's logind removes the files of an ordinary user in /dev/shm when the user's last session
+ends. ``RemoveIPC=`` (logind.conf(5)) controls this, and is on by default. A run in the background
+then loses its state: daemons keep what they have mapped, but no process can map it again. System
+users are spared, and users with lingering (loginctl(1)).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 SYSTEM_UID_MAX = 999
 """Unless login.defs(5) says otherwise."""
 _ROOTS = ("etc", "run", "usr/local/lib", "usr/lib")
-"""Where systemd looks for configuration; the first wins among files of one name."""
+"""Folders in which systemd reads configuration; the first wins among files of one name."""
 _WORDS = {
     **dict.fromkeys(("1", "yes", "y", "true", "t", "on"), True),
     **dict.fromkeys(("0", "no", "n", "false", "f", "off"), False),
@@ -26,7 +26,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogoutRisk:
-    """The memory of ``user`` goes at logout, because ``setting`` (in words) says so."""
+    """The logout of ``user`` removes the user's memory, because of ``setting`` (in words)."""
 
     user: str
     setting: str
@@ -42,8 +42,8 @@ class LogoutRisk:
 
 
 def logout_risk(uid: int | None = None, root: Path = Path("/")) -> LogoutRisk | None:
-    """Returns what threatens the memory of a user (by default who runs this process); None: nothing
-    does. ``root`` is the system's root directory.
+    """Returns the risk for the memory of a user, by default the user of this process; None without
+    a risk. ``root`` is the system's root directory.
     """
     uid = os.getuid() if uid is None else uid
     run = root / "run/systemd"
@@ -59,18 +59,18 @@ def logout_risk(uid: int | None = None, root: Path = Path("/")) -> LogoutRisk | 
 
 
 def _removes_ipc(root: Path) -> tuple[bool, str]:
-    """Returns whether ``RemoveIPC=`` is on, and where that is said."""
+    """Returns whether ``RemoveIPC=`` is on, and the setting in words."""
     removes, setting = True, "RemoveIPC= is yes by default"
     for path in _configuration(root):
         for value in _values(path):
             word = _WORDS.get(value.lower())
-            if word is not None:  # logind skips others, too
+            if word is not None:  # logind ignores other words, too
                 removes, setting = word, f"RemoveIPC={value} in {path}"
     return removes, setting
 
 
 def _configuration(root: Path) -> Iterator[Path]:
-    """Yields the files that count, in the order in which later ones override earlier ones."""
+    """Yields the configuration files; later ones override earlier ones."""
     folders = [root / place / "systemd" for place in _ROOTS]
     main = [folder / "logind.conf" for folder in folders if (folder / "logind.conf").exists()]
     yield from main[:1]
@@ -82,7 +82,7 @@ def _configuration(root: Path) -> Iterator[Path]:
 
 
 def _values(path: Path) -> Iterator[str]:
-    """Yields what a file gives ``RemoveIPC=``; nothing for one that is masked or unreadable."""
+    """Yields the values of ``RemoveIPC=`` in a file; nothing for a masked or unreadable file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

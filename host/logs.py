@@ -1,10 +1,10 @@
-"""What processes say for people: log files and streams that never end a run.
+"""Log files and standard streams that never end a run.
 
-On a full disk a line of a log is dropped, counted (``penstock_log_dropped_total``), and mentioned
-in the log as soon as it can be written again. Standard output and error are often files on the same
-disk, or pipes without a reader: what cannot be written there is dropped, too. Lines about what
-strangers do are written at most once a second (:class:`Complaints`): strangers may go on for long,
-the log should not.
+On a full disk a line of a log is dropped and counted (``penstock_log_dropped_total``). The log
+mentions dropped lines as soon as it can be written again. Standard output and error are often files
+on the same disk, or pipes without a reader: a write that fails there is dropped, too. Warnings
+about strangers are logged at most once a second (:class:`Complaints`), because strangers can send
+without end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LogFile(logging.Handler):
                 raise cannot_write(path, error, _LINE_BYTES) from error
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one line; before it, how many could not be."""
+        """Appends one line; before it, the number of dropped lines, if any."""
         if self.cause:
             vars(record).setdefault("cause", self.cause)
         lines = self.format(record) + "\n"
@@ -108,8 +108,8 @@ def open_log(path: Path) -> LogFile:
 
 
 def recover_from(cause: str) -> None:
-    """From now on records of this process belong to ``cause``, until it is empty: one failure is
-    one story in the logs of all processes.
+    """Assigns records of this process to ``cause`` until it is empty: the logs of all processes
+    name the failure that they recover from.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogFile):
@@ -123,10 +123,10 @@ def dropped_lines() -> int:
 
 
 class _Forgiving(io.FileIO):
-    """A descriptor to which every write succeeds, soon. What the system does not take is dropped.
+    """A descriptor to which every write succeeds soon. Bytes that the system rejects are dropped.
 
-    A pipe, socket or terminal that is full gets :data:`READER_S` seconds, once: until it takes
-    something again nothing waits for it.
+    A full pipe, socket or terminal gets :data:`READER_S` seconds, once. Until it accepts bytes
+    again, writes drop theirs without a wait.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -172,10 +172,10 @@ class _Forgiving(io.FileIO):
 
 
 def forgive_streams() -> None:
-    """From now on, what cannot be written to standard output or error is dropped.
+    """Drops bytes that cannot be written to standard output or error, from this call on.
 
-    For processes whose end would end a run: their streams may be files on a full disk, a pipe that
-    nobody reads, or a terminal that takes nothing (Ctrl-S).
+    The end of a process such as the scheduler would end a run. Its streams may be files on a full
+    disk, a pipe without a reader, or a terminal that accepts nothing (Ctrl-S).
     """
     sys.stdout = _forgiving(sys.stdout)
     sys.stderr = _forgiving(sys.stderr)
@@ -206,7 +206,7 @@ class Complaints:
         self._said_s, self._unsaid = float("-inf"), 0
 
     def say(self, text: str) -> None:
-        """Log a warning, or count it for the next one."""
+        """Logs a warning, or counts it for the next one."""
         with self._lock:
             now_s, unsaid = time.monotonic(), self._unsaid
             if now_s - self._said_s < COMPLAINT_INTERVAL_S:

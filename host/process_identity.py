@@ -1,4 +1,4 @@
-"""Who a process is, beyond reuse of process ids: pid, start time, boot."""
+"""Identities of processes that survive the reuse of process ids: pid, start time, boot."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class ProcessIdentity:
 
 
 def boot_id() -> uuid.UUID:
-    """Identity of the running kernel instance."""
+    """Returns the identity of the running kernel instance."""
     return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a living process, None for one that is gone or a zombie."""
+    """Returns the start time of a living process; None for a zombie or a process that ended."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
@@ -53,26 +53,28 @@ def start_ticks(pid: int) -> int | None:
 def is_stopped(pid: int) -> bool:
     """Returns whether the process was stopped by a signal (SIGSTOP), and not continued.
 
-    A process that a debugger holds is not meant: somebody looks at it.
+    A process that a debugger holds does not count.
     """
     fields = _stat(pid)
     return fields is not None and fields[0] == "T"
 
 
 def group_of(leader: int) -> list[int]:
-    """Returns the processes of a process group, those that are dead but not reaped among them."""
+    """Returns the processes of a process group, including dead ones that are not reaped."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (fields := _stat(pid)) is not None and int(fields[2]) == leader]
 
 
 def parent_of(pid: int) -> int:
-    """Returns the pid of a process's parent; 0 for one that is gone, and for the first of all."""
+    """Returns the pid of a process's parent; 0 for a process that ended, and for the first
+    process.
+    """
     fields = _stat(pid)
     return 0 if fields is None else int(fields[1])
 
 
 def descends_from(pid: int, elder: int) -> bool:
-    """Returns whether a process is ``elder``, or has it among its living ancestors."""
+    """Returns whether a process is ``elder``, or descends from it through living ancestors."""
     while pid not in (0, elder):
         pid = parent_of(pid)
     return pid == elder
@@ -80,8 +82,8 @@ def descends_from(pid: int, elder: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUsage:
-    """What a living process has used: CPU time of all its threads, and memory of its own (what it
-    maps of /dev/shm is left out), when it was started in seconds since 1970.
+    """CPU time of all threads of a living process, its own memory without mappings of /dev/shm, and
+    its start in seconds since 1970.
     """
 
     cpu_s: float
@@ -90,7 +92,7 @@ class ProcessUsage:
 
     @classmethod
     def of(cls, pid: int) -> ProcessUsage | None:
-        """Returns that of a process; None: it is gone, or dead."""
+        """Returns the usage of a process; None if it ended."""
         fields = _stat(pid)
         if fields is None or fields[0] in "ZX":
             return None
@@ -112,13 +114,13 @@ _RESIDENT = re.compile(r"^(RssAnon|RssFile):\s+(\d+) kB$", re.MULTILINE)
 
 @cache
 def _boot_s() -> float:
-    """When the machine was started, in seconds since 1970."""
-    found = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    """Returns the start of the machine, in seconds since 1970."""
+    match = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+    return float(match[1]) if match else 0.0
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on, None when the process is gone."""
+    """Returns the fields of /proc/PID/stat from the state on; None if the process ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,10 +1,10 @@
 """The Pythons and torches that Penstock runs on: those that its tests have passed with.
 
-Older and newer ones are refused. Bytes are promised, and what Penstock uses of torch beyond what
-torch promises may mean something else in the next version. ``pyproject.toml`` tells ``pip`` the
-same, and ``tests/test_versions.py`` compares; docs/VERSIONS.md says how to try another version.
+Older and newer versions are refused: Penstock promises equal bytes, and uses parts of torch that
+may change in the next version. ``pyproject.toml`` has the same limits for ``pip``, and
+``tests/test_versions.py`` compares both; docs/VERSIONS.md says how to try another version.
 
-``import penstock`` asks first of all for the Python, so this module runs on older ones, too.
+``import penstock`` checks the Python first, so this module runs on older Pythons, too.
 """
 
 from __future__ import annotations

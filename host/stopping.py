@@ -1,11 +1,10 @@
-"""Requests to stop: whose signals count, what a second one means, and how long a stop may take.
+"""Requests to stop: the signals that count, the meaning of a second one, and the time for a stop.
 
-Schedulers of jobs, service managers and ``timeout`` signal all processes of a run at once, and some
-of them twice. So a process that was started by another one of the run obeys that one only: it
-blocks all signals that stop, learns the sender of each from the kernel, and logs what it leaves to
-its parent. Parents order a stop with :data:`STOP_ORDER`, which no stranger's signal swallows.
-SIGKILL ends any process, as ever. A process that nobody of the run started obeys whoever signals
-it.
+Job schedulers, service managers and ``timeout`` signal all processes of a run at once, and some of
+them twice. So a child process of a run obeys its parent only. It blocks all stop signals, reads the
+sender of each from the kernel, and logs signals that it leaves to its parent. Parents order a stop
+with :data:`STOP_ORDER`, which no other signal can swallow. SIGKILL ends any process. A process
+without a parent in the run obeys every sender.
 
 :class:`StoppedDetector` tells a parent which processes a signal has stopped (SIGSTOP), and for how
 long.
@@ -25,22 +24,22 @@ from enum import Enum
 from types import FrameType
 
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that announce an end: a closed connection, and what ``--signal`` of Slurm and submitit
-send. They ask for a stop and never insist: SIGTERM follows when the time is over.
+"""Signals that announce an end: a closed connection, and the signal of ``--signal`` of Slurm and
+submitit. They request a stop and never escalate: SIGTERM follows at the end of the time.
 """
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *WARNINGS)
 STOP_ORDER = signal.SIGRTMIN
-"""What a process of the run sends to a child that is to stop.
+"""Signal by which a process of the run orders a child to stop.
 
-Of several SIGTERMs that wait the kernel keeps the first, whose sender may be a stranger. Real-time
-signals queue up: each arrives, with its own sender.
+Of several pending SIGTERMs the kernel keeps the first, possibly of a foreign sender. Real-time
+signals queue: each arrives, with its own sender.
 """
 HEARD_SIGNALS = (*STOP_SIGNALS, STOP_ORDER)
-"""What a child of the run blocks and listens to."""
+"""Signals that a child of the run blocks and waits for."""
 SAME_ROUND_S = 5.0
-"""SIGTERMs that come sooner after the first request belong to it."""
+"""Seconds after the first request in which further SIGTERMs belong to the same broadcast."""
 SAME_KEY_S = 0.05
-"""SIGINTs that come sooner after the first are its copies: nobody types that fast."""
+"""Seconds after the first SIGINT in which further SIGINTs are copies: no person types that fast."""
 KILL_WAIT_S = 30.0
 """Slurm's default ``KillWait``: from SIGTERM at the end of a job's time to SIGKILL."""
 JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
@@ -49,18 +48,18 @@ _log = logging.getLogger(__name__)
 
 
 class Demand(Enum):
-    """What a signal asks for. ``NOW``: somebody insists, and does not want to wait for a save."""
+    """Request of a signal. ``NOW``: a repeated request, which does not wait for a save."""
 
     STOP = "stop"
     NOW = "now"
 
 
 class StopEscalation:
-    """Tells who insists from who only says the same thing to everybody.
+    """Distinguishes a repeated stop request from a broadcast of the first one.
 
-    The first signal asks for a stop. A second SIGINT insists, and so does any signal that comes
-    :data:`SAME_ROUND_S` after the first or later. :data:`WARNINGS` never insist, and a SIGTERM
-    after a warning is the first SIGTERM.
+    The first signal requests a stop. A second SIGINT escalates, and so does any signal at least
+    :data:`SAME_ROUND_S` after the first. :data:`WARNINGS` never escalate, and a SIGTERM after a
+    warning is the first SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -69,8 +68,8 @@ class StopEscalation:
         self._typed_s: float | None = None
 
     def heard(self, number: int, now_s: float) -> Demand | None:
-        """Returns what a signal at ``now_s`` (any monotonic clock) asks for; None: nothing new."""
-        typed_s, asked = self._typed_s, self._first_s is not None
+        """Returns the request of a signal at ``now_s`` (any monotonic clock); None: nothing new."""
+        typed_s, requested = self._typed_s, self._first_s is not None
         since_s = self._first_s if number == signal.SIGINT else self._ordered_s
         if self._first_s is None:
             self._first_s = now_s
@@ -78,7 +77,7 @@ class StopEscalation:
             self._ordered_s = now_s
         if number == signal.SIGINT and typed_s is None:
             self._typed_s = now_s
-        if not asked:
+        if not requested:
             return Demand.STOP
         if number in WARNINGS:
             return None
@@ -131,16 +130,16 @@ def interrupted_by_stop_signals() -> Iterator[None]:
 
 
 def block_stop_signals() -> None:
-    """Keep stop signals waiting until somebody asks for them. For a process of a run, before any of
-    its threads starts: threads (and children) inherit what is blocked.
+    """Blocks stop signals until a thread waits for them. Called in a process of a run before any of
+    its threads starts: threads and children inherit the mask.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_SIGNALS)
 
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Processes that are started inside the block are born with stop signals blocked, so that none
-    can hit them before they are ready to listen.
+    """Blocks stop signals in processes that are started inside the block, so that no signal ends
+    them before they wait for signals.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_SIGNALS)
     try:
@@ -153,7 +152,7 @@ class StopRequests:
     """Receives stop signals and :data:`STOP_ORDER` for a process of the run.
 
     ``on_demand`` is called with every :class:`Demand`: in a signal handler on the main thread, or,
-    with ``parent_pid``, on a thread of its own. It must neither block nor take locks.
+    with ``parent_pid``, on another thread. ``on_demand`` must neither block nor take locks.
     """
 
     def __init__(self, on_demand: Callable[[Demand], None], parent_pid: int | None) -> None:
@@ -162,7 +161,7 @@ class StopRequests:
         self._escalation = StopEscalation()
 
     def install(self) -> None:
-        """Listen from now on, to the end of the process (main thread only)."""
+        """Handles stop signals from this call until the end of the process (main thread only)."""
         if self._parent_pid is None:
             for number in stopping_signals():
                 signal.signal(number, self._handle)
@@ -194,10 +193,10 @@ class StopRequests:
 
 
 class StopSignal:
-    """Set when the process is asked to stop; ``wait`` returns whether it is set.
+    """A flag that is set when the process is asked to stop; ``wait`` returns whether it is set.
 
-    Not built on :class:`threading.Event`: its lock is not reentrant, so a handler that interrupts
-    ``wait`` at the wrong moment would deadlock. A SimpleQueue may be filled from a handler.
+    :class:`threading.Event` would deadlock: its lock is not reentrant, and a handler may interrupt
+    ``wait`` while it holds the lock. A handler may fill a SimpleQueue.
     """
 
     def __init__(self) -> None:
@@ -205,7 +204,7 @@ class StopSignal:
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def install(self, parent_pid: int | None) -> StopSignal:
-        """Obey stop signals from now on, ``parent_pid``'s only if that is given (main thread
+        """Obeys stop signals from this call on, only those of ``parent_pid`` if given (main thread
         only).
         """
         StopRequests(lambda demand: self.set(), parent_pid).install()
@@ -213,7 +212,7 @@ class StopSignal:
 
     @property
     def is_set(self) -> bool:
-        """Whether the process was asked to stop."""
+        """True if the process was asked to stop."""
         return self._is_set
 
     def set(self) -> None:
@@ -222,22 +221,22 @@ class StopSignal:
         self._wakeups.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until set or ``timeout_s`` passed."""
+        """Waits until the flag is set or ``timeout_s`` passed."""
         if not self._is_set:
             try:
                 self._wakeups.get(timeout=timeout_s)
             except queue.Empty:
                 return self._is_set
-            self._wakeups.put(None)  # for others who wait
+            self._wakeups.put(None)  # for other waiting threads
         return self._is_set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grace:
-    """What is known of the moment at which a stopped run will be killed from outside.
+    """Time at which a stopped run will be killed from outside, as far as it is known.
 
-    ``seconds``: how long after the request (``--grace-seconds``). ``job_end_s``: when the job's
-    time is over, in seconds since the epoch (``SLURM_JOB_END_TIME``). Either may be unknown.
+    ``seconds``: time from the request to the kill (``--grace-seconds``). ``job_end_s``: end of the
+    job's time, in seconds since 1970 (``SLURM_JOB_END_TIME``). Either may be unknown.
     """
 
     seconds: float | None = None
@@ -245,18 +244,18 @@ class Grace:
 
     @classmethod
     def of(cls, seconds: float | None, environment: Mapping[str, str]) -> Grace:
-        """With what the environment says about the job."""
+        """Returns the grace of ``seconds`` and of the job in the environment."""
         text = environment.get(JOB_END_VARIABLE, "").strip()
         if text and not text.isdecimal():
             _log.warning("%s=%s is not a time: ignored", JOB_END_VARIABLE, text[:40])
         return cls(seconds=seconds, job_end_s=float(text) if text.isdecimal() else None)
 
     def left_s(self, wall_s: float) -> float | None:
-        """Returns how many seconds a stop asked for at ``wall_s`` (since the epoch) may take; None:
-        as many as it needs.
+        """Returns how many seconds a stop requested at ``wall_s`` (since 1970) may take; None
+        without a limit.
 
-        ``KillWait`` follows the end of a job's time. An end that passed before is none: the job
-        was extended, or a shell of another job has left the variable.
+        ``KillWait`` follows the end of a job's time. An end in the past does not count: the job was
+        extended, or a shell of another job has left the variable.
         """
         known = [] if self.seconds is None else [self.seconds]
         if self.job_end_s is not None and self.job_end_s > wall_s:
@@ -268,36 +267,39 @@ class Grace:
 
 
 def reserve_s(within_s: float) -> float:
-    """Returns the part of a stop's time that is kept for what follows the save: telling everyone,
-    and ending. Who is nearer to the outside waits a little longer (:class:`StopDeadline`).
+    """Returns the seconds of a stop that are reserved for the time after the save: for messages to
+    all processes, and their end. Outer processes wait a little longer (:class:`StopDeadline`).
     """
     return min(5.0, within_s / 4)
 
 
 class StopDeadline(Enum):
-    """Shares of the reserve that are left when a process gives up waiting."""
+    """Shares of the reserve that are left when a process stops waiting."""
 
     SCHEDULER = 1.0
     NODE = 0.5
     TRAIN = 0.25
 
     def give_up_s(self, asked_s: float, within_s: float) -> float:
-        """Returns when to stop waiting for a stop asked for at ``asked_s``, on that clock."""
+        """Returns the end of the wait for a stop requested at ``asked_s``, on the same clock."""
         return asked_s + within_s - self.value * reserve_s(within_s)
 
 
 SHORTEST_JUMP_S = 4.0
-"""Who sees nothing for so long was stopped itself, or its machine was."""
+"""Seconds between two calls from which on the process itself, or its machine, must have been
+stopped.
+"""
 
 
 class StoppedDetector:
-    """Since when processes stand still. ``silence_s``: how long one may.
+    """Measures how long processes are stopped. ``silence_s``: seconds that a process may be
+    stopped.
 
-    The kernel's word is taken, not heartbeats: a loaded machine delays those, and nobody is killed
-    for that. The class is pure: what the kernel says, and the time, are arguments.
+    The kernel's state counts, not heartbeats: a loaded machine delays heartbeats, and no process is
+    killed for a delay. The class is pure: the kernel's states and the time are arguments.
 
-    ``jump_s``: for how long nobody had looked at the last look, if that was so long that the looker
-    must have been stopped itself; else 0.
+    ``jump_s``: seconds between the last two calls, if so long that the calling process must have
+    been stopped itself; else 0.
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -307,8 +309,8 @@ class StoppedDetector:
         self._since_s: dict[str, float] = {}
 
     def look(self, stopped: frozenset[str], now_s: float) -> dict[str, float]:
-        """Returns who of those that are stopped now has been for too long, and for how long
-        (seconds); told once, then time starts anew, as it does for all after a jump.
+        """Returns processes stopped longer than the limit, mapped to seconds. Each is reported
+        once; a clock jump resets all timers.
         """
         gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
@@ -326,7 +328,7 @@ class StoppedDetector:
 
     @property
     def next_s(self) -> float | None:
-        """Returns when the next look is due, because a process is stopped for too long then; None:
-        no process was stopped at the last look.
+        """Time of the next call, at which a process will have been stopped for too long; None if no
+        process was stopped at the last call.
         """
         return min((since_s + self._silence_s for since_s in self._since_s.values()), default=None)

@@ -1,7 +1,7 @@
 """Sums of floats that have the same bits with every Python.
 
-The built-in ``sum`` adds from left to right up to Python 3.11; from 3.12 on it also makes up for
-what was rounded off. Plans follow from such sums, and tests pin them to the last bit.
+The built-in ``sum`` adds from left to right up to Python 3.11. From 3.12 on it also compensates
+rounding errors. Plans follow from such sums, and tests pin them to the last bit.
 """
 
 from __future__ import annotations

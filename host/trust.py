@@ -1,8 +1,8 @@
-"""Which files this process may believe, and how to print names that strangers chose.
+"""Checks that a file is private, and printing of names that strangers chose.
 
-Folders such as /dev/shm are open to every user of a machine: any name may be taken there at any
-time, by a file of any type. So nothing is believed by its name. :func:`open_own` looks at the open
-descriptor, since a name may lead elsewhere a moment later.
+Folders such as /dev/shm are open to every user of a machine. Any user may take any name at any
+time, with a file of any type, so no name is trusted. :func:`open_own` checks the open descriptor,
+since a name may lead elsewhere a moment later.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ def open_own(
 ) -> int:
     """Opens a file and returns its descriptor, once the file is known to be private.
 
-    ``mode`` is for a file that this call creates. ``owners``: users that may own the file beside
-    this process's own. ``forbidden``: permissions that the file must not have.
+    ``mode`` is for a file that this call creates. ``owners``: other users that may own the file.
+    ``forbidden``: permissions that the file must not have.
 
     Raises:
         UntrustedError: the name leads to a link, a file of another type or owner, a file that
-            others may open, or a file with a second name.
-        OSError: the file cannot be opened; FileNotFoundError if there is none.
+            others may open, or with two names.
     """
     try:
         # NONBLOCK: neither a FIFO without writers nor a stranger's lease may hold this process up.
@@ -86,8 +85,8 @@ def objection(
 
 
 def owners_in(folder: Path) -> frozenset[int]:
-    """Returns the users that may own files in a folder of this user beside the user: root, and the
-    owner of the folder, since servers of files may map all users to one.
+    """Returns the other users that may own files in a folder of this user: root, and the owner of
+    the folder. File servers may map all users to one.
     """
     return frozenset((0, os.stat(folder).st_uid))
 

@@ -1,4 +1,4 @@
-"""The control segment: what is committed, what lies in each weight slot, which sweep was under way.
+"""The control segment: committed version, versions in the weight slots, and the sweep in progress.
 
 Layout (little-endian; every word 8 bytes, 8-byte aligned)::
 
@@ -41,28 +41,28 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
                                    the worker that computes it; fetchd reads
 
 A partner's replica (:func:`penstock.shm.layout.replica_layout`) has a control segment of the same
-layout, which its mirrord alone writes and reads: INVALID state versions are those of blocks that it
-has no state of, weight slots are unused, and the sequence of a contribution is the attempt whose
-gradients that copy holds.
+layout, which only its mirrord writes and reads. INVALID state versions mark blocks without state in
+the replica. Weight slots are unused. The sequence of a contribution is the attempt of the gradients
+in that copy.
 
-A sequence only ever grows, over skips and restores too: odd from before the first byte of an array
-is written until after the last. So whoever reads it even, then the array, then the same number has
-read what was there at one time (:mod:`penstock.protocol.wire.onesided`); a version or a ready word
-may say the same twice about other bytes.
+A sequence only grows, over skips and restores too. It is odd from before the first byte of an array
+is written until after the last. A reader that sees an even number, then reads the array, then sees
+the same number has read the array of one moment (:mod:`penstock.protocol.wire.onesided`). A version
+or a ready word may have the same value twice, for other bytes.
 
 The tokens are random, one for each segment, in the order of :class:`SegmentKind`. Every other
-segment repeats its own in the page after its arrays, and the journal has all: a segment is this
-memory's if it bears the token, not because of its name (:mod:`penstock.shm.segment`).
+segment repeats its own token in the page after its arrays. The journal has all tokens. A token, not
+a name, shows that a segment is of this memory (:mod:`penstock.shm.segment`).
 
-A state version may be committed + 1 where blocks step in place; the record of that version is then
-what they stepped with, not a commit (:mod:`penstock.daemons.optimizer.machine.arithmetic`). memoryd
-writes versions and records only during a restore, when optimizerd is drained. A pin holds back
-whatever would overwrite the state of the pinned version (:mod:`penstock.daemons.memory.pinning`).
-A record is eight payload words and their CRC-32; one cut short by a kill fails its checksum and
-counts as absent.
+A state version may be committed + 1 where blocks step in place. The record of that version then
+holds the terms of the step. It is no commit
+(:mod:`penstock.daemons.optimizer.machine.arithmetic`). memoryd writes versions and records only
+during a restore, when optimizerd is drained. A pin delays stores that would overwrite the state of
+the pinned version (:mod:`penstock.daemons.memory.pinning`). A record is eight payload words and
+their CRC-32. A record that a kill has cut short fails its checksum and counts as absent.
 
-Words are stored with release and loaded with acquire order: whoever reads a version, a ready word
-or the incarnation also sees the bytes that were written before it.
+Words are stored with release and loaded with acquire order. A reader of a version, a ready word or
+the incarnation also sees the bytes that were written before it.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ _EPOCH, _COMMITTED, _GENERATION, _LOST_ATTEMPT, _RECORDS, _SWEEP = 120, 128, 136
 _TOKENS = 152
 _RECORD_BYTES, _PIN, _READY = 128, 24, 32
 BLOCK_BYTES = 384
-"""Of the words of one block."""
+"""Bytes of the words of one block."""
 _SLOT_SEQUENCES, _FROZEN_SEQUENCE, _GRADIENT_SEQUENCES = 128, 144, 160
 
 
 class Decision(IntEnum):
-    """How an attempt ended. ``RESTORE`` marks the record of a loaded state."""
+    """Result of an attempt. ``RESTORE`` marks the record of a loaded state."""
 
     COMMIT = 1
     AMEND = 2
@@ -154,7 +154,7 @@ class CommitRecord:
         return tuple(getattr(self, name) for name in RECORD_FIELDS)
 
     def pack(self) -> bytes:
-        """64 payload bytes and the checksum word."""
+        """Returns 64 payload bytes and the checksum word."""
         payload = _RECORD.pack(*self.values)
         return payload + struct.pack("<Q", zlib.crc32(payload))
 
@@ -173,8 +173,8 @@ class CommitRecord:
 RECORD_FIELDS: Mapping[str, type[int] | type[float]] = MappingProxyType(
     {f.name: float if f.type == "float" else int for f in fields(CommitRecord)}
 )
-"""Names of a record's fields and how their values are stored: in this order as words of the control
-segment, under these names in messages and in the journal.
+"""Names of a record's fields, and the types of their values. Their order is the order of the words
+in the control segment; messages and the journal use the names.
 """
 _RECORD = struct.Struct(
     "<" + "".join("d" if kind is float else "Q" for kind in RECORD_FIELDS.values())
@@ -218,9 +218,9 @@ class ControlView:
         undo_bytes: int,
         tokens: bytes = b"",
     ) -> ControlView:
-        """Write the header of a fresh, zeroed segment.
+        """Writes the header of a fresh, zeroed segment.
 
-        The magic number goes last, so that a half-written header has none.
+        The magic number is stored last, so that a half-written header has none.
         """
         store_u64(buffer, _FORMAT, FORMAT_VERSION)
         buffer[_RUN_ID : _RUN_ID + 16] = run_id.encode().ljust(16, b"\0")
@@ -240,14 +240,11 @@ class ControlView:
     def open(
         cls, buffer: memoryview, *, run_id: str, digest: bytes | None, size: int | None = None
     ) -> ControlView:
-        """Check the header before anything is believed; ``digest`` None: whatever it is. ``size``:
-        of the segment, where ``buffer`` holds only the first page.
+        """Checks the header before any other word is trusted. ``digest`` None: any digest is
+        accepted. ``size``: size of the segment, if ``buffer`` holds only the first page.
 
         Raises:
-            ShortSegmentError: smaller than a header, or than what its header promises.
-            BadHeaderError: no magic number: half-written, or not ours.
-            VersionMismatchError: another format version.
-            ForeignOwnerError: another run, or made for another model, cluster or optimizer.
+            ShortSegmentError: the segment is smaller than a header, or than its header promises.
         """
         if len(buffer) < PAGE_BYTES:
             raise ShortSegmentError(
@@ -264,9 +261,9 @@ class ControlView:
                 " the run with the Penstock that made it, which saves its state, or drop the memory"
                 " (penstock doctor --clean --force)"
             )
-        found = bytes(buffer[_RUN_ID : _RUN_ID + 16]).rstrip(b"\0").decode("ascii", "replace")
-        if found != run_id:
-            raise ForeignOwnerError(f"control segment belongs to run {found!r}, not {run_id!r}")
+        stored_id = bytes(buffer[_RUN_ID : _RUN_ID + 16]).rstrip(b"\0").decode("ascii", "replace")
+        if stored_id != run_id:
+            raise ForeignOwnerError(f"control segment belongs to run {stored_id!r}, not {run_id!r}")
         if digest is not None and bytes(buffer[_DIGEST : _DIGEST + 32]) != digest:
             raise ForeignOwnerError(
                 "segments in /dev/shm were made for another model, cluster, schedule or optimizer"
@@ -302,31 +299,34 @@ class ControlView:
 
     @property
     def incarnation(self) -> int:
-        """Which filling of the memory this is; 0 before the first restore."""
+        """Number of times that the memory was filled; 0 before the first restore."""
         return self._load(_INCARNATION)
 
     def set_incarnation(self, incarnation: int) -> None:
-        """0 first, before anything is overwritten; the new number last."""
+        """Stores the number. A restore stores 0 before it overwrites anything, and the new number
+        last.
+        """
         self._store(_INCARNATION, incarnation)
 
     @property
     def generation(self) -> int:
-        """How often the memory was filled from a partner in this incarnation."""
+        """Number of times that the memory was filled from a partner in this incarnation."""
         return self._load(_GENERATION)
 
     def set_generation(self, generation: int) -> None:
-        """Before the incarnation, which says that all is there."""
+        """Stores the number, before the incarnation, which says that the memory is complete."""
         self._store(_GENERATION, generation)
 
     @property
     def lost_attempt(self) -> int:
-        """The memory was filled from a partner with the commit of this attempt: its gradients, and
-        older ones, are not here, whatever ready words say later. 0: it was not.
+        """Attempt of the commit with which a partner filled the memory; 0: no partner did.
+        Gradients of this attempt and of older attempts are missing here, even if their ready words
+        name them.
         """
         return self._load(_LOST_ATTEMPT)
 
     def set_lost_attempt(self, attempt: int) -> None:
-        """Before the incarnation, which says that all is there."""
+        """Stores the attempt, before the incarnation, which says that the memory is complete."""
         self._store(_LOST_ATTEMPT, attempt)
 
     @property
@@ -358,13 +358,13 @@ class ControlView:
         return self._load(_COMMITTED)
 
     def set_committed(self, version: int) -> None:
-        """Flip: one word decides which slot is read. The record of ``version`` must be written
-        before, so that whoever finds the version finds what it was made with.
+        """Commits a version: this one word selects the slot that readers use. The record of
+        ``version`` must be written before, so that a reader of the version also finds its record.
         """
         self._store(_COMMITTED, version)
 
     def write_record(self, record: CommitRecord) -> None:
-        """Keep the record of ``record.version``, replacing that of two versions before."""
+        """Stores the record of ``record.version`` over the record of two versions before."""
         start = _RECORDS + (record.version % 2) * _RECORD_BYTES
         # Not one store: a kill in between leaves a wrong checksum, and the record is absent.
         data = record.pack()
@@ -373,13 +373,13 @@ class ControlView:
     def record(self, version: int) -> CommitRecord | None:
         """Returns the record of ``version`` if it is among the two kept."""
         start = _RECORDS + (version % 2) * _RECORD_BYTES
-        found = CommitRecord.unpack(bytes(self._buffer[start : start + _RECORD_BYTES]))
-        return found if found is not None and found.version == version else None
+        record = CommitRecord.unpack(bytes(self._buffer[start : start + _RECORD_BYTES]))
+        return record if record is not None and record.version == version else None
 
     def clear_history(self) -> None:
-        """Forget records, ready words and the interrupted sweep, before a restore.
+        """Clears records, ready words and the interrupted sweep, before a restore.
 
-        The undo area's first word goes first; zero bytes mean that no sweep was under way.
+        The undo area's first word is cleared first; zero bytes mean that no sweep was in progress.
         """
         store_u64(self.undo_area, 0, 0)
         self.end_sweep()
@@ -390,13 +390,13 @@ class ControlView:
                 self.set_ready(block, contribution, epoch=0, attempt=0)
 
     def begin_sweep(self, intent: SweepIntent) -> None:
-        """Announce a sweep that overwrites state; the active word goes last."""
+        """Announces a sweep that overwrites state; the active word is stored last."""
         self._store(_SWEEP + 8, intent.block)
         self._store(_SWEEP + 16, intent.state_version)
         self._store(_SWEEP, 1)
 
     def end_sweep(self) -> None:
-        """The announced sweep is complete and its state version written."""
+        """Ends the announced sweep, after its state version was written."""
         self._store(_SWEEP, 0)
 
     @property
@@ -416,7 +416,7 @@ class ControlView:
         return self._load(self._block(block))
 
     def set_state_version(self, block: int, version: int) -> None:
-        """After a sweep wrote the last element of the block's state."""
+        """Stores the version, after a sweep wrote the last element of the block's state."""
         self._store(self._block(block), version)
 
     def pin(self, block: int) -> int | None:
@@ -425,18 +425,20 @@ class ControlView:
         return word - 1 if word else None
 
     def set_pin(self, block: int, version: int | None) -> None:
-        """Pin the state of ``version``; None: let it go."""
+        """Pins the state of ``version``; None removes the pin."""
         self._store(self._block(block) + _PIN, 0 if version is None else version + 1)
 
     def slot_version(self, block: int, slot: int) -> int:
-        """Returns the version whose weights the slot holds, or :data:`INVALID_VERSION`."""
+        """Returns the version of the weights in the slot, or :data:`INVALID_VERSION`."""
         return self._load(self._block(block) + 8 + 8 * slot)
 
     def set_slot_version(self, block: int, slot: int, version: int) -> None:
-        """INVALID before the first write into the slot, the version after the last."""
+        """Stores the version of a slot: INVALID before the first write into the slot, the version
+        after the last.
+        """
         word, sequence = self._block(block) + 8 + 8 * slot, self._slot_sequence(block, slot)
-        # The version changes while the sequence is odd: who sees one even number twice has seen
-        # the version of those bytes in between.
+        # The version changes while the sequence is odd. A reader that sees the same even number
+        # twice has read the version of the bytes in between.
         if version == INVALID_VERSION:
             self._begin(sequence)
             self._store(word, version)
@@ -449,8 +451,8 @@ class ControlView:
         return self._load(self._slot_sequence(block, slot))
 
     def mend_sequences(self, blocks: Iterable[int]) -> None:
-        """Make even what a kill has left odd beside a valid version: either no byte of the slot was
-        touched yet, or the last one was. Nobody may write meanwhile.
+        """Makes sequences even that a kill has left odd next to a valid version. Then either no
+        byte of the slot was written yet, or all were. No process may write meanwhile.
         """
         for block in blocks:
             for slot in range(WEIGHT_SLOTS):
@@ -463,11 +465,11 @@ class ControlView:
         return self._load(self._block(block) + _FROZEN_SEQUENCE)
 
     def begin_frozen(self, block: int) -> None:
-        """Before the first write into the frozen weights."""
+        """Makes the sequence odd, before the first write into the frozen weights."""
         self._begin(self._block(block) + _FROZEN_SEQUENCE)
 
     def end_frozen(self, block: int) -> None:
-        """After the last write into the frozen weights."""
+        """Makes the sequence even, after the last write into the frozen weights."""
         self._end(self._block(block) + _FROZEN_SEQUENCE)
 
     def readable(self, block: int, version: int) -> bool:
@@ -475,7 +477,7 @@ class ControlView:
         return self.committed >= version and self.slot_version(block, version % 2) == version
 
     def ready(self, block: int, contribution: int) -> tuple[int, int]:
-        """(epoch, attempt) of the complete gradients in the contribution's range."""
+        """Returns (epoch, attempt) of the complete gradients in the contribution's range."""
         word = self._load(self._block(block) + _READY + 8 * contribution)
         return word >> 32, word & 0xFFFF_FFFF
 
@@ -484,33 +486,35 @@ class ControlView:
         return self._load(self._gradient_sequence(block, copy, contribution))
 
     def begin_gradients(self, block: int, copy: int, contribution: int) -> None:
-        """Before the first write into a contribution's range."""
+        """Makes the sequence odd, before the first write into a contribution's range."""
         self._begin(self._gradient_sequence(block, copy, contribution))
 
     def end_gradients(self, block: int, copy: int, contribution: int) -> None:
-        """After the last write, before the ready word."""
+        """Makes the sequence even, after the last write and before the ready word."""
         self._end(self._gradient_sequence(block, copy, contribution))
 
     def held(self, block: int, copy: int, contribution: int) -> int:
-        """Returns, of a replica, the attempt whose gradients are whole in this copy; 0 for none."""
+        """Returns the attempt of the complete gradients in this copy of a replica; 0 for none."""
         return self._load(self._gradient_sequence(block, copy, contribution))
 
     def set_held(self, block: int, copy: int, contribution: int, attempt: int) -> None:
-        """0 before the first write into the copy, the attempt after the last."""
+        """Stores the attempt: 0 before the first write into the copy, the attempt after the
+        last.
+        """
         self._store(self._gradient_sequence(block, copy, contribution), attempt)
 
     def set_ready(self, block: int, contribution: int, *, epoch: int, attempt: int) -> None:
-        """The writer of the contribution has written its last byte."""
+        """Marks the contribution as complete, after its writer wrote the last byte."""
         self._store(
             self._block(block) + _READY + 8 * contribution, (epoch << 32) | (attempt & 0xFFFF_FFFF)
         )
 
     def validate(self, blocks: Iterable[int]) -> None:
-        """Check that no commit was applied twice and none lost, for the blocks a node owns. A step
+        """Checks that no commit was applied twice and none lost, for the blocks a node owns. A step
         in place, ahead of the commit, has a record.
 
         Raises:
-            ValueError: naming the block and its versions.
+            ValueError: names the block and its versions.
         """
         committed = self.committed
         possible = {committed, committed - 1}
@@ -532,14 +536,14 @@ class ControlView:
         return self._block(block) + _GRADIENT_SEQUENCES + 8 * place
 
     def _begin(self, sequence: int) -> None:
-        """To the next odd number. On x86-64 other processes see stores in their order, so nobody
-        sees a byte that is written from now on beside an older number.
+        """Stores the next odd number. On x86-64 other processes see stores in their order: no
+        process sees a later byte together with an older number.
         """
         number = self._load(sequence)
         self._store(sequence, (number + 1 + number % 2) % 2**64)
 
     def _end(self, sequence: int) -> None:
-        """To the next even number."""
+        """Stores the next even number."""
         number = self._load(sequence)
         self._store(sequence, (number + 2 - number % 2) % 2**64)
 

@@ -1,9 +1,9 @@
 """Names like Penstock's in /dev/shm on this machine, by run and node.
 
-Used to tell a user what ``penstock doctor --clean`` would free. It only looks: removing is the
-caller's decision, and never that of another run's memoryd. Every user may take any name there, so
-only files of this user are opened, only their first page is read, and every other name is listed by
-what the kernel says of it.
+``penstock doctor --clean`` shows these names before it frees them. This module only reads. The
+caller decides on removal, and never removes the memory of another run's memoryd. Every user may
+take any name there. So only files of this user are opened, and only their first page is read. Every
+other name is listed by its status in the kernel.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class NodeSegments:
 
     @property
     def keeper(self) -> str:
-        """Returns the node that has them: itself, or who keeps a replica of its state."""
+        """Returns the node that holds the segments: the node itself, or the node that keeps a
+        replica of its state.
+        """
         return self.node_name.partition(".")[0]
 
 
@@ -157,9 +159,9 @@ def _header(run_id: str, node: str) -> ControlView:
 
 def _mapped_names() -> frozenset[str]:
     """Returns the names of our segments that other processes have mapped, as far as this user may
-    look.
+    read /proc.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -167,5 +169,5 @@ def _mapped_names() -> frozenset[str]:
             text = (entry / "maps").read_text(encoding="utf-8", errors="replace")
         except OSError:  # ended meanwhile, or another user's
             continue
-        found.update(re.findall(rf"{SHM_ROOT}(/penstock-\S+)", text))
-    return frozenset(found)
+        names.update(re.findall(rf"{SHM_ROOT}(/penstock-\S+)", text))
+    return frozenset(names)

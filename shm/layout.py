@@ -13,25 +13,25 @@ With a split master (:mod:`penstock.shm.memory`) ``state`` is::
 
     state     | block 0: low | exp_avg | exp_avg_sq | block 1: …             low: uint16, rest fp32
 
-and the upper halves of version v of the state are its weights, in slot v mod 2: these bytes are
-state, too, until a sweep has led the block's state on to v + 1, whatever the slot's version word
-says (:mod:`penstock.daemons.optimizer.machine.words`).
+and the upper halves of version v of the state are its weights, in slot v mod 2. These bytes are
+state until a sweep has stepped the block to v + 1; the slot's version word may say otherwise
+(:mod:`penstock.daemons.optimizer.machine.words`).
 
-Blocks whose workers flush their state (:attr:`Storage.flushed`) have two copies of it, like slots::
+Blocks with state that workers flush (:attr:`Storage.flushed`) have two copies of it, like slots::
 
     state     | block 0: copy 0: master | exp_avg | … | copy 1: master | …   fp32
 
-State of version v is in copy v mod 2: the block's state version says which one counts. The other
-one is room for the next version, in which anything may be.
+State of version v is in copy v mod 2; the block's state version selects it. The other copy is room
+for the next version, and may hold any bytes.
 
 An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
-``frozen`` and ``state`` hold the blocks the node owns. ``grads`` holds the contributions that are
-*computed* on the node: those of owned blocks, of a tied tensor's other uses, and of the plan's
-other routes (the owner pulls what it did not compute). With R routes a block of U uses has R x U
-contributions, route by route: number ``r * U + use``; where the plan reduces gradients, U. Writers:
-weights, state: optimizerd (memoryd and the loader during a restore); frozen: memoryd and the
-loader; grads: the one worker that computes the contribution. Every process computes the same layout
-from the same table, plan and :class:`Storage`.
+``frozen`` and ``state`` hold the blocks that the node owns. ``grads`` holds the contributions that
+are *computed* on the node: of owned blocks, of a tied tensor's other uses, and of the plan's other
+routes. The owner pulls contributions of other nodes. With R routes a block of U uses has R x U
+contributions, route by route: number ``r * U + use``; where the plan reduces gradients, U. Writers
+of weights and state: optimizerd (memoryd and the loader during a restore). Writers of frozen:
+memoryd and the loader. Writer of a contribution in grads: the one worker that computes it. Every
+process computes the same layout from the same table, plan and :class:`Storage`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ WEIGHT_SLOTS = 2
 LARGE_BYTES = 1 << 20
 """Arrays from this size on start at addresses that caches can tell apart, see :func:`tag`."""
 GRADS_MARGIN = 40 * PAGE_BYTES
-"""Left free at both ends of large gradients: segments are mapped one after the other, in any order,
-and their arrays should not be as far from those of the state as these are from each other."""
+"""Bytes left free at both ends of large gradients. Segments are mapped next to each other in any
+order. Without the margin, distances between arrays of two segments could equal those inside a
+segment.
+"""
 STATE_COPIES = 2
 """At most, see :class:`Storage`."""
 GRADIENT_COPIES = 2
@@ -100,38 +102,39 @@ class Ownership:
         node_of_block: Sequence[int],
         other_routes: Sequence[Sequence[int]] = (),
     ) -> Ownership:
-        """From the node that runs each block's backward in route 0: it owns the block.
+        """Returns the ownership that follows from the node of each block's backward in route 0.
 
-        ``other_routes``: the same of each further route; these contribute gradients only.
+        ``other_routes``: the nodes of each further route, which only contribute gradients.
         Contributions of borrowed tensors are computed where the borrowing block's backward runs.
         """
         computed_on: list[list[int]] = [[] for _ in table.blocks]
         for nodes in (node_of_block, *other_routes):
-            for found, uses in zip(computed_on, _nodes_of_uses(table, nodes), strict=True):
-                found += uses
+            for nodes_of_uses, uses in zip(computed_on, _nodes_of_uses(table, nodes), strict=True):
+                nodes_of_uses += uses
         return cls(owner=tuple(node_of_block), computed_on=tuple(map(tuple, computed_on)))
 
 
 def _nodes_of_uses(table: BlockTable, node_of_block: Sequence[int]) -> list[list[int]]:
     """Returns the node that computes the gradient of each use of each block, in one route."""
-    found = [[node_of_block[b.index]] * b.contributions for b in table.blocks]
+    nodes_of_uses = [[node_of_block[b.index]] * b.contributions for b in table.blocks]
     for block in table.blocks:
         for borrowed in block.borrows:
             if borrowed.contribution == 0:
                 continue  # a frozen tensor has no gradient; contribution 0 is the owner's own
-            found[borrowed.owner][borrowed.contribution] = node_of_block[block.index]
-    return found
+            nodes_of_uses[borrowed.owner][borrowed.contribution] = node_of_block[block.index]
+    return nodes_of_uses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """How the state is stored, where the table leaves a choice.
+    """Storage of the state, where the table leaves a choice.
 
-    ``split_master``: lower halves in the state, weights as the upper ones. ``single_gradients``:
-    those of these blocks whose gradients are all computed on the owner's node have one copy of
-    them; what else writes it waits until the state has taken the gradients in. Contributions that
-    are pulled keep two: the node that computes them does not see the owner's words. ``flushed``:
-    blocks whose next state workers write beside the committed one, so that there are two copies.
+    ``split_master``: lower halves in the state, weights as the upper halves. ``single_gradients``:
+    blocks with one copy of gradients, if all their contributions are computed on the owner's node.
+    Other writers of that copy wait until the state has consumed the gradients. Contributions that
+    are pulled keep two copies: the node that computes them cannot read the owner's words.
+    ``flushed``: blocks with two copies of the state, because workers write the next state next to
+    the committed state.
     """
 
     split_master: bool = False
@@ -145,7 +148,7 @@ TWO_COPIES = Storage()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLayout:
-    """Where every array of one node lies, and how large its segments are.
+    """Places of all arrays of one node, and sizes of its segments.
 
     ``contributions[b]``: gradient contributions of block b, on all nodes; ``gradient_copies[b]``:
     copies of each, version v in copy ``v % gradient_copies[b]``; ``state_copies[b]`` likewise.
@@ -164,7 +167,7 @@ class NodeLayout:
     def compute(
         cls, table: BlockTable, ownership: Ownership, node: int, storage: Storage = TWO_COPIES
     ) -> NodeLayout:
-        """Lay out the node's arrays; ``sizes`` lacks the control segment."""
+        """Places the node's arrays; ``sizes`` lacks the control segment."""
         builder = _Builder()
         copies = tuple(_copies(ownership, b.index, storage) for b in table.blocks)
         states = tuple(STATE_COPIES if b.index in storage.flushed else 1 for b in table.blocks)
@@ -208,9 +211,9 @@ class NodeLayout:
 
 
 def replica_layout(table: BlockTable, ownership: Ownership, owner: int) -> NodeLayout:
-    """Lay out what a partner keeps of node ``owner``: the state of its blocks, with masters of
-    their own, and room for all contributions to two versions. Weights and frozen weights are not
-    mirrored: they follow from masters, and from the model.
+    """Lays out a replica, which a partner keeps for node ``owner``: the state of its
+    blocks with separate masters, and room for all contributions to two versions. Weights and frozen
+    weights are not mirrored: they follow from masters, and from the model.
     """
     builder = _Builder()
     for block in table.blocks:
@@ -244,10 +247,10 @@ def _state(table: BlockTable, storage: Storage) -> list[tuple[str, int]]:
 
 def _kept(storage: Storage) -> dict[str, object]:
     """Returns a storage for the digest; without blocks that are flushed, as it has always been."""
-    found = asdict(storage)
+    storage_fields = asdict(storage)
     if not storage.flushed:
-        del found["flushed"]
-    return found
+        del storage_fields["flushed"]
+    return storage_fields
 
 
 def _copies(ownership: Ownership, block: int, storage: Storage) -> int:
@@ -296,17 +299,19 @@ class _Builder:
 
 @lru_cache(maxsize=4096)
 def collide(distance: int) -> bool:
-    """Returns whether some addresses this many bytes apart have equal tags, whatever carries."""
+    """Returns whether some addresses this many bytes apart have equal tags, for any carry."""
     return any(tag(a) == tag(a + distance) for a in range(0, 1 << 20, PAGE_BYTES))
 
 
 def tag(address: int) -> int:
-    """Returns the 8 bits of an address that AMD's first-level caches know a line by, beside its
-    set: bits 12 to 19, each with one of bits 20 to 27 (Lipp et al., "Take A Way", 2020).
+    """Returns the 8-bit tag of an address in AMD's first-level caches. A cache finds a line by its
+    set and this tag. Each tag bit combines one of the bits 12 to 19 with one of 20 to 27 (Lipp et
+    al., "Take A Way", 2020).
 
-    Of addresses with equal tags and sets a cache holds one at a time. A sweep reads master, moments
-    and gradients at equal distances from their starts: if these were powers of two apart, each load
-    would throw the others' lines out, and sweeps take up to 2.5 times as long (measured on Zen 4).
+    A cache holds one line of each tag and set at a time. A sweep reads master, moments and
+    gradients at equal distances from their starts. If these were powers of two apart, each load
+    would evict the others' lines, and sweeps would take up to 2.5 times as long (measured on Zen
+    4).
     """
     low, high = address >> 12, address >> 20
     mirrored = (high >> 7 & 1) | (high >> 5 & 2) | (high >> 3 & 4)  # 27 is with 12, 26 with 13, …

@@ -1,9 +1,8 @@
 """A node's memory: its segments and NumPy views of every array in them.
 
 A float32 master may be split in two halves (:class:`Halves`). The upper half is the float32,
-rounded half up in the bits, and at the same time the bf16 weight; the lower half is its low 16
-bits. Together they are the very float32, for all bit patterns (``native/storage.h`` has the sweeps'
-way)::
+rounded half up in the bits, and also the bf16 weight. The lower half is its low 16 bits. Together
+they restore the exact float32, for all bit patterns (``native/storage.h`` has the sweeps' way)::
 
     split   high = (bits + 0x8000) >> 16           low = bits & 0xFFFF
     join    bits = (high << 16) + low - ((low >> 15) << 16)
@@ -49,11 +48,11 @@ class Halves:
         return len(self.low)
 
     def part(self, start: int, end: int) -> Halves:
-        """Elements ``[start, end)``, in place."""
+        """Returns elements ``[start, end)``, in place."""
         return Halves(high=self.high[start:end], low=self.low[start:end])
 
     def load(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
-        """Elements ``[start, end)``, joined: a copy."""
+        """Returns elements ``[start, end)``, joined: a copy."""
         high, low = self.high[start:end].astype(np.uint32), self.low[start:end].astype(np.uint32)
         high -= low >> 15
         high <<= 16
@@ -61,7 +60,7 @@ class Halves:
         return high.view(np.float32)
 
     def store(self, values: npt.NDArray[Any], start: int = 0) -> None:
-        """Write float32 values from element ``start`` on."""
+        """Writes float32 values from element ``start`` on."""
         for first in range(0, values.size, _CHUNK_ELEMENTS):
             bits = values[first : first + _CHUNK_ELEMENTS].view(np.uint32)
             place = slice(start + first, start + first + bits.size)
@@ -79,15 +78,15 @@ ANYWHERE: Mapping[SegmentKind, Sequence[NodeRange]] = MappingProxyType({})
 
 
 def segment_name(run_id: str, node_name: str, kind: SegmentKind) -> str:
-    """``/penstock-<run id>-<node>-<kind>``."""
+    """Returns ``/penstock-<run id>-<node>-<kind>``."""
     return f"/penstock-{run_id}-{node_name}-{kind.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySpec:
-    """What identifies a node's memory: enough to create or attach it.
+    """Identity of a node's memory, sufficient to create or attach it.
 
-    ``step_terms``: what a step that is committed and not settled has to be settled with, as text.
+    ``step_terms``: terms, as text, with which a committed step that is not settled must be settled.
     """
 
     run_id: str
@@ -117,7 +116,7 @@ class MemorySpec:
         return sum(sizes.values()) + TOKEN_PAGE_BYTES * (len(sizes) - 1)
 
     def name(self, kind: SegmentKind) -> str:
-        """Name of one of the node's segments."""
+        """Returns the name of one of the node's segments."""
         return segment_name(self.run_id, self.node_name, kind)
 
 
@@ -133,7 +132,7 @@ class NodeMemory:
         self.spec = spec
         self.control = control
         self.unlinked = False
-        """Whether this process has removed the names."""
+        """True if this process has removed the names."""
         self._segments = segments
 
     @classmethod
@@ -143,7 +142,7 @@ class NodeMemory:
         places: Mapping[SegmentKind, Sequence[NodeRange]] = ANYWHERE,
         draw: Callable[[int], bytes] = secrets.token_bytes,
     ) -> NodeMemory:
-        """Create all segments, the control segment last: where it exists, the others do too.
+        """Creates all segments, the control segment last: if it exists, the others do too.
 
         ``places``: NUMA nodes for ranges of segments, as far as the kernel grants them. ``draw``:
         source of random bytes.
@@ -153,12 +152,12 @@ class NodeMemory:
         """
         segments: dict[str, Segment] = {}
         try:
-            wanted = {spec.name(kind): ranges for kind, ranges in places.items()}
+            ranges_of = {spec.name(kind): ranges for kind, ranges in places.items()}
             tokens = {spec.name(kind): draw(TOKEN_BYTES) for kind in SegmentKind}
             control_name = spec.name(SegmentKind.CONTROL)
             for name, size in spec.sizes().items():  # control is the last entry
                 token = b"" if name == control_name else tokens[name]
-                segments[name] = Segment.create(name, size, wanted.get(name, ()), token)
+                segments[name] = Segment.create(name, size, ranges_of.get(name, ()), token)
             control = ControlView.initialize(
                 segments[control_name].buffer,
                 run_id=spec.run_id,
@@ -183,13 +182,13 @@ class NodeMemory:
         writable: bool = True,
         adopt: bool = False,
     ) -> NodeMemory:
-        """Map existing segments after checking owners, headers, digest, sizes and tokens.
+        """Maps existing segments after checks of owners, headers, digest, sizes and tokens.
 
-        The control segment is always mapped; of the others those in ``kinds``. ``adopt``: memory of
-        an older Penstock, which has no tokens, is taken as well.
+        The control segment is always mapped, other segments if in ``kinds``. ``adopt``: memory of
+        an older Penstock, which has no tokens, is accepted as well.
 
         Raises:
-            SegmentError: missing, short, foreign or damaged; nothing was touched.
+            SegmentError: a segment is missing, short, foreign or damaged; nothing was touched.
         """
         segments: dict[str, Segment] = {}
         try:
@@ -198,10 +197,10 @@ class NodeMemory:
             control = ControlView.open(
                 segments[name].buffer, run_id=spec.run_id, digest=spec.digest
             )
-            found = (control.num_blocks, control.undo_bytes)
-            if found != (expected := (len(spec.table.blocks), spec.undo_bytes)):
+            sizes = (control.num_blocks, control.undo_bytes)
+            if sizes != (expected := (len(spec.table.blocks), spec.undo_bytes)):
                 raise VersionMismatchError(
-                    f"segment {name} has words of {found[0]} blocks and an undo area of {found[1]}"
+                    f"segment {name} has words of {sizes[0]} blocks and an undo area of {sizes[1]}"
                     f" bytes, this Penstock uses {expected[0]} and {expected[1]}"
                 )
             marked = any(control.tokens)
@@ -234,15 +233,15 @@ class NodeMemory:
         self.control.set_tokens(b"".join(tokens.values()))
 
     def weights(self, block: int, slot: int) -> Array:
-        """Trainable weights in ``slot``, 1-D, in the weight dtype (bf16 as uint16 bits)."""
+        """Returns trainable weights in ``slot``, 1-D, in the weight dtype (bf16 as uint16 bits)."""
         return self._view((block, "weights", slot, 0), self.spec.table.weight_dtype)
 
     def frozen(self, block: int) -> Array:
-        """Frozen weights, 1-D, in the weight dtype."""
+        """Returns frozen weights, 1-D, in the weight dtype."""
         return self._view((block, "frozen", 0, 0), self.spec.table.weight_dtype)
 
     def state(self, block: int, name: str, version: int = 0) -> Array:
-        """``master`` or one of the table's state arrays where state of ``version`` lies, 1-D
+        """Returns ``master`` or one of the table's state arrays, at the place of ``version``, 1-D
         fp32. The version matters only to blocks with two copies of their state.
         """
         return self._view((block, name, self.state_copy(block, version), 0), DType.FP32)
@@ -253,31 +252,35 @@ class NodeMemory:
 
     @property
     def split_master(self) -> bool:
-        """Whether masters are :meth:`halves`; there is no ``master`` array then."""
+        """True if masters are :meth:`halves`; then no ``master`` array exists."""
         return self.spec.layout.storage.split_master
 
     def halves(self, block: int, version: int) -> Halves:
-        """Returns the split master of a block whose state is at ``version``."""
+        """Returns the split master of a block with state of ``version``."""
         return Halves(
             high=self.weights(block, version % WEIGHT_SLOTS),
             low=np.frombuffer(self.raw((block, "low", 0, 0)), dtype=np.uint16),
         )
 
     def load_master(self, block: int, version: int) -> Array:
-        """Master of a block whose state is at ``version``, 1-D fp32: a copy."""
+        """Returns the master of a block with state of ``version``, 1-D fp32: a copy."""
         if self.split_master:
             return self.halves(block, version).load()
         return self.state(block, "master", version).copy()
 
     def store_master(self, block: int, version: int, values: Array) -> None:
-        """Fill the master of a block whose state is to be at ``version``; ``values``: 1-D fp32."""
+        """Writes the master of a block that will have state of ``version``; ``values``: 1-D
+        fp32.
+        """
         if self.split_master:
             self.halves(block, version).store(values)
         else:
             self.state(block, "master", version)[:] = values
 
     def grads(self, block: int, copy: int, contribution: int) -> Array:
-        """Gradients of one contribution, 1-D, in the gradient dtype (bf16 as uint16 bits)."""
+        """Returns the gradients of one contribution, 1-D, in the gradient dtype (bf16 as uint16
+        bits).
+        """
         return self._view((block, "grads", copy, contribution), self.spec.table.grad_dtype)
 
     def raw(self, key: ArrayKey) -> memoryview:
@@ -295,9 +298,9 @@ class NodeMemory:
 
     def huge_bytes(self) -> dict[SegmentKind, int]:
         """Returns how many bytes of each mapped segment lie in huge pages for this process."""
-        found = huge_bytes()
+        counts = huge_bytes()
         return {
-            kind: found[str(path_of(self.spec.name(kind)))]
+            kind: counts[str(path_of(self.spec.name(kind)))]
             for kind in SegmentKind
             if self.spec.name(kind) in self._segments
         }
@@ -307,25 +310,25 @@ class NodeMemory:
         return key in self.spec.layout.arrays
 
     def owned_blocks(self) -> tuple[int, ...]:
-        """Blocks whose weights and state live here, in order."""
+        """Numbers of the blocks with weights and state in this memory, in order."""
         return tuple(
             b for b, name, slot, _ in self.spec.layout.arrays if (name, slot) == ("weights", 0)
         )
 
     @property
     def is_named(self) -> bool:
-        """Whether this is the node's memory still: memoryd removes it when a run ends, and one that
-        comes later makes another.
+        """True if the names still lead to this memory. memoryd removes them when a run ends, and a
+        later memoryd creates other memory.
         """
         return self._segments[self.spec.name(SegmentKind.CONTROL)].is_named
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmaps all segments."""
         for segment in self._segments.values():
             segment.close()
 
     def unlink(self) -> None:
-        """Remove the names, control first, so that no half-removed memory looks whole."""
+        """Removes the names, control first, so that half-removed memory does not seem complete."""
         self.unlinked = True
         for kind in (SegmentKind.CONTROL, *self.spec.layout.sizes):
             unlink(self.spec.name(kind))

@@ -1,12 +1,12 @@
-"""The pages behind shared memory: on which NUMA node they lie, and which of them are huge.
+"""The pages behind shared memory: their NUMA nodes, and their sizes (huge or not).
 
-Setting and asking for the NUMA node are Linux system calls that the C library does not wrap. The
-policy of a shared mapping belongs to the memory, not to the process: set before the pages exist, it
-holds for whoever makes them. Nodes are preferred, never enforced: a full node makes pages go
-elsewhere, and training slower.
+The C library does not wrap the Linux system calls that set and read the NUMA node. The policy of a
+shared mapping belongs to the memory, not to the process: a policy that is set before the pages
+exist holds for every process that touches them. Nodes are preferred, never enforced: a full node
+moves pages to another node, and training becomes slower.
 
-Whether pages are huge a tmpfs decides by its mount option ``huge=`` (never, when it has none);
-``deny`` and ``force`` in ``shmem_enabled`` overrule all mounts.
+The mount option ``huge=`` of a tmpfs (default: never) decides whether its pages are huge; ``deny``
+and ``force`` in ``shmem_enabled`` overrule all mounts.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ class NodeRange:
 
 
 def prefer_nodes(buffer: memoryview | mmap.mmap, ranges: Iterable[NodeRange]) -> None:
-    """Ask that pages which do not exist yet be made on these nodes. Offsets are page-aligned.
+    """Asks the kernel to place pages that do not exist yet on these nodes. Offsets are
+    page-aligned.
 
     Raises:
-        OSError: the kernel refuses (no such node for this process, a container that forbids it).
-            Some ranges may have been set.
+        OSError: the kernel refuses (no such node for this process, or a container forbids the
+            call). Some ranges may have been set.
     """
     with _address(buffer) as base:
-        for wanted in ranges:
+        for place in ranges:
             mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
-            mask[wanted.node // 64] = 1 << wanted.node % 64
-            # The kernel reads one bit less than it is told.
+            mask[place.node // 64] = 1 << place.node % 64
+            # The kernel reads one bit less than the given number.
             _call(
                 "mbind",
-                ctypes.c_void_p(base + wanted.offset),
-                ctypes.c_ulong(wanted.num_bytes),
+                ctypes.c_void_p(base + place.offset),
+                ctypes.c_ulong(place.num_bytes),
                 ctypes.c_int(_MPOL_PREFERRED),
                 mask,
                 ctypes.c_ulong(_MASK_BITS + 1),
@@ -65,7 +66,7 @@ def prefer_nodes(buffer: memoryview | mmap.mmap, ranges: Iterable[NodeRange]) ->
 
 
 def prefer_nodes_if_granted(buffer: memoryview | mmap.mmap, ranges: Sequence[NodeRange]) -> None:
-    """As :func:`prefer_nodes`; a refusal is only logged."""
+    """Calls :func:`prefer_nodes`, and only logs a refusal."""
     try:
         prefer_nodes(buffer, ranges)
     except OSError as error:
@@ -95,8 +96,8 @@ def nodes_of_pages(buffer: memoryview | mmap.mmap, offsets: Sequence[int]) -> li
 
 @contextmanager
 def _address(buffer: memoryview | mmap.mmap) -> Iterator[int]:
-    """Yields the address of the buffer. What keeps it from being closed goes at the end, even if an
-    exception, whose traceback keeps frames alive, lives on.
+    """Yields the address of the buffer. The export is released at the end, even if the traceback of
+    an exception keeps frames alive.
     """
     anchor = ctypes.c_char.from_buffer(buffer)
     try:
@@ -147,22 +148,22 @@ def allowed_huge_pages(
 
 def huge_bytes(smaps: Path = Path("/proc/self/smaps")) -> Counter[str]:
     """Returns, by the path of each mapped file, its bytes in huge pages of this process."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     path = ""
     for line in smaps.read_text(encoding="utf-8", errors="replace").splitlines():
         first, *rest = line.split()
         if not first.endswith(":"):  # the next mapping: range, flags, offset, device, inode, path
             path = rest[4] if len(rest) > 4 else ""
         elif first == "ShmemPmdMapped:" and path:
-            found[path] += int(rest[0]) * 1024
-    return +found
+            counts[path] += int(rest[0]) * 1024
+    return +counts
 
 
 def _mount_options(mount: Path, mounts: Path) -> dict[str, str]:
     """Returns the options of the mount on top, which is listed last."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in mounts.read_text(encoding="utf-8").splitlines():
         _, where, _, options, *_ = line.split()
         if where == str(mount):
-            found = dict(option.partition("=")[::2] for option in options.split(","))
-    return found
+            values = dict(option.partition("=")[::2] for option in options.split(","))
+    return values

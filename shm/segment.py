@@ -1,16 +1,16 @@
 """POSIX shared-memory segments: create, attach, unlink; they are never resized.
 
 Only memoryd creates and unlinks. ``posix_fallocate`` reserves all pages at creation, so a full
-/dev/shm is an error here and never a SIGBUS later. Reserved pages are still zeroed by the kernel at
-first touch (measured: 1 GB/s, against 10 GB/s for reserving), and every process has page tables of
-its own to fill (10-40 GB/s): both happen while a segment is created or attached, so that no step
-ever waits for them. Huge pages are always advised; where /dev/shm gives them, pages are touched
-first and the reservation finds them there, because reserving alone makes small ones.
+/dev/shm is an error here and never a SIGBUS later. The kernel zeroes reserved pages at first touch
+(measured: 1 GB/s, against 10 GB/s for reserving). Every process fills its own page tables (10-40
+GB/s). Both happen while a segment is created or attached, so that no step ever waits for them. Huge
+pages are always advised. Where /dev/shm grants huge pages, pages are touched first, because a
+reservation alone makes small pages.
 
-A segment may bear a token, random bytes in the page after its own that is never mapped: the control
-segment says which, so a file that merely has the name is not taken for the segment.
+A segment may bear a token: random bytes in the page after its arrays, which is never mapped. The
+control segment holds the token, so a file that merely has the name is not taken for the segment.
 
-When a :class:`SegmentError` is raised nothing was touched.
+A :class:`SegmentError` means that nothing was touched.
 """
 
 from __future__ import annotations
@@ -95,18 +95,17 @@ class Segment:
     def create(
         cls, name: str, size: int, places: Sequence[NodeRange] = (), token: bytes = b""
     ) -> Segment:
-        """Create, reserve, map and populate ``size`` zero bytes, accessible to this user only.
+        """Creates, reserves, maps and populates ``size`` zero bytes, accessible to this user only.
 
-        ``places``: NUMA nodes that ranges of it should lie on, as far as the kernel grants it.
-        ``token``: random bytes that the segment is to be recognised by, if any.
+        ``places``: NUMA nodes for ranges of the segment, as far as the kernel grants them.
+        ``token``: random bytes by which the segment is recognised, if any.
 
         Raises:
-            SegmentExistsError: the name is taken. StrangeSegmentError: not by a segment.
-            NoSpaceError: there is no room for it; nothing stays behind.
+            NoSpaceError: no room is left; no part of the segment stays.
         """
-        there = room()
-        if size > there.available:  # reserving more would wake the out-of-memory killer
-            raise _no_space(name, size, there)
+        available = room()
+        if size > available.available:  # reserving more would wake the out-of-memory killer
+            raise _no_space(name, size, available)
         try:
             shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
         except posix_ipc.ExistentialError as error:
@@ -135,13 +134,11 @@ class Segment:
         writable: bool = True,
         token: bytes | None = None,
     ) -> Segment:
-        """Map an existing segment and fill this process's page tables. ``token``: bytes that the
-        segment has to bear after ``expected_size``; None: none are looked for.
+        """Maps an existing segment and fills this process's page tables. ``token``: bytes that the
+        segment must bear after ``expected_size``; None: no check.
 
         Raises:
-            SegmentMissingError: no such segment.
-            StrangeSegmentError: it is no private file of this user, or bears another token.
-            ShortSegmentError: it is empty, smaller than ``expected_size``, or not fully reserved.
+            SegmentMissingError: no such segment exists.
         """
         descriptor = open_segment(name, os.O_RDWR if writable else os.O_RDONLY)
         try:
@@ -168,7 +165,7 @@ class Segment:
             os.close(descriptor)
 
     def mark(self, token: bytes) -> None:
-        """Has a segment of an older Penstock bear a token.
+        """Writes a token into a segment of an older Penstock.
 
         Raises:
             NoSpaceError: there is no room for one more page. StrangeSegmentError: the name is
@@ -188,7 +185,7 @@ class Segment:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Unmap. NumPy views that are still alive keep the mapping until the last of them goes."""
+        """Unmaps the segment. Live NumPy views keep the mapping until the last view is freed."""
         mapping, self._mapping = self._mapping, None
         if mapping is None:
             return
@@ -206,9 +203,11 @@ class Segment:
 
     @property
     def is_named(self) -> bool:
-        """Whether its name still leads to it; another segment may have it by now."""
-        found = status_of(self.name)
-        return found is not None and found.st_ino == self._inode
+        """True if the name still leads to this segment; another segment may have the name by
+        now.
+        """
+        status = status_of(self.name)
+        return status is not None and status.st_ino == self._inode
 
 
 def open_segment(name: str, flags: int) -> int:
@@ -242,7 +241,7 @@ def status_of(name: str) -> os.stat_result | None:
 
 
 def is_own(status: os.stat_result | None) -> bool:
-    """Returns whether this user has a file there; its mode and links are not looked at."""
+    """Returns whether a file is of this user; its mode and links are not checked."""
     return status is not None and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
@@ -273,7 +272,7 @@ def exists(name: str) -> bool:
 
 
 def list_segments(prefix: str = "/penstock-") -> list[str]:
-    """Returns the names in /dev/shm that start with ``prefix``, sorted, whatever they lead to."""
+    """Returns the names in /dev/shm that start with ``prefix``, sorted, of files of any kind."""
     return sorted("/" + name for name in os.listdir(SHM_ROOT) if name.startswith(prefix[1:]))
 
 
@@ -331,7 +330,7 @@ def _map(descriptor: int, size: int, *, writable: bool = True) -> mmap.mmap:
 
 
 def _populate(mapping: mmap.mmap, size: int, advice: int) -> None:
-    """Touch every page, on all CPUs this process may use. Contents do not change."""
+    """Touches every page, on all CPUs this process may use. Contents do not change."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     anchor = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping from being closed meanwhile

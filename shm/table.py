@@ -1,8 +1,8 @@
 """The block table: a model described as data.
 
-Computed once from the configuration on torch's meta device (``penstock.models``), saved as JSON in
-the run directory, and read by every daemon, so that none of them needs torch. Byte positions inside
-the shared-memory segments follow from it in :mod:`penstock.shm.layout`.
+Computed once from the configuration on torch's meta device (``penstock.models``) and saved as JSON
+in the run directory. Every daemon reads the JSON, so that no daemon needs torch. Byte positions
+inside the shared-memory segments follow from it in :mod:`penstock.shm.layout`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VECTOR_ELEMENTS = 16
 """Tensors start at multiples of this many elements, so that no vector holds two tensors."""
 
 LOGITS_BYTES = 64 << 20
-"""Bytes of a chunk's logits in fp32 in runs whose table has no rows of a loss."""
+"""Bytes of a chunk's logits in fp32, in runs without ``loss_rows`` in the table."""
 
 MAX_CONTRIBUTIONS = 12
 """Gradient writers of one block: the control segment has this many ready words for each."""
@@ -38,7 +38,7 @@ class DType(StrEnum):
 
 
 def padded(num_elements: int) -> int:
-    """Round up to whole vectors of :data:`VECTOR_ELEMENTS`."""
+    """Rounds up to whole vectors of :data:`VECTOR_ELEMENTS`."""
     return -(-num_elements // VECTOR_ELEMENTS) * VECTOR_ELEMENTS
 
 
@@ -70,9 +70,9 @@ class BorrowedTensor:
     """A tied tensor: this block computes with ``name`` of block ``owner`` (a head, for example,
     with the embedding's weight).
 
-    ``local_name`` is the key under which the borrowing module knows it. ``contribution`` is the
-    index of the owner's gradient range that this use fills (the owner's own use is contribution 0);
-    it is 0 when the tensor is frozen and this use fills none.
+    ``local_name`` is the tensor's key in the borrowing module. ``contribution`` is the index of the
+    owner's gradient range that this use fills; the owner's own use is contribution 0. It is 0 for a
+    frozen tensor, which has no gradients.
     """
 
     name: str
@@ -94,12 +94,13 @@ class DecayRange:
 class BlockSpec:
     """One block: embedding, one layer, or final norm + head.
 
-    ``kind`` names the module class and the attributes that differ by layer; blocks of one kind
+    ``kind`` names the module class and the attributes that differ by layer. Blocks of one kind
     share one module object in a worker. ``trainable_elements`` and ``frozen_elements`` include
     padding. ``forward_flops`` counts floating-point operations of one forward per token at the
-    configured sequence length; ``activation_bytes`` what autograd keeps per token, ``output_bytes``
-    what the block hands on per token. ``contributions`` counts the uses of the block's parameters
-    (more than one where they are tied); a plan with several routes has that many for each route.
+    configured sequence length. ``activation_bytes`` counts the bytes that autograd keeps per token,
+    ``output_bytes`` the bytes that the block outputs per token. ``contributions`` counts the uses
+    of the block's parameters (more than one if they are tied); a plan with several routes has that
+    many for each route.
     """
 
     index: int
@@ -136,8 +137,8 @@ class BlockSpec:
 class BlockTable:
     """All blocks of a model with the storage types of its state.
 
-    ``loss_rows``: rows of hidden states whose logits a loss computes at once; None: of an older
-    run, see :attr:`rows_of_loss`.
+    ``loss_rows``: rows of hidden states for which a loss computes logits at once; None in tables of
+    older runs, see :attr:`rows_of_loss`.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -157,7 +158,7 @@ class BlockTable:
         """Checks the table's own invariants.
 
         Raises:
-            ValueError: naming the number, or the block and the tensor whose place is impossible.
+            ValueError: names the number, or the block and the tensor with an impossible place.
         """
         rows = self.loss_rows
         if rows is not None and (type(rows) is not int or rows < 1):
@@ -192,7 +193,7 @@ class BlockTable:
                 raise ValueError(f"block {block.name!r}: bad contribution {borrowed.contribution}")
 
     def to_json(self) -> str:
-        """Serialize; :meth:`from_json` reads it back to an equal table."""
+        """Serializes the table; :meth:`from_json` returns an equal table."""
         fields = dataclasses.asdict(self)
         if self.loss_rows is None:
             del fields["loss_rows"]  # The digest of an older run's table stays the same.
@@ -200,7 +201,7 @@ class BlockTable:
 
     @classmethod
     def from_json(cls, text: str) -> BlockTable:
-        """Parse and validate.
+        """Parses and validates a table.
 
         Raises:
             ValueError: the text is no block table, or its invariants do not hold.
@@ -227,7 +228,7 @@ class BlockTable:
 
 
 def _check_places(block: BlockSpec, *, trainable: bool, limit: int) -> None:
-    """Tensors of one array stand one after another, each starting at a whole vector."""
+    """Checks that the tensors of one array follow one another, each starting at a whole vector."""
     end = 0
     tensors = (t for t in block.tensors if t.trainable is trainable)
     for tensor in sorted(tensors, key=lambda t: t.offset):

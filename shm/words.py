@@ -45,7 +45,7 @@ class CopiedWords:
 
     @classmethod
     def unpack(cls, header: bytes, block: bytes) -> CopiedWords:
-        """From the bytes of :data:`HEADER_WORDS` and :func:`block_words`."""
+        """Returns the words from the bytes of :data:`HEADER_WORDS` and :func:`block_words`."""
         incarnation, epoch, committed, lost_attempt = _HEADER.unpack(header)
         words = iter(_BLOCK.unpack(block))
 

@@ -1,4 +1,4 @@
-"""What every process measures of itself."""
+"""Metrics that every process measures of itself."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ METRICS_CPU = counter(
     " metricsd, which does nothing else, see penstock_process_cpu_seconds_total.",
 )
 EVERY: tuple[Metric, ...] = (LOG_DROPPED, METRICS_CPU)
-"""In the pages of all processes."""
+"""Metrics in the registries of all processes."""

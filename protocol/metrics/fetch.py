@@ -1,4 +1,4 @@
-"""What fetchd counts: one-sided reads of other nodes' memory."""
+"""Counters of fetchd: one-sided reads of other nodes' memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memoryd measures: the shared memory of a node, and who asks for it."""
+"""Metrics of memoryd: the shared memory of a node, and its clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY: tuple[Metric, ...] = (
         "What of a segment lay in huge pages when it was mapped.",
         {"segment": SEGMENTS},
     ),
-    gauge("penstock_committed_step", "Step whose weights are committed in this node's memory."),
+    gauge("penstock_committed_step", "Step of the committed weights in this node's memory."),
     gauge("penstock_memoryd_holds_model", "1 while there is a model in the memory, else 0."),
     counter(
         "penstock_memoryd_requests",

@@ -1,4 +1,4 @@
-"""What mirrord measures: the replica of another node's state (``memory.mirror: partner``)."""
+"""Metrics of mirrord: the replica of another node's state (``memory.mirror: partner``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MIRROR: tuple[Metric, ...] = (
     gauge("penstock_replica_bytes", "Shared memory of the replica."),
     gauge(
         "penstock_replica_blocks_missing",
-        "Blocks whose state is not mirrored yet: if their node were lost now, the run would go"
+        "Blocks without mirrored state: if their node were lost now, the run would go"
         " back to its newest saved state.",
         absent="until an attempt was mirrored",
     ),

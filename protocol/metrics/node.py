@@ -1,4 +1,6 @@
-"""What a node's supervisor counts, and what its metricsd measures of the node and its processes."""
+"""Counters of a node's supervisor, and its metricsd's measurements of the node and its
+processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ class RestartCause(StrEnum):
     EXITED = "exited"
     KILLED = "killed"
     FENCED = "fenced"
-    """By order of the scheduler."""
+    """Killed by order of the scheduler."""
     HUNG = "hung"
     """It stood still, or said nothing: the node killed it."""
 
@@ -47,12 +49,12 @@ PROCESS_CPU = counter("penstock_process_cpu_seconds", "CPU time of all threads o
 PROCESS_MEMORY = gauge(
     "penstock_process_resident_bytes",
     "Memory of the process's own: what it maps of /dev/shm is left out.",
-    absent="where nobody runs",
+    absent="while no process runs",
 )
 PROCESS_START = gauge(
     "penstock_process_start_time_seconds",
     "When the process was started, in seconds since 1970.",
-    absent="where nobody runs",
+    absent="while no process runs",
 )
 PROCESS: tuple[Metric, ...] = (
     PROCESS_UP,
@@ -61,7 +63,7 @@ PROCESS: tuple[Metric, ...] = (
     PROCESS_MEMORY,
     PROCESS_START,
 )
-"""What metricsd says of each process of its node, under that process's labels."""
+"""Metrics that metricsd reports for each process of its node, under that process's labels."""
 
 RESOURCES: tuple[Metric, ...] = (
     gauge("penstock_node_shm_used_bytes", "Bytes used in /dev/shm by all processes."),
@@ -136,7 +138,7 @@ RESOURCES: tuple[Metric, ...] = (
         absent="on the first node, and while that does not answer",
     ),
 )
-"""What metricsd measures of its node."""
+"""Metrics that metricsd measures for its node."""
 
 KEYS_EXPIRE = gauge(
     "penstock_keys_expire_timestamp_seconds",
@@ -168,7 +170,7 @@ RUN = info(
     },
 )
 OWN: tuple[Metric, ...] = (BUILD, RUN, KEYS_EXPIRE, *RESOURCES)
-"""What metricsd says under its own labels."""
+"""Metrics under metricsd's own labels."""
 
 METRICSD: tuple[Metric, ...] = (*PROCESS, *OWN)
 """All of metricsd's."""

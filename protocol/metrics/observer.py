@@ -1,4 +1,4 @@
-"""What observerd measures: where sampled steps went, and what would be saved."""
+"""Metrics of observerd: time of sampled steps by resource, and possible savings."""
 
 from __future__ import annotations
 

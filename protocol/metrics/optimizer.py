@@ -1,4 +1,4 @@
-"""What an optimizerd measures: sweeps, the memory they move, its cores, and what it waits for."""
+"""Metrics of an optimizerd: sweeps, their memory traffic, its cores, and its waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZER: tuple[Metric, ...] = (
     counter(
         "penstock_optimizer_cpu_seconds",
         "CPU time that these threads got. Less than the busy seconds: their cores are taken away.",
-        absent="of emulated nodes, whose sweeps take time without work",
+        absent="on emulated nodes, where sweeps take time without work",
     ),
     gauge("penstock_optimizer_queue_length", "Blocks that wait for their sweep."),
     counter(

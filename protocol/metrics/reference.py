@@ -55,13 +55,15 @@ def markdown() -> str:
 
 
 def _entry(metric: Metric) -> str:
-    said = [f"* `{metric.full_name}`: {metric.kind.name.lower()}, {_series(metric)}. {metric.text}"]
+    kind = metric.kind.name.lower()
+    parts = [f"* `{metric.full_name}`: {kind}, {_series(metric)}. {metric.text}"]
     if metric.absent:
-        said.append(f"Absent {metric.absent}.")
+        parts.append(f"Absent {metric.absent}.")
     for label, values in metric.labels.items():
         named = values if isinstance(values, str) else ", ".join(values)
-        said.append(f"Label `{label}`: {named}.")
-    return textwrap.fill(" ".join(said), 100, subsequent_indent="  ", break_on_hyphens=False) + "\n"
+        parts.append(f"Label `{label}`: {named}.")
+    text = " ".join(parts)
+    return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
 def _series(metric: Metric) -> str:

@@ -1,8 +1,8 @@
-"""One process's metrics: described as data, counted in plain calls, and rendered when asked for.
+"""One process's metrics: described as data, counted in plain calls, and rendered for a scrape.
 
-A :class:`Metric` says all there is to know of a metric before there is a process: docs/METRICS.md
-is written from it. A :class:`MetricRegistry` is what a process counts into. Labels that say whose a
-metric is (run, node, process, device) are not here: whoever collects pages adds them.
+A :class:`Metric` describes a metric before any process exists; docs/METRICS.md is generated from
+the descriptions. A process counts into a :class:`MetricRegistry`. The collector of pages adds the
+labels that name the run, node, process and device.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """What there is to know of a metric.
+    """Description of a metric.
 
     ``name``: with its unit, without the ``_total`` or ``_info`` that a page adds. ``labels``: all
-    values of each label; a text where the values depend on the run, which says what they are.
-    ``absent``: when there is no such metric; empty where there always is. Counters start at 0 for
-    every combination of labels, so that the first event is an increase, unless ``sparse``.
+    values of each label, or a text that describes them if they depend on the run. ``absent``:
+    condition without such a metric; empty if it always exists. Counters start at 0 for every
+    combination of labels, so that the first event is an increase, unless ``sparse``.
     """
 
     name: str
@@ -124,18 +124,18 @@ class MetricRegistry(Collector):
 
     def __init__(self, metrics: Iterable[Metric], registry: CollectorRegistry) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
-        there = (m for m in self._metrics.values() if not m.absent and m.kind is not Kind.INFO)
-        self._made = {metric.name: metric.make() for metric in there}
+        present = (m for m in self._metrics.values() if not m.absent and m.kind is not Kind.INFO)
+        self._made = {metric.name: metric.make() for metric in present}
         self._lock = threading.Lock()
         self._refreshing: list[Callable[[], None]] = []
         registry.register(self)
 
     def refreshed_by(self, refresh: Callable[[], None]) -> None:
-        """Have ``refresh`` bring values up to date whenever somebody looks, on that thread."""
+        """Calls ``refresh`` before every scrape, on the scraping thread, to update values."""
         self._refreshing.append(refresh)
 
     def add(self, name: str, amount: float, *labels: str) -> None:
-        """Add to a counter."""
+        """Adds to a counter."""
         self._of(name, labels).inc(amount)  # type: ignore[attr-defined]
 
     def set(self, name: str, value: float, *labels: str) -> None:
@@ -147,7 +147,7 @@ class MetricRegistry(Collector):
         self._of(name, labels).observe(value)  # type: ignore[attr-defined]
 
     def say(self, name: str, values: dict[str, str]) -> None:
-        """Set what an info says."""
+        """Sets the values of an info."""
         self._of(name, ()).info(values)  # type: ignore[attr-defined]
 
     def ask(self, name: str, value: Callable[[], float], *labels: str) -> None:

@@ -1,4 +1,4 @@
-"""What schedulerd measures: the run as a whole."""
+"""Metrics of schedulerd: the run as a whole."""
 
 from __future__ import annotations
 

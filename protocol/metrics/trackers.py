@@ -1,4 +1,6 @@
-"""What observerd says of trackers: where lines of ``metrics.jsonl`` go as well."""
+"""Metrics of trackers, which observerd reports: further destinations of lines of
+``metrics.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +26,4 @@ TRACKERS: tuple[Metric, ...] = (
         _TRACKER,
     ),
 )
-"""Of trackers that the run has; for others there is none."""
+"""Metrics of the trackers of the run; a run without trackers has none."""

@@ -1,4 +1,4 @@
-"""What a worker measures: a device's time, transfers, memory and work."""
+"""Metrics of a worker: a device's time, transfers, memory and work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BUSY = (
     "update",
     "evaluate",
 )
-"""What a device computes; names of opcodes, and ``evaluate`` for all of an evaluation."""
+"""Kinds of computation on a device: names of opcodes, and ``evaluate`` for all of an evaluation."""
 
 IDLE_CAUSES = (
     "weights",

@@ -1,4 +1,4 @@
-"""The instruction set: what a device does, as data.
+"""The instruction set: the work of a device, as data.
 
 One frozen dataclass per :class:`Opcode`, and a text form that parses back: the opcode's code, then
 the fields in order, numbers first, the rest as ``name=value``::
@@ -8,12 +8,12 @@ the fields in order, numbers first, the rest as ``name=value``::
       F 0 0 keep=input
       SA 0 0 peer=1
 
-What an instruction means for the device that runs it is written in the docstrings here; which
-orders of instructions make sense is decided by :mod:`penstock.planner.validate.check`. Transfers
-only *start* when they are reached: a send returns at once, a receive is posted, and whichever
-instruction consumes the tensor waits. ``stage`` of a transfer is the stage that **produced** the
-tensor (activations: a forward stage, gradients: a backward stage); of a checkpoint it is the
-backward stage that **needs** it.
+The docstrings define the meaning of an instruction for its device.
+:mod:`penstock.planner.validate.check` decides which orders of instructions are valid. Transfers
+only *start* when they are reached: a send returns at once, a receive is posted, and the instruction
+that consumes the tensor waits. ``stage`` of a transfer is the stage that **produced** the tensor
+(activations: a forward stage, gradients: a backward stage); of a checkpoint it is the backward
+stage that **needs** it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Opcode(StrEnum):
 
 
 class Keep(StrEnum):
-    """What a forward leaves behind on its device."""
+    """Activations that a forward keeps on its device."""
 
     ALL = "all"
     """The autograd graph, for the BACKWARD of the same stage and micro-batch."""
@@ -71,7 +71,7 @@ class Keep(StrEnum):
 
 
 class RecomputeAfter(StrEnum):
-    """What a recomputation waits for."""
+    """Event that a recomputation waits for."""
 
     CHECKPOINT = "checkpoint"
     """Its input only: it can run while the gradient of its output is still on its way."""
@@ -100,16 +100,16 @@ class Instruction:
 class Forward(Instruction):
     """Forward of forward stage ``stage`` on ``micro_batch``.
 
-    The input is the batch (stage 0), the output of the previous stage where that ran on this
-    device, or what ``RecvActivation(stage - 1, micro_batch)`` brought; it waits for the latter.
-    ``keep`` says what stays; with ``keep=selective``, ``drop`` names the operators whose outputs do
-    not (as in :class:`penstock.planner.cost.costs.OperatorCost`). The last stage computes the loss,
-    and counts it unless a Recompute will (``keep=input``).
+    The input is the batch (stage 0), the output of the previous stage on the same device, or the
+    tensor of ``RecvActivation(stage - 1, micro_batch)``, for which it waits. ``keep`` names the
+    kept activations. With ``keep=selective``, ``drop`` names the operators with outputs that are
+    not kept (as in :class:`penstock.planner.cost.costs.OperatorCost`). The last stage computes the
+    loss, and counts it unless a Recompute will (``keep=input``).
 
-    A plan may leave out a Forward that nobody needs: the next one is left out too, and no backward
-    stage starts strictly inside the stage. A backward stage that starts where the stage does then
-    takes the output of the stage before as its checkpoint; that stage leaves it whatever its
-    ``keep``.
+    A plan may leave out a Forward if no instruction needs its output. Then the next Forward is left
+    out too, and no backward stage starts strictly inside the stage. A backward stage with the same
+    start as the stage takes the output of the previous stage as its checkpoint; the previous stage
+    leaves it for any ``keep``.
     """
 
     opcode: ClassVar[Opcode] = Opcode.FORWARD
@@ -138,12 +138,12 @@ class Recompute(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward(Instruction):
-    """Gradients of input and weights of backward stage ``stage``.
+    """Computes gradients of input and weights of backward stage ``stage``.
 
     Weight gradients accumulate on the device. Needs the graph of ``Recompute(stage, micro_batch)``
-    or of a ``Forward`` with ``keep=all``, and the gradient of its output: its own loss (last
-    stage), what backward stage ``stage + 1`` left on this device, or what ``RecvGradient(stage + 1,
-    micro_batch)`` brings.
+    or of a ``Forward`` with ``keep=all``, and the gradient of its output. The gradient comes from
+    its own loss (last stage), from backward stage ``stage + 1`` on this device, or from
+    ``RecvGradient(stage + 1, micro_batch)``.
     """
 
     opcode: ClassVar[Opcode] = Opcode.BACKWARD
@@ -267,12 +267,12 @@ class RecvCheckpoint(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchWeights(Instruction):
-    """Start copying the weights of a stage into a free buffer; the first use waits for them.
+    """Starts copying the weights of a stage into a free buffer; the first use waits for them.
 
     Ends with ``ReleaseWeights(stage, phase)`` on the same device. A device has two buffers: one in
-    use, one arriving. Recompute and Backward use the buffer ``(stage, backward)``, or, where that
-    is not fetched and forward and backward stage ``stage`` are the same blocks on the same device,
-    ``(stage, forward)``.
+    use, one arriving. Recompute and Backward use the buffer ``(stage, backward)``. If it is not
+    fetched, and forward and backward stage ``stage`` are the same blocks on the same device, they
+    use ``(stage, forward)``.
     """
 
     opcode: ClassVar[Opcode] = Opcode.FETCH_WEIGHTS
@@ -330,18 +330,18 @@ class SwapIn(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Instruction):
-    """Optimizer sweep over block ``block`` on this device instead of its node's CPU cores.
+    """Sweeps block ``block`` with the optimizer on this device instead of its node's CPU cores.
 
     Waits for the OffloadGradients of every backward stage that contains the block (one of each
     route). Reads its state from host memory, writes its next weights there; the CPU takes the step
     into the state after the commit.
 
-    ``flush``: the device writes the next state back, too, beside the committed one; with the commit
-    it counts, and the CPU has nothing to do with the block (Deep Optimizer States, algorithm 1).
+    ``flush``: the device writes the next state back, too, into a second copy. The commit makes that
+    copy valid, and the CPU has no work on the block (Deep Optimizer States, algorithm 1).
 
-    ``resident``: the device keeps the state that it read, and the gradients, and brings them up to
+    ``resident``: the device keeps the state that it read, and the gradients, and steps its copy to
     each commit itself, so that it reads no state in later attempts (a static resident, section
-    4.1). What is in host memory stays the truth. Residents are not flushed.
+    4.1). The state in host memory stays authoritative. Residents are not flushed.
     """
 
     opcode: ClassVar[Opcode] = Opcode.UPDATE
@@ -352,10 +352,11 @@ class Update(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceGradients(Instruction):
-    """Sum the gradients of backward stage ``stage`` over the routes of the plan.
+    """Sums the gradients of backward stage ``stage`` over the routes of the plan.
 
-    One of them is the root (:mod:`penstock.protocol.plan.reduction`): the others send it their sums
-    and do not wait; its OffloadGradients waits for their ReduceGradients, and publishes for all.
+    One of them is the root (:mod:`penstock.protocol.plan.reduction`). The others send it their sums
+    and do not wait. The root's OffloadGradients waits for their ReduceGradients, and publishes for
+    all.
     """
 
     opcode: ClassVar[Opcode] = Opcode.REDUCE_GRADIENTS
@@ -363,7 +364,7 @@ class ReduceGradients(Instruction):
 
 
 Program = tuple[Instruction, ...]
-"""What one device runs, in order."""
+"""Instructions of one device, in order."""
 
 INSTRUCTIONS: tuple[type[Instruction], ...] = (
     Forward,
@@ -389,10 +390,11 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
 
 
 def by_opcode(what: str, table: Mapping[Opcode, _T]) -> Mapping[Opcode, _T]:
-    """Return a table that cannot change; ``what`` names its values.
+    """Returns a table that cannot change; ``what`` names its values.
 
     Raises:
-        NotImplementedError: an opcode has none. Tables are made when their modules are imported.
+        NotImplementedError: an opcode has no entry. Tables are made when their modules are
+            imported.
     """
     missing = ", ".join(opcode.name for opcode in Opcode if opcode not in table)
     if missing:
@@ -486,7 +488,7 @@ def _format_value(value: Any) -> str:
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """The text form, such as ``F 3 0 keep=all``; :func:`parse_instruction` reads it back.
+    """Returns the text form, such as ``F 3 0 keep=all``; :func:`parse_instruction` parses it.
 
     Optional fields (``drop``, ``after``, ``resident``, ``peer`` of swaps) are left out where they
     have their default.
@@ -536,7 +538,9 @@ def parse_instruction(text: str, *, line: int | None = None) -> Instruction:
 
 
 def format_program(programs: Iterable[Sequence[Instruction]]) -> str:
-    """All devices: a line ``device d:``, then one instruction a line; ends with a newline."""
+    """Returns the text of all devices: a line ``device d:``, then one instruction a line; ends with
+    a newline.
+    """
     lines: list[str] = []
     for device, program in enumerate(programs):
         lines.append(f"device {device}:")
@@ -550,7 +554,7 @@ def _usage(name: str, optional: bool) -> str:
 
 
 def parse_program(text: str) -> tuple[Program, ...]:
-    """Read what :func:`format_program` or a person wrote.
+    """Parses the text of :func:`format_program` or of a person.
 
     ``;`` separates instructions on a line, ``#`` starts a comment.
 

@@ -1,8 +1,8 @@
-"""Where stages are: both cuts of a model, their devices, and the routes of micro-batches.
+"""Places of stages: both cuts of a model, their devices, and the routes of micro-batches.
 
-Whoever orders, checks or runs instructions asks here which stage comes first or last in its route,
-and who leaves which checkpoint. What schemes and passes order is in
-:mod:`penstock.planner.schedule.layout`.
+Code that orders, checks or runs instructions reads here the first and last stage of a route, and
+the stage that leaves each checkpoint. :mod:`penstock.planner.schedule.layout` has the layout that
+schemes and passes order.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class StageLayout:
 
     @cached_property
     def num_blocks(self) -> int:
-        """How many blocks the model has."""
+        """Number of blocks of the model."""
         return self.forward[-1].stop
 
     @cached_property
     def num_routes(self) -> int:
-        """How many routes micro-batches can take."""
+        """Number of routes that micro-batches can take."""
         return sum(stage.start == 0 for stage in self.forward)
 
     def stages(self, side: Phase) -> tuple[StageRange, ...]:
@@ -60,10 +60,10 @@ class StageLayout:
     @cached_property
     def microbatches_of_route(self) -> tuple[tuple[int, ...], ...]:
         """The micro-batches of every route, ascending."""
-        found: list[list[int]] = [[] for _ in range(self.num_routes)]
+        micro_batches: list[list[int]] = [[] for _ in range(self.num_routes)]
         for micro_batch in range(self.num_microbatches):
-            found[self.route_of(micro_batch)].append(micro_batch)
-        return tuple(map(tuple, found))
+            micro_batches[self.route_of(micro_batch)].append(micro_batch)
+        return tuple(map(tuple, micro_batches))
 
     @cached_property
     def forward_routes(self) -> tuple[int, ...]:
@@ -100,32 +100,32 @@ class StageLayout:
         )
 
     def checkpoint_source(self, backward_stage: int, *, skipped: bool = False) -> int:
-        """Returns the forward stage whose forwards leave the input checkpoint of a backward stage.
+        """Returns the forward stage that leaves the input checkpoint of a backward stage.
 
         That is the stage that contains the backward stage's first block. ``skipped``: its FORWARD
-        is left out (as :class:`penstock.protocol.plan.resources.PlanFacts` says); then it is the
-        stage before, if the two boundaries coincide (otherwise that FORWARD is missed, and the
-        answer stays the same).
+        is left out (see :class:`penstock.protocol.plan.resources.PlanFacts`). Then the result is
+        the previous stage, if the two boundaries coincide. Otherwise that FORWARD is missing, and
+        the result stays the same.
         """
         source = self._checkpoint_sources[backward_stage]
         begins = self.forward[source].start == self.backward[backward_stage].start
         return source - 1 if skipped and begins and not self.is_first_forward(source) else source
 
     def checkpoint_after(self, forward_stage: int) -> int | None:
-        """Returns the backward stage (of the same route) whose input is a forward stage's output,
-        if there is one.
+        """Returns the backward stage of the same route that takes a forward stage's output as its
+        input; None without one.
         """
         return self._checkpoints_after[forward_stage]
 
     def checkpoints_of(self, forward_stage: int) -> tuple[int, ...]:
-        """Returns the backward stages whose input a forward stage passes through, the first of its
-        route among them.
+        """Returns the backward stages with an input inside a forward stage, including the first of
+        its route.
         """
         return self._checkpoints[forward_stage]
 
     def blocks_for_checkpoints(self, forward_stage: int) -> range:
         """Returns the blocks in front of the last checkpoint that a FORWARD with ``keep=input``
-        leaves: all that it computes where nobody needs its output.
+        leaves. If no instruction needs its output, it computes only these.
         """
         stage = self.forward[forward_stage]
         starts = (self.backward[b].start for b in self.checkpoints_of(forward_stage))
@@ -145,10 +145,10 @@ class StageLayout:
 
     @cached_property
     def _checkpoints(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.forward]
+        stages_of: list[list[int]] = [[] for _ in self.forward]
         for stage, source in enumerate(self._checkpoint_sources):
-            found[source].append(stage)
-        return tuple(map(tuple, found))
+            stages_of[source].append(stage)
+        return tuple(map(tuple, stages_of))
 
     @cached_property
     def _checkpoints_after(self) -> tuple[int | None, ...]:
@@ -169,8 +169,8 @@ class StageLayout:
 
     def backward_stages_on(self, device: int) -> tuple[int, ...]:
         """Returns the backward stages of a device, last first: as backward passes can run."""
-        found = (i for i, stage in enumerate(self.backward) if stage.device == device)
-        return tuple(sorted(found, reverse=True))
+        stages = (i for i, stage in enumerate(self.backward) if stage.device == device)
+        return tuple(sorted(stages, reverse=True))
 
 
 def _routes(stages: tuple[StageRange, ...]) -> tuple[int, ...]:

@@ -51,23 +51,23 @@ class StageRange:
 class Plan:
     """One attempt, and one evaluation, of all devices.
 
-    ``forward_stages`` and ``backward_stages`` are lists of **routes**, one after the other: a route
+    ``forward_stages`` and ``backward_stages`` are lists of **routes**, one after the other. A route
     covers all blocks, contiguously and in order, so a stage that starts at block 0 begins the next
-    route. Most plans have one; Chimera's up and down pipelines are two, each with its own copy of
-    the weights, and so are data-parallel replicas. Micro-batch ``m`` takes route ``routes[m]``, or
-    route 0 where ``routes`` is empty. ``programs[d]`` is what device ``d`` runs for one attempt,
-    ``evaluation[d]`` for one forward-only pass over as many micro-batches.
+    route. Most plans have one route. Chimera's up and down pipelines are two, each with its own
+    copy of the weights, and so are data-parallel replicas. Micro-batch ``m`` takes route
+    ``routes[m]``, or route 0 if ``routes`` is empty. Device ``d`` runs ``programs[d]`` for one
+    attempt, and ``evaluation[d]`` for one forward-only pass over as many micro-batches.
 
-    ``weight_buffers``: stage-sized weight buffers of each device. ``rebinds_weights``: what a
-    forward keeps finds its weights again when they were released and fetched anew; without it, no
-    weights may be released between a forward that keeps its graph and its backward.
-    ``shards_weights``: every FETCH_WEIGHTS is an all-gather over all devices, every
-    REDUCE_GRADIENTS a reduce-scatter (ZeRO-3). ``concatenates_gradients``: BACKWARD_WEIGHT of
-    several micro-batches is one product per Linear over all their rows, with other rounding.
+    ``weight_buffers``: stage-sized weight buffers of each device. ``rebinds_weights``: a kept graph
+    finds its weights again after they were released and fetched again. Without it, no weights may
+    be released between a forward that keeps its graph and its backward. ``shards_weights``: every
+    FETCH_WEIGHTS is an all-gather over all devices, every REDUCE_GRADIENTS a reduce-scatter
+    (ZeRO-3). ``concatenates_gradients``: BACKWARD_WEIGHT of several micro-batches is one product
+    per Linear over all their rows, with other rounding.
 
-    ``settled_early``: blocks, ascending, whose state takes a committed step in by a sweep of its
-    own during the next forward, ahead of the preview of their new gradients. The CPU advances all
-    other blocks; those with an UPDATE are settled early anyway.
+    ``settled_early``: numbers of blocks, ascending. A separate sweep during the next forward takes
+    a committed step into their state, before the preview of their new gradients. The CPU advances
+    all other blocks; blocks with an UPDATE always settle early.
     """
 
     scheme: str
@@ -106,7 +106,9 @@ class Plan:
 
     @property
     def flushed(self) -> tuple[int, ...]:
-        """Blocks whose next state devices write back, ascending: UPDATE with ``flush``."""
+        """Numbers of the blocks with a next state that devices write back, ascending: UPDATE with
+        ``flush``.
+        """
         return tuple(
             sorted(
                 instruction.block
@@ -125,10 +127,10 @@ class Plan:
         return _stage_of(self.backward_stages, block)
 
     def validate_shape(self) -> None:
-        """Check numbers: ranges cover all blocks, devices exist, one program per device.
+        """Checks numbers: ranges cover all blocks, devices exist, one program per device.
 
         Raises:
-            ConfigError: naming the field and its value.
+            ConfigError: names the field and its value.
         """
         for name, value in (
             ("devices", self.num_devices),
@@ -187,7 +189,7 @@ class Plan:
                 )
 
     def to_json(self) -> str:
-        """Serialize; :meth:`from_json` reads it back to an equal plan. Instructions are in their
+        """Serializes the plan; :meth:`from_json` returns an equal plan. Instructions are in their
         text form.
         """
         data: dict[str, Any] = {
@@ -213,11 +215,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Parse and check the shape.
+        """Parses a plan and checks its shape.
 
         Raises:
             ProtocolError: the text is no plan of this format; names the place.
-            ConfigError: its numbers do not fit together.
         """
         try:
             data = json.loads(text, object_pairs_hook=unique_keys)

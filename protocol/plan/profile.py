@@ -1,4 +1,4 @@
-"""A profile: what ``penstock profile`` measured on a machine, as a value and as a file.
+"""A profile: measurements of ``penstock profile`` on a machine, as a value and as a file.
 
 Written by :mod:`penstock.models.profiling.profile`, read by the planner
 (:mod:`penstock.planner.cost.profile` makes costs of it). The file is JSON, versioned and bounded::
@@ -10,8 +10,8 @@ Written by :mod:`penstock.models.profiling.profile`, read by the planner
                          "sources": [{"operator": "norm", "needed_by": [["qkv"]], …}]}},
      "table": {…}}
 
-Fits are per token; ``null`` stands for a bandwidth that is no limit. Every number is finite and
-below 1e18, so that whatever is made of them stays finite.
+Fits are per token; ``null`` means that a bandwidth is no limit. Every number is finite and below
+1e18, so that all costs that follow stay finite.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class SourceProfile:
 class KindProfile:
     """One kind of block, per micro-batch as functions of its tokens.
 
-    Fields as in :class:`~penstock.planner.cost.costs.BlockCost`; of the workspaces, ``forward`` is
-    that of a forward without a graph, ``graph`` that of one with. ``constant_bytes``: what the
-    first of all forwards leaves for all others (masks, rotary tables), once for all blocks.
-    ``operators``: those that were told apart, in the order in which they run; they need not make up
-    the whole block. ``sources``: what has to be kept where some of them are dropped, others not.
+    Fields as in :class:`~penstock.planner.cost.costs.BlockCost`. Of the workspaces, ``forward``
+    belongs to a forward without a graph, ``graph`` to one with a graph. ``constant_bytes``: bytes
+    that the first forward leaves for all others (masks, rotary tables), once for all blocks.
+    ``operators``: the operators that were measured apart, in their order of execution; they may be
+    less than the whole block. ``sources``: tensors to keep if some operators are dropped, and
+    others not.
     """
 
     forward_s: LinearFit
@@ -124,16 +125,16 @@ class MachineProfile:
 
     @property
     def separate_memory(self) -> bool:
-        """Whether devices have memory of their own, so that weights are copied to them."""
+        """True if devices have separate memory, so that weights are copied to them."""
         return self.fetch_bandwidth != inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What was measured: a machine, and the kinds of blocks of the model of ``table`` on it.
+    """Measurements: a machine, and on it the kinds of blocks of the model of ``table``.
 
-    ``device`` says in words what computed; ``sequence_length``: of the micro-batches that were
-    measured (attention is quadratic in it, so another length needs another profile);
+    ``device`` describes the device in words. ``sequence_length``: length of the measured
+    micro-batches (attention is quadratic in it, so another length needs another profile).
     ``micro_batch``: the configured one.
     """
 
@@ -177,7 +178,7 @@ _KEYS = ("format", "device", "sequence_length", "micro_batch", "machine", "kinds
 
 
 def to_json(profile: Profile) -> str:
-    """Serialize; :func:`from_json` reads it back to an equal profile."""
+    """Serializes the profile; :func:`from_json` returns an equal profile."""
     rates = {name: getattr(profile.machine, name) for name in _RATES}
     data = {
         "format": PROFILE_FORMAT,
@@ -192,10 +193,11 @@ def to_json(profile: Profile) -> str:
 
 
 def from_json(text: str | bytes) -> Profile:
-    """Parse and check.
+    """Parses and checks a profile.
 
     Raises:
-        ConfigError: no profile, of another format, or a value that is impossible; names it.
+        ConfigError: the text is no profile, of another format, or has an impossible value; names
+            it.
     """
     if len(text) > MAX_PROFILE_BYTES:
         raise ConfigError(f"profile: {len(text)} bytes; at most {MAX_PROFILE_BYTES} are read")
@@ -203,10 +205,10 @@ def from_json(text: str | bytes) -> Profile:
         data = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"profile: not valid JSON: {error}") from error
-    found = data.get("format") if isinstance(data, dict) else None
-    if isinstance(data, dict) and found != PROFILE_FORMAT:
+    file_format = data.get("format") if isinstance(data, dict) else None
+    if isinstance(data, dict) and file_format != PROFILE_FORMAT:
         raise ConfigError(
-            f"profile: format is {found!r}, this version reads {PROFILE_FORMAT}; run penstock"
+            f"profile: format is {file_format!r}, this version reads {PROFILE_FORMAT}; run penstock"
             " profile again"
         )
     entry = _object("profile", data, _KEYS)
@@ -242,8 +244,8 @@ def load_profile(path: Path) -> Profile:
 
 
 def _kind_to_dict(kind: KindProfile) -> dict[str, Any]:
-    found: dict[str, Any] = {name: _fit_to_list(getattr(kind, name)) for name in _FITS}
-    found["operators"] = [
+    fields_of_kind: dict[str, Any] = {name: _fit_to_list(getattr(kind, name)) for name in _FITS}
+    fields_of_kind["operators"] = [
         {
             "name": operator.name,
             "forward_s": _fit_to_list(operator.forward_s),
@@ -251,7 +253,7 @@ def _kind_to_dict(kind: KindProfile) -> dict[str, Any]:
         }
         for operator in kind.operators
     ]
-    found["sources"] = [
+    fields_of_kind["sources"] = [
         {
             "operator": source.operator,
             "needed_by": source.needed_by,
@@ -259,7 +261,7 @@ def _kind_to_dict(kind: KindProfile) -> dict[str, Any]:
         }
         for source in kind.sources
     ]
-    return found
+    return fields_of_kind
 
 
 def _fit_to_list(fit: LinearFit) -> list[float]:
@@ -307,7 +309,7 @@ def _source(where: str, value: Any) -> SourceProfile:
     entry = _object(where, value, ("operator", "needed_by", "num_bytes"))
     sets = _bounded(f"{where}.needed_by", entry["needed_by"], list, _MAX_SOURCES)
     return SourceProfile(
-        # What nobody can make again has no operator.
+        # A tensor that no operator can make again has no operator.
         operator=""
         if entry["operator"] == ""
         else _operator_name(f"{where}.operator", entry["operator"]),

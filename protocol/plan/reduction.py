@@ -1,14 +1,14 @@
-"""Where gradients of several routes are summed: the rule of REDUCE_GRADIENTS.
+"""Sums of gradients over several routes: the rule of REDUCE_GRADIENTS.
 
 Backward stages of the same blocks, one of each route, are a *group*. Where a plan reduces
-gradients, one member is the group's **root**: the others send it their sums and publish nothing,
-it adds them to its own in the order of routes, and its OFFLOAD_GRADIENTS publishes one contribution
-for each use of a block. The root is the member of route 0; with ``shards_weights`` roots take
-turns, stage by stage: a reduce-scatter (ZeRO) whose smallest piece is a stage. The node of the root
-owns the blocks.
+gradients, one member is the group's **root**. The others send it their sums and publish nothing.
+The root adds the sums to its own in the order of routes, and its OFFLOAD_GRADIENTS publishes one
+contribution for each use of a block. The root is the member of route 0. With ``shards_weights``
+roots take turns, stage by stage: a reduce-scatter (ZeRO) with a stage as its smallest piece. The
+node of the root owns the blocks.
 
-Where a plan does not reduce, every stage is its own root: each route publishes contributions of its
-own, which the optimizer's sweeps sum, and the node of route 0 owns the blocks.
+Where a plan does not reduce, every stage is its own root. Each route publishes its own
+contributions, which the optimizer's sweeps sum, and the node of route 0 owns the blocks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.protocol.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """Who sums the gradients of each backward stage.
+    """Devices that sum the gradients of each backward stage.
 
-    ``reduces``: sums travel between devices; ``roots``: by backward stage, the stage whose device
-    publishes its gradients.
+    ``reduces``: sums travel between devices; ``roots``: for each backward stage, the stage with the
+    device that publishes its gradients.
     """
 
     layout: StageLayout
@@ -80,7 +80,7 @@ class Reduction:
         return 0 if self.reduces else self.layout.backward_routes[stage]
 
     def owner_device(self, block: int) -> int:
-        """Returns the device whose node owns a block."""
+        """Returns the device on the node that owns a block."""
         return self._owners[block]
 
     @cached_property
@@ -98,11 +98,11 @@ class Reduction:
 
     @cached_property
     def _senders(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in self.roots]
+        senders: list[list[int]] = [[] for _ in self.roots]
         for stage, root in enumerate(self.roots):
             if stage != root:
-                found[root].append(stage)
-        return tuple(map(tuple, found))
+                senders[root].append(stage)
+        return tuple(map(tuple, senders))
 
 
 def spans_nodes(layout: StageLayout, devices_per_node: int) -> bool:
@@ -123,10 +123,10 @@ def _groups(layout: StageLayout) -> list[tuple[int, ...]]:
     Raises:
         ConfigError: routes are cut differently, or meet on a device.
     """
-    found: dict[range, list[int]] = defaultdict(list)
+    groups: dict[range, list[int]] = defaultdict(list)
     for index, stage in enumerate(layout.backward):
-        found[stage.blocks].append(index)
-    for blocks, group in found.items():
+        groups[stage.blocks].append(index)
+    for blocks, group in groups.items():
         if len(group) != layout.num_routes:
             raise ConfigError(
                 "plan: REDUCE_GRADIENTS needs backward stages of all"
@@ -138,4 +138,4 @@ def _groups(layout: StageLayout) -> list[tuple[int, ...]]:
                 f"plan: REDUCE_GRADIENTS sums over devices; backward stages {list(group)} of"
                 " different routes share one"
             )
-    return [tuple(group) for _, group in sorted(found.items(), key=lambda item: item[0].start)]
+    return [tuple(group) for _, group in sorted(groups.items(), key=lambda item: item[0].start)]

@@ -1,7 +1,8 @@
-"""What lies in the memory of a device, named, and what else rows of instructions know of a plan.
+"""Named tensors in the memory of a device, and further facts of a plan that rows of instructions
+need.
 
-A resource is named by kind, stage and micro-batch. Which instruction reads and makes it is said in
-:mod:`penstock.protocol.plan.semantics`; how many bytes it has is the costs' matter.
+A resource is named by kind, stage and micro-batch. :mod:`penstock.protocol.plan.semantics` says
+which instruction reads and makes it; the costs know its bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.protocol.plan.layout import StageLayout
 
 
 class TensorKind(StrEnum):
-    """What travels between stages."""
+    """Tensors that travel between stages."""
 
     ACTIVATION = "activation"
     """The output of a forward stage."""
@@ -27,14 +28,14 @@ class TensorKind(StrEnum):
 
 
 class StateKind(StrEnum):
-    """What stays on the device that made it."""
+    """Tensors that stay on the device that made them."""
 
     GRAPH = "graph"
     """All that the backward of a stage needs."""
     PARTIAL_GRAPH = "partial graph"
     """The same without the outputs of dropped operators, which a RECOMPUTE makes again."""
     DEFERRED = "deferred"
-    """What a BACKWARD_INPUT leaves of a graph for the BACKWARD_WEIGHT."""
+    """Parts of a graph that a BACKWARD_INPUT leaves for the BACKWARD_WEIGHT."""
     SWAPPED = "swapped"
     """The share of a graph that is elsewhere until the SWAP_IN."""
     SUMS = "sums"
@@ -46,11 +47,11 @@ Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 ALL = -1
-"""In the place of a micro-batch: the resource is one for all of them."""
+"""Value in the place of a micro-batch: the resource is one for all of them."""
 
 
 class Resource(NamedTuple):
-    """Something in the memory of a device; ``micro_batch`` is :data:`ALL` of sums.
+    """A tensor in the memory of a device; ``micro_batch`` is :data:`ALL` for sums.
 
     ``stage`` is a forward stage of activations, and of what a FORWARD keeps; otherwise it is a
     backward stage (where a FORWARD keeps a graph, the two have the same number).
@@ -63,12 +64,13 @@ class Resource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
-    """What rows know of a plan beside an instruction: its stages, which FORWARDs are left out
-    (``skipped``), and which operators the others drop (``drops``), where they do.
+    """Facts of a plan that rows need in addition to an instruction: stages, FORWARDs that are left
+    out (``skipped``), and the operators that other FORWARDs drop (``drops``), if they do.
 
-    Only what somebody needs has to run. A FORWARD whose output is needed as nothing but the
-    checkpoint of the backward stage that recomputes it need not: such a backward stage starts at
-    the same block and takes the output of the forward stage *before* as its checkpoint.
+    An instruction may be left out if nothing needs its results. That holds for a FORWARD with an
+    output that is only needed as the checkpoint of the backward stage that recomputes it. Such a
+    backward stage starts at the same block and takes the output of the forward stage *before* as
+    its checkpoint.
     """
 
     layout: StageLayout
@@ -94,9 +96,9 @@ class PlanFacts:
         return cls(layout=layout, skipped=frozenset(places - present), drops=drops)
 
     def exists(self, kind: Kind, stage: int, micro_batch: int) -> bool:
-        """Returns whether a plan has a resource: the ends of a route have no neighbours, the output
-        of a stage is no activation where the next FORWARD is left out, and where a FORWARD kept a
-        part of its graph no checkpoint is needed.
+        """Returns whether a plan has a resource. The ends of a route have no neighbours. The output
+        of a stage is no activation if the next FORWARD is left out. If a FORWARD kept a part of its
+        graph, no checkpoint is needed.
         """
         if isinstance(kind, StateKind):
             partial = kind is StateKind.PARTIAL_GRAPH
@@ -122,7 +124,9 @@ class PlanFacts:
 
 
 def boundary(layout: StageLayout, kind: TensorKind, stage: int) -> int:
-    """Returns the block whose input a tensor is, or whose input it is the gradient of."""
+    """Returns the block with this tensor as its input, or with this tensor as the gradient of its
+    input.
+    """
     if kind is TensorKind.ACTIVATION:
         return layout.forward[stage].stop
     return layout.backward[stage].start

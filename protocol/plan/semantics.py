@@ -1,13 +1,14 @@
-"""What instructions mean: one row for each opcode, from which planner and workers derive the rest.
+"""The meaning of instructions: one row for each opcode, from which planner and workers derive the
+rest.
 
-A row says on which lane of its device an instruction runs, which list numbers its stage, what it
-reads, what it makes, and what it does with weights. What it reads and makes are **resources**: what
-lies in the memory of the device that runs it, named by kind, stage and micro-batch. Rows know
-nothing of bytes and seconds, which are the costs' matter, and nothing of the order of instructions,
-which :mod:`penstock.planner.validate` checks by rules of its own.
+A row names the lane of an instruction on its device, the list that numbers its stage, the resources
+that it reads and makes, and its use of weights. **Resources** are tensors in the memory of the
+device, named by kind, stage and micro-batch. Rows know nothing of bytes and seconds, which are the
+costs' matter, and nothing of the order of instructions, which :mod:`penstock.planner.validate`
+checks by separate rules.
 
 An UPDATE reads and writes host memory, and so do copies of weights and gradients at their other
-end; none of that is a resource.
+end; this memory is no resource.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Lane(StrEnum):
     SWAP = "swap"
     """Activations on either of these streams, or on the way to another device's memory."""
     LINK = "link"
-    """From one device to another."""
+    """Transfers from one device to another."""
     REDUCE = "reduce"
     """Collectives of a device: sums of gradients, gathered weights, gradients from other nodes."""
     UPDATE = "update"
@@ -54,11 +55,13 @@ class Lane(StrEnum):
 
 
 class WeightUse(StrEnum):
-    """What an instruction does with a weight buffer."""
+    """Use of a weight buffer by an instruction."""
 
     FETCHES = "fetches"
     READS = "reads"
-    """Of its stage; a backward can use those of the forward stage with the same blocks as well."""
+    """Reads the buffer of its stage; a backward can also read that of the forward stage with the
+    same blocks.
+    """
     RELEASES = "releases"
 
 
@@ -67,10 +70,11 @@ Stages = Callable[[Any, PlanFacts], Iterable[int]]
 
 
 class Read(NamedTuple):
-    """A kind of resource that an instruction cannot start without, where it exists.
+    """A kind of resource that an instruction cannot start without, if the resource exists.
 
-    ``step``: of which stage, counted from the instruction's own. ``stays``: somebody else takes it
-    later; otherwise it is gone when the instruction has run. ``when``: which instructions read it.
+    ``step``: distance of the resource's stage from the instruction's. ``stays``: another
+    instruction takes the resource later; otherwise it is freed when the instruction has run.
+    ``when``: instructions that read it.
     """
 
     kind: Kind
@@ -80,7 +84,7 @@ class Read(NamedTuple):
 
 
 def _own(instruction: Any, facts: PlanFacts) -> Iterable[int]:
-    """The instruction's own stage."""
+    """Returns the instruction's own stage."""
     return (instruction.stage,)
 
 
@@ -92,8 +96,8 @@ class Made(NamedTuple):
 
 
 def _following(forward: Forward, facts: PlanFacts) -> Iterable[int]:
-    """The backward stage that takes the output as its checkpoint, as the next FORWARD is left
-    out.
+    """Returns the backward stage that takes the output as its checkpoint, because the next FORWARD
+    is left out.
     """
     if (forward.stage + 1, forward.micro_batch) not in facts.skipped:
         return ()
@@ -102,7 +106,7 @@ def _following(forward: Forward, facts: PlanFacts) -> Iterable[int]:
 
 
 def _inside(forward: Forward, facts: PlanFacts) -> Iterable[int]:
-    """Backward stages that start inside the stage, the one that runs first in front."""
+    """Returns backward stages that start inside the stage, the one that runs first in front."""
     return (
         reversed(facts.layout.checkpoints_of(forward.stage)) if forward.keep is Keep.INPUT else ()
     )
@@ -236,7 +240,7 @@ def reads(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
 
 
 def takes(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
-    """Yields what an instruction reads and nobody has afterwards."""
+    """Yields resources that an instruction reads and frees."""
     rules = SEMANTICS[instruction.opcode].reads
     return _read(instruction, facts, [read for read in rules if not read.stays])
 
@@ -287,7 +291,7 @@ def _is_receive(row: InstructionRow) -> bool:
 
 
 def classes(condition: Callable[[InstructionRow], bool]) -> tuple[type[Any], ...]:
-    """Returns the classes whose rows meet a condition, in the order of opcodes."""
+    """Returns the classes with rows that meet a condition, in the order of opcodes."""
     return tuple(cls for cls in INSTRUCTIONS if condition(SEMANTICS[cls.opcode]))
 
 
@@ -297,7 +301,7 @@ def readers(kind: Kind) -> tuple[type[Any], ...]:
 
 
 def takers(kind: Kind) -> tuple[type[Any], ...]:
-    """Returns the classes that read a kind of resource and leave it to nobody."""
+    """Returns the classes that read a kind of resource and free it."""
     return classes(lambda row: any(read.kind is kind and not read.stays for read in row.reads))
 
 
@@ -307,20 +311,20 @@ def makers(kind: Kind) -> tuple[type[Any], ...]:
 
 
 GRAPHS = frozenset({StateKind.GRAPH, StateKind.PARTIAL_GRAPH})
-"""What takes in the tensors that its maker takes: they are parts of it, and not freed."""
+"""Graphs, which contain the tensors that their maker takes: these tensors are not freed."""
 
 COMPUTES = classes(lambda row: row.lane is Lane.COMPUTE)
-"""What occupies the compute stream of a device."""
+"""Instructions on the compute stream of a device."""
 
 READS_WEIGHTS = classes(lambda row: row.weights is WeightUse.READS)
-"""What computes with the weights of its stage."""
+"""Instructions that compute with the weights of their stage."""
 
 SENDS: Mapping[TensorKind, type[Any]] = MappingProxyType(
     {TensorKind(SEMANTICS[c.opcode].reads[0].kind): c for c in classes(_is_send)}
 )
-"""What sends each kind of tensor."""
+"""Instructions that send each kind of tensor."""
 
 RECEIVES: Mapping[TensorKind, type[Any]] = MappingProxyType(
     {TensorKind(SEMANTICS[c.opcode].makes[0].kind): c for c in classes(_is_receive)}
 )
-"""What posts the receive of each kind of tensor."""
+"""Instructions that post the receive of each kind of tensor."""

@@ -1,11 +1,12 @@
-"""One optimizer step, and the preview of a block: what optimizerd and workers with UPDATE share.
+"""One optimizer step, and the preview of a block: code that optimizerd and workers with UPDATE
+share.
 
-How sweeps read and write memory is in ``native/sweeps.h``; which optimizers there are is in
-:mod:`penstock.config.optimizers`.
+``native/sweeps.h`` defines how sweeps read and write memory; :mod:`penstock.config.optimizers`
+lists the optimizers.
 
-A commit record holds what differs from step to step. The keys in :data:`STEP_TERMS` also decide the
-bits of a step, and are the same for all steps of a process; so memory that may hold a committed
-step still to be settled is adopted only with the same values
+A commit record holds the values that differ from step to step. The keys in :data:`STEP_TERMS` also
+decide the bits of a step, and are the same for all steps of a process. So memory that may hold a
+committed step still to be settled is adopted only with the same values
 (:class:`penstock.shm.memory.MemorySpec`).
 """
 
@@ -93,8 +94,9 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepStatus:
-    """What a sweep over new gradients learned. ``finite``: whether all sums of contributions are;
-    ``sum_squares``: of these sums in fp64, before clipping and loss scale are applied.
+    """Result of a sweep over new gradients. ``finite``: True if all sums of contributions are
+    finite. ``sum_squares``: squares of these sums in fp64, before clipping and loss scale are
+    applied.
     """
 
     finite: bool
@@ -124,7 +126,9 @@ class StateArrays:
         return (self.master, *self.arrays)
 
     def fill(self, source: StateArrays, threads: ThreadPoolExecutor | None = None) -> None:
-        """Copy another copy's content; with ``threads`` in pieces, one of each thread at a time."""
+        """Copies another copy's content; with ``threads`` in pieces, one of each thread at a
+        time.
+        """
         for target, values in zip(self.all, source.all, strict=True):
             if threads is None:
                 target[:] = values
@@ -194,10 +198,10 @@ class BlockArrays:
 
     def state(self, version: int) -> dict[str, Any]:
         """Returns arguments that all native sweeps over the state have; it is at ``version``."""
-        high, found = self.weights[version % WEIGHT_SLOTS], self.copy_of(version)
+        high, arrays = self.weights[version % WEIGHT_SLOTS], self.copy_of(version)
         return {
-            "master": (high, found.master) if self.split else found.master,
-            "arrays": found.arrays,
+            "master": (high, arrays.master) if self.split else arrays.master,
+            "arrays": arrays.arrays,
         }
 
     def gradients(self, version: int) -> list[Array]:
@@ -207,12 +211,12 @@ class BlockArrays:
     def preview(
         self, pool: _native.Pool, step: OptimizerStep, config: OptimizerConfig
     ) -> SweepStatus:
-        """Write the weights that ``step`` leads to; master and state, which are at the version
-        before it, stay.
+        """Writes the weights that ``step`` leads to. Master and state stay at the version before
+        it.
 
         Raises:
-            ValueError, RuntimeError: arrays or hyper-parameters are not what the sweep needs.
-                Nothing was written.
+            ValueError, RuntimeError: arrays or hyper-parameters are not those that the sweep needs.
+            Nothing was written.
         """
         status = _native.preview(
             pool,

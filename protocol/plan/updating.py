@@ -1,4 +1,4 @@
-"""What an UPDATE needs on a device that does not see host memory: known to planner and workers."""
+"""Needs of an UPDATE on a device that cannot read host memory, for planner and workers."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ gradients that are not committed yet.
 
 
 def residents_of(program: Program) -> frozenset[int]:
-    """Returns the blocks whose state stays on the device that runs the program."""
+    """Returns the blocks with state that stays on the device that runs the program."""
     return frozenset(i.block for i in program if isinstance(i, Update) and i.resident)
