@@ -1,1 +1,1 @@
-"""The command line: what users start, ask and see. It starts what needs torch as processes."""
+"""The command line and the Python interface. Code that needs torch runs in other processes."""

@@ -1,5 +1,6 @@
-"""Holds what all commands share: options, errors and versions for the user, words that were meant
-as ``--set``, and the examples that come with the package.
+"""Functions that all commands share: options, error messages, versions, examples.
+
+Also recognizes words such as ``train.steps=5``, for which the user forgot ``--set``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Prints the result as J
 
 
 def command_group(name: str, explanation: str) -> typer.Typer:
-    """Returns a group of commands below ``penstock``; ``explanation`` is its help."""
+    """Returns a group of commands below ``penstock`` with the help text ``explanation``."""
     return typer.Typer(
         name=name,
         help=explanation,
@@ -65,8 +66,8 @@ def command_group(name: str, explanation: str) -> typer.Typer:
 def errors_explained(
     log_dir: Path | None = None, interrupted: ExitCode = ExitCode.INTERRUPTED
 ) -> Iterator[None]:
-    """Turns errors into one line and an exit code; what we did not foresee goes to a file.
-    ``interrupted`` is the exit code after a stop signal.
+    """Turns errors into one line on stderr and an exit code. Unexpected errors also go to a file
+    with their traceback. ``interrupted`` is the exit code after a stop signal.
     """
     try:
         yield
@@ -97,15 +98,15 @@ def load(config: Path, settings: list[str] | None) -> Config:
     """Reads a configuration with its overrides.
 
     Raises:
-        ConfigError: as :func:`penstock.config.schema.load_config`; where an example was
-            meant, says how to get it.
+        ConfigError: the file is missing or bad. For a missing example, the message names the
+            command that writes the example.
     """
     from penstock.config.schema import load_config
 
     if not config.exists() and config.suffix in (".yaml", "") and config.stem in example_names():
         raise ConfigError(
-            f"configuration {config}: does not exist; this example is written into the current"
-            f" folder by penstock init --example {config.stem}"
+            f"configuration {config}: does not exist; penstock init --example {config.stem} writes"
+            " this example into the current folder"
         )
     return load_config(
         config, tuple(settings or ()), hint=lambda text: typer.echo(f"hint: {text}", err=True)
@@ -113,7 +114,7 @@ def load(config: Path, settings: list[str] | None) -> Config:
 
 
 def begin_to_import() -> Preloading:
-    """Returns a process that begins at once to import what all others will need."""
+    """Returns a process that starts at once to import torch, for all processes that need it."""
     from penstock.daemons.preload.preloaders import TORCH
     from penstock.daemons.preload.starting import Preloading
 
@@ -121,7 +122,7 @@ def begin_to_import() -> Preloading:
 
 
 def say_preparation(message: str) -> None:
-    """Says it here, and to a service manager that waits for this node to be up."""
+    """Reports a message on stderr, and to a service manager that waits for this node."""
     from penstock.daemons.node.service_manager import ServiceManager
 
     typer.echo(message, err=True)
@@ -136,12 +137,12 @@ def terminal_width() -> int:
 
 
 _REPORTED = ("torch", "transformers")
-"""Packages whose versions decide bytes: kernels and models are theirs."""
+"""Packages with kernels and models: their versions decide the bits of results."""
 
 
 def versions() -> str:
-    """Returns our version on the first line, and on the second what else a report of a fault should
-    name. Nothing is imported for it.
+    """Returns the version of Penstock, and on a second line versions for a bug report. Imports no
+    package.
     """
     others = [f"Python {platform.python_version()}", *map(_version_of, _REPORTED)]
     return f"penstock {penstock.__version__}\n{', '.join(others)}, {platform.machine()}"
@@ -158,20 +159,20 @@ _SETTING = re.compile(r"(?:--)?([a-z_]+(?:\.\w+)*)(=.*)?", re.DOTALL)
 
 
 class Command(TyperCommand):
-    """A command that knows words such as ``train.steps=5`` where it takes ``--set``."""
+    """A command with ``--set`` that explains words such as ``train.steps=5``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the words behind the command.
+        """Parses the words after the command.
 
         Raises:
-            BadParameter: a key of the configuration is given without ``--set``; says what would do.
+            BadParameter: a key of the configuration stands without ``--set``.
         """
-        own = {name for option in self.params for name in option.opts}
-        if "--set" in own:
-            settings = bare_settings(args, own)
+        options = {name for option in self.params for name in option.opts}
+        if "--set" in options:
+            settings = bare_settings(args, options)
             if settings:
                 raise typer.BadParameter(
-                    f"keys of the configuration are changed with --set; write {' '.join(settings)}",
+                    f"configuration keys need --set; write {' '.join(settings)}",
                     ctx=ctx,
                 )
         return super().parse_args(ctx, args)
@@ -179,14 +180,14 @@ class Command(TyperCommand):
 
 SECTIONS: Mapping[str, Sequence[str]] = {
     "Train": ("init", "config", "train", "doctor"),
-    "Look at runs": ("list", "status", "watch", "trace", "report"),
+    "Observe runs": ("list", "status", "watch", "trace", "report"),
     "Control a run": ("pause", "resume", "snapshot", "stop"),
     "Saved steps": ("snapshots", "rollback", "export"),
     "Plan": ("estimate", "plan", "simulate", "tune", "profile"),
     "Several machines": ("node", "keys", "deploy"),
     "Test": ("chaos",),
 }
-"""Commands of ``penstock --help`` by section. Processes that a node starts are in none."""
+"""Commands of ``penstock --help`` by section, without the processes that a node starts."""
 
 
 class SectionedHelp(TyperGroup):
@@ -202,27 +203,27 @@ class SectionedHelp(TyperGroup):
                 formatter.write_dl([*zip([n.ljust(longest) for n in names], helps, strict=True)])
 
 
-def bare_settings(words: list[str], own: Collection[str] = ()) -> list[str]:
-    """Returns the options that were meant by ``train.steps=5``, ``--train.steps=5``,
-    ``--train.steps 5`` or ``steps=5``; none for other words, nor for a command's ``own`` options:
-    ``penstock chaos`` has a ``--seed``, too.
+def bare_settings(words: list[str], options: Collection[str] = ()) -> list[str]:
+    """Returns the ``--set`` options for words such as ``train.steps=5``, ``--train.steps=5``,
+    ``--train.steps 5`` or ``steps=5``. Skips other words and the ``options`` of the command:
+    ``penstock chaos`` has an option ``--seed``.
     """
-    found = []
+    settings = []
     for before, word, after in zip(["", *words], words, [*words[1:], "VALUE"], strict=False):
         match = _SETTING.fullmatch(word)
-        if match is None or before == "--set" or word.partition("=")[0] in own:
+        if match is None or before == "--set" or word.partition("=")[0] in options:
             continue
         key, value = match.groups()
         if value is None and word.startswith("--") and "." in key:
             value = f"={after}"
         if value is not None and (key := _configuration_key(key)):
-            found.append(f"--set {key}{value}")
-    return found
+            settings.append(f"--set {key}{value}")
+    return settings
 
 
 def _configuration_key(word: str) -> str:
-    """Returns ``train.steps`` for itself or for ``steps``; empty for what is no key."""
-    # Imported here: pydantic takes a while, and most command lines have no such word.
+    """Returns ``train.steps`` for ``train.steps`` or ``steps``; empty for a word that is no key."""
+    # Imported late: pydantic is slow, and most command lines have no such word.
     from penstock.config.schema import Config
     from penstock.config.words import keys_of
 
@@ -234,7 +235,7 @@ def _configuration_key(word: str) -> str:
 
 
 def first_commands(written: Path) -> str:
-    """Returns what to do with an example: the commands that train with it, by machine."""
+    """Returns the commands that train with an example, by machine."""
     config = load(written, None)
     nodes = config.cluster.nodes
     if len(nodes) == 1:
@@ -242,16 +243,16 @@ def first_commands(written: Path) -> str:
     places = ", ".join(f"{node.name} on {node.host}" for node in nodes)
     authority = f"~/{config.run.name}-authority"
     lines = [
-        f"{written} is written, for nodes {places}: put the names of your machines at"
+        f"{written} is written, for nodes {places}: put the names of your machines into"
         " cluster.nodes.",
-        "All machines must see this folder at the same path: the run and its keys are in it.",
+        "All machines need this folder at the same path: it holds the run and its keys.",
         "",
         f"{nodes[0].host}$ penstock keys make {config.cluster.keys} --config {written}"
         f" --authority {authority}",
         *(f"{node.host}$ penstock node --config {written} --node {node.name}" for node in nodes),
         "",
         f"watch: penstock watch --run-dir {config.run_dir}",
-        f"stop:  penstock stop --run-dir {config.run_dir}; the same node commands go on",
+        f"stop:  penstock stop --run-dir {config.run_dir}; the same node commands resume",
     ]
     return "\n".join(lines)
 
@@ -261,28 +262,26 @@ _FOLDER = Path(__file__).parents[1] / "examples"
 
 
 def example_names() -> tuple[str, ...]:
-    """Returns the names that ``penstock init --example`` knows."""
+    """Returns the names that ``penstock init --example`` accepts."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
 def write_example(name: str, output: Path | None) -> Path:
-    """Writes an example to ``output``, by default under its own name into the current folder.
+    """Writes an example to ``output``. Default: NAME.yaml in the current folder.
 
     Raises:
-        ConfigError: there is no such example, or the file exists or cannot be written.
+        ConfigError: the example does not exist, or the file exists or cannot be written.
     """
     if name not in example_names():
-        raise ConfigError(f"--example {name}: accepted is {', '.join(example_names())}")
+        raise ConfigError(f"--example {name}: accepted are {', '.join(example_names())}")
     target = Path(f"{name}.yaml") if output is None else output
     lines = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
     try:
         with target.open("x", encoding="utf-8") as file:
-            # The path of the schema that editors find beside the sources would lead nowhere.
+            # Drops the editors' schema line: its path is valid in the source tree only.
             file.writelines(line for line in lines if not line.startswith(_EDITORS))
     except FileExistsError as error:
-        raise ConfigError(
-            f"{target}: exists, and init overwrites nothing; name another file with --out"
-        ) from error
+        raise ConfigError(f"{target}: exists; name another file with --out") from error
     except OSError as error:
         raise ConfigError(f"{target}: cannot write it: {reason(error)}") from error
     return target

@@ -1,7 +1,7 @@
-"""``penstock config`` shows the keys of the configuration as text, a page or a JSON schema.
+"""``penstock config`` shows the configuration keys as text, a Markdown page or a JSON schema.
 
-All of it follows from the fields of :mod:`penstock.config`, and from
-:mod:`penstock.daemons.node.preparing.changes` for what a resume may change.
+The source are the fields of :mod:`penstock.config`.
+:mod:`penstock.daemons.node.preparing.changes` knows the keys that a resume may change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.daemons.node.preparing.changes import resume_rule
 from penstock.host.errors import ConfigError
 
 _WIDTH = 100
-"""Of the page's lines."""
+"""Columns of the page's lines."""
 
 _PAGE_HEAD = """\
 # The configuration
@@ -60,7 +60,7 @@ decided with them.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key with all that is said about it. ``default`` is YAML; None: it must be given."""
+    """A key and its explanation. ``default`` is YAML, or None for a required key."""
 
     name: str
     accepts: str
@@ -70,23 +70,23 @@ class Key:
 
     @property
     def facts(self) -> str:
-        """Returns words such as ``a whole number, 1 or more (steps); default 200``."""
+        """Returns a text such as ``a whole number, 1 or more (steps); default 200``."""
         unit = f" ({self.unit})" if self.unit else ""
         default = "must be given" if self.default is None else f"default {self.default}"
         return f"{self.accepts}{unit}; {default}"
 
 
 def keys_in(section: str) -> tuple[Key, ...]:
-    """Returns the keys of a section, and behind a list of mappings the keys of these."""
+    """Returns the keys of a section; the keys of a mapping in a list follow the list."""
     return tuple(_keys(_section(section), section))
 
 
 def describe(name: str | None, width: int) -> str:
-    """Returns what ``penstock config [NAME]`` prints: every section, one of them, or the keys of a
+    """Returns the text of ``penstock config [NAME]``: all sections, one section, or the keys of a
     name.
 
     Raises:
-        ConfigError: it is neither a section nor a key; names those that are like it.
+        ConfigError: the name is no section and no key; suggests similar names.
     """
     if name is None:
         return "\n\n".join(_section_text(section, width) for section in Config.model_fields)
@@ -94,16 +94,14 @@ def describe(name: str | None, width: int) -> str:
         return _section_text(name, width)
     keys = [key for section in Config.model_fields for key in keys_in(section)]
     plain = name.replace("[]", "")
-    found = [key for key in keys if plain in (key.name.replace("[]", ""), key.name.split(".")[-1])]
-    if not found:
+    named = [key for key in keys if plain in (key.name.replace("[]", ""), key.name.split(".")[-1])]
+    if not named:
         raise ConfigError(unknown_key(name.split("."), Config))
-    return "\n\n".join(_key_text(key, width, full=True) for key in found)
+    return "\n\n".join(_key_text(key, width, full=True) for key in named)
 
 
 def page() -> str:
-    """Returns ``docs/CONFIGURATION.md``, in lines of at most 100 letters, but for tables and
-    examples.
-    """
+    """Returns ``docs/CONFIGURATION.md``, in lines of at most 100 columns."""
     parts = [_PAGE_HEAD]
     for section in Config.model_fields:
         intro = _paragraph(_section_doc(section))
@@ -120,8 +118,7 @@ def page() -> str:
 def json_schema() -> str:
     """Returns the configuration as a JSON schema (draft 2020-12), for editors.
 
-    It knows types, limits, choices and explanations. What must hold between keys only loading
-    checks.
+    The schema has types, limits, choices and explanations. Only loading checks rules between keys.
     """
     schema = Config.model_json_schema()
     definitions = schema["$defs"]
@@ -143,8 +140,8 @@ def json_schema() -> str:
 
 
 def _plain(node: Any, definitions: dict[str, Any]) -> Any:
-    """Returns a schema with references put in, without the titles that pydantic derives from names,
-    and without the defaults of whole sections.
+    """Returns a schema with resolved references, without pydantic's titles, and without defaults of
+    sections.
     """
     if isinstance(node, list):
         return [_plain(item, definitions) for item in node]

@@ -1,7 +1,7 @@
-"""``penstock export`` writes the newest saved state of a run as a Hugging Face directory.
+"""``penstock export`` writes a saved state of a run as a Hugging Face directory.
 
-The saved state is verified here; the writing needs torch and transformers and happens in a process
-of its own (:mod:`penstock.models.checkpoints.export`).
+This module verifies the saved state. :mod:`penstock.models.checkpoints.export` writes the directory
+in another process, which imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -17,40 +17,38 @@ from penstock.protocol.run.rundir import RunDirectory
 
 
 def choose_state(run_dir: Path, step: int | None) -> StateFolder:
-    """Returns the saved state after ``step``, or the newest.
+    """Returns the saved state of ``step``, or the newest.
 
     Raises:
-        ConfigError: there is none; names those there are.
+        ConfigError: the step is not saved; the message lists the saved steps.
     """
     if not (run_dir / "run.json").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no run.json)")
     states = saved_states(run_dir)
     if not states:
-        raise ConfigError(f"{run_dir}: no saved state; penstock snapshot saves a running training")
+        raise ConfigError(f"{run_dir}: no saved state; penstock snapshot saves a run that trains")
     if step is None:
         return states[-1]
     for state in states:
         if state.version == step:
             return state
     known = ", ".join(str(state.version) for state in states)
-    raise ConfigError(f"--step {step}: saved are steps {known}")
+    raise ConfigError(f"--step {step}: not saved; saved steps are {known}")
 
 
 def export(run_dir: Path, output: Path, step: int | None, *, whole: bool = False) -> StateFolder:
-    """Writes ``output``, a directory that must not hold anything yet; ``whole``: with the other
-    parts of a model whose text model was trained.
+    """Writes a saved state to ``output``, a new or empty directory. ``whole`` adds the untrained
+    parts of a multimodal model.
 
     Raises:
-        ConfigError: nothing is saved, there is no model (an emulated run), or the output is in the
-            way.
+        ConfigError: no state is saved, the run is emulated and has no model, or the directory is
+            not empty.
         StateError: the saved state is damaged.
     """
     state = choose_state(run_dir, step)
     cluster = RunDirectory(run_dir).config.cluster
     if cluster.platform.builtin_model:
-        raise ConfigError(
-            f"{run_dir}: ran on {cluster.device!r}; what an emulated run saves is no model"
-        )
+        raise ConfigError(f"{run_dir}: ran on {cluster.device!r}; emulated runs save no model")
     verify(state.path)
     log = run_dir / "logs" / "export.txt"
     arguments = [str(run_dir), str(state.path), str(output), *["--whole"] * whole]
@@ -59,14 +57,14 @@ def export(run_dir: Path, output: Path, step: int | None, *, whole: bool = False
 
 
 def verify(state: Path) -> None:
-    """Holds every file of a saved state against its manifest.
+    """Compares every file of a saved state with the manifest.
 
     Raises:
-        StateError: naming the file that is missing, short, or changed.
+        StateError: a file is missing, has another size, or has changed.
     """
     for name, entry in read_manifest(state).files.items():
         path = state / name
         if not path.is_file() or path.stat().st_size != entry.num_bytes:
-            raise StateError(f"{path}: is missing or not of the size that the manifest says")
+            raise StateError(f"{path}: is missing, or its size differs from the manifest")
         if sha256_of(path, lambda: False) != entry.sha256:
-            raise StateError(f"{path}: its checksum does not match the manifest: damaged")
+            raise StateError(f"{path}: is damaged: its checksum differs from the manifest")

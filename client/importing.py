@@ -1,7 +1,7 @@
-"""Ends the process without a traceback when Ctrl-C comes while the command line is imported.
+"""Ends the process without a traceback if Ctrl-C comes during the imports of the command line.
 
-``penstock.client.main`` imports this module before all others. Ctrl-C ends the process then, as
-SIGHUP and SIGTERM do.
+``penstock.client.main`` imports this module first. Until :func:`imported` is called, Ctrl-C ends
+the process as SIGHUP and SIGTERM do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``python -m penstock.client.launch PROCESS …`` runs one process of a run, with few imports.
 
-The supervisor starts its children through this module: the command line proper costs a few tenths
-of a second that a process of a run should not wait for. ``penstock memoryd`` and its siblings end
-in the same place.
+The supervisor starts its children through this module, since the imports of the command line take
+some tenths of a second. ``penstock memoryd`` and the other hidden commands call :func:`launch`,
+too.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ def launch(
     parent_pid: int | None,
     arguments: dict[str, str | int | float | None],
 ) -> int:
-    """Runs one process of the run whose ``resolved.yaml`` is ``config``; returns its exit code."""
+    """Runs one process of the run with the ``resolved.yaml`` ``config``; returns the exit code."""
     if parent_pid is not None:
-        block_stop_signals()  # before imports: some of them start threads
+        # before imports, some of which start threads: a thread inherits the mask
+        block_stop_signals()
     forgive_streams()
-    # A line on the console for each stranger would fill it; the scheduler counts them in its log.
+    # gRPC logs a line for each unauthenticated connection; the scheduler counts these in its log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     kind = PROCESSES[process]
     main: Callable[..., int] = importlib.import_module(kind.module).main
@@ -85,13 +86,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--grace-seconds", type=float)
     parser.add_argument("--tracker")
     parser.add_argument("--parent-pid", type=int)
-    given = parser.parse_args(words)
-    return launch(given.process, given.config, given.parent_pid, vars(given))
+    options = parser.parse_args(words)
+    return launch(options.process, options.config, options.parent_pid, vars(options))
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once. Its main has closed what it opened; taking torch's modules apart
-    would cost every worker another second, which a stop or a replacement has to wait for.
+    """Ends this process at once, without the interpreter's shutdown.
+
+    ``main`` has closed all resources. Tearing down torch's modules would delay a stop or a
+    replacement of a worker by a second.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -1,10 +1,10 @@
-"""``ExecStop=`` of a node's unit: a machine that goes down leaves the run, instead of stopping it.
+"""``ExecStop=`` of a node's unit: a machine that shuts down leaves the run instead of stopping it.
 
-A node that is asked to stop stops the run on all machines. That is what ``systemctl stop`` is for,
-but a machine that only starts anew should not need a person on all others. So while systemd shuts
-the machine down, the state is saved and the node is killed: for the others that is a power cut with
-nothing lost, and they go on when the machine is back. When the machine stays, or the state cannot
-be saved, nothing is done here, and systemd asks the node to stop as ever.
+A stopped node stops the run on all machines, as ``systemctl stop`` should. After a reboot of one
+machine, no operator should have to restart the nodes of all machines. So during a shutdown, this
+program saves the state and kills the node. The other nodes see a power failure without loss, and
+continue when the machine is back. If the machine does not shut down, or the save fails, the program
+does nothing, and systemd stops the node as usual.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _ASK_TIMEOUT_S = 20.0
 
 
 def main(words: list[str]) -> int:
-    """Leaves the run in the directory ``words[0]`` if the machine goes down; the exit code."""
+    """Leaves the run in the directory ``words[0]`` if the machine shuts down; returns the exit
+    code.
+    """
     if not going_down():
         return 0
     manager = ServiceManager.of(os.environ, os.getpid())
@@ -32,15 +34,17 @@ def main(words: list[str]) -> int:
         with ControlClient.for_run(Path(words[0])) as client:
             saved = client.snapshot()
     except PenstockError as error:
-        sys.stderr.write(f"penstock: not saved, so the run is stopped: {error}\n")
+        sys.stderr.write(f"penstock: cannot save, so the run stops: {error}\n")
         return int(error.exit_code)
-    sys.stderr.write(f"this machine goes down: saved {saved.directory}, the run waits for it\n")
+    sys.stderr.write(
+        f"this machine shuts down: saved {saved.directory}; the run waits for the machine\n"
+    )
     os.kill(int(os.environ["MAINPID"]), signal.SIGKILL)
     return 0
 
 
 def going_down() -> bool:
-    """Returns whether systemd is shutting this machine down; what cannot be told counts as no."""
+    """Returns whether systemd is shutting this machine down; False if systemd does not answer."""
     try:
         result = subprocess.run(
             ("systemctl", "is-system-running"),

@@ -1,12 +1,12 @@
-"""``penstock``: the command line. A failing command prints one line and exits with its code.
+"""The command line ``penstock``. A failing command prints one line and exits with its code.
 
-Commands import what they need when they run, so that ``penstock --help`` and the processes of a
-run start fast; nothing here imports torch.
+Commands import their dependencies when they run, so that ``penstock --help`` and the processes of a
+run start fast. No module of the command line imports torch.
 """
 
 from __future__ import annotations
 
-from penstock.client.importing import imported  # before imports that take long
+from penstock.client.importing import imported  # before slow imports
 
 # isort: split
 from importlib import import_module

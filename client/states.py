@@ -1,4 +1,4 @@
-"""What is saved of a run (``penstock snapshots``), and going back (``penstock rollback``)."""
+"""Saved states of a run: ``penstock snapshots`` and ``penstock rollback``."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from penstock.host.files import make_directory, sync_directory, writing
 from penstock.protocol.run.rundir import RunDirectory
 
 LOCK_WAIT_S = 5.0
-"""What a run leaves when it ends is gone after that."""
+"""Seconds to wait for the locks of a run that is ending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateReport:
-    """A saved state. ``damage``: empty if it is what was written, as far as was looked.
+    """A saved state. ``damage`` is empty if the check passed.
 
-    ``saved_at``: iso time, empty where there is no manifest. ``removed``: it was pruned or deleted
-    while it was looked at.
+    ``saved_at`` is a local time, empty without a manifest. ``removed``: True if the run pruned the
+    state during the check.
     """
 
     step: int
@@ -47,12 +47,13 @@ class StateReport:
 def report_states(
     run_dir: Path, steps: Sequence[int] = (), *, every_byte: bool
 ) -> list[StateReport]:
-    """Returns the saved states (those of ``steps``; all, if empty), oldest first: looked at by
-    manifest and sizes, or in ``every_byte``.
+    """Returns the saved states of ``steps`` (empty: all), oldest first.
+
+    Checks manifest and sizes, or ``every_byte``.
 
     Raises:
-        ConfigError: it is no run directory, or a step is not saved.
-        StateError: its block table is damaged.
+        ConfigError: the path is no run directory, or a step is not saved.
+        StateError: the block table of the run is damaged.
     """
     run = _run(run_dir)
     return [
@@ -62,11 +63,11 @@ def report_states(
 
 
 def delete_states(run_dir: Path, steps: Sequence[int]) -> list[StateReport]:
-    """Delete saved states, also of an active run; returns what they were.
+    """Deletes saved states, also of an active run; returns the deleted states.
 
     Raises:
-        ConfigError: none is named, one is not saved, or it is the newest whole one, from which a
-            lost memory would be filled.
+        ConfigError: no step is named, a step is not saved, or a step is the newest intact one, from
+            which the run would restore lost memory.
     """
     if not steps:
         raise ConfigError("delete: name the steps, such as penstock snapshots RUN delete 400 800")
@@ -76,29 +77,30 @@ def delete_states(run_dir: Path, steps: Sequence[int]) -> list[StateReport]:
     )
     if newest in steps:
         raise ConfigError(
-            f"step {newest} is the newest saved state that is whole: without it lost memory costs"
-            " all steps since an older one; penstock rollback goes back behind it"
+            f"step {newest} is the newest intact state: without it, a loss of memory would lose all"
+            " steps since an older state; penstock rollback goes back to an older step"
         )
     run = _run(run_dir)
     chosen = _chosen(run, steps)
     for step, directory in chosen:
-        # Renamed before it is removed: no step directory is ever half there.
+        # Renamed first: a crash during the removal leaves no partial step directory.
         doomed = directory.with_name(f".tmp-step-{step:08d}-deleted")
-        with writing(directory, 0), suppress(FileNotFoundError):  # the run has pruned it meanwhile
+        with writing(directory, 0), suppress(FileNotFoundError):  # the run pruned it meanwhile
             directory.rename(doomed)
             shutil.rmtree(doomed)
     return [report for report in reports if report.step in steps]
 
 
 def rollback(run_dir: Path, step: int, *, delete: bool) -> Path | None:
-    """Have the next start of a run that is not active go on from ``step``, which is saved. What is
-    newer is kept in a folder, which is returned, or deleted.
+    """Sets an inactive run back to the saved ``step``, from which the next start resumes.
 
-    Journal and metrics are cut back last, the journal in one transaction: a rollback that was cut
-    short before has changed nothing but names, and is made again.
+    Newer states move to a folder, which is returned, or are deleted.
+
+    The journal and the metrics are truncated last, the journal in one transaction. A rollback that
+    was interrupted earlier has only renamed directories, and can be repeated.
 
     Raises:
-        ConfigError: the run is active, ``step`` is not saved, or files cannot be written.
+        ConfigError: the run is active, ``step`` is not saved, or a file cannot be written.
         StateError: the saved state or the journal is damaged.
     """
     run = _run(run_dir)
@@ -127,13 +129,15 @@ def rollback(run_dir: Path, step: int, *, delete: bool) -> Path | None:
 def to_text(reports: Sequence[StateReport], *, every_byte: bool) -> str:
     """Returns a line for each saved state."""
     if not reports:
-        return "nothing is saved; penstock snapshot saves a running training"
-    whole = "every byte is right" if every_byte else "manifest and sizes are right"
+        return "nothing is saved; penstock snapshot saves a run that trains"
+    intact = "every byte is right" if every_byte else "manifest and sizes are right"
 
     def verdict(report: StateReport) -> str:
         if report.removed:
-            return "was removed meanwhile: the run keeps its newest states (train.keep_snapshots)"
-        return f"DAMAGED: {report.damage}" if report.damage else whole
+            return (
+                "was removed meanwhile: the run keeps only its newest states (train.keep_snapshots)"
+            )
+        return f"DAMAGED: {report.damage}" if report.damage else intact
 
     return "\n".join(
         f"step {report.step:>8}  {report.num_bytes / 1e6:>12,.1f} MB  {report.saved_at:<20} "
@@ -143,7 +147,7 @@ def to_text(reports: Sequence[StateReport], *, every_byte: bool) -> str:
 
 
 def to_dicts(reports: Sequence[StateReport]) -> list[dict[str, Any]]:
-    """Returns what ``--json`` prints."""
+    """Returns the output of ``--json``."""
     return [asdict(report) for report in reports]
 
 
@@ -154,19 +158,19 @@ def _run(run_dir: Path) -> RunDirectory:
 
 
 def _chosen(run: RunDirectory, steps: Sequence[int]) -> list[tuple[int, Path]]:
-    found = saved_steps(run.state_dir)
-    missing = sorted(set(steps) - {step for step, _ in found})
+    saved = saved_steps(run.state_dir)
+    missing = sorted(set(steps) - {step for step, _ in saved})
     if missing:
-        known = ", ".join(str(step) for step, _ in found) or "none"
+        known = ", ".join(str(step) for step, _ in saved) or "none"
         raise ConfigError(f"step {missing[0]} is not saved; saved are: {known}")
-    return [(step, path) for step, path in found if not steps or step in steps]
+    return [(step, path) for step, path in saved if not steps or step in steps]
 
 
 def _report(run: RunDirectory, step: int, directory: Path, *, every_byte: bool) -> StateReport:
-    """Looks at a saved state of a run that may prune it, or replace it by another of its step."""
+    """Checks a saved state, again if the run replaces the directory during the check."""
     while (inode := _inode(directory)) is not None:
         try:
-            report = _looked_at(run, step, directory, every_byte=every_byte)
+            report = _checked(run, step, directory, every_byte=every_byte)
         except OSError:
             if _inode(directory) == inode:
                 raise
@@ -183,7 +187,7 @@ def _inode(directory: Path) -> int | None:
         return None
 
 
-def _looked_at(run: RunDirectory, step: int, directory: Path, *, every_byte: bool) -> StateReport:
+def _checked(run: RunDirectory, step: int, directory: Path, *, every_byte: bool) -> StateReport:
     damage = ""
     try:
         if every_byte:
@@ -223,7 +227,7 @@ def _locks(run: RunDirectory) -> list[Path]:
 
 
 def _copy_history(run: RunDirectory, aside: Path) -> None:
-    """The journal with its log, and the metrics, as they were."""
+    """Copies the journal with its log, and the metrics."""
     for path in (*sorted(run.path.glob("journal.sqlite*")), run.path / "metrics.jsonl"):
         if path.is_file():
             shutil.copy2(path, aside / path.name)

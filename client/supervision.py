@@ -1,6 +1,6 @@
-"""Supervises the node processes of an embedded run, and takes the signals that are meant for it.
+"""Supervises the node processes of ``penstock train``, and handles its stop signals.
 
-It passes stops on, replaces nodes that die, and waits until all have ended.
+Forwards stop requests, replaces dead nodes, and waits until all nodes have ended.
 """
 
 from __future__ import annotations
@@ -40,27 +40,25 @@ from penstock.protocol.run.run_result import RunEnd, forget_end
 from penstock.protocol.run.rundir import RunDirectory
 
 LOOK_INTERVAL_S = 0.5
-"""Nodes are looked at so often, and the scheduler is asked every other time: a status takes it some
-milliseconds.
+"""Seconds between two checks of the nodes. Every second check also asks the scheduler, for which a
+status takes some milliseconds.
 """
 LINGER_S = 90.0
-"""The other nodes may take so long to end after one has."""
+"""Seconds that the other nodes have to end after the first one ended."""
 CONSOLE_BYTES = 64 << 10
-"""So much of the console finds room even when the disk is full."""
+"""Bytes reserved for the console file, so that a full disk loses no message."""
 
 
 def console_path(run_dir: Path) -> Path:
-    """Returns the file with what the run's processes said on stdout and stderr since its last
-    start.
-    """
+    """Returns the file with stdout and stderr of the run's processes since the last start."""
     return run_dir / "logs" / "console.txt"
 
 
 def empty_console(run_dir: Path) -> None:
-    """Begins a console anew, with room for what processes say when the disk is full.
+    """Empties the console file, and reserves space in case the disk fills up.
 
     Raises:
-        PenstockError: the file cannot be written, or has no such room.
+        PenstockError: the file cannot be written, or the disk has no space.
     """
     path = console_path(run_dir)
     make_directory(path.parent)
@@ -69,31 +67,32 @@ def empty_console(run_dir: Path) -> None:
 
 
 class NodeProcess:
-    """One supervisor process, which is replaced when it is killed."""
+    """A node process, which is replaced when it is killed."""
 
     def __init__(
         self, run_dir: Path, name: str, max_restarts: int, starter: Starter, *, alone: bool
     ) -> None:
         self.name = name
         self._starter = starter
-        # Torch is imported beside the node's daemons, then; for several nodes once for all.
+        # One node's preloader imports torch while daemons start; several nodes share one preloader.
         self._needs = NODE if alone else TORCH
         self._code: int | None = None
         self.restarts = RestartBudget(limit=max_restarts)
         self._run_dir = run_dir
         self._stopping = False
         self.failure = ""
-        """Why a killed process is not replaced, where the kernel starts no other."""
+        """Reason why a killed process was not replaced: the kernel started no process. Empty: none.
+        """
         self._process = self._spawn()
 
     @property
     def pid(self) -> int:
-        """The pid of the present process."""
+        """The pid of the current process."""
         return self._process.pid
 
     def poll(self, *, replace: bool) -> int | None:
-        """Returns the exit code, or None while the process runs. One that was killed is started
-        anew if ``replace``.
+        """Returns the exit code, or None while the process runs. With ``replace``, a killed process
+        is started again.
         """
         if self._code is None and self._process.ended():
             self._code = self._process.reap()
@@ -106,24 +105,22 @@ class NodeProcess:
                 return self._code
             self._code = None
             if self._stopping:
-                self.signal(STOP_ORDER)  # waits until the new process listens
+                self.signal(STOP_ORDER)  # pending until the new process handles signals
         return self._code
 
     @property
     def ends(self) -> int | None:
-        """Descriptor that becomes readable when the process ends; None: it has ended."""
+        """Descriptor that becomes readable when the process ends; None after the end."""
         return self._process.pidfd if self._code is None else None
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process."""
+        """True if a signal (SIGSTOP) has stopped the process."""
         return self._code is None and self._process.stopped
 
     def stop(self) -> None:
-        """Asks for a clean stop of the run, of this process now and of every process that replaces
-        it.
-        """
-        if not self._stopping:  # a second signal would insist
+        """Asks for a clean stop: this process now, and each replacement after its start."""
+        if not self._stopping:  # a second signal would escalate to a kill
             self._stopping = True
             self.signal(STOP_ORDER)
 
@@ -142,13 +139,13 @@ class NodeProcess:
         """Starts the process.
 
         Raises:
-            LostMemberError: the system starts none; says why.
+            LostMemberError: the system cannot start a process.
         """
-        # Born with stop signals blocked, the node cannot be hit before it is ready to listen, and
-        # in a group of its own: Ctrl-C reaches only this process, which asks for a clean stop.
+        # The node starts with stop signals blocked, until it handles them. It has its own process
+        # group, so that Ctrl-C reaches only this process, which asks for a clean stop.
         arguments = ("node", "--config", str(self._run_dir / "resolved.yaml"))
-        named = ("--node", self.name, "--parent-pid", str(os.getpid()))
-        words, path = (*arguments, *named), console_path(self._run_dir)
+        names = ("--node", self.name, "--parent-pid", str(os.getpid()))
+        words, path = (*arguments, *names), console_path(self._run_dir)
         try:
             with path.open("ab") as console, open(os.devnull, "rb") as nothing:
                 streams = (nothing.fileno(), console.fileno(), console.fileno())
@@ -162,77 +159,77 @@ class NodeProcess:
 
 
 class Interruptions:
-    """Receives stop signals while it is installed (in the main thread; elsewhere none come).
+    """Receives stop signals while installed. Only the main thread can handle signals.
 
-    ``asked_s``: when a stop was asked for first (monotonic seconds). ``insisted``: somebody does
-    not want to wait for it.
+    ``asked_s`` is the time of the first stop request (monotonic seconds), or None. ``insisted`` is
+    True after a second request, which kills the run.
     """
 
     def __init__(self) -> None:
         self.asked_s: float | None = None
         self.insisted = False
         self._escalation = StopEscalation()
-        self._heard: int | None = None  # where the handler writes that there was a signal
-        self._hears: int | None = None
+        # A pipe: the handler writes a byte to wake the loop.
+        self._wake_write: int | None = None
+        self._wake_read: int | None = None
 
     @property
     def state(self) -> tuple[bool, bool]:
-        """Whether a stop was asked for, and insisted on."""
+        """Two flags: a stop was requested; the run shall be killed."""
         return self.asked_s is not None, self.insisted
 
     def ask(self) -> None:
-        """Asks for a stop, as the first signal does."""
+        """Requests a stop, like the first signal."""
         if self.asked_s is None:
             self.asked_s = time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # This runs between two bytecodes of the main thread: it takes a note, the loop acts.
+        # Runs between two bytecodes of the main thread: only records the signal; the loop acts.
         now_s = time.monotonic()
         demand = self._escalation.heard(number, now_s)
         if demand is Demand.STOP:
             self.asked_s = now_s
         elif demand is Demand.NOW:
             self.insisted = True
-        if self._heard is not None:
-            with suppress(BlockingIOError):
-                os.write(self._heard, b"\0")
+        if self._wake_write is not None:
+            with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
+                os.write(self._wake_write, b"\0")
 
     def wait(self, seconds: float, seen: tuple[bool, bool], ends: Sequence[int] = ()) -> None:
-        """Waits, but not past a change of ``state`` from ``seen``, or until one of the descriptors
+        """Waits up to ``seconds``, or until ``state`` differs from ``seen`` or a descriptor in
         ``ends`` becomes readable.
         """
         if self.state != seen:
             return
-        heard = [] if self._hears is None else [self._hears]
-        ready = select.select([*heard, *ends], [], [], seconds)[0]
-        if self._hears in ready:
-            os.read(self._hears, 4096)
+        wakes = [] if self._wake_read is None else [self._wake_read]
+        ready = select.select([*wakes, *ends], [], [], seconds)[0]
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
 
     @contextmanager
     def installed(self, *, process_ends: bool) -> Iterator[Interruptions]:
-        """Handles the signals inside the block. With ``process_ends`` those after it are ignored:
-        latecomers of a round of signals must not change how the process ends.
+        """Handles stop signals inside the block. With ``process_ends``, later signals are ignored:
+        a late one must not change the exit code.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        self._hears, self._heard = os.pipe()
-        os.set_blocking(self._heard, False)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
         before = {number: signal.signal(number, self._handle) for number in stopping_signals()}
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if process_ends else handler)
-            descriptors, self._hears, self._heard = (self._hears, self._heard), None, None
+            descriptors = (self._wake_read, self._wake_write)
+            self._wake_read = self._wake_write = None
             for descriptor in descriptors:
                 os.close(descriptor)
 
 
 class Supervision:
-    """The nodes of one embedded run, from their start to their end. Call :meth:`close` in
-    any case.
-    """
+    """The nodes of one run, from start to end. Call :meth:`close` in every case."""
 
     def __init__(
         self,
@@ -262,7 +259,7 @@ class Supervision:
         self._linger_until_s: float | None = None
 
     def run(self) -> int:
-        """Starts all nodes and waits until they have ended. Returns their common exit code
+        """Starts all nodes and waits until all have ended. Returns the common exit code
         (:func:`exit_code`).
         """
         alone = len(self._names) == 1
@@ -272,7 +269,7 @@ class Supervision:
             )
         while True:
             seen = self._interruptions.state
-            self._obey()
+            self._handle_stop()
             self._end = RunEnd.read(self._run_dir)
             self._kill_stopped()
             self._starter.look()
@@ -289,7 +286,7 @@ class Supervision:
             self._interruptions.wait(LOOK_INTERVAL_S, seen, ends)
 
     def _poll(self, node: NodeProcess) -> int | None:
-        """Returns a node's exit code, None while the node runs; says why one is not replaced."""
+        """Returns a node's exit code, or None while it runs. Reports why a node is not replaced."""
         failed, code = node.failure, node.poll(replace=self._replaces)
         if node.failure != failed:
             self._display.say(f"{node.failure}; the node was killed and is not replaced")
@@ -298,12 +295,12 @@ class Supervision:
     def _show(self, view: RunView) -> None:
         if any(entry.get("decision") != "skip" for entry in view.fresh):
             for node in self._nodes:
-                node.restarts.forgive()  # the run gets on
+                node.restarts.forgive()  # the run makes progress
         self._display.show(view)
 
     def close(self) -> None:
-        """Kills what is left, waits until it is dead with all its children, and tidies up
-        after it.
+        """Kills the remaining nodes, waits for the end of all their children, and removes what they
+        leave.
         """
         for node in self._nodes:
             node.kill()
@@ -316,17 +313,17 @@ class Supervision:
                 self._display.say(str(error))
             remove(run_id, name)
         remove_endpoint(self._run_dir)
-        forget_end(self._run_dir)  # all have heard of it
+        forget_end(self._run_dir)  # every node has read it
 
     @property
     def _replaces(self) -> bool:
-        """Whether nodes that are killed are started anew. They are also while a stop is under way,
-        since the scheduler needs them all to save, but not when the run is over.
+        """True if killed nodes are replaced: also during a stop, since a save needs all nodes, but
+        not after the end of the run.
         """
         return not self._killed and self._linger_until_s is None and self._end is None
 
-    def _obey(self) -> None:
-        """Acts on signals that came, and on the end of the time that a stop may take."""
+    def _handle_stop(self) -> None:
+        """Acts on received signals and on the deadline of a stop."""
         asked_s, now_s = self._interruptions.asked_s, time.monotonic()
         if asked_s is not None and not self._stopping:
             self._stopping = True
@@ -336,26 +333,29 @@ class Supervision:
             self._display.say(
                 "stopping: finishing the step under way and saving (Ctrl-C again: kill)"
             )
-            # The first node hosts the scheduler, which stops everyone.
+            # The first node hosts the scheduler, which stops all nodes.
             self._nodes[0].stop()
         if self._killed:
             return
         if self._interruptions.insisted:
             self._kill("killing all processes")
         elif self._give_up_s is not None and now_s >= self._give_up_s:
-            self._kill("the time for stopping is over: killing all processes")
+            self._kill("the time to stop is over: killing all processes")
 
-    def _kill(self, why: str) -> None:
-        """Kills all nodes; their children die with them."""
+    def _kill(self, reason: str) -> None:
+        """Kills all nodes; the children die with them."""
         self._killed = True
-        self._display.say(f"{why}; the run's memory is kept, the same command goes on from it")
+        self._display.say(
+            f"{reason}; the run's memory is kept, and the same command resumes from it"
+        )
         for node in self._nodes:
             node.signal(signal.SIGKILL)
 
     def _kill_stopped(self) -> None:
-        """Kills nodes that a signal stopped: they look after nobody. They are replaced together
-        with their children, which die with them. After this process was stopped itself all have
-        their full time again.
+        """Kills nodes that a signal stopped, since a stopped node supervises no process.
+
+        The children die with the node, and the replacement starts new ones. If this process itself
+        was stopped, all timers start again.
         """
         stopped = frozenset(node.name for node in self._nodes if node.stopped)
         still = self._stopped_detector.look(stopped, time.monotonic())
@@ -364,18 +364,20 @@ class Supervision:
         for node in self._nodes:
             if node.name in still:
                 seconds = still[node.name]
-                self._display.say(f"node.{node.name} is stopped for {seconds:.0f} s: killing it")
+                self._display.say(
+                    f"node.{node.name} has been stopped for {seconds:.0f} s: killing it"
+                )
                 node.signal(signal.SIGKILL)
 
     def _without_stragglers(self, codes: list[int]) -> list[int]:
-        """Returns the codes, but for what a node died of after the end of the run: that does not
-        change how the run ended.
+        """Returns the exit codes. A node killed after the end of the run counts with the run's
+        code.
         """
         end = RunEnd.read(self._run_dir)
         return codes if end is None else [int(end.code) if code < 0 else code for code in codes]
 
     def _linger(self, ended: list[int]) -> None:
-        """Makes the other nodes end soon after one has."""
+        """Ends the other nodes soon after the first one ended."""
         now_s = time.monotonic()
         if self._linger_until_s is None:
             self._linger_until_s = now_s + LINGER_S
@@ -389,13 +391,13 @@ class Supervision:
 
 
 def exit_code(codes: list[int], *, interrupted: bool) -> int:
-    """Returns the first failure of its own accord.
+    """Returns the exit code of the first node that failed by itself.
 
-    Without one it returns 0 for a finished run, 130 after an interruption, 4 for what was killed,
-    and 5 for a run that was stopped by command.
+    Otherwise returns 0 for a finished run, 130 after an interruption, 4 if a node was killed, and 5
+    for a run stopped by command.
     """
-    well = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
-    failures = [failure_code(code) for code in codes if code > 0 and code not in well]
+    regular = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
+    failures = [failure_code(code) for code in codes if code > 0 and code not in regular]
     if failures:
         return int(failures[0])
     if not any(codes):

@@ -1,8 +1,8 @@
-"""``penstock train``: prepare a run, supervise its nodes on this machine, show what happens.
+"""``penstock train``: prepares a run, supervises its nodes on this machine, shows the progress.
 
-One ``penstock node`` process per cluster node does the work; each dies with this process. Here are
-only the lock, preparation, and the words at the end; :mod:`penstock.client.supervision`
-watches.
+One ``penstock node`` process runs for each cluster node, and dies with this process. This module
+takes the lock, prepares the run, and reports the end. :mod:`penstock.client.supervision`
+supervises.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a training ended. ``metrics`` are all lines of the run's metrics file.
+    """The result of a training. ``metrics`` are all lines of the run's metrics file.
 
-    ``exit_code``: 0 only when all steps are done and saved; 5 after a stop by command
-    (:class:`~penstock.host.errors.ExitCode`). ``first``: index in ``metrics`` of the first line
-    of this start. ``seconds``: duration of this start, preparation included.
+    ``exit_code`` is 0 if all steps are complete and saved, 5 after a stop by command
+    (:class:`~penstock.host.errors.ExitCode`). ``first`` is the index in ``metrics`` of the first
+    line of this start. ``seconds`` is the duration of this start with its preparation.
     """
 
     exit_code: int
@@ -68,12 +68,12 @@ class TrainResult:
 
     @property
     def state(self) -> StateFolder | None:
-        """The newest saved state; None without one."""
+        """The newest saved state, or None."""
         states = saved_states(self.run_dir)
         return states[-1] if states else None
 
     def __repr__(self) -> str:
-        """Returns the end in one line; a run has thousands of metrics."""
+        """Returns the result in one line, without the thousands of metrics."""
         steps = [entry for entry in self.metrics if entry["phase"] == "train"]
         words = [f"exit_code={int(self.exit_code)}", f"run_dir={str(self.run_dir)!r}"]
         words += [f"steps={steps[-1]['step']}", f"loss={steps[-1].get('loss')}"] if steps else []
@@ -90,17 +90,15 @@ def run_training(
     preloading: Preloading | None = None,
     on_step: OnStep | None = None,
 ) -> TrainResult:
-    """Trains to the end, an interruption, or a failure. ``preloading``: what a command has begun to
-    import meanwhile; it is closed at the end.
+    """Trains to the end, an interruption, or a failure.
 
-    ``on_step``: gets each committed step, and returns True to stop the run.
-
-    ``process_ends``: the process ends with the training, so stop signals that come too late are
-    ignored.
+    ``process_ends``: the process ends with the training, so late stop signals are ignored.
+    ``preloading`` is a process that already imports torch; it is closed at the end. ``on_step``
+    gets each committed step, and returns True to stop the run.
 
     Raises:
-        PenstockError: nothing was started: bad configuration, no torch that would do, memory short,
-            run in use.
+        PenstockError: nothing was started: bad configuration, no suitable torch, too little memory,
+            or the run is in use.
     """
     check_torch()
     began_s = time.monotonic()
@@ -110,7 +108,7 @@ def run_training(
         RunLock.acquire(train_lock_path(run_dir), wait_s=PREVIOUS_NODE_WAIT_S),
         starter_of(config, preloading) as starter,
     ):
-        for node in config.cluster.nodes:  # what a killed run left must be gone, its memory too
+        for node in config.cluster.nodes:  # processes and memory of a killed run must be gone
             RunLock.acquire(
                 node_lock_path(run_dir, node.name), wait_s=PREVIOUS_NODE_WAIT_S
             ).release()
@@ -119,7 +117,7 @@ def run_training(
         if is_complete(directory, config.train.steps):
             display.say(
                 f"{run_dir}: all {config.train.steps} steps are done and saved; raise train.steps"
-                " to go on, or choose another run.dir"
+                " to continue, or choose another run.dir"
             )
             return _result_of(run_dir, 0, earlier, began_s)
         with Interruptions().installed(process_ends=process_ends) as interruptions:
@@ -139,7 +137,7 @@ def run_training(
 
 
 def _result_of(run_dir: Path, code: int, earlier: Sequence[Metrics], began_s: float) -> TrainResult:
-    """Returns the end of a start; ``earlier``: lines of metrics of the starts before."""
+    """Returns the result of a start; ``earlier`` are the metrics of earlier starts."""
     return TrainResult(
         exit_code=code,
         run_dir=run_dir,
@@ -152,8 +150,10 @@ def _result_of(run_dir: Path, code: int, earlier: Sequence[Metrics], began_s: fl
 
 @contextmanager
 def starter_of(config: Config, preloading: Preloading | None) -> Iterator[Starter]:
-    """Yields what starts the nodes, and what needs torch: processes forked by ``preloading``, or by
-    a preloader of its own, or none where the configuration wants none.
+    """Yields the starter of node processes.
+
+    With ``cluster.preload``, processes are forked from ``preloading`` or from a new preloader.
+    Otherwise they are spawned.
     """
     if config.cluster.preload:
         with preloading or Preloading(TORCH, os.environ) as starter:
@@ -171,7 +171,7 @@ def _supervise(
     interruptions: Interruptions,
     starter: Starter,
 ) -> int:
-    # What the last start left would be taken for this one's: its scheduler, and how it ended.
+    # Files of the last start would name its scheduler and its end as those of this start.
     empty_console(run_dir)
     (run_dir / "endpoint.json").unlink(missing_ok=True)
     forget_end(run_dir)
@@ -200,7 +200,7 @@ def _supervise(
 
 
 def complaints(run_dir: Path) -> str:
-    """Returns the messages of a failed run's processes for the user, each message once."""
+    """Returns the error messages of a failed run's processes, each message once."""
     text = console_path(run_dir).read_text(encoding="utf-8", errors="replace")
     mark = "penstock: "
     messages = [line.removeprefix(mark) for line in text.splitlines() if line.startswith(mark)]
@@ -213,8 +213,10 @@ def complaints(run_dir: Path) -> str:
 def closing_words(
     result: TrainResult, config: Config, *, held: bool = False, kept: str = ""
 ) -> list[str]:
-    """Says how the training ended, and where things are. ``held``: shared memory still has the
-    state; ``kept``: what a failure leaves in shared memory, in words.
+    """Returns lines about the end of the training and its files.
+
+    ``held``: True if shared memory still holds the state. ``kept`` describes the memory that a
+    failed run leaves.
     """
     summary = result.summary
     step, steps = summary.step, config.train.steps
@@ -227,21 +229,21 @@ def closing_words(
     words = [", ".join([f"done: {step} steps", *(f"{done} epochs" for done in passes)])]
     if result.exit_code != ExitCode.DONE or step < steps:
         place = ", ".join([f"step {step}/{steps}", *(f"epoch {done}" for done in passes)])
-        words = [f"stopped at {place}; the same command goes on from there"]
+        words = [f"stopped at {place}; the same command resumes from there"]
     words += summary.lines(result.seconds)
     saved = result.state
     reached = saved.version if saved is not None else 0
     if held and reached < step:
         words.append(
-            f"  in memory      steps {reached + 1} to {step} are not saved, this machine's shared"
-            " memory keeps them: start the same command before a reboot"
+            f"  in memory      steps {reached + 1} to {step} are not saved; the shared memory of"
+            " this machine keeps them: start the same command before a reboot"
         )
     words += [
         f"  metrics        {result.run_dir / 'metrics.jsonl'}",
         f"  configuration  {result.run_dir / 'resolved.yaml'}",
         f"  saved state    {saved.path if saved is not None else 'none'}",
     ]
-    exports = not config.cluster.platform.builtin_model  # emulated weights export nowhere
+    exports = not config.cluster.platform.builtin_model  # emulated weights cannot be exported
     if saved is not None and exports:
         words.append(f"  export         penstock export {result.run_dir} --format hf OUT")
     return [*words, f"  report         penstock report {result.run_dir}"]

@@ -1,4 +1,4 @@
-"""``penstock deploy``: files for the engine that starts a run's nodes, and for what watches it."""
+"""``penstock deploy``: files for the systems that start the nodes of a run, and for monitoring."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def systemd(
 
         loaded = load(config, None)
         keys = loaded.cluster.keys
-        own = Identity(run=loaded.run.name, role=Role.NODE, node=known_node(loaded, node))
+        identity = Identity(run=loaded.run.name, role=Role.NODE, node=known_node(loaded, node))
         unit = NodeUnit(
-            run=own.run,
-            node=own.node,
+            run=identity.run,
+            node=identity.node,
             user=user,
             python=Path(sys.executable),
             config=config.absolute(),
@@ -72,7 +72,7 @@ def systemd(
             targets=loaded.observability.targets and loaded.observability.targets.absolute(),
             folder=Path.cwd(),
             gpus=loaded.cluster.platform.pins_host_memory,
-            keys=None if keys is None else keys.absolute() / own.folder,
+            keys=None if keys is None else keys.absolute() / identity.folder,
             cores=cores,
         )
         act = installing.remove if remove else installing.install
@@ -150,10 +150,10 @@ def slurm(
 
 
 def write_new(target: Path, text: str) -> None:
-    """Writes a file that is not there yet.
+    """Writes a new file.
 
     Raises:
-        ConfigError: it is there, or cannot be written.
+        ConfigError: the file exists, or cannot be written.
     """
     try:
         with target.open("x", encoding="utf-8") as file:
@@ -218,7 +218,7 @@ def kubernetes(
             older=older,
         )
         raw = read_mapping(config).value
-        pod_config(order, loaded, raw)  # refused before the model is looked at
+        pod_config(order, loaded, raw)  # refuses a bad configuration before the model is planned
         files = manifests(order, loaded, raw, pod_needs(loaded, order.num_nodes, cpus))
         out.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
@@ -247,7 +247,7 @@ def known_node(config: Config, name: str) -> str:
     """Returns the name of a node of the configuration.
 
     Raises:
-        ConfigError: there is no such node; names those that are there.
+        ConfigError: the configuration has no such node.
     """
     names = [node.name for node in config.cluster.nodes]
     if name not in names:

@@ -1,4 +1,4 @@
-"""``penstock keys``: makes, shows, renews and packs the keys of a run."""
+"""``penstock keys``: makes, lists, renews and packs the TLS keys of a run."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def make(
         nodes = _nodes(loaded, count)
         make_keys(folder, loaded.run.name, nodes, days, authority)
         typer.echo(
-            f"{folder}: keys for run {loaded.run.name}: nodes {', '.join(nodes)}, roles control and"
-            f" look, and Prometheus, valid for {days:g} days\n"
-            f"{authority or folder / 'authority'} stays here and goes to no node; a node needs only"
-            f" its own folder: penstock keys pack {folder} {nodes[0]} --out {nodes[0]}.tar"
+            f"{folder}: keys for run {loaded.run.name}: nodes {', '.join(nodes)}, roles control,"
+            f" look and Prometheus, valid for {days:g} days\n"
+            f"keep {authority or folder / 'authority'} on this machine; a node needs only its own"
+            f" folder: penstock keys pack {folder} {nodes[0]} --out {nodes[0]}.tar"
         )
 
 
@@ -86,14 +86,14 @@ def show(folder: FolderArgument) -> None:
         from penstock.protocol.security.authority import expiries
         from penstock.protocol.security.folders import days_left, expiry_warning
 
-        found = expiries(folder)
-        width = max(len(expiry.what) for expiry in found)
-        for expiry in found:
+        certificates = expiries(folder)
+        width = max(len(expiry.what) for expiry in certificates)
+        for expiry in certificates:
             typer.echo(
                 f"{expiry.what:<{width}}  {expiry.identity}, until"
                 f" {expiry.expires:%Y-%m-%d %H:%M} UTC ({days_left(expiry.expires):.1f} days)"
             )
-        for expiry in found:
+        for expiry in certificates:
             if warning := expiry_warning(expiry.what, expiry.expires):
                 sys.stderr.write(f"warning: {warning}\n")
 
@@ -114,13 +114,13 @@ def renew(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", metavar="FILE", help="Configuration whose new nodes get keys, too."
+            "--config", metavar="FILE", help="Configuration; new nodes in it get keys, too."
         ),
     ] = None,
     count: CountOption = None,
     days: DaysOption = 90.0,
 ) -> None:
-    """Renews all certificates with the same authority."""
+    """Issues new certificates from the same authority."""
     with errors_explained():
         from penstock.protocol.security.authority import renew as renew_keys
 

@@ -1,4 +1,4 @@
-"""``penstock node``, and the processes that a node starts, as commands."""
+"""``penstock node``, and the hidden commands for the processes of a node."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ StrictOption = Annotated[
 
 
 def strict_setting(strict: bool) -> list[str]:
-    """Returns the setting that ``--strict`` stands for."""
+    """Returns the ``--set`` value of ``--strict``."""
     return ["run.strict=true"] if strict else []
 
 
@@ -149,19 +149,21 @@ def node(
 
 
 def _refuse_settings(config: Path, settings: list[str] | None) -> None:
-    """Refuses to change a run that is prepared: its other processes read the file."""
+    """Refuses ``--set`` for a prepared run: its other processes read the file."""
     if settings:
         raise ConfigError(
-            f"--set {settings[0]}: {config} is the configuration of a prepared run, which all its"
-            " processes read; give --set with the configuration that the run is prepared from"
+            f"--set {settings[0]}: {config} belongs to a prepared run, and all its processes read"
+            " the file; give --set with the configuration from which the run is prepared"
         )
 
 
 def _take_part(
     config: Path, loaded: Config, name: str | None, scheduler: str | None
 ) -> tuple[str, Path]:
-    """Finds this node's place, and prepares the run or waits until the first node has; returns its
-    name and the configuration to run with. It imports meanwhile what the node will fork.
+    """Finds the name of this node. Prepares the run, or waits until the first node has done so.
+
+    Returns the name, and the path of the resolved configuration. Meanwhile a child imports torch
+    for the processes that the node forks.
     """
     from penstock.daemons.node.joining.rendezvous import meet
     from penstock.daemons.node.service_manager import ServiceManager
@@ -180,7 +182,7 @@ def _take_part(
 
 
 def _require_run(resolved: Path) -> None:
-    """Refuses to start on a machine that does not have the run's directory."""
+    """Refuses to start on a machine without the directory of the run."""
     from penstock.protocol.run.rundir import SHARED
 
     if not resolved.exists():
@@ -193,7 +195,7 @@ def memoryd(
     scheduler: SchedulerOption,
     parent_pid: ParentOption = None,
 ) -> None:
-    """Owns the shared memory of one node, in the foreground."""
+    """Serves the shared memory of one node, in the foreground."""
     _launch("memoryd", config, parent_pid, node=node_name, scheduler=scheduler)
 
 
@@ -267,12 +269,12 @@ def _launch(
         _require_run(config)
         code = launch(process, config, parent_pid, arguments)
         if parent_pid is None:
-            ignore_stop_signals()  # a late one must not change how the process ends
+            ignore_stop_signals()  # a late signal must not change the exit code
     raise typer.Exit(code)
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands; only ``node`` is in the help."""
+    """Adds the commands; the help lists only ``node``."""
     app.command(cls=Command, epilog=NODE_HELP)(node)
     for process in (memoryd, optimizerd, fetchd, observerd, metricsd, schedulerd, worker):
         app.command(hidden=True)(process)

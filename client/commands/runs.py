@@ -29,7 +29,7 @@ KeysOption = Annotated[
     typer.Option(
         "--keys",
         metavar="DIR",
-        help="Folder of keys to authenticate with, such as KEYS/look, or a run directory with a"
+        help="Folder of keys to authenticate with, such as KEYS/look; or a run directory with a"
         " token. Default: the keys of the run in --run-dir.",
     ),
 ]
@@ -64,13 +64,13 @@ def list_runs(as_json: JsonOption = False) -> None:
 
         from penstock.client.views.runs import junk_lines, listing, runs_here, to_dicts
 
-        found = runs_here()
+        runs = runs_here()
         if as_json:
-            typer.echo(json.dumps(to_dicts(found), indent=1))
+            typer.echo(json.dumps(to_dicts(runs), indent=1))
             return
         console = Console()
-        console.print(listing(found, console.width), overflow="fold", highlight=False)
-        typer.echo("".join(f"{line}\n" for line in junk_lines(found)), nl=False)
+        console.print(listing(runs, console.width), overflow="fold", highlight=False)
+        typer.echo("".join(f"{line}\n" for line in junk_lines(runs)), nl=False)
 
 
 def watch(

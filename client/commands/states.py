@@ -36,15 +36,15 @@ def snapshots(
         from penstock.client import states
 
         if action not in ("list", "verify", "delete"):
-            raise ConfigError(f"{action!r}: an action is list, verify, or delete")
+            raise ConfigError(f"{action!r}: expected list, verify or delete")
         every_byte = action == "verify"
         if action == "delete":
-            found = states.delete_states(run, steps or ())
+            reports = states.delete_states(run, steps or ())
         else:
-            found = states.report_states(run, steps or (), every_byte=every_byte)
-        text = states.to_text(found, every_byte=every_byte)
-        typer.echo(json.dumps(states.to_dicts(found), indent=1) if as_json else text)
-        damaged = action != "delete" and any(report.damage for report in found)
+            reports = states.report_states(run, steps or (), every_byte=every_byte)
+        text = states.to_text(reports, every_byte=every_byte)
+        typer.echo(json.dumps(states.to_dicts(reports), indent=1) if as_json else text)
+        damaged = action != "delete" and any(report.damage for report in reports)
     raise typer.Exit(2 if damaged else 0)
 
 
@@ -73,8 +73,8 @@ def rollback(
         from penstock.client import states
 
         aside = states.rollback(run, to, delete=delete)
-        kept = "" if aside is None else f"; what is newer, journal and metrics are in {aside}"
-        typer.echo(f"{run}: the next start goes on from step {to}{kept}")
+        kept = "" if aside is None else f"; newer states, journal and metrics are in {aside}"
+        typer.echo(f"{run}: the next start resumes from step {to}{kept}")
 
 
 def export(

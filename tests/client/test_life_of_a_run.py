@@ -184,7 +184,7 @@ def test_life_of_a_run(run: Run) -> None:
     training.send_signal(signal.SIGINT)
     output, _ = training.communicate(timeout=600)
     assert training.returncode == 130, output
-    assert "the same command goes on from" in output
+    assert "the same command resumes from" in output
 
     # Stopped by command: saved, and nothing is left.
     reached = run.step()

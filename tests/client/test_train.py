@@ -151,7 +151,7 @@ def test_the_summary_compares_means_not_two_batches() -> None:
 @pytest.mark.parametrize("code", [0, 5, 130])
 def test_last_words_of_a_stopped_run(tmp_path: Path, code: int) -> None:
     words = closing_words(result(tmp_path, code, 2), config())
-    assert words[0].startswith("stopped at step 2/3; the same command goes on from there")
+    assert words[0].startswith("stopped at step 2/3; the same command resumes from there")
     assert words[-2] == "  saved state    none", "there is nothing to export"
 
 

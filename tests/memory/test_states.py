@@ -103,7 +103,7 @@ def test_saved_states_are_listed_and_checked(run: RunDirectory) -> None:
 
 def test_saved_states_are_deleted_but_for_the_newest_whole_one(run: RunDirectory) -> None:
     code, said = command("snapshots", str(run.path), "delete", "9")
-    assert code == 2 and "newest saved state that is whole" in said
+    assert code == 2 and "newest intact state" in said
     assert command("snapshots", str(run.path), "delete")[0] == 2
     assert command("snapshots", str(run.path), "delete", "3", "6")[0] == 0
     assert [path.name for path in run.state_dir.iterdir()] == ["step-00000009"]

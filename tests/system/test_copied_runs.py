@@ -43,7 +43,7 @@ def test_a_run_directorys_configuration_goes_on_with_that_run(
     done = "all 40 steps are done and saved"
     assert train(first) == (
         0,
-        f"{first}: {done}; raise train.steps to go on, or choose another run.dir\n",
+        f"{first}: {done}; raise train.steps to continue, or choose another run.dir\n",
     )
     second = shutil.copytree(first, tmp_path / "second")
     shutil.move(first, tmp_path / "moved")

@@ -42,7 +42,7 @@ def test_interrupted_and_killed_runs_end_with_the_bytes_of_one_run(
     os.kill(run.process.pid, signal.SIGINT)
     code, output = run.wait(500)
     assert code == 130, output
-    assert "the same command goes on from there" in output
+    assert "the same command resumes from there" in output
     stopped_at = H.metrics(run.run_dir)[-1]["step"]
     assert 5 <= stopped_at < STEPS
     assert int(H.newest_state(run.run_dir).name.removeprefix("step-")) == stopped_at
