@@ -87,12 +87,13 @@ papers: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m bench.screen --pictures docs/pictures
 
-## The pages that follow from the configuration's types, the metrics and the commands.
+## The pages that follow from the configuration's types, metrics, commands and states.
 docs: $(STAMP)
 	$(BIN)/penstock config --markdown > docs/CONFIGURATION.md
 	$(BIN)/penstock config --json-schema > docs/penstock.schema.json
 	$(BIN)/python -m penstock.protocol.metrics.reference > docs/METRICS.md
 	$(BIN)/python -m bench.site.commands > docs/COMMANDS.md
+	$(BIN)/python -m penstock.daemons.scheduler.state_page > docs/STATES.md
 
 ## The documentation site, in build/site; warnings are errors. Installs what mkdocs.yml needs.
 site: $(STAMP)

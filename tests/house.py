@@ -20,7 +20,7 @@ SHORT_FILE_LINES = 60
 OPENINGS = frozenset("What Whether Who Where Whom Whose".split())
 PRONOUNS = re.compile(r"\b(?:who|whoever|whose|nobody|somebody)\b", re.IGNORECASE)
 LOCALS = frozenset("found said told asked".split())
-ALL_GENERATED = GENERATED | {"COMMANDS.md", "CONFIGURATION.md", "METRICS.md"}
+ALL_GENERATED = GENERATED | {"COMMANDS.md", "CONFIGURATION.md", "METRICS.md", "STATES.md"}
 """Names of the pages that ``make docs`` and ``make papers`` write."""
 EVIDENCE = ROOT / "docs" / "evidence"
 

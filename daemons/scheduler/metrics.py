@@ -10,8 +10,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from penstock.config.schema import Config
+from penstock.daemons.scheduler.machine.history import BreakCause, Tally
 from penstock.daemons.scheduler.machine.position import Position
-from penstock.daemons.scheduler.machine.status import BreakCause, Observable, Tally, step_seconds
+from penstock.daemons.scheduler.machine.status import Observable, step_seconds
 from penstock.host.files import DAMAGED, parse_json
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics.registry import MetricRegistry

@@ -23,12 +23,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from penstock.daemons.scheduler.callers import Caller, SentAway
 from penstock.daemons.scheduler.intake import (
     AuthInterceptor,
     CallAuthorizer,
+    Caller,
     EventQueue,
     PendingConnections,
+    SentAway,
     StreamCredit,
     cut_short,
     malformed,

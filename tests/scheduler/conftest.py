@@ -48,6 +48,7 @@ from penstock.daemons.scheduler.machine.rules import Rules, member_specs
 from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord, Decision
+from tests.scheduler.transitions import Observer, Step, unknown
 
 RUN_ID = "0123456789ab"
 INCARNATION = 7000
@@ -223,6 +224,9 @@ class Driver:
         mirror = JournalMirror(self.rules, facts, saved, lambda: next(incarnations))
         members = Membership(self.rules, facts.pids)
         self.machine = SchedulerMachine(self.rules, mirror, members, self.now_s)
+        self.observer = Observer(self.machine)
+        self.steps: list[Step] = []
+        """Transitions by the last event."""
 
     @property
     def epoch(self) -> int:
@@ -241,6 +245,10 @@ class Driver:
         self.now_s += after_s
         self.effects = self.machine.handle(event, self.now_s)
         self.machine.validate()
+        if self.observer.machine is not self.machine:  # a test made another one
+            self.observer = Observer(self.machine)
+        self.steps = self.observer.steps(event)
+        assert not [step for step in self.steps if unknown(step)]
         lines = [describe(effect) for effect in self.effects]
         return [line for line in lines if line is not None and line != "beat"]
 

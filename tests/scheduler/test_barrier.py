@@ -222,13 +222,6 @@ def test_a_lost_worker_is_fenced_before_the_barrier_may_pass(live: Driver) -> No
     assert [m.restarts for m in live.status.members] == [0, 0, 0, 0, 1]
 
 
-def test_fenced_first_then_the_replacement_joins(live: Driver) -> None:
-    old = live.pids["worker.1"]
-    live.close("worker.1")
-    assert live.fenced("worker.1", old) == []
-    assert live.join("worker.1") == ["journal epoch 2, attempts from 2", *drains(2)]
-
-
 @pytest.mark.parametrize("name", ["memoryd.a", "optimizerd.a", "worker.0"])
 def test_a_silent_member_is_lost_at_its_deadline(live: Driver, name: str) -> None:
     assert live.wait(10.0, silent=(name,)) == []
@@ -381,17 +374,6 @@ def test_a_member_that_does_not_drain_is_lost() -> None:
     driver.each(others, drained=pb.Drained(epoch=4))
     assert driver.wait(5.0) == []
     assert driver.tick(0.5)[1] == f"node.a <- fence worker.1 {driver.pids['worker.1']}"
-
-
-def test_a_lost_node_does_not_break_the_epoch_but_its_orders_wait_for_it(live: Driver) -> None:
-    assert live.close("node.a") == []
-    assert live.run_attempt()[0] == "journal COMMIT v1 a1 c=1"
-    pid = live.pids["worker.1"]
-    assert live.close("worker.1") == [], "nobody is there to do it"
-    assert live.join("worker.1") == []
-    assert live.status.message.endswith("waiting until worker.1 is dead; waiting for node.a")
-    assert live.join("node.a") == [f"node.a <- fence worker.1 {pid}"]
-    assert live.fenced("worker.1", pid) == ["journal epoch 2, attempts from 3", *drains(2)]
 
 
 def test_a_killed_node_takes_its_children_along(live: Driver) -> None:

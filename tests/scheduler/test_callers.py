@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from penstock.daemons.scheduler.callers import reset_connection
+from penstock.daemons.scheduler.intake import reset_connection
 from penstock.daemons.scheduler.main import make_room_for_streams
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -45,26 +44,6 @@ def test_a_save_that_cannot_end_in_time_is_not_begun() -> None:
         *KEEP,
     ]
     assert driver.leave_all() == ["exit 130"]
-
-
-def test_an_attempt_that_leaves_no_time_to_save_is_dropped(
-    live_with: Callable[..., Driver],
-) -> None:
-    driver = live_with(train={"save_every": 1})
-    driver.run_attempt()
-    driver.now_s += 8.0
-    driver.save()  # which took eight seconds
-    driver.feed(ControlAsked(ticket=1, call=ControlCall.SNAPSHOT))
-    driver.run_attempt()
-    driver.save(error="disk full")
-    driver.feed(StopAsked(within_s=20.0))
-    assert driver.wait(5.0) == []
-    lines = driver.wait(0.5)
-    assert lines[0] == "journal epoch 2, attempts from 4"
-    assert "was dropped: the time to stop is short" in driver.status.message
-    driver.drained(2)
-    assert driver.ready()[-1] == "optimizerd.a <- settle e2 v2"
-    assert driver.save() == SHUTDOWN
 
 
 def test_nothing_to_save_needs_no_attempt(live: Driver) -> None:

@@ -21,9 +21,9 @@ from penstock.daemons.scheduler.machine.events import (
     PrepareSave,
     Send,
 )
+from penstock.daemons.scheduler.machine.history import BreakCause
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.rules import RunPhase
-from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.metrics import scheduler as names

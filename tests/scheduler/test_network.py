@@ -59,14 +59,6 @@ def test_broken_streams_of_another_machine_may_be_the_networks() -> None:
     assert fences(driver.wait(2.0)) == [f"node.b <- fence worker.1 {pids['worker.1']}"]
 
 
-def test_a_process_that_died_is_replaced_at_once() -> None:
-    driver = two_machines()
-    pid = driver.pids["worker.1"]
-    assert fences(driver.close("worker.1")) == []
-    assert fences(driver.join("worker.1")) == [f"node.b <- fence worker.1 {pid}"]
-    assert driver.fenced("worker.1", pid, node="node.b")[0].startswith("journal epoch 5")
-
-
 def test_a_silent_process_beside_a_node_that_is_heard_is_killed() -> None:
     driver = two_machines()
     killed = fences(driver.wait(11.0, silent=("worker.1",)))

@@ -15,7 +15,6 @@ from penstock.daemons.scheduler.machine.events import (
     ControlCall,
     NoteEnd,
     Reply,
-    SavedFound,
     SaveFinished,
     SavePrepared,
     Send,
@@ -103,17 +102,6 @@ def test_a_save_ends_with_its_memoryd(live: Driver) -> None:
     assert live.written() == ["reply 5"]
 
 
-def test_a_save_ends_when_memory_is_filled_anew(live: Driver) -> None:
-    live.ask(ControlCall.SNAPSHOT, ticket=5)
-    live.run_attempt()
-    live.pin()
-    lose(live, "worker.0")
-    live.drained(None)
-    assert live.status.message.startswith("saving step 1 failed: the memory had to be restored")
-    live.restored()
-    assert live.ready() == ["prepare /run/state/.tmp-step-00000000"], "the call still waits"
-
-
 def test_a_due_save_waits_for_an_older_one(live_with: Callable[..., Driver]) -> None:
     driver = live_with(train={"save_every": 2})
     for _ in range(2):
@@ -128,75 +116,12 @@ def test_a_due_save_waits_for_an_older_one(live_with: Callable[..., Driver]) -> 
     assert driver.machine.tally.save_blocked_s == 2.0
 
 
-def test_a_damaged_saved_state_is_left_out_for_an_older_one() -> None:
-    driver = Driver(facts=facts_at(9), saved=saved_at(9))
-    driver.join_all()
-    driver.drained(None)
-    incarnation = driver.machine.activity._restoration.incarnation  # type: ignore[union-attr]
-    damaged = pb.Restored(epoch=driver.epoch, incarnation=incarnation, damaged="block-0001: cut")
-    assert driver.say("memoryd.a", restored=damaged) == ["find a saved state before 9"]
-    lines = driver.feed(SavedFound(saved=saved_at(4)))
-    assert lines == ["memoryd.a <- restore e4 v4 from /run/state/step-00000004"]
-    assert driver.restored()[0] == "journal RESTORE v4 a10 c=1"
-
-
-def test_a_run_ends_when_every_saved_state_is_damaged() -> None:
-    driver = Driver(facts=facts_at(9), saved=saved_at(9))
-    driver.join_all()
-    driver.drained(None)
-    incarnation = driver.machine.activity._restoration.incarnation  # type: ignore[union-attr]
-    damaged = pb.Restored(epoch=driver.epoch, incarnation=incarnation, damaged="block-0001: cut")
-    driver.say("memoryd.a", restored=damaged)
-    lines = driver.feed(SavedFound(saved=None, error="no saved state is older than step 9"))
-    assert lines == shutdown(keep=True)
-    assert driver.status.message == "block-0001: cut; no saved state is older than step 9"
-    assert driver.leave_all() == ["exit 2"]
-
-
 def lose(driver: Driver, name: str) -> None:
     """A member dies and is replaced; the barrier begins."""
     pid = driver.pids[name]
     driver.close(name)
     driver.join(name)
     driver.fenced(name, pid)
-
-
-def test_a_snapshot_of_a_saved_version_is_answered_at_once(live: Driver) -> None:
-    live.ask(ControlCall.PAUSE)
-    live.ask(ControlCall.SNAPSHOT, ticket=5)
-    live.run_attempt()
-    assert live.save() == ["reply 5"]
-    assert live.status.phase == "paused"
-    assert live.ask(ControlCall.SNAPSHOT, ticket=6) == ["reply 6"]
-
-
-def test_a_failed_snapshot_says_so_and_training_goes_on(live: Driver) -> None:
-    live.ask(ControlCall.SNAPSHOT, ticket=5)
-    live.run_attempt()
-    assert live.pin() == [f"{name} <- run_attempt e1 a2 v1 data 8" for name in ALL[2:]]
-    lines = live.written(error="no space left")
-    assert lines == ["error 5: saving step 1 failed: memoryd.a: no space left"]
-    assert "no space left" in live.status.message
-
-
-def test_a_directory_that_cannot_be_made_fails_the_snapshot(live: Driver) -> None:
-    live.ask(ControlCall.SNAPSHOT, ticket=5)
-    live.run_attempt()
-    lines = live.feed(SavePrepared(number=1, error="read-only file system"))
-    assert lines[0] == "error 5: saving step 1 failed: read-only file system"
-    assert lines[1] == "optimizerd.a <- run_attempt e1 a2 v1 data 8"
-
-
-def test_a_save_broken_by_a_loss_is_repeated_in_the_next_epoch(live: Driver) -> None:
-    live.ask(ControlCall.SNAPSHOT, ticket=5)
-    live.run_attempt()
-    pid = live.pids["memoryd.a"]
-    live.close("memoryd.a")
-    live.join("memoryd.a")
-    live.fenced("memoryd.a", pid)
-    live.drained(1)
-    assert live.ready() == ["prepare /run/state/.tmp-step-00000001"]
-    assert live.save()[0] == "reply 5"
 
 
 def test_save_every(live_with: Callable[..., Driver]) -> None:
@@ -243,16 +168,6 @@ def test_an_evaluation_broken_by_a_loss_is_repeated(live_with: Callable[..., Dri
     assert evaluated(driver, 2)[0] == "journal evaluation of v1"
 
 
-def test_pause_takes_effect_after_the_attempt_and_resume_goes_on(live: Driver) -> None:
-    assert live.ask(ControlCall.PAUSE, 1) == ["reply 1"]
-    assert live.run_attempt()[-1] == "metrics line"
-    assert live.status.phase == "paused"
-    assert live.ask(ControlCall.RESUME, 2)[:2] == [
-        "reply 2",
-        "optimizerd.a <- run_attempt e1 a2 v1 data 8",
-    ]
-
-
 def test_a_run_paused_before_its_first_step_saves_only_what_is_asked_for() -> None:
     driver = Driver()
     driver.join_all()
@@ -275,25 +190,6 @@ def test_a_loss_while_paused_is_repaired_and_the_run_stays_paused(live: Driver) 
     live.drained(1)
     assert live.ready() == []
     assert live.status.phase == "paused"
-
-
-def test_the_last_step_is_evaluated_saved_and_everyone_goes(
-    live_with: Callable[..., Driver],
-) -> None:
-    driver = live_with(train={"steps": 1, "eval_every": 1, "save_every": 5})
-    assert driver.run_attempt()[-1] == "worker.1 <- evaluate e1 v1"
-    assert evaluated(driver, 1)[-1] == SETTLE.format(1)
-    assert driver.save() == shutdown()
-    assert driver.status.phase == "done"
-    assert driver.leave_all() == ["exit 0"]
-
-
-def test_a_final_save_that_fails_keeps_the_memory(live_with: Callable[..., Driver]) -> None:
-    driver = live_with(train={"steps": 1})
-    driver.run_attempt()
-    assert driver.save(error="disk full") == shutdown(keep=True)
-    assert driver.status.phase == "failed"
-    assert driver.leave_all() == ["exit 3"]
 
 
 def test_members_that_do_not_go_are_not_waited_for_for_ever(live: Driver) -> None:
@@ -506,15 +402,6 @@ def test_a_failure_removes_memory_that_this_start_filled(held: int | None) -> No
     driver.ready()
     failed = pb.Failed(error="cannot pin memory", exit_code=3, epoch=driver.epoch)
     assert driver.say("worker.0", failed=failed) == shutdown(keep=held is not None)
-
-
-def test_a_finished_run_that_is_started_again_says_so() -> None:
-    config = make_config(train={"steps": 4})
-    driver = Driver(make_rules(config), facts_at(4), saved_at(4))
-    driver.join_all()
-    assert driver.drained(None) == shutdown()
-    assert driver.status.message == "the run is already at step 4 of 4: nothing to do"
-    assert driver.leave_all() == ["exit 0"]
 
 
 def test_a_finished_run_whose_memory_still_lives_is_saved() -> None:

@@ -70,12 +70,6 @@ def test_a_node_that_trains_no_block_falls_no_more_than_one_commit_behind() -> N
     assert driver.run_attempt() == [], "the next one waits, too"
 
 
-def test_status_says_deciding_while_only_optimizerd_is_behind(live: Driver) -> None:
-    live.done("worker.0")
-    live.done("worker.1")
-    assert live.status.phase == "deciding"
-
-
 def test_reports_of_an_earlier_attempt_are_ignored(live: Driver) -> None:
     live.run_attempt()
     assert live.block(0, attempt=1) == []
@@ -85,18 +79,6 @@ def test_reports_of_an_earlier_attempt_are_ignored(live: Driver) -> None:
     live.done("worker.0")
     assert live.done("worker.1") == [], "block 0 of this attempt is still missing"
     assert live.block(0)[0] == "journal COMMIT v2 a2 c=1"
-
-
-def test_amend_previews_again_before_it_is_journaled(live: Driver) -> None:
-    coefficient = 1.0 / (math.sqrt(8.0) + 1e-6)
-    assert live.run_attempt(4.0) == [f"optimizerd.a <- amend e1 v1 c={coefficient:.4g}"]
-    assert live.status.phase == "amending"
-    assert live.amended() == [
-        f"journal AMEND v1 a1 c={coefficient:.4g}",
-        *told(f"commit e1 v1 c={coefficient:.4g}"),
-        "metrics line",
-        *told("run_attempt e1 a2 v1 data 8"),
-    ]
 
 
 def test_a_loss_between_amend_and_commit_repeats_the_attempt(live: Driver) -> None:
@@ -137,21 +119,6 @@ def test_skip_consumes_data_and_keeps_the_version(live: Driver, finite: bool) ->
         *told("run_attempt e1 a2 v0 data 8"),
     ]
     assert live.run_attempt()[0] == "journal COMMIT v1 a2 c=1"
-
-
-def test_steps_in_place_are_taken_back_before_the_next_attempt(
-    live_with: Callable[..., Driver],
-) -> None:
-    driver = live_with(optimizer={"rollback": "arithmetic"})
-    assert driver.run_attempt(math.inf) == [
-        "journal SKIP v0 a1 c=0",
-        *told("skip e1 a1"),
-        "metrics line",
-        "optimizerd.a <- settle e1 v0",
-    ]
-    assert driver.status.phase == "settling"
-    settled = pb.Settled(epoch=1, version=0)
-    assert driver.say("optimizerd.a", settled=settled) == told("run_attempt e1 a2 v0 data 8")
 
 
 def test_the_last_skip_that_may_be_ends_the_run_before_a_step_in_place_is_taken_back(

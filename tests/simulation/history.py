@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.daemons.mirror.machine.machine import BEGINS_ANEW
+from penstock.daemons.scheduler.machine.history import BreakCause
 from penstock.daemons.scheduler.machine.requests import BARRIER_S
 from penstock.daemons.scheduler.machine.rules import RunPhase
-from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.host.errors import ExitCode
 from penstock.protocol.run.run_result import RunEnd
 from penstock.shm.inventory import inventory
@@ -329,7 +329,7 @@ class History:
         to be saved, it should have been dropped.
         """
         scheduler = self.cluster.scheduler
-        deadline = None if scheduler is None else scheduler._requests.deadline
+        deadline = None if scheduler is None else scheduler.requests.deadline
         if deadline is None:  # or a scheduler that only opens its journal finds the row in it
             return
         late_s = self._kernel.now - (deadline.give_up_s - BARRIER_S)

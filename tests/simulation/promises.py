@@ -180,7 +180,7 @@ def lets_go(machine: Any) -> Iterator[str]:
     """A scheduler has heard something: with a save whose version is pinned attempts go on, unless
     there are none to do, or a newer version is to be saved.
     """
-    waits, requests = machine.activity, machine._requests
+    waits, requests = machine.activity, machine.requests
     if not isinstance(waits, Saving) or not waits.save.is_pinned or waits.done:
         return
     others = requests.stop_reason or requests.paused or is_last(machine.rules, machine.mirror)

@@ -51,8 +51,8 @@ from penstock.daemons.mirror.sweeps import ReplicaSweeps
 from penstock.daemons.optimizer.kernels import Kernels
 from penstock.daemons.optimizer.machine.sweeps import GradientStatus
 from penstock.daemons.scheduler.machine.activities.save import Save
+from penstock.daemons.scheduler.machine.history import BreakCause
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
-from penstock.daemons.scheduler.machine.status import BreakCause
 from penstock.host import world
 from penstock.host.cgroup import MemoryLimit
 from penstock.protocol.wire.member import MemberLink
@@ -61,6 +61,7 @@ from penstock.shm.control import ControlView
 from penstock.shm.pages import HugePages
 from penstock.workers.epoch_builder import EpochBuilder
 from penstock.workers.session import Session
+from tests.scheduler.transitions import Observer, unknown
 from tests.simulation.cuts import cut
 from tests.simulation.devices import SimPlatform
 from tests.simulation.files import replace_files
@@ -351,7 +352,7 @@ def _machine(*args: Any) -> SchedulerMachine:
     machine = found.cluster.scheduler = SchedulerMachine(*args)
     found.cluster.scheduler_process = found.process
     found.cluster.history.scheduler_begins(machine)
-    real, handle = machine._break_epoch, machine.handle
+    real, handle, observer = machine._break_epoch, machine.handle, Observer(machine)
 
     def break_epoch(cause: BreakCause, reason: str, now_s: float) -> None:
         found.cluster.hangs_in_a_row = machine.hangs.in_a_row
@@ -361,6 +362,8 @@ def _machine(*args: Any) -> SchedulerMachine:
     def heard(event: Any, now_s: float) -> Any:
         effects = handle(event, now_s)
         found.cluster.history.complain(lets_go(machine))
+        odd = [step for step in observer.steps(event) if unknown(step)]
+        found.cluster.history.complain([f"not in the table of states: {step}" for step in odd])
         return effects
 
     machine._break_epoch = break_epoch  # type: ignore[method-assign]

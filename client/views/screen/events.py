@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import PurePath
 
 from penstock.client.views.run_view import Metrics
-from penstock.daemons.scheduler.machine.status import Kind
+from penstock.daemons.scheduler.machine.history import Kind
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 KEPT = 200

@@ -1,15 +1,17 @@
 """The scheduler's machine: membership, epochs, the transaction, and what comes between attempts.
 
-Pure: events and the time come in, a list of effects goes out (:mod:`.events`). One activity runs
-at a time (:mod:`.activity`): a barrier between epochs, an attempt, an evaluation, the end. Files of
-a save are written meanwhile (:mod:`.saving`); attempts wait for its beginning, sometimes for its
-end. Whenever none runs, :meth:`SchedulerMachine._choose` picks the next::
+Pure: events and the time come in, a list of effects goes out (:mod:`.events`). One activity runs at
+a time (:mod:`.activities`): a barrier between epochs, an attempt, a wait for a save, an evaluation,
+or the end. A save is written while attempts run. When no activity runs,
+:meth:`SchedulerMachine._choose` starts the next one::
 
-                    +-- a member is lost: the epoch is broken, whatever ran is dropped --+
-                    v                                                                    |
-    all members here, the lost ones dead --> Barrier --> live epoch: Transaction, Saving, Evaluation
-                                                                    |
-                                                                    +--> Shutdown --> Exit
+                    +-- a member is lost: the epoch breaks, the activity is dropped --+
+                    v                                                                 |
+    all members here, lost ones dead --> Barrier --> live epoch: Transaction, Saving, Evaluation
+                                                          |
+                                                          +--> Shutdown --> Exit
+
+:mod:`.states` has the table of all states and transitions.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from penstock.daemons.scheduler.machine.events import (
     SavePrepared,
     StreamClosed,
 )
+from penstock.daemons.scheduler.machine.history import BreakCause, Chronicle, Kind, Tally
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.requests import (
@@ -56,18 +59,14 @@ from penstock.daemons.scheduler.machine.requests import (
     snapshot_answers,
 )
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
-from penstock.daemons.scheduler.machine.status import (
-    BreakCause,
-    Chronicle,
-    Kind,
-    Tally,
-    status_reply,
-)
+from penstock.daemons.scheduler.machine.states import EpochState
+from penstock.daemons.scheduler.machine.status import status_reply
 from penstock.host.errors import ExitCode, failure_code
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.run_result import RunEnd
 
 ETA_WINDOW = 20
+"""Attempts that the estimate of the remaining time is based on."""
 _NOTED = MappingProxyType(
     {
         ControlCall.PAUSE: Kind.PAUSED,
@@ -80,7 +79,7 @@ _Handler = Callable[["SchedulerMachine", Any, float], list[Effect]]
 
 
 class SchedulerMachine:
-    """Feed :meth:`handle` with events and carry out the effects it returns, in order."""
+    """Decides for the run. :meth:`handle` takes events; its effects are carried out in order."""
 
     def __init__(
         self,
@@ -91,30 +90,40 @@ class SchedulerMachine:
         ended: RunEnd | None = None,
     ) -> None:
         self.rules = rules
+        """Constants of the run. Never written."""
         self.mirror = mirror
+        """The journal's content. Activities change it and return the effect that journals it."""
         self.members = members
+        """Streams and processes of members. Only handlers of this class change them."""
         self.activity: Activity | None = None
+        """The running activity; None: wait. Set by ``_proceed`` and by each end of the run."""
         self.live = False
-        """Whether the epoch has begun and is not broken."""
+        """True from Begin until the epoch breaks: all members but nodes have streams."""
         self.message = ""
-        """Why the last epoch or save broke, or how the run ends."""
+        """Reason of the last broken epoch, failed save or end. Cleared when an epoch begins."""
         self.cause = f"e{mirror.epoch}" if mirror.epoch else ""
-        """What all logs call the failure that is being recovered from: after the epoch that it
-        ended, which may be that of a scheduler before this one. Empty in a live epoch.
-        """
+        """Failure under recovery, named after the epoch that it broke; empty in a live epoch."""
         self.attempt_seconds: deque[float] = deque(maxlen=ETA_WINDOW)
-        """How long the last attempts took."""
+        """Seconds of each of the last attempts. ``_transaction_done`` appends."""
         self.reports: Mapping[str, pb.AttemptDone] = {}
-        """Of workers, on the last attempt."""
+        """Reports of workers on the last decided attempt. Written by ``_transaction_done``."""
         self.chronicle = Chronicle()
+        """The last events, for a status. Decides nothing."""
         self.tally = Tally()
+        """Counters for metrics. Decides nothing."""
         self.saves = Saves(rules, mirror, members)
+        """The save under way, of which there is at most one."""
         self.hangs = HangDetector(rules.config.cluster.attempt_timeout_s)
+        """Progress of members. Handlers of messages and of time write it."""
+        self.requests = Requests(patience_s=rules.deadlines.stop_s)
+        """Calls and signals that wait: pause, stop, snapshots. Written by their handlers."""
         self._pace = SavePace(rules.state_bytes, len(rules.memoryds))
+        """Duration of saves. ``_look_at_save`` writes it after each save."""
         members.began(now_s)
         self._now_s = now_s
+        """Time of the last event, to notice a stop of this process. Written by every event."""
         self._beat_s = now_s
-        self._requests = Requests(patience_s=rules.deadlines.stop_s)
+        """Time of the next heartbeat. Written by ticks."""
         if ended is not None:  # a scheduler before this one had begun to shut everyone down
             self.activity = self._shut_down(
                 keep_memory=ended.keep_memory,
@@ -124,7 +133,7 @@ class SchedulerMachine:
             )
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """React to ``event`` at ``now_s`` (any monotonic clock)."""
+        """Handles ``event`` at ``now_s`` (seconds of any monotonic clock)."""
         self._notice_jump(now_s)
         before = self.cause
         effects = self._HANDLERS[type(event)](self, event, now_s)
@@ -136,7 +145,7 @@ class SchedulerMachine:
         """Checks the invariants of all parts.
 
         Raises:
-            ValueError: naming what contradicts what.
+            ValueError: an invariant does not hold; names the values.
         """
         self.mirror.validate()
         self.members.validate()
@@ -149,7 +158,7 @@ class SchedulerMachine:
     # ---- time ----
 
     def _notice_jump(self, now_s: float) -> None:
-        """After the scheduler itself was stopped, everyone gets a full deadline again."""
+        """Restarts all deadlines after this process itself was stopped."""
         gap_s, self._now_s = now_s - self._now_s, now_s
         if self.live and self.activity is None:
             self.tally.paused_s += gap_s
@@ -159,8 +168,8 @@ class SchedulerMachine:
         self.hangs.paused(gap_s, now_s)
         if self.activity is not None and self.activity.deadline_s is not None:
             self.activity.deadline_s += gap_s
-        if self._requests.stop_by_s is not None:
-            self._requests.stop_by_s += gap_s
+        if self.requests.stop_by_s is not None:
+            self.requests.stop_by_s += gap_s
 
     def _on_tick(self, event: Tick, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -185,24 +194,24 @@ class SchedulerMachine:
         return effects + self._end_hang(now_s)
 
     def _end_hang(self, now_s: float) -> list[Effect]:
-        """Give up whoever holds up what is going on; the run, when it happens again and again."""
+        """Drops an activity without progress and its culprits; ends the run at the third hang."""
         if self.activity is None or not self.hangs.suspected(now_s):
             return []
         hung = self.hangs.overdue(self._unfinished(), now_s)
         return self._give_up(hung, now_s) if hung else []
 
     def _unfinished(self) -> tuple[str, ...]:
-        """Returns whose work is awaited; sweeps may wait for a save."""
-        doing = [work for work in (self.activity, self.saves.under_way) if work is not None]
-        return tuple(dict.fromkeys(name for work in doing for name in work.unfinished))
+        """Returns members that owe work to the activity, or to the save that sweeps wait for."""
+        works = [work for work in (self.activity, self.saves.under_way) if work is not None]
+        return tuple(dict.fromkeys(name for work in works for name in work.unfinished))
 
     def _give_up(self, hung: Mapping[str, str], now_s: float) -> list[Effect]:
-        """What is going on hangs; ``hung``: who is lost for it, and why."""
-        what = "the run" if self.activity is None else self.activity.title
-        said = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
-        self._break_epoch(BreakCause.HUNG, f"{what} hung: {said}", now_s)
+        """Breaks the epoch because of hung members. ``hung``: their reasons, by name."""
+        title = "the run" if self.activity is None else self.activity.title
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in hung.items())
+        self._break_epoch(BreakCause.HUNG, f"{title} hung: {reasons}", now_s)
         effects = [e for name in hung for e in self._lose(name, BreakCause.HUNG, hung[name])]
-        error = self.hangs.once_more(f"{what} after step {self.mirror.version}", said)
+        error = self.hangs.once_more(f"{title} after step {self.mirror.version}", reasons)
         return effects if error is None else effects + self._fail(error, ExitCode.LOST_MEMBERS)
 
     # ---- members ----
@@ -214,8 +223,8 @@ class SchedulerMachine:
         if isinstance(self.activity, Shutdown):
             return effects + self.activity.joined(name)
         if self.members.role_of(name) is not Role.NODE:
-            # In a live epoch everyone was there: this process is new, or missed messages.
-            self._break_epoch(BreakCause.LOST, f"{name} joined anew", now_s)
+            # A live epoch has all members: this process is new, or has missed messages.
+            self._break_epoch(BreakCause.LOST, f"{name} joined again", now_s)
         return effects
 
     def _on_received(self, event: Received, now_s: float) -> list[Effect]:
@@ -258,15 +267,15 @@ class SchedulerMachine:
         return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))
 
     def _on_cut_off(self, name: str, body: pb.CutOff, now_s: float) -> list[Effect]:
-        """Messages of the epoch were lost: begin another, in which connections are made anew."""
+        """Breaks the epoch: messages of it were lost. The next one makes new connections."""
         if isinstance(self.activity, Shutdown) or self._is_over(body.epoch):
             return []
-        said = f"{name}: {body.loss}"
-        self._break_epoch(BreakCause.LOST, said, now_s)
-        return [Say(text=said, warning=True)]
+        reason = f"{name}: {body.loss}"
+        self._break_epoch(BreakCause.LOST, reason, now_s)
+        return [Say(text=reason, warning=True)]
 
     def _is_over(self, epoch: int) -> bool:
-        """Returns whether nobody goes on with an epoch, also if the next one is not begun."""
+        """Returns whether an epoch is over, even if the next one has not begun."""
         return epoch != self.mirror.epoch or not (self.live or self.activity)
 
     def _on_hello(self, name: str, body: pb.Hello, now_s: float) -> list[Effect]:
@@ -287,7 +296,7 @@ class SchedulerMachine:
         return self.members.lose(name, reason, self._now_s)
 
     def _break_epoch(self, cause: BreakCause, reason: str, now_s: float) -> None:
-        """Drop what was going on; only what is journaled counts."""
+        """Drops the activity. Only journaled results count."""
         if isinstance(self.activity, Shutdown) or (self.activity is None and not self.live):
             return
         self._count_break(cause, now_s)
@@ -295,21 +304,21 @@ class SchedulerMachine:
         if self.live:
             self.chronicle.broke(self.mirror.version, reason, now_s, self.cause)
         self._count_blocked(now_s)
-        self.saves.epoch_broke(self._requests)
+        self.saves.epoch_broke(self.requests)
         self.live = False
         self.activity = None
         self.message = reason
-        self._requests.epoch_broke(now_s)
+        self.requests.epoch_broke(now_s)
 
     def _count_break(self, cause: BreakCause, now_s: float) -> None:
         if self.live:
             attempting = isinstance(self.activity, Transaction)
             self.tally.epoch_broke(cause, now_s, attempting=attempting)
 
-    # ---- what next ----
+    # ---- the next activity ----
 
     def _proceed(self, now_s: float) -> list[Effect]:
-        """Finish the activity that is done, start the next, until one has to wait."""
+        """Finishes the activity that is done and starts the next, until one has to wait."""
         effects: list[Effect] = []
         while True:
             self._cut_short(now_s)
@@ -329,34 +338,34 @@ class SchedulerMachine:
             if isinstance(self.activity, Shutdown):
                 return effects + self.activity.look(now_s)
             if isinstance(self.activity, Saving):
-                self.activity.look(paused=self._requests.paused)
+                self.activity.look(paused=self.requests.paused)
             if not self.activity.done:
                 return effects
             finished, self.activity = self.activity, None
             effects += self._FINISH[type(finished)](self, finished)
 
     def _choose(self) -> Activity | None:
-        """Returns what to do when nothing is going on; None: wait for events."""
-        if self._requests.stop_reason and not self.mirror.unsaved:
-            return self._over(self._requests.stop_reason)
+        """Returns the activity to start when none runs; None: wait for events."""
+        if self.requests.stop_reason and not self.mirror.unsaved:
+            return self._over(self.requests.stop_reason)
         if not self.live:
-            ready = self.members.complete
-            if not ready:
+            if not self.members.complete:
                 return None
             saving = self.saves.number
             return Barrier(self.rules, self.mirror, self.members, cause=self.cause, saving=saving)
-        choice = choose(self.rules, self.mirror, self._requests, self.saves.version)
+        choice = choose(self.rules, self.mirror, self.requests, self.saves.version)
         if choice is Next.END:
-            done = f"step {self.mirror.version} of {self.rules.config.train.steps} is done"
-            return self._over(done)
-        activity = self._ACTIVITIES.get(choice)
-        if activity is not None:
-            return activity(self.rules, self.mirror)
-        return self.saves.activity(choice, self._requests)
+            steps = self.rules.config.train.steps
+            return self._over(f"step {self.mirror.version} of {steps} is done")
+        if choice is Next.EVALUATE:
+            return Evaluation(self.rules, self.mirror)
+        if choice is Next.ATTEMPT:
+            return Transaction(self.rules, self.mirror)
+        return self.saves.activity(choice, self.requests)
 
     def _cut_short(self, now_s: float) -> None:
-        """A stop does not wait for a barrier that has nothing to save, or takes too long."""
-        requests = self._requests
+        """Ends a stopped run in a barrier that has nothing to save, or takes too long."""
+        requests = self.requests
         if not requests.stop_reason or self.live or isinstance(self.activity, Shutdown):
             return
         if isinstance(self.activity, Barrier):
@@ -365,20 +374,14 @@ class SchedulerMachine:
                 self.activity = self._over(requests.stop_reason)
                 return
         if requests.stop_by_s is not None and now_s >= requests.stop_by_s:
-            missing = ", ".join((*self.members.fencing, *self.members.missing)) or "an answer"
-            reason = (
-                f"{requests.stop_reason}; the state of step {self.mirror.version} could not be"
-                f" saved (waited for {missing}), it stays in memory for the next start"
-            )
-            self.activity = self._shut_down(
-                keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED
-            )
+            missing = (*self.members.fencing, *self.members.missing)
+            self.activity = self._interrupt(requests.unsaved_reason(self.mirror.version, missing))
 
     def _heed_deadline(self, now_s: float) -> None:
-        """Before the run is killed from outside: drop work that leaves no time to save, and end
-        when nothing can be saved any more.
+        """Obeys the deadline of a stop, after which the run is killed from outside. Drops work that
+        leaves no time to save; ends the run when no save can end in time.
         """
-        deadline, activity = self._requests.deadline, self.activity
+        deadline, activity = self.requests.deadline, self.activity
         if deadline is None or isinstance(activity, Shutdown):
             return
         late = now_s >= deadline.give_up_s
@@ -393,16 +396,15 @@ class SchedulerMachine:
 
     def _out_of_time(self) -> Shutdown:
         if not self.mirror.unsaved:
-            return self._over(self._requests.stop_reason)
-        reason = (
-            f"{self._requests.stop_reason}; step {self.mirror.version} cannot be saved before the"
-            " run is killed (cluster.stop_grace_s, or the end of its job), it stays in memory for"
-            " the next start"
-        )
+            return self._over(self.requests.stop_reason)
+        return self._interrupt(self.requests.late_reason(self.mirror.version))
+
+    def _interrupt(self, reason: str) -> Shutdown:
+        """Ends the run and keeps its memory for the next start."""
         return self._shut_down(keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED)
 
     def _over(self, reason: str) -> Shutdown:
-        """Nothing is left to save: the run is finished, or was stopped before it was."""
+        """Ends a run with nothing left to save, finished or stopped before."""
         code = ExitCode.DONE if is_finished(self.rules, self.mirror) else ExitCode.STOPPED
         return self._shut_down(keep_memory=False, reason=reason, code=code)
 
@@ -410,7 +412,7 @@ class SchedulerMachine:
         self, *, keep_memory: bool, reason: str, code: ExitCode, error: str = ""
     ) -> Shutdown:
         self.live, self.message = False, error or reason
-        deadline = self._requests.deadline
+        deadline = self.requests.deadline
         return Shutdown(
             self.rules,
             self.mirror,
@@ -427,7 +429,7 @@ class SchedulerMachine:
         self.activity = self._shut_down(keep_memory=keep, reason=error, code=code, error=error)
         return []
 
-    # ---- what an activity led to ----
+    # ---- results of activities ----
 
     def _barrier_done(self, barrier: Barrier) -> list[Effect]:
         if barrier.failure:
@@ -439,7 +441,7 @@ class SchedulerMachine:
             return []
         self.live = True
         self.chronicle.lives(self.mirror.version, self._now_s)
-        self._requests.stop_by_s = None
+        self.requests.stop_by_s = None
         self.message = self.cause = ""
         return []
 
@@ -452,25 +454,24 @@ class SchedulerMachine:
         return []
 
     def _saving_done(self, saving: Saving) -> list[Effect]:
-        """Attempts may go on. What came of the save is told when it is over."""
         self.hangs.finished(0.0)
         self._count_blocked(self._now_s, saving)
         return []
 
     def _count_blocked(self, now_s: float, saving: Saving | None = None) -> None:
-        """Steps waited for a save, unless there were none to do."""
+        """Counts the seconds that steps waited for a save, if there were steps to do."""
         waited = saving or self.activity
         if isinstance(waited, Saving) and not waited.idle and not self._ends_with_save:
             self.tally.save_blocked_s += now_s - waited.started_s
 
     @property
     def _ends_with_save(self) -> bool:
-        return bool(self._requests.stop_reason) or is_last(self.rules, self.mirror)
+        return bool(self.requests.stop_reason) or is_last(self.rules, self.mirror)
 
     def _look_at_save(self, now_s: float) -> list[Effect]:
-        """Tell what came of a save that is over."""
+        """Reports a save that is over."""
         ends = isinstance(self.activity, Shutdown)
-        (self.saves.leave if ends else self.saves.join)(self._requests)
+        (self.saves.leave if ends else self.saves.join)(self.requests)
         save = self.saves.look(self.activity, live=self.live)
         if save is None or ends:
             return []
@@ -479,15 +480,15 @@ class SchedulerMachine:
             self._pace.finished(save.write_s)
             return snapshot_answers(save.tickets, self.mirror, "")
         self.message = error = f"saving step {save.version} failed: {save.error}"
-        said = Say(text=f"{error}; training goes on", warning=True)
-        if not self.live:  # what broke the epoch ended the save, too: it is due again
-            self._requests.tickets += save.tickets
-            return [said]
+        warning = Say(text=f"{error}; training goes on", warning=True)
+        if not self.live:  # the broken epoch ended the save, too: it is due again
+            self.requests.tickets += save.tickets
+            return [warning]
         effects = snapshot_answers(save.tickets, self.mirror, error)
         if self._ends_with_save and save.version == self.mirror.version:
             return effects + self._fail(error, ExitCode.NO_MEMORY, "; its memory is kept")
-        self._requests.save_failed_at = save.version
-        return [*effects, said]
+        self.requests.save_failed_at = save.version
+        return [*effects, warning]
 
     def _evaluation_done(self, evaluation: Evaluation) -> list[Effect]:
         self.hangs.finished(evaluation.seconds)
@@ -507,13 +508,13 @@ class SchedulerMachine:
         return self.activity.found(event) if isinstance(self.activity, Barrier) else []
 
     def _answer_early_snapshots(self) -> list[Effect]:
-        """Answer snapshot calls that need no save, or cannot have one any more."""
+        """Answers snapshot calls that need no save, or can have none any more."""
         saved = self.mirror.saved is not None and not self.mirror.unsaved
         if isinstance(self.activity, Shutdown):
             error = "" if saved else f"the run ends: {self.message}"
-            return self._requests.answer_snapshots(self.mirror, error)
+            return self.requests.answer_snapshots(self.mirror, error)
         if self.live and self.activity is None and saved:
-            return self._requests.answer_snapshots(self.mirror)
+            return self.requests.answer_snapshots(self.mirror)
         return []
 
     # ---- control ----
@@ -522,24 +523,22 @@ class SchedulerMachine:
         if event.call is ControlCall.STATUS:
             return [Reply(ticket=event.ticket, reply=status_reply(self, now_s))]
         attempting = isinstance(self.activity, Transaction)
-        before = self._requests.paused, self._requests.stop_reason
-        effects = self._requests.answer(event, attempting=attempting, now_s=now_s)
-        if event.call in _NOTED and before != (self._requests.paused, self._requests.stop_reason):
+        before = self.requests.paused, self.requests.stop_reason
+        effects = self.requests.answer(event, attempting=attempting, now_s=now_s)
+        if event.call in _NOTED and before != (self.requests.paused, self.requests.stop_reason):
             self.chronicle.add(_NOTED[event.call], self.mirror.version, now_s)
         return effects
 
     def _on_stop_signal(self, event: StopAsked, now_s: float) -> list[Effect]:
         if not event.again:
-            if not self._requests.stop_reason:
+            if not self.requests.stop_reason:
                 self.chronicle.add(Kind.STOPPING, self.mirror.version, now_s)
-            self._requests.stop("stopped by a signal", event.within_s, now_s)
+            self.requests.stop("stopped by a signal", event.within_s, now_s)
             return []
         if not isinstance(self.activity, Shutdown):
             self._count_break(BreakCause.ASKED, now_s)
             reason = "stopped by a second signal; the memory is kept for the next start"
-            self.activity = self._shut_down(
-                keep_memory=True, reason=reason, code=ExitCode.INTERRUPTED
-            )
+            self.activity = self._interrupt(reason)
         self.activity.hurry()
         return []
 
@@ -549,25 +548,26 @@ class SchedulerMachine:
     # ---- status ----
 
     @property
-    def saving_version(self) -> int:
-        """The version that is being saved; 0 if none is, or it is the initial weights."""
-        return self.saves.version or 0
-
-    @property
-    def pausing(self) -> bool:
-        """Whether it is paused, or will be after the attempt under way."""
-        return self._requests.paused
-
-    @property
     def phase(self) -> RunPhase:
-        """What the run is doing."""
+        """Phase of the run, as a status shows it."""
         if self.activity is not None:
             return self.activity.phase
         if self.live:
             return RunPhase.PAUSED
-        if self._requests.stop_reason:
+        if self.requests.stop_reason:
             return RunPhase.STOPPING
-        return RunPhase.FENCING if self.members.fencing else RunPhase.GATHERING
+        return RunPhase(self.epoch_state)
+
+    @property
+    def epoch_state(self) -> EpochState:
+        """State of the membership epoch."""
+        if isinstance(self.activity, Shutdown):
+            return EpochState.ENDING
+        if isinstance(self.activity, Barrier):
+            return EpochState(self.activity.phase.value)
+        if self.live:
+            return EpochState.LIVE
+        return EpochState.FENCING if self.members.fencing else EpochState.GATHERING
 
     _HANDLERS: ClassVar[Mapping[type, _Handler]] = {
         Tick: _on_tick,
@@ -591,10 +591,6 @@ class SchedulerMachine:
         "cut_off": _on_cut_off,
         "pinned": _on_save_answer,
         "saved": _on_save_answer,
-    }
-    _ACTIVITIES: ClassVar[Mapping[Next, type[Activity]]] = {
-        Next.EVALUATE: Evaluation,
-        Next.ATTEMPT: Transaction,
     }
     _FINISH: ClassVar[Mapping[type, Callable[[SchedulerMachine, Any], list[Effect]]]] = {
         Barrier: _barrier_done,

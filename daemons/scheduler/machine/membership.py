@@ -30,6 +30,7 @@ from penstock.daemons.kit.events import Say
 from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Send
 from penstock.daemons.scheduler.machine.node_loss import Leases
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
+from penstock.daemons.scheduler.machine.states import MemberState
 from penstock.host.logs import COMPLAINT_INTERVAL_S
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.names import nodes_beside
@@ -498,12 +499,12 @@ class Membership:
         del self._names[stream]
         self._changed.add(member.spec.name)
 
-    def _state(self, member: Member, dying: frozenset[str], ready: bool) -> str:
+    def _state(self, member: Member, dying: frozenset[str], ready: bool) -> MemberState:
         if member.spec.name in dying:
-            return "fencing"
+            return MemberState.FENCING
         if member.stream is None:
-            return "missing"
-        return "ready" if ready else "joining"
+            return MemberState.MISSING
+        return MemberState.READY if ready else MemberState.JOINING
 
 
 def facts_in(hello: pb.Hello) -> dict[str, str]:

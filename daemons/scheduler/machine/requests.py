@@ -7,6 +7,7 @@ left out only when it cannot end in time; in doubt it is begun.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -139,6 +140,20 @@ class Requests:
         """Wait for the next live epoch, if the run is to stop, with the full patience again."""
         if self.stop_reason:
             self.stop_by_s = now_s + self.patience_s
+
+    def unsaved_reason(self, version: int, missing: Sequence[str]) -> str:
+        """Returns the reason of an end without a live epoch in which to save."""
+        return (
+            f"{self.stop_reason}; the state of step {version} could not be saved (waited for"
+            f" {', '.join(missing) or 'an answer'}), it stays in memory for the next start"
+        )
+
+    def late_reason(self, version: int) -> str:
+        """Returns the reason of an end that leaves no time to save."""
+        return (
+            f"{self.stop_reason}; step {version} cannot be saved before the run is killed"
+            " (cluster.stop_grace_s, or the end of its job), it stays in memory for the next start"
+        )
 
     def take_tickets(self) -> list[int]:
         """Returns the snapshot calls that wait; somebody else answers them."""

@@ -15,14 +15,14 @@ a save that is pinned, as long as its memoryds live and nothing is restored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, auto
 from typing import TypeAlias
 
 from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import CompleteSave, Effect, PrepareSave, SavedState
+from penstock.daemons.scheduler.machine.history import Chronicle, Kind, Tally
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
-from penstock.daemons.scheduler.machine.status import Chronicle, Kind, Tally
+from penstock.daemons.scheduler.machine.states import SaveState
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 Processes = Mapping[str, tuple[int, int]]
@@ -30,16 +30,6 @@ Processes = Mapping[str, tuple[int, int]]
 
 Answer: TypeAlias = pb.Pinned | pb.Saved
 """What memoryds say of a save. It is not of one epoch, as a save is not."""
-
-
-class SavePhase(Enum):
-    """See the module's picture."""
-
-    PREPARING = auto()
-    PINNING = auto()
-    WRITING = auto()
-    COMPLETING = auto()
-    OVER = auto()
 
 
 class Save:
@@ -64,7 +54,7 @@ class Save:
         self.tickets = tickets
         self.version = mirror.version
         self.directory = f"{rules.state_dir}/.tmp-step-{self.version:08d}"
-        self.phase = SavePhase.PREPARING
+        self.phase = SaveState.PREPARING
         self.error = ""
         self.write_s = 0.0
         self.started_s = 0.0
@@ -79,12 +69,12 @@ class Save:
     @property
     def over(self) -> bool:
         """Whether nothing more comes of it."""
-        return self.phase is SavePhase.OVER
+        return self.phase in (SaveState.SAVED, SaveState.FAILED)
 
     @property
     def is_pinned(self) -> bool:
         """Whether attempts may go on."""
-        return self.phase not in (SavePhase.PREPARING, SavePhase.PINNING)
+        return self.phase not in (SaveState.PREPARING, SaveState.PINNING)
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +96,7 @@ class Save:
         if error:
             self.fail(error)
             return []
-        self.phase = SavePhase.PINNING
+        self.phase = SaveState.PINNING
         self._unpinned, self._waiting = set(self._memoryds), set(self._memoryds)
         save = pb.Save(
             epoch=self.epoch,
@@ -123,8 +113,8 @@ class Save:
     def pinned(self, member: str) -> list[Effect]:
         """A memoryd holds back whatever would overwrite the version."""
         self._unpinned.discard(member)
-        if self.phase is SavePhase.PINNING and not self._unpinned:
-            self.phase = SavePhase.WRITING
+        if self.phase is SaveState.PINNING and not self._unpinned:
+            self.phase = SaveState.WRITING
         return []
 
     def saved(self, member: str, body: pb.Saved) -> list[Effect]:
@@ -142,7 +132,7 @@ class Save:
         if self.error:
             self.fail(self.error)
             return []
-        self.phase = SavePhase.COMPLETING
+        self.phase = SaveState.COMPLETING
         return [
             CompleteSave(
                 number=self.number,
@@ -156,11 +146,12 @@ class Save:
 
     def finished(self, directory: str, error: str) -> SavedState | None:
         """The effects are through: returns what is on disk for good, or None."""
-        if self.phase is not SavePhase.COMPLETING:
+        if self.phase is not SaveState.COMPLETING:
             return None
-        self.phase, self.error = SavePhase.OVER, error
         if error:
+            self.fail(error)
             return None
+        self.phase = SaveState.SAVED
         return SavedState(version=self.version, directory=directory, position=self._position)
 
     def note(self, tally: Tally, chronicle: Chronicle, mirror: JournalMirror, now_s: float) -> None:
@@ -175,7 +166,7 @@ class Save:
 
     def fail(self, error: str) -> None:
         """There will be no saved state."""
-        self.phase, self.error = SavePhase.OVER, error
+        self.phase, self.error = SaveState.FAILED, error
 
 
 class Saving(Activity):
