@@ -1,8 +1,9 @@
-"""What saved states ask of a disk: one small port, so that a test can record or refuse each call.
+"""The disk operations of saved states, as one small port, so that a test can record or refuse each
+call.
 
-A power cut keeps what was synced, and any part of the rest. So writers of saved states order their
-calls: content, then :meth:`Disk.sync` of its file, then :meth:`Disk.sync_names` of the directory,
-then the rename that makes it count, then the names above it.
+A power cut keeps synced bytes, and any part of the rest. Writers of saved states therefore order
+their calls: content, then :meth:`Disk.sync` of its file, then :meth:`Disk.sync_names` of the
+directory. Then follow the rename that makes the content count, and the names above it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Disk:
     """The real one."""
 
     def create(self, path: Path) -> BinaryIO:
-        """Open a new file for writing, in place of one that is there.
+        """Opens a new file for writing, in place of an existing one.
 
         Raises:
             OSError: it cannot be made. So for all that follow.
@@ -27,32 +28,32 @@ class Disk:
         return path.open("wb", buffering=0)
 
     def write(self, file: BinaryIO, content: memoryview | bytes) -> None:
-        """Append all of ``content``; it need not be on disk yet."""
+        """Appends all of ``content``, which need not be on disk yet."""
         rest = memoryview(content)
         while rest:
             rest = rest[file.write(rest) :]
 
     def sync(self, file: BinaryIO) -> None:
-        """Return when the file's content is on disk."""
+        """Returns after the file's content is on disk."""
         os.fsync(file.fileno())
 
     def sync_names(self, directory: Path) -> None:
-        """Return when the names in a directory are on disk."""
+        """Returns after the names in a directory are on disk."""
         sync_directory(directory)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or directory another name, at once or not at all."""
+        """Renames a file or directory atomically."""
         old.rename(new)
 
     def remove(self, path: Path) -> None:
-        """Remove a directory with all that is in it, or a file."""
+        """Removes a file, or a directory with its content."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and those above it, if they are not there.
+        """Makes a directory and its parents, if they are missing.
 
         Raises:
             PenstockError: it cannot be made.

@@ -1,4 +1,6 @@
-"""What a memoryd does and counts: messages to the scheduler; restores and saves, on a thread."""
+"""Carries out a memoryd's effects and counts them: messages to the scheduler; restores and saves,
+on a thread.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from penstock.protocol.wire.member import Doing
 from penstock.shm.memory import NodeMemory
 
 SETTLE_POLL_S = 0.002
-"""A save looks this often for blocks that have been settled."""
+"""Seconds between a save's checks for settled blocks."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,10 +74,10 @@ class JobThread:
         self._progress = 0
         self._waits = self._has_waited = False
         self.waited_s = 0.0
-        """How long the job has waited for others."""
+        """Seconds that the job has waited for other members."""
 
     def start(self, name: str, job: Job) -> None:
-        """Start ``job(cancelled)``; the one before must have answered."""
+        """Starts ``job(cancelled)``; the previous job must have answered."""
         self.join()
         self._cancel.clear()
         self.waited_s = 0.0
@@ -94,7 +96,7 @@ class JobThread:
             return None
 
     def doing(self) -> Doing:
-        """For heartbeats, on their thread."""
+        """Returns the activity for heartbeats; called on their thread."""
         thread = self._thread
         if thread is None or not thread.is_alive():
             return Doing(waiting=True, progress=self._progress)
@@ -102,7 +104,7 @@ class JobThread:
 
     @property
     def running(self) -> bool:
-        """Whether a job is under way."""
+        """True while a job runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def stopping(self) -> bool:
@@ -110,7 +112,7 @@ class JobThread:
         return self._cancel.is_set()
 
     def wait(self) -> bool:
-        """Wait for a moment, on a job's thread; returns whether the job is cancelled."""
+        """Waits for a moment, on a job's thread; returns whether the job is cancelled."""
         self._waits, started_s = True, world.monotonic()
         cancelled = self._cancel.wait(SETTLE_POLL_S)
         self._waits = False
@@ -119,7 +121,7 @@ class JobThread:
         return cancelled
 
     def join(self) -> None:
-        """Wait for the end of the job."""
+        """Waits for the end of the job."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -149,7 +151,7 @@ class MemoryEffects:
         jobs: JobThread,
         partner: Partner | None = None,
     ) -> None:
-        """``partner``: the node that keeps a replica of this memory, if one does."""
+        """Creates the effects. ``partner``: the node with a replica of this memory, if any."""
         self._memory = memory
         self._link = link
         self._metrics = metrics
@@ -160,13 +162,13 @@ class MemoryEffects:
         self.exit: Exit | None = None
 
     def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
-        """Carry out effects in order. Jobs answer later: no event follows at once."""
+        """Carries out effects in order. Jobs answer later, so no event follows at once."""
         for effect in effects:
             _HANDLERS[type(effect)](self, effect)
         return ()
 
     def close(self) -> None:
-        """End the running job, if any."""
+        """Ends the running job, if any."""
         self.jobs.cancel()
         self.jobs.join()
 
@@ -246,7 +248,9 @@ class MemoryEffects:
         )
 
     def _start_save(self, effect: StartSave) -> None:
-        """The pins are there when this returns, so that what follows may be told."""
+        """Starts a save. Its pins are set before this returns, so that the next attempt may be
+        announced.
+        """
         try:
             pinned = PinnedVersion(self._memory, effect.version)
         except StateError as error:

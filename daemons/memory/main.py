@@ -47,7 +47,8 @@ def main(
     parent_pid: int | None = None,
     load_initial: LoadInitial | None = None,
 ) -> int:
-    """Own the shared memory of ``node`` until the run ends; returns the exit code.
+    """Runs memoryd, which owns the shared memory of ``node`` until the run ends; returns the exit
+    code.
 
     ``load_initial`` replaces the loader process.
     """
@@ -64,7 +65,7 @@ def memoryd(
     registry = CollectorRegistry()
     metrics, machine, jobs = MemoryMetrics(registry), MemoryMachine(), JobThread()
     process.serve(registry)
-    # The local address is bound before any segment is looked at: it is the lock that keeps a
+    # The local address is bound before any segment is opened: the address is the lock that keeps a
     # second memoryd of this run and node out.
     server = process.keep(
         BlockServer(
@@ -97,7 +98,7 @@ def memoryd(
     service = MemoryService(
         machine=machine, effects=effects, link=link, server=server, stop=process.stop
     )
-    # Unmapped only when nobody can touch it any more: jobs and block server have ended.
+    # Unmapped after the end of jobs and block server, which use it.
     process.keep(memory)
     process.keep(server)
     process.keep(effects)
@@ -134,14 +135,14 @@ def _link(
             pid=world.pid(),
             epoch=machine.epoch,
             data_endpoint=server.endpoint,
-            peers=pb.Peers(),  # it contacts nobody
+            peers=pb.Peers(),  # The link contacts no peers.
         ),
         doing=lambda: replace(jobs.doing(), stuck=server.stuck),
     )
 
 
 def _partner(directory: RunDirectory, node: int) -> Partner | None:
-    """Returns who keeps a replica of the node's memory, if anybody does."""
+    """Returns the node that keeps a replica of this node's memory, if any."""
     config = directory.config
     if not config.mirrors:
         return None
@@ -178,7 +179,7 @@ def _acquire(directory: RunDirectory, node: int) -> NodeMemory:
 
 
 def _report(link: MemberLink, error: PenstockError) -> None:
-    """Tell the scheduler why this process cannot serve, if it can be reached soon."""
+    """Reports to the scheduler, if it is reachable soon, why this process cannot serve."""
     deadline_s = world.monotonic() + REPORT_TIMEOUT_S
     while not link.connected and world.monotonic() < deadline_s:
         world.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What a memoryd counts; names and meanings are in :mod:`penstock.protocol.metrics.memory`."""
+"""Counts a memoryd's metrics; :mod:`penstock.protocol.metrics.memory` describes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MemoryMetrics:
         self._page = MetricRegistry(MEMORY, registry)
 
     def watch(self, memory: NodeMemory) -> None:
-        """Report the memory's sizes, and its versions at every scrape."""
+        """Reports the memory's sizes, and its versions at every scrape."""
         for name, size in memory.spec.sizes().items():
             self._page.set("penstock_shm_segment_bytes", size, name.rpartition("-")[2])
         for kind, size in memory.huge_bytes().items():
@@ -26,25 +26,25 @@ class MemoryMetrics:
         self._page.ask("penstock_memoryd_holds_model", lambda: float(control.incarnation != 0))
 
     def answered(self, kind: str, status: str) -> None:
-        """A request was answered: for a lease, an agent, or an array of a block."""
+        """Counts an answered request for a lease, an agent, or an array of a block."""
         self._page.add("penstock_memoryd_requests", 1, kind, status)
 
     def malformed(self) -> None:
-        """A message was no valid request."""
+        """Counts an invalid message."""
         self._page.add("penstock_memoryd_malformed_messages", 1)
 
     def served(self, num_bytes: int) -> None:
-        """Bytes of a block were sent."""
+        """Counts sent bytes of a block."""
         self._page.add("penstock_memoryd_served_bytes", num_bytes)
 
     def waiting(self, count: int) -> None:
-        """So many requests are held back."""
+        """Reports the number of requests that are held back."""
         self._page.set("penstock_memoryd_waiting_requests", count)
 
     def leases(self, count: int) -> None:
-        """So many living processes hold a lease."""
+        """Reports the number of living processes with a lease."""
         self._page.set("penstock_memoryd_leases", count)
 
     def job_done(self, job: str, seconds: float) -> None:
-        """A ``restore`` or ``save`` is over."""
+        """Notes the end of a ``restore`` or ``save``."""
         self._page.add("penstock_memoryd_job_seconds", seconds, job)

@@ -1,12 +1,12 @@
-"""A version of the state that is read while training goes on.
+"""Pins a version of the state, so that a save can read it while training continues.
 
-memoryd pins version ``v`` of every block that trains before the next attempt begins: from then on
-no sweep may overwrite that state (:mod:`penstock.daemons.optimizer.machine.pins`). Each block is
-read when it has been settled at ``v``, and let go. memoryd alone writes pins. They outlive it; the
-memoryd that comes after it lets go of all, before an epoch begins, since it reads none of them.
+memoryd pins version ``v`` of every trained block before the next attempt begins. From then on no
+sweep may overwrite that state (:mod:`penstock.daemons.optimizer.machine.pins`). Each block is read
+after it has settled at ``v``, and is then released. Only memoryd writes pins, and they outlive it.
+The next memoryd releases all of them before an epoch begins, since it reads none.
 
-What was read counts only if the words say before and after it that it is the version: committed,
-settled, of the same filling, with no sweep under way that leads the block elsewhere.
+A read counts only if the block's words identify the version before and after it. The version must
+be committed, settled, of the same filling, and not being advanced by a sweep.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.shm.memory import NodeMemory
 
 
 class PinnedVersion:
-    """The blocks of a node's memory at one version, until each has been let go."""
+    """The blocks of a node's memory at one version, until each has been released."""
 
     def __init__(self, memory: NodeMemory, version: int) -> None:
         """Pins all blocks that train.
@@ -66,7 +66,7 @@ class PinnedVersion:
         return False
 
     def check(self, block: int) -> None:
-        """What has just been read of a block was of the version from begin to end.
+        """Checks that the bytes just read of a block belonged to the version throughout.
 
         Raises:
             StateError: it may not have been.
@@ -75,12 +75,12 @@ class PinnedVersion:
             raise self._contradiction(f"block {block} changed while it was read")
 
     def let_go(self, block: int) -> None:
-        """The block has been read."""
+        """Releases a block after it has been read."""
         if block in self._trained:
             self.memory.control.set_pin(block, None)
 
     def close(self) -> None:
-        """Let go of all blocks."""
+        """Releases all blocks."""
         for block in self._trained:
             self.let_go(block)
 
@@ -96,6 +96,6 @@ class PinnedVersion:
 
 
 def let_go_of_all(memory: NodeMemory) -> None:
-    """Drop the pins that a dead memoryd left; nobody reads what they hold back."""
+    """Releases the pins of a dead memoryd, which no process reads."""
     for block in memory.owned_blocks():
         memory.control.set_pin(block, None)

@@ -56,7 +56,7 @@ def refill(
         load_initial(cancelled)
     with world.sockets() as context:
         client = BlockClient(context, access=partner.access)
-        # A replica's masters are whole, whatever the owner's are.
+        # A replica's masters are whole, even if the owner's are split.
         reader = StateReader(client, partner.run_id, split=False)
         try:
             for block in blocks:

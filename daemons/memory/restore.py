@@ -1,7 +1,7 @@
-"""Filling a node's memory: from a saved state, or with initial weights from the loader process.
+"""Fills a node's memory from a saved state, or with initial weights from the loader process.
 
-Order: a saved state is verified completely before anything changes; then the incarnation becomes 0
-(no model in memory), then everything is written, and the new incarnation goes last. A memoryd that
+Order: a saved state is verified completely before memory changes. Then the incarnation becomes 0
+(no model in memory), the bytes are written, and the new incarnation is written last. A memoryd that
 is killed in between leaves incarnation 0, and the scheduler orders the restore again.
 """
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """What a restore is to put into memory. ``source`` None: initial weights."""
+    """Source and version of a restore. ``source`` None: initial weights."""
 
     incarnation: int
     version: int
@@ -99,15 +99,17 @@ def run_loader(
     silence_s: float,
     preloader: Preloader | None = None,
 ) -> None:
-    """Run the process that writes initial weights; it dies with this one. A ``preloader`` forks it
-    if it can, and is ended: initial weights are written once. ``command`` is ``python -m MODULE``
-    then. To ask ``cancelled`` counts as progress, so it is asked when the process has computed,
-    read or written since the last time, and ``stopping``, which does not count, when it has not.
-    A process that a signal stops for ``silence_s`` is killed and started again.
+    """Runs the process that writes initial weights; it dies with this process.
+
+    A ``preloader`` forks it if possible (``command`` is ``python -m MODULE`` then), and is ended
+    afterwards: initial weights are written once. A call of ``cancelled`` counts as progress, so it
+    is called only if the loader has computed, read or written since the last call. ``stopping``,
+    which does not count, is called otherwise. A loader that a signal stops for ``silence_s`` is
+    killed and started again.
 
     Raises:
-        LoaderError: it failed; the message ends with what it said last.
-        CancelledError: on request; it is dead then.
+        LoaderError: the loader failed; the message ends with its last output.
+        CancelledError: cancelled on request; the loader is dead then.
     """
     arguments = ["--config", str(run_dir / "resolved.yaml"), "--node", node]
     words = [*command, *arguments, "--parent-pid", str(os.getpid())]
@@ -117,11 +119,11 @@ def run_loader(
         while (code := _code_of(process, cancelled, stopping, silence_s)) is None:
             process = spawn(words, os.environ, streams)
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - _STDERR_BYTES))
-        said = errors.read().decode(errors="replace").strip()
+        output = errors.read().decode(errors="replace").strip()
     if code:
         reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        refusal = said.removeprefix("penstock: ")
-        cause = f"the loader failed ({reason}): {said}" if refusal == said else refusal
+        refusal = output.removeprefix("penstock: ")
+        cause = f"the loader failed ({reason}): {output}" if refusal == output else refusal
         raise LoaderError(f"initial weights of node {node}: {cause}", failure_code(code))
 
 
@@ -176,9 +178,9 @@ def _start(
 
 
 def invalidate(memory: NodeMemory) -> None:
-    """Say that there is no model in memory, and forget what was under way."""
+    """Marks the memory as having no model, and discards work in progress."""
     control = memory.control
-    # First of all: whoever looks from now on, after a kill too, finds no model.
+    # First: from now on, even after a kill, every reader finds no model.
     control.set_incarnation(0)
     for block in memory.owned_blocks():
         control.set_slot_version(block, 0, INVALID_VERSION)
@@ -194,7 +196,9 @@ def _zero_state(memory: NodeMemory, version: int) -> None:
 
 
 def finish(memory: NodeMemory, record: CommitRecord, cores: Sequence[int]) -> None:
-    """Derive the weights from master, set versions and record; the incarnation last."""
+    """Derives the weights from master, then sets versions and record; the incarnation is set last,
+    because it declares the model valid.
+    """
     control, version = memory.control, record.version
     blocks = memory.owned_blocks()
     with _native.Pool(list(cores)) as pool:
@@ -212,8 +216,8 @@ def finish(memory: NodeMemory, record: CommitRecord, cores: Sequence[int]) -> No
 
 
 def _cast(pool: _native.Pool, memory: NodeMemory, block: int, version: int) -> None:
-    """Weights from master, rounded as the optimizer's sweeps round; those that are its upper half
-    are there.
+    """Casts weights from master, rounded as in the optimizer's sweeps. Weights that are the
+    master's upper half are already in place.
     """
     weights = memory.weights(block, version % WEIGHT_SLOTS)
     if weights.size and not memory.split_master:
@@ -226,7 +230,7 @@ def _cast(pool: _native.Pool, memory: NodeMemory, block: int, version: int) -> N
 
 
 def _zero_padding(memory: NodeMemory, block: BlockSpec, version: int) -> None:
-    """Padding takes part in sweeps and norms; it must be zero, whatever was there before."""
+    """Sets padding to zero: it takes part in sweeps and norms, and may hold anything."""
     names = memory.spec.table.state_arrays
     arrays = [memory.state(block.index, name, version) for name in names]
     if memory.split_master:

@@ -1,8 +1,8 @@
-"""Writing a node's part of a saved state, while training goes on.
+"""Writes a node's part of a saved state, while training continues.
 
 ::
 
-    pinned --settled--> read, checked, written --let go--> forced to disk
+    pinned --settled--> read, checked, written -released-> forced to disk
       |                                           |
       no sweep may overwrite the version          sweeps go on
 """
@@ -35,13 +35,13 @@ def save(
     stopping: Callable[[], bool] = lambda: False,
     disk: Disk = DISK,
 ) -> tuple[WrittenFile, ...]:
-    """Write all blocks of a pinned version that the node owns; no pin is left.
+    """Writes all blocks of a pinned version that the node owns; no pin is left.
 
-    Blocks are read as they are settled; without any, ``wait()`` is called until there are some, for
-    a moment, and says whether to give up. Of those that are there the last block is first, since
-    backwards come to it first, and its next sweep is due first. A block is let go when its last
-    byte has been handed to the system; another thread forces it to disk.
-    ``stopping()`` says the same as ``cancelled()``, which is taken for a sign that work goes on.
+    Blocks are written as they settle. When none is ready, ``wait()`` blocks briefly and returns
+    True to give up. Of the settled blocks the last one is written first: backward passes reach it
+    first, so its next sweep is due first. A block is released after its last byte has been handed
+    to the kernel; another thread forces it to disk. ``stopping()`` returns the same as
+    ``cancelled()``, but a call does not count as progress.
 
     Raises:
         StateError: a block went past the version.
@@ -93,7 +93,8 @@ class SettledBlocks:
         self._pinned = pinned
         self._left = sorted(blocks, reverse=True)
         self._wait = wait
-        self._lock = world.lock()  # held while it waits: whoever comes waits for the same
+        # Held while it waits, so that further callers wait for the same event.
+        self._lock = world.lock()
 
     def take(self, stopped: Callable[[], bool]) -> int:
         """Returns the next block; there is one for each call.
@@ -120,7 +121,7 @@ def _written_and_synced(
     stopping: Callable[[], bool],
     disk: Disk,
 ) -> list[WrittenFile]:
-    """Write all files, and force each to disk while the next ones are written."""
+    """Writes all files, and forces each to disk while the next ones are written."""
     with ExitStack() as opened, world.executor(1, "sync") as syncing:
         synced: list[Future[None]] = []
 

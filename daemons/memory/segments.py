@@ -1,8 +1,8 @@
-"""How a memoryd comes by its node's segments at start: adopt what its run left, or create.
+"""Adopts the segments that the run left on its node, or creates new ones.
 
-Only segments of the same run and node are ever touched. Of those, the ones without a readable
-control segment were cut short while they were created (it is created last and its magic number
-written last), so nothing in them counts.
+Only segments of the same run and node are touched. Their control segment is created last, and its
+magic number is written last. So if it is unreadable, creation was cut short, and none of the
+segments counts.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def _refuse_strangers(spec: MemorySpec) -> None:
 
 
 def reclaim(spec: MemorySpec) -> None:
-    """Remove all segments of this run and node."""
+    """Removes all segments of this run and node."""
     for kind in (SegmentKind.CONTROL, *SegmentKind):
         unlink(spec.name(kind))
 
 
 def _cut_short(spec: MemorySpec) -> bool:
-    """Returns whether there are segments whose creation was never finished."""
+    """Returns whether there are segments with an unfinished creation."""
     name = spec.name(SegmentKind.CONTROL)
     if not exists(name):
         return any(exists(spec.name(kind)) for kind in SegmentKind)
@@ -119,9 +119,9 @@ def _cut_short(spec: MemorySpec) -> bool:
 
 def _create(spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]]) -> NodeMemory:
     needed = sum(spec.sizes().values())
-    there = room()
-    if needed > there.available:
-        raise _too_small(spec, needed, there)
+    free = room()
+    if needed > free.available:
+        raise _too_small(spec, needed, free)
     try:
         return NodeMemory.create(spec, places, _draw)
     except NoSpaceError as error:

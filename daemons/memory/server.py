@@ -1,11 +1,12 @@
-"""The block server: leases for local processes, arrays of blocks for anyone in the run.
+"""Serves blocks: leases for local processes, and arrays of blocks for any process of the run.
 
 Two ROUTER sockets answer the same requests, one on the node's local ipc address and one on TCP.
-A thread of its own serves them, so that restoring and saving never delay an answer. Bytes go from
-shared memory to the socket without a copy. A request for an array that is not complete yet is held
-back for up to :data:`HOLD_S`, then answered with ``wait``; the client asks again.
+They have their own thread, so restores and saves never delay an answer. Bytes go from shared memory
+to the socket without a copy. A request for an incomplete array is held back for up to
+:data:`HOLD_S`, then answered with ``wait``, and the client retries.
 
-Requests come from the network: whatever arrives is answered with an error or dropped and counted.
+Requests come from the network: every message is answered, answered with an error, or dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ IDLE_POLL_S = 0.1
 MAX_HELD = 4096
 PRUNE_INTERVAL_S = 1.0
 STUCK_S = 30.0
-"""A turn of the server takes milliseconds. Whoever asks one that hangs gives up after 60 s, or
-after ``cluster.attempt_timeout_s``, and is blamed until the server says that it hangs.
+"""Seconds after which a turn of the server counts as hung; a normal turn takes milliseconds. A
+client of a hung server times out after 60 s, or after ``cluster.attempt_timeout_s``. It is blamed
+for the delay until the server reports its hang.
 """
 MAX_LEASES = 4096
 
 REQUESTS_UNREAD = 64
-"""Of a connection from another node; it has at most a few under way."""
+"""Limit of unread requests of a connection from another node, which has only a few in flight."""
 BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**18)
 """Requests of other nodes have some hundred bytes."""
 
@@ -74,8 +76,8 @@ _log = logging.getLogger(__name__)
 
 
 class ServingMetrics(Protocol):
-    """What a block server counts; :class:`~penstock.daemons.memory.metrics.MemoryMetrics` says what
-    the methods mean.
+    """Counters of a block server; :class:`~penstock.daemons.memory.metrics.MemoryMetrics` documents
+    the methods.
     """
 
     def answered(self, kind: str, status: str) -> None: ...
@@ -91,7 +93,7 @@ class ServingMetrics(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A process that was told the segments."""
+    """A process that has received the names of the segments."""
 
     member: str
     process: ProcessIdentity
@@ -118,8 +120,8 @@ class BlockServer:
         server: str = "memoryd",
         attempt_timeout_s: float = STUCK_S,
     ) -> None:
-        """Bind both sockets; ``access``: who may connect to the one on TCP; ``server``: what errors
-        call this process; ``attempt_timeout_s``: a turn that takes longer hangs, too.
+        """Binds both sockets. ``access``: the clients that may connect over TCP. ``server``: this
+        process's name in errors. ``attempt_timeout_s``: seconds after which a turn counts as hung.
 
         Raises:
             StateError: another process like this one, of this run and node, is alive: it has the
@@ -159,14 +161,14 @@ class BlockServer:
         self._peer_filter = LocalPeerFilter.where_possible(self._local)
 
     def start(self, memory: NodeMemory, metrics: ServingMetrics) -> None:
-        """Begin to answer requests, also those that arrived since the sockets were bound."""
+        """Begins to answer requests, including those that arrived since the sockets were bound."""
         self._memory = memory
         self._metrics = metrics
         self._thread = world.thread(target=self._run, name="block-server")
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering and drop what is on its way; the memory may be unmapped afterwards."""
+        """Stops answering and drops queued messages; the memory may be unmapped afterwards."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -185,17 +187,17 @@ class BlockServer:
 
     @property
     def endpoint(self) -> str:
-        """Where other nodes reach it; another one when this machine's address has changed."""
+        """The server's address for other nodes. It changes with this machine's address."""
         return self._home.endpoint
 
     @property
     def stuck(self) -> bool:
-        """Whether it has stood still for so long that it hangs."""
+        """True if the current turn has taken longer than the limit for a hang."""
         return world.monotonic() - self._turned_s > self._stuck_s
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """Who has been told the segments and was alive a moment ago."""
+        """Returns the leases of processes that were alive a moment ago."""
         return tuple(self._leases.values())
 
     def _router(self) -> zmq.Socket[bytes]:
@@ -247,7 +249,7 @@ class BlockServer:
                 next_prune_s = world.monotonic() + PRUNE_INTERVAL_S
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        """Handle every message that has arrived on a socket, at most a hundred in a row."""
+        """Handles the messages that have arrived on a socket, at most a hundred at a time."""
         for _ in range(100):
             try:
                 client, *frames = self._taken(socket)
@@ -276,7 +278,7 @@ class BlockServer:
 
     def _on_lease(self, socket: zmq.Socket[bytes], client: bytes, request: LeaseRequest) -> None:
         if self._memory.unlinked:
-            return  # the run is over: who asks is about to hear of it, or asks the next memoryd
+            return  # The run is over: the client will learn so, or asks the next memoryd.
         error = self._lease_error(request)
         if error:
             reply = LeaseReply(segments=(), digest=b"", undo_bytes=0, error=error)
@@ -307,7 +309,7 @@ class BlockServer:
         return f"this {self._server} serves run {self._run_id}, not {run_id[:40]!r}"
 
     def _on_offer(self, socket: zmq.Socket[bytes], client: bytes, offer: AgentOffer) -> None:
-        """Only of this node: what is offered elsewhere is no business of ours."""
+        """Answers an agent's offer. Only agents of this node are accepted."""
         process = ProcessIdentity.of(offer.pid)
         if socket is not self._local or offer.run_id != self._run_id or process is None:
             self._metrics.malformed()
@@ -370,9 +372,9 @@ class BlockServer:
         if not held:
             return f"node {self._memory.spec.node_name} holds no {request.array} {key}"
         if request.array == "state" and self._memory.control.incarnation:
-            found = self._words(request.block).state_version
-            if found not in (request.version, INVALID_VERSION):
-                return f"state of block {request.block} is at version {found}"
+            state = self._words(request.block).state_version
+            if state not in (request.version, INVALID_VERSION):
+                return f"state of block {request.block} is at version {state}"
         if request.array == "grads" and request.attempt <= self._memory.control.lost_attempt:
             return f"gradients of attempt {request.attempt} were lost with this node's memory"
         array_bytes = self._array_bytes(request)

@@ -19,7 +19,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 
 IDLE_POLL_S = 0.1
 BUSY_POLL_S = 0.005
-"""While a job runs its answer is looked for this often."""
+"""Seconds between checks for a running job's answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class MemoryService:
         self._stop_seen = False
 
     def run(self) -> int:
-        """Serve until Shutdown, refusal, a fatal error or a stop signal.
+        """Serves until Shutdown, refusal, a fatal error or a stop signal.
 
         Raises:
             PenstockError: the block server failed.

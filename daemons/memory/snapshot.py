@@ -72,16 +72,16 @@ class Manifest:
 
 
 def block_file(block: int) -> str:
-    """File name of a block."""
+    """Returns the file name of a block."""
     return f"block-{block:04d}.safetensors"
 
 
 def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[TensorBytes, ...]:
-    """Returns what the file of an owned block whose state is at ``version`` holds, as views of the
-    node's memory.
+    """Returns the tensors of an owned block's file, for a block with state at ``version``, as views
+    of the node's memory.
     """
     table, copy = memory.spec.table, memory.state_copy(block.index, version)
-    found: list[TensorBytes] = []
+    tensors: list[TensorBytes] = []
     arrays: list[tuple[str, memoryview | Halves]] = [
         ("", memory.halves(block.index, version))
         if memory.split_master
@@ -91,10 +91,10 @@ def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[T
         (f"{name}.", memory.raw((block.index, name, copy, 0))) for name in table.state_arrays
     ]
     for prefix, array in arrays:
-        found += _cut(array, block, trainable=True, prefix=prefix, dtype=DType.FP32)
+        tensors += _cut(array, block, trainable=True, prefix=prefix, dtype=DType.FP32)
     raw = memory.raw((block.index, "frozen", 0, 0))
-    found += _cut(raw, block, trainable=False, prefix="frozen.", dtype=table.weight_dtype)
-    return tuple(found)
+    tensors += _cut(raw, block, trainable=False, prefix="frozen.", dtype=table.weight_dtype)
+    return tuple(tensors)
 
 
 def saved_bytes(table: BlockTable) -> int:
@@ -111,7 +111,7 @@ def saved_bytes(table: BlockTable) -> int:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of a saved state.
+    """Reads and checks the manifest of a saved state.
 
     Raises:
         DamagedError: missing or damaged; names the file.
@@ -120,9 +120,11 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        found = fields["format"]
-        if found != MANIFEST_FORMAT:
-            raise StateError(f"{path}: format {found!r}, this Penstock reads {MANIFEST_FORMAT}")
+        format_number = fields["format"]
+        if format_number != MANIFEST_FORMAT:
+            raise StateError(
+                f"{path}: format {format_number!r}, this Penstock reads {MANIFEST_FORMAT}"
+            )
         if not _is_sealed(fields, path):
             _log.warning(
                 "%s has no checksum of its own (saved by an older Penstock): the position in the"
@@ -154,7 +156,7 @@ def read_manifest(directory: Path) -> Manifest:
 def check(
     memory: NodeMemory, directory: Path, version: int, cancelled: Callable[[], bool]
 ) -> dict[int, Mapping[str, TensorPlace]]:
-    """Verify everything about the node's blocks in a saved state before a byte of memory changes.
+    """Verifies all of the node's blocks in a saved state before any byte of memory changes.
 
     Returns, per owned block, the places of its tensors.
 
@@ -249,10 +251,10 @@ def in_parallel(
     work: Callable[[int, Callable[[], bool]], T],
     cancelled: Callable[[], bool],
 ) -> list[T]:
-    """``work(block, stopped)`` for all blocks on a few threads, results in order.
+    """Calls ``work(block, stopped)`` for all blocks on a few threads; returns results in order.
 
-    Checksums limit both directions, at about 0.6 GB/s a core. The first error of a block (in
-    order) is raised after all threads have ended; the others stop as if cancelled.
+    Checksums limit both directions, at about 0.6 GB/s a core. The first error (in block order) is
+    raised after all threads have ended; the other threads stop as if cancelled.
     """
     failed = world.event()
 
@@ -309,15 +311,15 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 def _check_tensors(
     path: Path, places: Mapping[str, TensorPlace], expected: tuple[TensorBytes, ...]
 ) -> None:
-    wanted = {tensor.name: (tensor.dtype, tensor.shape) for tensor in expected}
-    odd = sorted(wanted.keys() ^ places.keys())
+    layouts = {tensor.name: (tensor.dtype, tensor.shape) for tensor in expected}
+    odd = sorted(layouts.keys() ^ places.keys())
     if odd:
-        where = "is missing from it" if odd[0] in wanted else "is in it and not in the model"
+        where = "is missing from it" if odd[0] in layouts else "is in it and not in the model"
         raise StateError(
             f"{path}: saved from another model or optimizer: {odd[0]!r} {where}"
             f" ({len(odd)} such tensors)"
         )
-    for name, (dtype, shape) in wanted.items():
+    for name, (dtype, shape) in layouts.items():
         if (places[name].dtype, places[name].shape) != (dtype, shape):
             raise StateError(
                 f"{path}: {name!r} is {places[name].dtype} {list(places[name].shape)}, the model"

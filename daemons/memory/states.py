@@ -1,7 +1,8 @@
-"""The saved states of a run directory: which there are, and whether each is what was written.
+"""Lists the saved states of a run directory, and checks whether each is complete.
 
-Whoever looks before anything is started (``penstock train``, ``penstock snapshots``), and the
-scheduler: sizes tell most damage at once, checksums tell the rest (:func:`verify`).
+The scheduler uses it, and commands that run before any process starts (``penstock train``,
+``penstock snapshots``). Sizes reveal most damage at once; checksums reveal the rest
+(:func:`verify`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def checked_manifest(
 
 
 def check_files(directory: Path, manifest: Manifest, num_blocks: int) -> None:
-    """Check that the files of all blocks are listed, and are there in their sizes.
+    """Checks that the files of all blocks are listed, and have the listed sizes.
 
     Raises:
         DamagedError: naming the file.
@@ -85,8 +86,8 @@ def check_files(directory: Path, manifest: Manifest, num_blocks: int) -> None:
 
 
 def refuse_damage(run_dir: Path, warn: Callable[[str], None]) -> None:
-    """Before anything is started: of the saved states of a run, if there are any, one has to be
-    whole as far as sizes tell. ``warn`` hears of damaged ones that are newer.
+    """Refuses to start a run with saved states but no intact one, as far as sizes show. ``warn``
+    receives a warning about newer damaged states.
 
     Raises:
         StateError: all are damaged, or one is of another model.
@@ -111,7 +112,7 @@ def refuse_damage(run_dir: Path, warn: Callable[[str], None]) -> None:
 
 
 def verify(directory: Path, version: int, table: BlockTable) -> int:
-    """Check every byte of a saved state; returns how many its files have.
+    """Checks every byte of a saved state; returns the total bytes of its files.
 
     Raises:
         DamagedError: naming the file and what is wrong with it.

@@ -1,9 +1,8 @@
-"""Files in the safetensors format, streamed to and from shared memory.
+"""Streams files in the safetensors format to and from shared memory.
 
 The format: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, byte range),
-then the tensors' bytes. The safetensors library writes the same but wants every tensor as a private
-copy first; here a block of any size costs one chunk of memory, and the checksum is taken on the
-way.
+then the tensors' bytes. The safetensors library needs a private copy of every tensor. This module
+needs one chunk of memory for a block of any size, and computes the checksum while it copies.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class DamagedError(StateError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """One tensor: its place in memory and what it is. ``dtype``: ``F32``, ``BF16`` or ``F16``; in a
-    file F32 of which memory has two halves looks like any other.
+    """A tensor's type and its place in memory. ``dtype``: ``F32``, ``BF16`` or ``F16``. An F32
+    tensor may be split into two halves in memory; in a file it is whole.
     """
 
     name: str
@@ -74,7 +73,7 @@ def write_tensors(
     cancelled: Callable[[], bool],
     disk: Disk,
 ) -> WrittenFile:
-    """Write a file; it is not forced to disk.
+    """Writes a file, without forcing it to disk.
 
     Raises:
         OSError: it cannot be written.
@@ -120,7 +119,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
 
 
 def read_into(file: BinaryIO, place: TensorPlace, out: memoryview | Halves) -> None:
-    """Copy one tensor's bytes into ``out``, which has its size.
+    """Copies one tensor's bytes into ``out``, which has its size.
 
     Raises:
         EOFError: the file became shorter than its header says.
@@ -145,7 +144,7 @@ def _fill(file: BinaryIO, out: memoryview) -> None:
 
 
 def sha256_of(path: Path, cancelled: Callable[[], bool]) -> str:
-    """Hex digest of a file.
+    """Returns the hex digest of a file.
 
     Raises:
         CancelledError: on request.

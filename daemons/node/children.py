@@ -1,9 +1,9 @@
-"""The child processes of a node: started, signalled, watched and reaped.
+"""Starts, signals, watches and reaps the child processes of a node.
 
-Children are forked by a preloaded process of the node (:mod:`penstock.daemons.preload`), or
-spawned where there is none that would: on the main thread (their parent-death signal follows the
-thread), each in its own process group (Ctrl-C in a terminal reaches the supervisor only). They are
-watched, killed and reaped through their pidfd, so that a reused pid is never hit.
+A preloaded process of the node (:mod:`penstock.daemons.preload`) forks the children; without one
+they are spawned. Both happen on the main thread, because the parent-death signal follows the
+thread. Each child has its own process group, so Ctrl-C in a terminal reaches the supervisor only.
+Children are watched, killed and reaped through their pidfd: a reused pid is never hit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Children:
         return frozenset(name for name, child in self._running.items() if child.stopped)
 
     def start(self, name: str) -> int:
-        """Start a child; its pid.
+        """Starts a child; returns its pid.
 
         Raises:
             OSError: the kernel would not.
@@ -101,19 +101,21 @@ class Children:
         return False
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal; a child that is dead already is left to :meth:`reap`."""
+        """Sends a signal. A child that is already dead is left to :meth:`reap`."""
         running = self._running.get(name)
         if running is not None:
             running.signal(number)
 
     def reap(self, name: str) -> tuple[int, int]:
-        """Wait for a child whose pidfd is readable; its pid and exit code (negative: signal)."""
+        """Waits for a child with a readable pidfd; returns its pid and exit code (negative:
+        signal).
+        """
         self._drop(name)
         running = self._running.pop(name)
         return running.pid, running.reap()
 
     def kill_all(self) -> None:
-        """SIGKILL and reap what is left."""
+        """Kills (SIGKILL) and reaps the remaining children."""
         for name in tuple(self._running):
             self.signal(name, signal.SIGKILL)
         for name in tuple(self._running):

@@ -1,4 +1,6 @@
-"""What a node's supervisor does: children, the link to the scheduler, what it says and counts."""
+"""Carries out the decisions of a node's supervisor: children, the link to the scheduler, logs and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -61,25 +63,29 @@ class NodeMetrics:
             for cause in RestartCause:
                 self._page.add(_RESTARTS, 0, member, cause)
         self._causes: dict[str, RestartCause] = {}
-        """Of the last death of each that was started; HUNG already while it is being killed."""
+        """Causes of the last death of each restarted child; already HUNG while the child is being
+        killed.
+        """
 
     def started(self, member: str) -> None:
-        """A child runs, perhaps again."""
+        """Counts a start of a child, perhaps a restart."""
         cause = self._causes.pop(member, None)
         if cause is not None:
             self._page.add(_RESTARTS, 1, member, cause)
 
     def killed(self, member: str) -> None:
-        """The node has killed a child."""
+        """Notes that the node has killed a child."""
         self._causes[member] = RestartCause.HUNG
 
     def exited(self, member: str, code: int) -> None:
-        """A child is dead and reaped. ``code``: exit code, or minus the signal that killed it."""
+        """Notes that a child is dead and reaped. ``code``: its exit code, or minus the signal that
+        killed it.
+        """
         cause = RestartCause.KILLED if code < 0 else RestartCause.EXITED
         self._causes.setdefault(member, cause)
 
     def fenced(self, member: str) -> None:
-        """A fence was answered."""
+        """Counts an answered fence."""
         self._page.add(_FENCES, 1, member)
         if self._causes.get(member) is RestartCause.HUNG:
             self._causes[member] = RestartCause.FENCED
@@ -87,7 +93,7 @@ class NodeMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings:
-    """What a node needs to join the run."""
+    """Settings for joining the run."""
 
     address: str
     access: Access
@@ -98,10 +104,10 @@ class LinkSettings:
 
 
 class NodeEffects:
-    """Carries out what the machine decides, on the main thread.
+    """Carries out the machine's decisions, on the main thread.
 
-    ``epoch`` tells which epoch the node takes part in, for the Hello of a new stream. ``announce``
-    is called when the link has heard a message, on the link's thread.
+    ``epoch`` returns the membership epoch of the node, for the Hello of a new stream. ``announce``
+    is called on the link's thread after the link has received a message.
     """
 
     def __init__(
@@ -126,12 +132,12 @@ class NodeEffects:
         self._metrics = metrics
 
     def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
-        """Carry out effects in order; returns what became of children and of a stop."""
+        """Carries out effects in order; returns the resulting events of children and of a stop."""
         events = [_HANDLERS[type(effect)](self, effect) for effect in effects]
         return [event for event in events if event is not None]
 
     def open_link(self) -> None:
-        """Connect to the scheduler; the link announces what it hears."""
+        """Connects to the scheduler; the link announces received messages."""
         settings = self._settings
         self.link = MemberLink(
             address=settings.address,
@@ -150,7 +156,7 @@ class NodeEffects:
         self.link.start()
 
     def close_link(self) -> None:
-        """End the stream to the scheduler, if there is one."""
+        """Ends the stream to the scheduler, if it is open."""
         if self.link is not None:
             self.link.close()
             self.link = None

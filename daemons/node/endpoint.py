@@ -1,7 +1,8 @@
-"""Where the run's scheduler listens: a port for it, and the file that tells the others.
+"""Chooses the port of the run's scheduler, and writes the file that tells other processes its
+address.
 
-The node that hosts the scheduler chooses the port and writes ``RUN_DIR/endpoint.json`` for control
-clients and for other nodes on the same machine; nodes elsewhere know the port from the
+The node that hosts the scheduler chooses the port. It writes ``RUN_DIR/endpoint.json`` for control
+clients and for other nodes on the same machine. Nodes on other machines know the port from the
 configuration or the command line.
 """
 
@@ -30,8 +31,9 @@ from penstock.protocol.run.run_result import EndWatch
 from penstock.protocol.security.token import describe_listener
 
 CHOSEN_PORTS = range(20_000, 32_000)
-"""Below the range from which the system serves port 0 (32768 and up by default): nobody can get
-the scheduler's port by chance while a killed schedulerd is being replaced."""
+"""Ports below the range from which the kernel serves port 0 (32768 and up by default). So no
+process gets the scheduler's port by chance while a killed schedulerd is being replaced.
+"""
 ENDPOINT_WAIT_S = 120.0
 HOLD_WAIT_S = 2.0
 """Seconds to wait until connections of a killed scheduler let its port be held."""
@@ -52,10 +54,12 @@ class StoppedError(PenstockError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPort:
-    """The scheduler's port, kept for this run until :meth:`release`, also while a killed schedulerd
-    is replaced. ``claim`` keeps other runs of this machine from choosing the port. ``hold`` is
-    bound to the port and does not listen: the kernel lets only sockets of the same user, with
-    SO_REUSEPORT too, be bound beside the hold (socket(7)).
+    """The scheduler's port, reserved for this run until :meth:`release`, even while a killed
+    schedulerd is replaced.
+
+    ``claim`` keeps other runs of this machine from choosing the port. ``hold`` is bound to the port
+    without listening. The kernel then lets only sockets of the same user with SO_REUSEPORT bind the
+    port (socket(7)).
     """
 
     port: int
@@ -63,7 +67,7 @@ class OwnPort:
     hold: socket.socket | None
 
     def release(self) -> None:
-        """Let others have the port."""
+        """Releases the port for other runs."""
         self.claim.release()
         if self.hold is not None:
             self.hold.close()
@@ -94,23 +98,23 @@ def locate_scheduler(
     if ending.look() is not None:
         return None
     first = config.cluster.nodes[0]
-    hosts, own = scheduler is None and node == first.name, None
+    hosts, port = scheduler is None and node == first.name, None
     if hosts:
-        # Where a killed node of this run had it, other nodes still look for the scheduler.
+        # A killed node of this run had the scheduler at this port, and other nodes still try it.
         former, configured = read_endpoint_port(run_dir), config.cluster.scheduler_port
         fixed = configured or (former if former and len(config.cluster.nodes) > 1 else 0)
         if former is not None and fixed == former:
-            own = _await_port(first.host, fixed, WaitNote(run_dir, node_member_name(node)))
+            port = _await_port(first.host, fixed, WaitNote(run_dir, node_member_name(node)))
         else:
-            own = own_port(first.host, configured, former)
-        scheduler = f"{first.host}:{own.port}"
+            port = own_port(first.host, configured, former)
+        scheduler = f"{first.host}:{port.port}"
     elif scheduler is None and config.cluster.scheduler_port:
         scheduler = f"{first.host}:{config.cluster.scheduler_port}"
     elif scheduler is None:
         scheduler = wait_for_endpoint(run_dir, ending, timeout_s=ENDPOINT_WAIT_S)
         if scheduler is None:
             return None
-    return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts, own_port=own)
+    return NodeSettings(run_dir=run_dir, node=node, scheduler=scheduler, hosts=hosts, own_port=port)
 
 
 def own_port(host: str, configured: int, preferred: int | None = None) -> OwnPort:
@@ -133,8 +137,8 @@ def own_port(host: str, configured: int, preferred: int | None = None) -> OwnPor
 
 
 def _await_port(host: str, port: int, note: WaitNote) -> OwnPort:
-    """Returns the port at which a killed node had the scheduler, where the rest of the run looks
-    for it; waits while another process has the port. ``note`` says so meanwhile.
+    """Returns the port at which a killed node had the scheduler, because the other nodes still try
+    it. Waits while another process has the port; ``note`` reports the wait.
 
     Raises:
         StoppedError: a stop was asked for meanwhile.
@@ -145,7 +149,7 @@ def _await_port(host: str, port: int, note: WaitNote) -> OwnPort:
             try:
                 return own_port(host, port)
             except PortTakenError as error:
-                text = f"waiting for port {port}, where the run looks for its scheduler: {error}"
+                text = f"waiting for port {port}, where the run expects its scheduler: {error}"
                 complaints.say(text)
                 note.renew(text)
                 # The parent's order waits until the node listens for it; without a parent a signal
@@ -166,7 +170,7 @@ def _hold(host: str, port: int) -> socket.socket | None:
     deadline = time.monotonic() + HOLD_WAIT_S
     while True:
         hold = socket.socket(_family(host))
-        # No SO_REUSEADDR: with it other users' sockets that have it could be bound beside the hold.
+        # No SO_REUSEADDR: with it, sockets of other users that set it could bind the same port.
         hold.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             hold.bind((host, port))
@@ -191,9 +195,9 @@ def wait_for_endpoint(run_dir: Path, ending: EndWatch, *, timeout_s: float) -> s
     deadline = time.monotonic() + timeout_s
     while ending.look() is None:
         if path.exists():
-            found = read_endpoint(run_dir)
-            if found is not None and start_ticks(found.pid) is not None:
-                return found.scheduler
+            endpoint = read_endpoint(run_dir)
+            if endpoint is not None and start_ticks(endpoint.pid) is not None:
+                return endpoint.scheduler
         if time.monotonic() >= deadline:
             raise LostMemberError(
                 f"{path} was not written by a living first node on this machine within"
@@ -227,14 +231,14 @@ def choose_port(host: str, configured: int, preferred: int | None = None) -> int
 
 
 def write_endpoint(run_dir: Path, address: str) -> None:
-    """Tell control clients where the scheduler is."""
+    """Writes the scheduler's address for control clients."""
     text = f'{{"scheduler": "{address}", "pid": {os.getpid()}}}\n'
     write_atomically(run_dir / "endpoint.json", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What ``endpoint.json`` says: ``host:port``, and the pid of the first node."""
+    """Content of ``endpoint.json``: ``host:port``, and the pid of the first node."""
 
     scheduler: str
     pid: int
@@ -250,14 +254,14 @@ def read_endpoint(run_dir: Path) -> Endpoint | None:
 
 
 def read_endpoint_port(run_dir: Path) -> int | None:
-    """Port in the endpoint file that a killed node left behind, if any."""
-    found = read_endpoint(run_dir)
-    port = "" if found is None else found.scheduler.rpartition(":")[2]
+    """Returns the port in the endpoint file that a killed node left behind, if any."""
+    endpoint = read_endpoint(run_dir)
+    port = "" if endpoint is None else endpoint.scheduler.rpartition(":")[2]
     return int(port) if port.isdecimal() and 0 < int(port) < 2**16 else None
 
 
 def remove_endpoint(run_dir: Path) -> None:
-    """The run has ended: there is nobody to talk to."""
+    """Removes the endpoint file when the run has ended."""
     (run_dir / "endpoint.json").unlink(missing_ok=True)
 
 

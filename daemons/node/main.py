@@ -158,12 +158,13 @@ def main(
     check: Callable[[RunDirectory, str], None] = _check_room,
     grace_seconds: float | None = None,
 ) -> int:
-    """Supervise ``node`` of the prepared run in ``run_dir`` until the run ends; the exit code.
+    """Supervises ``node`` of the prepared run in ``run_dir`` until the run ends; returns the exit
+    code.
 
-    Without ``scheduler`` the first node of the cluster hosts it, and the others find it through
-    ``cluster.scheduler_port`` or ``endpoint.json``. ``grace_seconds`` replaces
-    ``cluster.stop_grace_s``. Without a parent, which would have looked, ``check`` refuses to start
-    where the node would starve.
+    Without ``scheduler`` the first node of the cluster hosts the scheduler, and the others find it
+    through ``cluster.scheduler_port`` or ``endpoint.json``. ``grace_seconds`` replaces
+    ``cluster.stop_grace_s``. ``check`` refuses to start a node that would lack resources; a parent
+    has already checked.
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
@@ -206,13 +207,13 @@ def _run(
         check_port(config, node)
         starts_run = stops.parent_pid is None and scheduler is None and node == known[0]
         ending = _watch_for_end(run_dir, old, starts_run=starts_run)
-        found = locate_scheduler(config, run_dir, node, scheduler, ending)
+        located = locate_scheduler(config, run_dir, node, scheduler, ending)
         manager = ServiceManager.of(os.environ, os.getpid())
         reports = NodeReports(manager, run_dir, config.train.steps, _voice(config, node, stops))
-        if found is None:
+        if located is None:
             manager.over()
             return _clean_up(directory, node, ending)
-        settings = replace(found, grace_seconds=stops.grace.seconds)
+        settings = replace(located, grace_seconds=stops.grace.seconds)
         children = specs(config, settings)
         metrics = NodeMetrics(tuple(spec.name for spec in children))
         server = serve_metrics(metrics.registry, directory, member)
@@ -257,7 +258,7 @@ def _known_nodes(config: Config, node: str) -> list[str]:
 
 
 def _retract(directory: RunDirectory, settings: NodeSettings) -> None:
-    """Take back what was told to others: nobody listens any more."""
+    """Withdraws the published addresses: no process listens there any more."""
     if settings.hosts:
         remove_endpoint(directory.path)
     if settings.own_port is not None:
@@ -284,11 +285,13 @@ def _voice(config: Config, node: str, stops: StopSettings) -> Callable[[str], No
 
 
 def _trust(directory: RunDirectory, node: str) -> None:
-    """The parent has looked."""
+    """Skips the check: the parent has checked."""
 
 
 def _limits(config: Config, *, hosts: bool) -> NodeLimits:
-    """``hosts``: the scheduler is this node's child, and no network can come between the two."""
+    """Returns the node's limits. ``hosts``: the scheduler is a child of this node, so no network
+    can separate the two.
+    """
     cluster = config.cluster
     leased = config.mirrors and not hosts
     return NodeLimits(
@@ -300,9 +303,9 @@ def _limits(config: Config, *, hosts: bool) -> NodeLimits:
 
 
 def _watch_for_end(run_dir: Path, old: RunEnd | None, *, starts_run: bool) -> EndWatch:
-    """A node that starts the run removes the old note; beside one that does so it does not count.
-    Under ``penstock train``, which did so, none is old: a note says that this node is a late
-    replacement.
+    """Returns the watch for the run's end note. A node that starts the run removes the old note.
+    Under ``penstock train``, which has removed it, no note is old: a note means that this node is a
+    late replacement.
     """
     if starts_run:
         forget_end(run_dir)
@@ -310,7 +313,7 @@ def _watch_for_end(run_dir: Path, old: RunEnd | None, *, starts_run: bool) -> En
 
 
 def _clean_up(directory: RunDirectory, node: str, ending: EndWatch) -> int:
-    """Remove memory that nobody needs, when all children are dead; returns the exit code."""
+    """Removes unneeded memory after all children are dead; returns the exit code."""
     end = ending.look()
     if end is not None and not end.keep_memory:
         if remove_memory(directory.run_id, node):

@@ -1,19 +1,19 @@
-"""A run's claims on a machine: its directory, the locks on it, and the memory that bears its id.
+"""Holds a run's claims on a machine: its directory, the locks on it, and the memory with its id.
 
-**Home.** A run directory keeps in ``.home`` where it was when the run was started last, and which
-file its ``run.json`` was then: ``{"path", "device", "inode"}``. In a copy that is another file;
-where the first is still in its place, memory of the run belongs there. A directory that was moved
-finds no other, and takes the memory along.
+**Home.** A run directory records in ``.home`` its path at the last start, and the file that its
+``run.json`` was: ``{"path", "device", "inode"}``. In a copy, ``run.json`` is another file; while
+the original is in its place, memory of the run belongs to the original. A moved directory finds no
+original, and keeps the memory.
 
-**Locks.** One training, and one supervisor for each node, at a time. A lock is ``flock`` on a file
-that names its holder. The kernel releases it when the last process that holds the descriptor is
-gone; a node's children inherit its lock, so while one of them is still dying the next node waits,
-however the first one ended. A signal may stop a newborn before its program begins; when the parent
-dies then, the newborn keeps the lock for ever, and the next holder kills the newborn. The files
-stay: removing a file that others may be about to lock would let two of them hold "the" lock.
+**Locks.** At most one training, and one supervisor for each node, run at a time. A lock is
+``flock`` on a file that names its holder. The kernel releases the lock when the last process with
+the descriptor has died. A node's children inherit its lock, so the next node waits until all of
+them are dead. A signal may stop a newborn process before its program begins. If the parent dies
+then, the newborn keeps the lock for ever, and the next holder kills the newborn. The files stay:
+removing a file that another process is about to lock would give two processes "the" lock.
 
-**Remains.** Segments that dead processes left in shared memory are removed where they hold no
-model, or where the run has ended and everything is saved.
+**Remains.** Segments of dead processes in shared memory are removed if they hold no model, or if
+the run has ended with all its state saved.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 DEATH_WAIT_S = 20.0
-"""Children of a killed node may take so long to die: the kernel gives their memory back first."""
+"""Seconds for the children of a killed node to die: the kernel frees their memory first."""
 STOPPED_WAIT_S = 1.0
 """Seconds between two searches for stopped processes that hold a dead holder's lock."""
 _RECORD_BYTES = 64
-"""Of the file: its holder's pid and start time, padded."""
+"""Bytes of a lock's file: its holder's pid and start time, padded."""
 
 
 class RunLock:
@@ -66,7 +66,7 @@ class RunLock:
 
     @classmethod
     def acquire(cls, path: Path, *, wait_s: float, inheritable: bool = False) -> RunLock:
-        """Take the lock; wait up to ``wait_s`` when only the remains of a dead holder have it.
+        """Takes the lock; waits up to ``wait_s`` if only remains of a dead holder have it.
 
         Raises:
             CapacityError: the disk has no room for the lock's file.
@@ -106,12 +106,12 @@ class RunLock:
 
     @property
     def descriptor(self) -> int:
-        """For a child that is to hold the lock too."""
+        """The lock's descriptor, for a child that is to hold the lock too."""
         return self._descriptor
 
     def release(self) -> None:
-        """Give it up; children that inherited the lock keep it until they end."""
-        # Whom the file names is for people: the kernel knows when the lock is free.
+        """Releases the lock; children that inherited it keep it until they end."""
+        # The recorded holder is for people only: the kernel knows whether the lock is free.
         with suppress(OSError):
             _write_holder(self._descriptor, "")
             os.utime(self._descriptor, ns=self._times_ns)  # a lock that was held is no change
@@ -140,23 +140,25 @@ def node_lock_path(run_dir: Path, node: str) -> Path:
 
 
 def wait_until_dead(run_dir: Path, node: str) -> None:
-    """Wait until a node that was killed is dead with all its children: they hold its lock as long,
-    and only then is its memory nobody's.
+    """Waits until a killed node and all its children are dead. The children hold the node's lock,
+    and use its memory, until then.
 
     Raises:
-        ConfigError: it lives.
-        LostMemberError: its children are still there after :data:`DEATH_WAIT_S`.
+        ConfigError: the node is alive.
+        LostMemberError: its children are still alive after :data:`DEATH_WAIT_S`.
     """
     RunLock.acquire(node_lock_path(run_dir, node), wait_s=DEATH_WAIT_S).release()
 
 
 def prepare_lock_path(run_dir: Path) -> Path:
-    """Returns the lock of who prepares the run directory, and of the process that makes inputs."""
+    """Returns the lock of the preparing process, and of the process that makes the inputs."""
     return run_dir / ".lock-prepare"
 
 
 def _write_holder(descriptor: int, text: str) -> None:
-    """Always as many bytes in place: on a full disk an existing lock can still change hands."""
+    """Writes the holder in place, always in the same number of bytes: so an existing lock can
+    change hands on a full disk.
+    """
     os.pwrite(descriptor, text.ljust(_RECORD_BYTES - 1).encode() + b"\n", 0)
 
 
@@ -172,9 +174,8 @@ def _holder(descriptor: int) -> int | None:
     """Returns the pid of the living process that the file names, if any."""
     words = os.pread(descriptor, 64, 0).split()
     if len(words) != 2 or not all(word.isdigit() for word in words):
-        return (
-            None  # taken a moment ago and not written yet, or given up by a node whose child lives
-        )
+        # Just taken and not written yet, or released by a node with a living child.
+        return None
     pid, ticks = int(words[0]), int(words[1])
     return pid if start_ticks(pid) == ticks else None
 
@@ -219,36 +220,37 @@ def held_version(run_id: str) -> int | None:
 
 
 def remove_empty_memory(run_id: str, node_name: str) -> bool:
-    """Remove a dead node's sockets, and its segments if no model was ever in them; whether there
-    were such.
+    """Removes a dead node's sockets, and its segments if they never held a model. Returns whether
+    there were such segments.
 
-    For the supervisor, when its children are dead: memoryd does this itself when it ends well.
+    The supervisor calls it after its children are dead; a memoryd that ends normally does the same
+    itself.
     """
     return _remove(run_id, node_name, lambda entry: entry.committed is None and not entry.objection)
 
 
 def remove_memory(run_id: str, node_name: str) -> bool:
-    """Remove a dead node's sockets and segments, whatever is in them: the run has ended, and all is
-    saved; whether there were any segments.
+    """Removes a dead node's sockets and segments with any content, when the run has ended and all
+    is saved. Returns whether there were segments.
     """
     return _remove(run_id, node_name, lambda entry: True)
 
 
 def _remove(run_id: str, node_name: str, worthless: Callable[[NodeSegments], bool]) -> bool:
-    found = False
+    removed = False
     remove_folder(run_id, node_name)
     for entry in inventory():
         ours = (entry.run_id, entry.keeper) == (run_id, node_name)
         if ours and not entry.in_use and worthless(entry):
-            found = True
+            removed = True
             for name in entry.names:
                 unlink(name)
-    return found
+    return removed
 
 
 def kept_words(directory: RunDirectory, saved: int) -> str:
-    """Returns what of a run is left in this machine's shared memory, and what to do about it; empty
-    where nothing is left. ``saved``: the newest saved step.
+    """Returns a note about the run's memory on this machine, with the commands that continue the
+    run or free the memory. Empty if there is no memory. ``saved``: the newest saved step.
     """
     if not any(entry.run_id == directory.run_id for entry in inventory()):
         return ""
@@ -258,9 +260,9 @@ def kept_words(directory: RunDirectory, saved: int) -> str:
     holds = f"{steps}, not saved" if unsaved else "the state, all of which is saved"
     force = " --force" if unsaved else ""
     return (
-        f"this machine's shared memory keeps {holds}: when the cause is mended, the same command"
-        f" goes on from there; penstock doctor --clean{force} --run-dir {directory.path} gives the"
-        " memory up"
+        f"this machine's shared memory keeps {holds}: after the cause is fixed, the same command"
+        f" resumes from there; penstock doctor --clean{force} --run-dir {directory.path} frees the"
+        " memory"
     )
 
 
@@ -268,10 +270,10 @@ HOME = ".home"
 
 
 def check_home(directory: RunDirectory) -> None:
-    """Refuse a copy of a run that is active, or in memory, elsewhere.
+    """Refuses a copy of a run that is active elsewhere, or has memory that belongs elsewhere.
 
     Raises:
-        StateError: says where, and what to do. Or ``run.json`` is damaged.
+        StateError: names the original and the remedy; or ``run.json`` is damaged.
     """
     original = original_of(directory.path)
     held = [entry for entry in inventory() if entry.run_id == directory.run_id]
@@ -283,37 +285,37 @@ def check_home(directory: RunDirectory) -> None:
         remedy = f"stop it first (penstock stop --run-dir {original})"
     else:
         remedy = (
-            f"go on there and let it save (penstock train {original}/resolved.yaml), or give it up"
-            f" (penstock doctor --clean --force --run-dir {original})"
+            f"resume it there and let it save (penstock train {original}/resolved.yaml), or discard"
+            f" it (penstock doctor --clean --force --run-dir {original})"
         )
     raise StateError(
         f"{directory.path}: is a copy of {original}, and run {directory.run_id} has {memory}, which"
-        f" belongs there: {remedy}; then this copy goes on from its own saved state"
+        f" belongs to the original: {remedy}; then this copy resumes from its own saved state"
     )
 
 
 def check_nodes(directory: RunDirectory, nodes: Collection[str], saved: int) -> bool:
-    """Removes this run's memory of nodes that are none of ``nodes`` any more (one was renamed, or
-    taken out); returns whether there was any. ``saved``: the newest saved step.
+    """Removes this run's memory of nodes that are no longer in ``nodes``, because they were renamed
+    or removed. Returns whether there was any. ``saved``: the newest saved step.
 
     Raises:
-        ConfigError: such memory holds steps that are not saved, and no node would go on from it.
+        ConfigError: such memory holds unsaved steps, and no node would continue from it.
     """
     dead = [e for e in inventory() if e.run_id == directory.run_id and not e.in_use]
     left = [entry for entry in dead if entry.keeper not in nodes]
     for entry in left:
         if entry.committed is not None and entry.committed > saved:
             raise ConfigError(
-                f"cluster.nodes: names no node {entry.keeper}, whose memory on this machine holds"
-                f" step {entry.committed}; saved is step {saved}. Name it again, or remove its"
-                f" memory (penstock doctor --clean --force --run-dir {directory.path}) to go on"
-                " from the saved step"
+                f"cluster.nodes: names no node {entry.keeper}, but its memory on this machine holds"
+                f" step {entry.committed}, and only step {saved} is saved. Add the node again, or"
+                f" remove its memory (penstock doctor --clean --force --run-dir {directory.path})"
+                " to resume from the saved step"
             )
     return any([remove_memory(entry.run_id, entry.keeper) for entry in left])
 
 
 def settle_home(directory: RunDirectory) -> None:
-    """This directory is the run's place from now on."""
+    """Records this directory as the run's place."""
     path = directory.path.absolute()
     text = json.dumps({"path": str(path), **_identity(path)})
     if not holds_text(path / HOME, text):
@@ -321,7 +323,7 @@ def settle_home(directory: RunDirectory) -> None:
 
 
 def former_home(path: Path) -> Path | None:
-    """Returns the directory that this run had at its last start, if this is another one."""
+    """Returns the run's directory at its last start, if it was another one."""
     try:
         home = Path(parse_json((path / HOME).read_bytes())["path"])
     except (OSError, *DAMAGED):
@@ -330,7 +332,7 @@ def former_home(path: Path) -> Path | None:
 
 
 def original_of(path: Path) -> Path | None:
-    """Returns the directory that this one is a copy of, if that is still there."""
+    """Returns the directory that this one is a copy of, if the original still exists."""
     try:
         fields = parse_json((path / HOME).read_bytes())
         home, identity = Path(fields["path"]), {k: fields[k] for k in ("device", "inode")}

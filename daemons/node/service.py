@@ -50,12 +50,16 @@ _EVENTS: dict[str, Callable[[Any], Event]] = {
     "fence": lambda m: FenceAsked(member=m.member, pid=m.pid),
     "missing": lambda m: MemberMissing(member=m.member),
 }
-"""The scheduler's messages that concern a node; the others are for those who have work."""
+"""Builds events of the scheduler's messages that concern a node; other messages are for members
+with work.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSettings:
-    """Whose stop signals a node obeys (None: anybody's), and how long a stop may take."""
+    """Sender and limits of a stop. ``parent_pid``: the process with permission to stop the node
+    (None: any). The rest: how long a stop may take.
+    """
 
     parent_pid: int | None
     grace: Grace
@@ -98,7 +102,7 @@ class Supervisor:
         self._loop = Loop(machine, self._effects, story=Story(routine=is_routine))
 
     def run(self) -> int:
-        """Supervise until the machine says Exit. Listens for stop signals."""
+        """Supervises until the machine decides to exit. Installs the handlers of stop signals."""
         self._listening = True  # a signal may be waiting since before this process began
         self._requests.install()
         try:
@@ -141,7 +145,7 @@ class Supervisor:
             for _ in range(os.eventfd_read(self._announced)):
                 self._receive()
         self._loop.feed(Tick())
-        # Last of all: a watchdog is told only when the whole turn came to its end.
+        # Last: the watchdog is fed only after a complete turn.
         self._reports.turned(self._view(), monotonic_s())
 
     def _view(self) -> NodeView:
@@ -154,7 +158,9 @@ class Supervisor:
         )
 
     def _watch(self) -> Watched:
-        """The note about the run's end is for those who are not told: who is connected will be."""
+        """Returns what the node observes. The note about the run's end counts only without a
+        connection: connected nodes receive a message.
+        """
         link = self._effects.link
         connected = link is not None and link.connected
         return Watched(
@@ -164,7 +170,7 @@ class Supervisor:
         )
 
     def _receive(self) -> None:
-        """Take one announced message; there is none when the link was closed meanwhile."""
+        """Takes one announced message; there is none if the link was closed meanwhile."""
         link = self._effects.link
         message = link.receive(RECEIVE_TIMEOUT_S) if link is not None else None
         event = event_of(message, _EVENTS) if message is not None else None
@@ -178,7 +184,7 @@ class Supervisor:
         return min(max(0.0, deadline_s - monotonic_s()), LONGEST_SLEEP_S)
 
     def _on_demand(self, demand: Demand) -> None:
-        """Called in a signal handler, or on the thread that waits for signals."""
+        """Receives a stop request, in a signal handler or on the thread that waits for signals."""
         if self._listening:
             self._demands.put(demand)
             os.eventfd_write(self._stops, 1)

@@ -1,9 +1,11 @@
-"""What a node tells the service manager that started it: the protocol of ``sd_notify(3)``.
+"""Reports a node's state to the service manager that started it, by the protocol of
+``sd_notify(3)``.
 
-systemd, or whoever else sets ``NOTIFY_SOCKET``, hears when the node is up, how far the run is, that
-it ends, and, if it asks for that (``WATCHDOG_USEC``), that the supervisor's loop still turns. A
-node whose loop hangs is then killed and started again by the manager: within the run nobody could,
-since only the node itself may say that its processes are dead. Without a manager nothing is sent.
+systemd, or another manager that sets ``NOTIFY_SOCKET``, learns when the node is up, how far the run
+is, and that the node ends. If the manager asks for it (``WATCHDOG_USEC``), it also learns that the
+supervisor's loop still turns. The manager then kills and restarts a node with a hung loop. No
+process of the run could do so, because only the node itself may declare its processes dead. Without
+a manager nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ STATUS_INTERVAL_S = 2.0
 SAY_INTERVAL_S = 5.0
 """Seconds between two lines with a step, on a console."""
 EXTEND_INTERVAL_S = 10.0
-"""How often a node that ends asks for more time."""
+"""Seconds between requests for more time by a node that ends."""
 EXTEND_BY_S = 60.0
-"""How long it may then be silent. How long a stop takes in all is limited by the node itself."""
+"""Seconds of silence that each request allows. The node itself limits the whole duration of a stop.
+"""
 PINGS_PER_TIMEOUT = 4
 _TAIL_BYTES = 8192
-"""Of metrics.jsonl; a line is shorter."""
+"""Bytes read at the end of metrics.jsonl; a line is shorter."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class ServiceManager:
 
     @property
     def listens(self) -> bool:
-        """Whether there is a manager."""
+        """True if there is a manager."""
         return self._address is not None
 
     def tell(self, **fields: str) -> bool:
@@ -129,7 +132,9 @@ class NodeReports:
         self._status_at_s = self._ping_at_s = self._extend_at_s = float("-inf")
 
     def turned(self, view: NodeView, now_s: float) -> None:
-        """The loop has turned at ``now_s`` (any monotonic clock)."""
+        """Reports to the manager's watchdog that the loop has turned at ``now_s`` (any monotonic
+        clock).
+        """
         if view.up and now_s >= self._say_at_s:
             first = self._say_at_s == float("-inf")
             self._say_at_s = now_s + SAY_INTERVAL_S
@@ -150,14 +155,14 @@ class NodeReports:
             self._tell_status(view)
 
     def over(self) -> None:
-        """The node has ended: the last step is said."""
+        """Reports the end of the node, after the last step has been reported."""
         self._say_step(first=False)
 
     def _say_step(self, *, first: bool) -> None:
         if self._say is None:
             return
         if first:
-            self._say(f"all processes run; look at them: penstock watch --run-dir {self._run_dir}")
+            self._say(f"all processes run; to watch them: penstock watch --run-dir {self._run_dir}")
             self._said = progress_of(self._run_dir, self._steps)  # of the start before
         progress = progress_of(self._run_dir, self._steps)
         if progress != self._said:

@@ -78,7 +78,7 @@ def test_a_run_keeps_its_choice() -> None:
     assert kept(with_attention(config(), "flash"), math) == "flash"
     assert kept(config(CUDA), math) == "auto", "another device"
     [change] = find_changes(config(), math)
-    assert change.allowed and "round otherwise" in str(change)
+    assert change.allowed and "round differently" in str(change)
     assert "model.attention" not in fixed_values(config())
 
 
@@ -96,7 +96,8 @@ def test_a_resume_changes_attention_in_words_alone(tmp_path: Path, corpus: str) 
     first = RunDirectory(run_dir).numerics_digest
     prepare_run(config(corpus, "model.attention=math"), run_dir, words.append)
     assert words == [
-        "changed: model.attention: 'sdpa' -> 'math' (layers round otherwise from the next step on)"
+        "changed: model.attention: 'sdpa' -> 'math'"
+        " (layers round differently from the next step on)"
     ]
     assert forward_of(run_dir) == MATH and RunDirectory(run_dir).numerics_digest != first
     words.clear()

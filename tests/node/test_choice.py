@@ -115,7 +115,7 @@ def test_a_run_that_has_started_keeps_its_micro_batch() -> None:
     new, old = config(workers=4).with_micro_batch(0), resolved({}).with_micro_batch(2)
     said: list[str] = []
     assert keep_micro_batch(new, old, said.append, started=True).train.micro_batch == 2
-    assert said == ["train.micro_batch: auto keeps what this run has: 2"]
+    assert said == ["train.micro_batch: auto keeps this run's micro-batch: 2"]
     assert keep_micro_batch(new, old, said.append, started=False) == new
     same = config(steps=9).with_micro_batch(0)
     assert keep_micro_batch(same, old, said.append, started=False).train.micro_batch == 2

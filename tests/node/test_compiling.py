@@ -65,8 +65,8 @@ def test_plans_that_need_layers_as_they_are_say_so() -> None:
     assert guess(config(recompute="selective", drop=["norm"])) == (
         False,
         [
-            "model.compile: auto leaves the layers as they are: the plan drops operators, and"
-            " compiled layers cannot"
+            "model.compile: auto does not compile the layers: the plan drops operators,"
+            " which compiled layers cannot do"
         ],
     )
 
@@ -88,7 +88,7 @@ def test_a_run_keeps_what_auto_stood_for() -> None:
 
 def test_a_user_may_change_it_between_steps() -> None:
     (change,) = find_changes(config(False), config(True))
-    assert change.allowed and "round otherwise" in str(change)
+    assert change.allowed and "round differently" in str(change)
     assert "model.compile" not in fixed_values(config(True))
 
 

@@ -133,7 +133,7 @@ def test_places() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        (JOB, "Slurm job 5 has 2 nodes, and this is one process outside of its steps"),
+        (JOB, "Slurm job 5 has 2 nodes, and this process is outside of its steps"),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4 on 2 nodes"),
         ({**STEP, "SLURM_LOCALID": "1"}, "--ntasks-per-node=1"),
         ({**STEP, "SLURM_NODEID": None}, "SLURM_NODEID is not set"),
@@ -149,8 +149,8 @@ def test_places() -> None:
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "--nproc-per-node=1"),
         ({**TORCHRUN, "GROUP_WORLD_SIZE": None}, "neither GROUP_WORLD_SIZE nor NNODES"),
         ({**TORCHRUN, "MASTER_ADDR": None}, "MASTER_ADDR is not set"),
-        ({**TORCHRUN, "MASTER_PORT": "65535"}, "MASTER_PORT=65535: the scheduler listens on"),
-        ({**STEP, **TORCHRUN, "GROUP_WORLD_SIZE": "3"}, "GROUP_WORLD_SIZE=3 of torchrun say"),
+        ({**TORCHRUN, "MASTER_PORT": "65535"}, "MASTER_PORT=65535: the scheduler would listen on"),
+        ({**STEP, **TORCHRUN, "GROUP_WORLD_SIZE": "3"}, "GROUP_WORLD_SIZE=3 of torchrun give"),
     ],
 )
 def test_missing_garbled_and_contradicting_variables(
@@ -198,7 +198,7 @@ def test_what_the_configuration_leaves_out_follows_from_the_engine() -> None:
         (
             {"nodes": [{"name": "a"}]},
             STEP,
-            "cluster.nodes has 1 (a), and SLURM_STEP_NUM_NODES=2 of Slurm job 5 says 2",
+            "cluster.nodes has 1 (a), and SLURM_STEP_NUM_NODES=2 of Slurm job 5 gives 2",
         ),
         (
             {"nodes": [{"name": "a", "host": "n2"}, {"name": "b"}]},
@@ -210,11 +210,11 @@ def test_what_the_configuration_leaves_out_follows_from_the_engine() -> None:
             STEP,
             "node b has host 192.0.2.1, which is no address of this machine",
         ),
-        ({}, {**POD, "NNODES": None}, "nothing says how many nodes there are: set NNODES"),
+        ({}, {**POD, "NNODES": None}, "the number of nodes is unknown: set NNODES"),
         (
             {},
             {**TORCHRUN, "GROUP_RANK": "0", "MASTER_ADDR": "192.0.2.1"},
-            "torchrun says where the first node is, and not where node number 2 is",
+            "torchrun gives the address of the first node, but not of node number 2",
         ),
     ],
 )

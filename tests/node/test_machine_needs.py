@@ -22,7 +22,7 @@ def test_shared_memory_that_is_missing_or_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_shared_memory(tmp_path)
-    with pytest.raises(ConfigError, match=r"shm: is no folder; .* mount a tmpfs"):
+    with pytest.raises(ConfigError, match=r"shm: is not a folder, .* mount a tmpfs"):
         check_shared_memory(tmp_path / "shm")
     flags = os.statvfs_result((0,) * 8 + (os.ST_RDONLY, 255))
     with monkeypatch.context() as patch:
@@ -50,7 +50,7 @@ def test_processes_of_another_namespace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read it .* mount -t proc"):
         check_processes(tmp_path, 7)
     (tmp_path / "self").symlink_to("4711")
-    with pytest.raises(ConfigError, match="has the number 4711 instead of 7"):
+    with pytest.raises(ConfigError, match="has the pid 4711 instead of 7"):
         check_processes(tmp_path, 7)
 
 

@@ -131,7 +131,7 @@ def test_a_resume_keeps_compilation_and_recomputation_that_its_file_does_not_set
     prepare_run(
         config(corpus, "schedule.scheme=gpipe", "schedule.recompute=none"), run_dir, said.append
     )
-    note = "compiled layers may round otherwise from the next step on"
+    note = "compiled layers may round differently from the next step on"
     assert said == [
         f"changed: schedule.recompute: 'selective' -> 'none' ({note})",
         f"changed: schedule.drop: ['norm'] -> [] ({note})",

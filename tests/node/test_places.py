@@ -87,7 +87,7 @@ def test_a_project_goes_on_at_another_path(project: Path, way: str) -> None:
     for path in (there / "text" / "a.txt", there / "tokens.bin"):
         os.utime(path, ns=(1, 1))
     lines = prepare(there)
-    assert [line for line in lines if "the same content at other places" in line], lines
+    assert [line for line in lines if "the same content at other paths" in line], lines
     assert not [line for line in lines if "changed" in line or "preparing" in line], lines
     assert inputs(there) == before
     resolved = (there / RUN / "resolved.yaml").read_text()
@@ -100,7 +100,7 @@ def test_a_project_goes_on_at_another_path(project: Path, way: str) -> None:
 def test_the_runs_own_configuration_follows_the_move(project: Path) -> None:
     there = project.rename(project.with_name("there"))
     lines = prepare(there, str(RUN / "resolved.yaml"))
-    assert [line for line in lines if "the same content at other places" in line], lines
+    assert [line for line in lines if "the same content at other paths" in line], lines
     assert f"{project}/" not in (there / RUN / "resolved.yaml").read_text()
     assert prepare(there, str(RUN / "resolved.yaml")) == []
 
@@ -134,5 +134,7 @@ def test_a_model_folder_is_compared_by_what_a_run_reads(project: Path) -> None:
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.path: .*the saved state is the old model's"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: .*the saved state belongs to the old model"
+    ):
         prepare(there)

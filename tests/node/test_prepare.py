@@ -123,7 +123,7 @@ def test_holding_out_text_changes_the_data_order() -> None:
 
 def test_refusal_names_keys_both_values_and_why() -> None:
     changes = find_changes(config(), config("model.hf.hidden_size=32", "train.steps=9"))
-    why = r"model\.hf\.hidden_size: 16 -> 32 \(the saved state is the old model's\)"
+    why = r"model\.hf\.hidden_size: 16 -> 32 \(the saved state belongs to the old model\)"
     with pytest.raises(ConfigError, match=why) as caught:
         check_resume(changes, Path("runs/x"), None)
     assert "train.steps" not in str(caught.value)
@@ -139,7 +139,7 @@ def test_changes_say_what_they_mean() -> None:
     decay, schedule = said("optimizer.schedule=cosine", "optimizer.weight_decay=0.2")
     assert schedule.endswith("(the learning rate follows the new curve from the next step on)")
     assert decay == (
-        "optimizer.weight_decay: 0.1 -> 0.2 (from the next step on; the state keeps what it has)"
+        "optimizer.weight_decay: 0.1 -> 0.2 (from the next step on; earlier state is unchanged)"
     )
 
 

@@ -58,7 +58,7 @@ def test_memory_of_a_renamed_node_is_no_loss_of_steps(run_id: str, tmp_path: Pat
     (tmp_path / "run.json").write_text(json.dumps({"run_id": run_id, "created": "", "format": 1}))
     directory = RunDirectory(tmp_path)
     assert not check_nodes(directory, ["a", "b"], saved=0)
-    with pytest.raises(ConfigError, match=r"no node a, .* holds step 5; saved is step 4"):
+    with pytest.raises(ConfigError, match=r"no node a, .* holds step 5, and only step 4 is saved"):
         check_nodes(directory, ["z"], saved=4)
     assert exists(f"/penstock-{run_id}-a-control")
     assert check_nodes(directory, ["z"], saved=5)

@@ -94,7 +94,7 @@ def test_without_a_manager_a_node_prints_its_steps(tmp_path: Path) -> None:
     reports = NodeReports(ServiceManager.of({}, 7), tmp_path, steps=9, say=lines.append)
     reports.turned(STARTING, 1.0)
     reports.turned(UP, 2.0)
-    assert [line.partition(":")[0] for line in lines] == ["all processes run; look at them"]
+    assert [line.partition(":")[0] for line in lines] == ["all processes run; to watch them"]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "train", "step": 4, "loss": 2.25}\n')
     reports.turned(UP, 2.1)

@@ -50,7 +50,7 @@ def test_a_start_with_other_software_says_so_in_a_line(tmp_path: Path) -> None:
     assert said(tmp_path, OTHER, config()) == [
         f"since the last start: torch: {torch} -> 9.9.9; processor: {HERE.processor} -> Z80;"
         f" CPUs: {cpus} -> {cpus + 1}; GPUs: NVIDIA H200 -> NVIDIA H100; layers may round"
-        " otherwise from the next step on"
+        " differently from the next step on"
     ]
     assert "CPUs:" not in said(tmp_path, OTHER, config(threads=2))[0]
 

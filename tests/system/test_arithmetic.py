@@ -43,7 +43,7 @@ def test_clipped_steps_and_a_killed_optimizerd_cost_bits_and_no_more(
     os.kill(run.members()[victim], signal.SIGKILL)
     code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
-    assert "optimizer.rollback arithmetic is not exact" in output
+    assert "optimizer.rollback: arithmetic is not exact" in output
     found = H.metrics(run.run_dir)
     assert [line["step"] for line in found] == list(range(1, STEPS + 1)), "each step exactly once"
     decisions = [line["decision"] for line in found]

@@ -91,7 +91,11 @@ def test_a_replacement_with_other_software_is_refused_and_a_start_goes_on(runner
     assert step == 1
 
     code, output = runner.start(config, "--strict", env=env).wait(500)
-    assert code == 2 and f"other software or hardware ({change})" in output, output
+    assert (
+        code == 2
+        and f"run.strict: software or hardware has changed since the run's last start ({change})"
+        in output
+    ), output
     kept = H.newest_step(run.run_dir)
     run = runner.start(config, env=env)
     stopped_at(run, kept + 1)

@@ -146,7 +146,7 @@ def resumed_with(runner: Any, finished: Path, decay: float) -> Path:
     run = runner.start(path, "--set", f"optimizer.weight_decay={decay}")
     code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run_dir)}"
-    said = f"optimizer.weight_decay: 0.1 -> {decay} (from the next step on; the state keeps"
+    said = f"optimizer.weight_decay: 0.1 -> {decay} (from the next step on; earlier state"
     assert (said in output) == (decay != 0.1), output
     return run_dir
 

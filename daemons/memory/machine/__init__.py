@@ -1,1 +1,1 @@
-"""What a memoryd decides: pure, without clocks, files or sockets."""
+"""Decides for a memoryd: pure, without clocks, files or sockets."""

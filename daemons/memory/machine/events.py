@@ -1,6 +1,6 @@
-"""What reaches a memoryd (events) and what it does about it (effects): plain values.
+"""Events and effects of a memoryd: plain values.
 
-Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+Events and effects that other daemons share are in :mod:`penstock.daemons.kit.events`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCancelled:
-    """The restore or save stopped because it was told to."""
+    """Reports that the restore or save stopped on request."""
 
 
 Event = (
@@ -133,7 +133,7 @@ class SendRestored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPinned:
-    """What the save is to read is not overwritten before it was read."""
+    """Announces that the pins are set: state is not overwritten before the save has read it."""
 
     epoch: int
     number: int

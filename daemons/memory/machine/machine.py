@@ -1,17 +1,17 @@
-"""What a memoryd decides: a pure machine, events in, effects out.
+"""Decides for a memoryd: a pure machine that turns events into effects.
 
 ::
 
     JOINING --Drain--> DRAINED --Restore--> RESTORING --Restored--> DRAINED --Begin--> READY
-    READY --Save--> the save runs beside DRAINED and READY, until it is Saved
+    READY --Save--> the save runs during DRAINED and READY, until it is Saved
     a job --another order, the end--> it is cancelled; what was ordered follows when it has answered
     any --Shutdown, Refused, SIGTERM--> ENDED
 
-One job (restore or save) runs at a time. A Drain names the save that goes on over the barrier; any
-other job is cancelled by it, and nothing is acknowledged while one ends. So after ``Drained`` no
-thread of this process writes model state, and none reads it but that save, which a Restore cancels.
-How a save ended is said once more with every Drain that still names it: the message may have been
-lost with its stream. Messages of an older epoch are ignored.
+One job (restore or save) runs at a time. A Drain names the save that continues across the barrier,
+cancels any other job, and is acknowledged only after that job has ended. So after ``Drained`` no
+thread of this process writes model state, and only that save reads it; a Restore cancels the save.
+Every Drain that still names a finished save is answered with the save's result again: the first
+message may have been lost with its stream. Messages of an older epoch are ignored.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ _ENDS = (ShutdownAsked, StopAsked, RefusedByScheduler)
 
 @dataclass(slots=True, kw_only=True)
 class MemoryMachine:
-    """Feed :meth:`handle` with events and carry out what it returns, in order.
+    """Turns events (:meth:`handle`) into effects, which the caller carries out in order.
 
-    ``epoch``: of the last drain. ``order``: the restore or save under way. ``deferred``: what
-    interrupted it and waits for its end. ``said``: how the last save ended, while the scheduler may
-    not have heard it.
+    ``epoch``: the epoch of the last drain. ``order``: the current restore or save. ``deferred``:
+    the event that interrupted the order and waits for its end. ``said``: the last save's result,
+    until the scheduler surely has it.
     """
 
     epoch: int = 0
@@ -93,7 +93,7 @@ class MemoryMachine:
         return _HANDLERS[type(event)](self, event)
 
     def validate(self) -> None:
-        """Check that a restore is under way exactly while its phase is, and a save in no other.
+        """Checks that a restore runs exactly in its phase, and a save in no other phase.
 
         Raises:
             ValueError: naming phase and order.
@@ -120,7 +120,7 @@ class MemoryMachine:
         return drained
 
     def _goes_on(self, event: DrainAsked) -> bool:
-        """Whether the job under way is the save that a Drain names."""
+        """Returns whether the current job is the save that a Drain names."""
         order = self.order
         named = isinstance(order, SaveAsked) and order.number == event.saving
         return named and self.deferred is None
@@ -208,9 +208,9 @@ class MemoryMachine:
             return deferred
         if order.replica is not None:
             # Nothing is lost yet: the scheduler has older sources.
-            said = f"the replica of {order.replica.address} cannot be used: {event.error}"
+            failure = f"the replica of {order.replica.address} cannot be used: {event.error}"
             answer = SendRestored(epoch=order.epoch, incarnation=0)
-            return [Say(text=said, warning=True), answer]
+            return [Say(text=failure, warning=True), answer]
         self.phase = MemoryPhase.ENDED
         return [
             SendFailed(epoch=self.epoch, error=event.error, code=event.exit_code),
@@ -225,8 +225,9 @@ class MemoryMachine:
         return self._follow()
 
     def _defer(self, event: _Deferred) -> list[Effect]:
-        """Wait for the job's end. What ends the process outweighs all else, the scheduler's word
-        (which says whether memory is kept) a signal, else the newer order an older one.
+        """Waits for the job's end. An event that ends the process replaces every other one. Of two
+        such events the scheduler's replaces a signal, because it says whether memory is kept.
+        Otherwise the newer order replaces the older.
         """
         first = self.deferred is None
         if isinstance(event, ShutdownAsked) or not isinstance(self.deferred, _ENDS):
@@ -240,7 +241,7 @@ class MemoryMachine:
         return order
 
     def _follow(self) -> list[Effect]:
-        """Do what waited for the job's end."""
+        """Handles the event that waited for the job's end."""
         event, self.deferred = self.deferred, None
         return [] if event is None else _HANDLERS[type(event)](self, event)
 

@@ -1,1 +1,1 @@
-"""Which node of a run this machine is, and how it meets the others."""
+"""Finds this machine's node in a run, and connects it with the other nodes."""

@@ -22,9 +22,9 @@ def find_addresses(hosts: Sequence[str]) -> Mapping[str, str]:
     """Returns the numeric addresses of hosts by name: as the system resolves it, else as Slurm
     knows it (``NodeAddr``). A host that neither knows is left out.
     """
-    found = {host: address for host in hosts if (address := _resolved(host)) is not None}
-    strange = [host for host in hosts if host not in found]
-    return found | _known_to_slurm(strange) if strange else found
+    addresses = {host: address for host in hosts if (address := _resolved(host)) is not None}
+    strange = [host for host in hosts if host not in addresses]
+    return addresses | _known_to_slurm(strange) if strange else addresses
 
 
 def own_address_towards(address: str) -> str | None:
@@ -44,10 +44,10 @@ def addresses_of(
     find: Find = find_addresses,
     own_towards: Callable[[str], str | None] = own_address_towards,
 ) -> tuple[str, ...]:
-    """Returns the addresses of all hosts, seen from the first of them, on which this runs.
+    """Returns the addresses of all hosts as seen from the first host, on which this runs.
 
-    Many systems give their own name a loopback address, which is of no use to the others: then the
-    first host has the address by which it reaches another one.
+    Many systems resolve their own name to a loopback address, which other hosts cannot use. The
+    first host then gets the address from which it reaches another host.
 
     Raises:
         ConfigError: a host has no address, or one that the others cannot reach.
@@ -57,20 +57,20 @@ def addresses_of(
     if unknown:
         raise ConfigError(
             f"{engine}: {', '.join(unknown[:8])} has no address here: neither the system's resolver"
-            " nor scontrol knows one; give the addresses of all nodes in cluster.nodes"
+            " nor scontrol knows one; set the addresses of all nodes in cluster.nodes"
         )
-    found = [known[host] for host in hosts]
-    if is_loopback(found[0]):
-        other = next((address for address in found if not is_loopback(address)), None)
-        found[0] = found[0] if other is None else own_towards(other) or found[0]
-    stuck = [host for host, address in zip(hosts, found, strict=True) if is_loopback(address)]
+    addresses = [known[host] for host in hosts]
+    if is_loopback(addresses[0]):
+        other = next((address for address in addresses if not is_loopback(address)), None)
+        addresses[0] = addresses[0] if other is None else own_towards(other) or addresses[0]
+    stuck = [host for host, address in zip(hosts, addresses, strict=True) if is_loopback(address)]
     if 0 < len(stuck) < len(hosts):
         raise ConfigError(
             f"{engine}: {', '.join(stuck)} resolve to a loopback address on {hosts[0]}, which other"
-            " nodes cannot reach; mend /etc/hosts there, or give the addresses of all nodes in"
+            " nodes cannot reach; fix /etc/hosts there, or set the addresses of all nodes in"
             " cluster.nodes"
         )
-    return tuple(found)
+    return tuple(addresses)
 
 
 def is_loopback(address: str) -> bool:

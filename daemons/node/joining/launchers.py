@@ -1,10 +1,11 @@
-"""What the engine that started this process says about its place among the nodes of a run.
+"""Reads this process's place among the nodes of a run from the environment of the engine that
+started it.
 
-Each reader turns the environment of one engine into a :class:`Place`: Slurm's (``SLURM_*``), that
-of a Kubernetes JobSet or Indexed Job (``JOB_COMPLETION_INDEX`` and friends), and torchrun's
-(``GROUP_RANK`` or ``NODE_RANK``, ``MASTER_ADDR`` …). Nothing is looked up here: addresses are found
-by :mod:`penstock.daemons.node.joining.addresses`, and what the configuration says is held against
-the place by :mod:`penstock.daemons.node.joining.rendezvous`.
+Each reader turns the environment of one engine into a :class:`Place`: Slurm (``SLURM_*``), a
+Kubernetes JobSet or Indexed Job (``JOB_COMPLETION_INDEX`` and related variables), and torchrun
+(``GROUP_RANK`` or ``NODE_RANK``, ``MASTER_ADDR`` …). Names are not resolved here.
+:mod:`penstock.daemons.node.joining.addresses` finds addresses, and
+:mod:`penstock.daemons.node.joining.rendezvous` compares the place with the configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.host.errors import ConfigError
 Environment = Mapping[str, str]
 
 POD_PORT = 29_600
-"""The scheduler's port where nobody names one and each node has an address of its own."""
+"""The scheduler's port on engines that give each node an address but name no port."""
 SLURM_PORTS = range(20_000, 32_000)
 """One of these follows from the number of the job, so that all nodes know it. They lie below the
 range from which the system serves port 0.
@@ -79,7 +80,7 @@ def find_place(environment: Environment, full_name: Callable[[], str]) -> Place 
         if one.count != other.count:
             raise ConfigError(
                 f"{one.count_source} of {one.engine} and {other.count_source} of {other.engine}"
-                " say different numbers of nodes: unset the variables of one of them"
+                " give different numbers of nodes: unset the variables of one engine"
             )
     return places[0] if places else None
 
@@ -94,7 +95,9 @@ def tasks_of_step(environment: Environment) -> int:
 
 
 def _slurm_place(environment: Environment) -> Place | None:
-    """Slurm: a step has a list of nodes of its own; a batch script is one process on the first."""
+    """Reads Slurm's environment: a step has its own list of nodes; a batch script is one process on
+    the first node.
+    """
     job = environment.get("SLURM_JOB_ID")
     if not job:
         return None
@@ -132,12 +135,14 @@ def _slurm_place(environment: Environment) -> Place | None:
 
 
 def _batch_place(environment: Environment, engine: str, number: int) -> Place:
-    """Outside of any step there is one process, whatever the job has."""
+    """Returns the place of a process outside all steps: there is one, however many nodes the job
+    has.
+    """
     hosts = expand_hosts(_text(environment, "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST")
     if len(hosts) > 1:
         raise ConfigError(
-            f"{engine} has {len(hosts)} nodes, and this is one process outside of its steps: start"
-            " one on each node with srun --ntasks-per-node=1 penstock node …"
+            f"{engine} has {len(hosts)} nodes, and this process is outside of its steps: start one"
+            " process on each node with srun --ntasks-per-node=1 penstock node …"
         )
     return Place(
         engine=engine,
@@ -155,7 +160,9 @@ def _slurm_port(job: int) -> int:
 
 
 def _pod_place(environment: Environment, full_name: Callable[[], str]) -> Place | None:
-    """A pod of an Indexed Job, of a JobSet or alone; a headless service gives pods their names."""
+    """Reads the place of a pod of an Indexed Job, alone or in a JobSet; a headless service names
+    the pods.
+    """
     if "JOB_COMPLETION_INDEX" not in environment:
         return None
     rank = _number(environment, "JOB_COMPLETION_INDEX")
@@ -194,7 +201,9 @@ def _pod_place(environment: Environment, full_name: Callable[[], str]) -> Place 
 
 
 def _torchrun_place(environment: Environment) -> Place | None:
-    """torchrun, or whoever sets the same variables. They name the first node only."""
+    """Reads the variables of torchrun, or of a launcher with the same variables. They name only the
+    first node.
+    """
     rank_name = _present(environment, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
     if rank_name is None:
         return None
@@ -232,8 +241,8 @@ def _beside_the_store(environment: Environment, name: str) -> int:
     port = _number(environment, name) + 1
     if not 1 < port < 2**16:
         raise ConfigError(
-            f"{name}={port - 1}: the scheduler listens on the port after it, which is none; choose"
-            " another, or set cluster.scheduler_port"
+            f"{name}={port - 1}: the scheduler would listen on the next port, which is no valid"
+            " port; choose a lower port, or set cluster.scheduler_port"
         )
     return port
 
@@ -265,7 +274,7 @@ def expand_hosts(text: str, source: str) -> tuple[str, ...]:
 
 def _numbers(text: str, garbled: ConfigError) -> list[str]:
     """Returns what ``1-2,07`` in brackets stands for."""
-    found: list[str] = []
+    numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         if match is None:
@@ -273,8 +282,8 @@ def _numbers(text: str, garbled: ConfigError) -> list[str]:
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first) or int(last) - int(first) >= _LARGEST_LIST:
             raise garbled
-        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-    return found
+        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    return numbers
 
 
 def _present(environment: Environment, *names: str) -> str | None:

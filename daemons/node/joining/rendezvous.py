@@ -1,14 +1,14 @@
-"""How a node finds its name, the other nodes and the scheduler, and waits for the run.
+"""Determines a node's name, the other nodes and the scheduler's address, and waits for the run.
 
-What the configuration says goes first: names and hosts in ``cluster.nodes``, ``--node``,
-``cluster.scheduler_port``. What it leaves out follows from the engine that started the process
-(:mod:`penstock.daemons.node.joining.launchers`). What cannot both be true is an error that names
-both. The first node writes all of it into ``resolved.yaml``, which every other process reads.
+The configuration has priority: names and hosts in ``cluster.nodes``, ``--node``,
+``cluster.scheduler_port``. The engine that started the process supplies missing values
+(:mod:`penstock.daemons.node.joining.launchers`). A contradiction is an error that names both sides.
+The first node writes all values into ``resolved.yaml``, which every other process reads.
 
-Nodes that an engine starts together must not take the run directory of an earlier start for that of
-this one, and a shared file system may show them files late. So all but the first ask the scheduler,
-which starts when the first node has prepared the run, for the checksum of its inputs, and go on
-when their own view of the directory has the same.
+Nodes that an engine starts together must not use the run directory of an earlier start. A shared
+file system may also show files late. So all nodes but the first ask the scheduler for the checksum
+of its inputs. The scheduler starts after the first node has prepared the run. The nodes continue
+when their view of the directory has the same checksum.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What a node needs to begin. ``ended``: the run was over before the node could join it."""
+    """Values that a node needs to begin. ``ended``: the run was over before the node joined it."""
 
     node: str
     resolved: Path
@@ -118,8 +118,8 @@ def _all_done(steps: int) -> RunEnd:
 
 
 def check_alone(environment: Environment) -> str | None:
-    """Returns what to tell somebody who starts ``penstock train`` where an engine has more nodes
-    for the run; None where there is nothing to say.
+    """Returns a warning if ``penstock train`` was started under an engine with more nodes for the
+    run; None otherwise.
 
     Raises:
         ConfigError: several copies of the command were started.
@@ -152,7 +152,7 @@ def settle(config: Config, place: Place, name: str | None) -> tuple[Config, str]
     if name is not None and name != node.name:
         raise ConfigError(
             f"--node {name} and {place.rank_source} of {place.engine}, which is node {node.name},"
-            " contradict each other: leave --node out"
+            " contradict each other: omit --node"
         )
     hosts = _hosts(nodes, place)
     cluster = config.cluster
@@ -171,8 +171,8 @@ def _nodes(config: Config, place: Place) -> tuple[NodeConfig, ...]:
     if "nodes" not in config.cluster.model_fields_set:
         if place.count is None:
             raise ConfigError(
-                f"{place.engine}: {place.rank_source} is set, and nothing says how many nodes there"
-                " are: set NNODES in the environment of all of them, or cluster.nodes"
+                f"{place.engine}: {place.rank_source} is set, but the number of nodes is unknown:"
+                " set NNODES in the environment of all nodes, or set cluster.nodes"
             )
         return tuple(NodeConfig(name=f"node-{i}") for i in range(place.count))
     nodes = config.cluster.nodes
@@ -180,13 +180,13 @@ def _nodes(config: Config, place: Place) -> tuple[NodeConfig, ...]:
     if place.count not in (None, len(nodes)):
         raise ConfigError(
             f"cluster.nodes has {len(nodes)} ({names}), and {place.count_source} of {place.engine}"
-            f" says {place.count}: start as many, or leave cluster.nodes out, and it follows from"
+            f" gives {place.count}: start as many nodes, or omit cluster.nodes to take them from"
             " the engine"
         )
     if place.rank >= len(nodes):
         raise ConfigError(
             f"cluster.nodes has {len(nodes)} ({names}), and {place.rank_source} of {place.engine}"
-            f" is node number {place.rank + 1}: start as many as there are"
+            f" is node number {place.rank + 1}: start no more nodes than cluster.nodes has"
         )
     return nodes
 
@@ -196,21 +196,21 @@ def _hosts(nodes: tuple[NodeConfig, ...], place: Place) -> list[str]:
     if len(nodes) == 1:
         given = "host" in nodes[0].model_fields_set
         return [nodes[0].host if given else LOOPBACK]
-    found = [place.host(rank) for rank in range(len(nodes))]
+    hosts = [place.host(rank) for rank in range(len(nodes))]
     for i, node in enumerate(nodes):
         if "host" not in node.model_fields_set:
             continue
-        elsewhere = [rank for rank, host in enumerate(found) if host == node.host and rank != i]
+        elsewhere = [rank for rank, host in enumerate(hosts) if host == node.host and rank != i]
         mine = i == place.rank and not is_own(node.host)
-        if (elsewhere and node.host not in (LOOPBACK, found[i])) or mine:
+        if (elsewhere and node.host not in (LOOPBACK, hosts[i])) or mine:
             where = "no address of this machine" if mine else f"node number {elsewhere[0] + 1}"
             raise ConfigError(
                 f"cluster.nodes: node {node.name} has host {node.host}, which is {where}, and"
-                f" {place.engine} has it on {found[i] or 'this one'}: leave the hosts out, and they"
+                f" {place.engine} has it on {hosts[i] or 'this one'}: leave the hosts out, and they"
                 " follow from the engine; or put them into its order"
             )
     open_ranks = [i for i, node in enumerate(nodes) if "host" not in node.model_fields_set]
-    looked_up = _looked_up(found, open_ranks, place)
+    looked_up = _looked_up(hosts, open_ranks, place)
     return [looked_up.get(i, node.host) for i, node in enumerate(nodes)]
 
 
@@ -229,15 +229,15 @@ def _looked_up(found: list[str | None], open_ranks: list[int], place: Place) -> 
         return known | dict.fromkeys(missing, known[0])
     if missing:
         raise ConfigError(
-            f"{place.engine} says where the first node is, and not where node number"
-            f" {missing[0] + 1} is: give the addresses of all nodes in cluster.nodes"
+            f"{place.engine} gives the address of the first node, but not of node number"
+            f" {missing[0] + 1}: set the addresses of all nodes in cluster.nodes"
         )
     return known
 
 
 def wait_for_start(config: Config, node: str, scheduler: str | None, say: Say) -> RunEnd | None:
-    """Returns when the first node has prepared the run, its scheduler answers ``node``, and this
-    machine sees what was prepared; how the run ended, if it did so meanwhile.
+    """Waits until the first node has prepared the run, its scheduler answers ``node``, and this
+    machine sees the prepared files. Returns the run's end if the run ended meanwhile.
 
     Raises:
         LostMemberError: that did not happen within ``cluster.start_timeout_s``.
@@ -264,15 +264,15 @@ def wait_for_start(config: Config, node: str, scheduler: str | None, say: Say) -
                 return None
             if now_s - answered_s > LATE_FILES_S:
                 raise ConfigError(
-                    f"{run_dir}: after {LATE_FILES_S:g} s it still does not show the run that"
-                    f" the scheduler at {address} has; {SHARED}"
+                    f"{run_dir}: after {LATE_FILES_S:g} s it still does not show the run of the"
+                    f" scheduler at {address}; {SHARED}"
                 )
         where = address or f"{run_dir / 'endpoint.json'}, which is for nodes of one machine"
         if now_s - start_s > timeout_s:
             raise LostMemberError(
                 f"node {first.name}, which prepares the run and hosts the scheduler, was not there"
-                f" within {timeout_s:g} s (cluster.start_timeout_s), looked for at {where}: see"
-                " what it says, start it, or set cluster.scheduler_port"
+                f" within {timeout_s:g} s (cluster.start_timeout_s); tried {where}: read that"
+                " node's output, start it, or set cluster.scheduler_port"
             )
         if now_s - said_s > _SAY_INTERVAL_S:
             said_s = now_s
@@ -289,14 +289,14 @@ def _known_address(config: Config, run_dir: Path) -> str | None:
     cluster = config.cluster
     if cluster.scheduler_port:
         return f"{cluster.nodes[0].host}:{cluster.scheduler_port}"
-    found = read_endpoint(run_dir)
-    alive = found is not None and start_ticks(found.pid) is not None
-    return found.scheduler if found is not None and alive else None
+    endpoint = read_endpoint(run_dir)
+    alive = endpoint is not None and start_ticks(endpoint.pid) is not None
+    return endpoint.scheduler if endpoint is not None and alive else None
 
 
 def _prepared_digest(config: Config, node: str, address: str) -> str | None:
-    """Returns the checksum of the inputs of the scheduler's run; None while nobody answers, or this
-    machine does not see the token of this start yet.
+    """Returns the checksum of the inputs of the scheduler's run. Returns None while no scheduler
+    answers, or this machine does not see the token of this start yet.
     """
     try:
         access = member_access(config, config.run_dir.absolute(), node)

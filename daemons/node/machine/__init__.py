@@ -1,1 +1,1 @@
-"""What a node's supervisor decides: pure, without clocks, processes or sockets."""
+"""Decides for a node's supervisor: pure, without clocks, processes or sockets."""

@@ -1,4 +1,4 @@
-"""How often a process may be started anew before somebody has to look. Pure: the time comes in."""
+"""Limits the restarts of a process without progress of the run. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ BUDGET_S = 3600.0
 
 @dataclass(slots=True, kw_only=True)
 class RestartBudget:
-    """The restarts of one process that count: those of the last hour, since the last commit.
+    """Counts the restarts of one process in the last hour since the last commit.
 
-    A run that gets on may lose processes for as long as it lasts; one that does not get on is not
-    to spin for ever. ``limit`` is ``cluster.max_restarts``.
+    A run that progresses may lose processes without limit; a run without progress must not restart
+    them for ever. ``limit`` is ``cluster.max_restarts``.
     """
 
     limit: int
@@ -21,7 +21,7 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """How many restarts counted when the last one was asked for."""
+        """Restarts that counted at the last request."""
         return len(self._spent_s)
 
     def take(self, now_s: float) -> bool:
@@ -35,5 +35,5 @@ class RestartBudget:
         return True
 
     def forgive(self) -> None:
-        """The run has got on: what was before does not count."""
+        """Forgets earlier restarts: the run has progressed."""
         self._spent_s.clear()

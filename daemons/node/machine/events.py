@@ -1,6 +1,6 @@
-"""What reaches a node's supervisor (events) and what it orders (effects): plain values.
+"""Events and effects of a node's supervisor: plain values.
 
-Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+Events and effects that other daemons share are in :mod:`penstock.daemons.kit.events`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FenceAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberMissing:
-    """Nobody of that name has joined the scheduler."""
+    """Reports that no member of that name has joined the scheduler."""
 
     member: str
 
@@ -78,11 +78,11 @@ class StopUnheard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """What the node sees of its children and the scheduler; comes at least every second.
+    """Observations of the node's children and the scheduler, at least once a second.
 
-    ``stopped``: children that a signal has stopped. ``heard_s``: when the scheduler was last heard;
-    None without a link to it. ``ended``: how the run ended, from the note that is left when the
-    scheduler is gone.
+    ``stopped``: children that a signal has stopped. ``heard_s``: time of the scheduler's last
+    message; None without a link to it. ``ended``: the run's end, from the note that a scheduler
+    leaves.
     """
 
     stopped: frozenset[str] = frozenset()
@@ -144,10 +144,10 @@ class SendFenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskSchedulerToStop:
-    """Ask for a clean stop of the whole run: the scheduler saves, then shuts everyone down.
+    """Asks for a clean stop of the whole run: the scheduler saves, then shuts all members down.
 
-    ``within_s``: how long that may take. Of a scheduler elsewhere, who cannot be reached, one hears
-    :class:`StopUnheard`.
+    ``within_s``: seconds that the stop may take. If a remote scheduler is unreachable,
+    :class:`StopUnheard` follows.
     """
 
     within_s: float | None = None
@@ -155,8 +155,8 @@ class AskSchedulerToStop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveWord:
-    """The scheduler's node gives up, and the scheduler is dead: leave the note of the run's end
-    for the nodes that wait for it. Memory is kept.
+    """Leaves the note of the run's end for nodes that wait for it, when the scheduler's node fails
+    and the scheduler is dead. Memory is kept.
     """
 
     error: str

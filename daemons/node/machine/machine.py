@@ -1,4 +1,4 @@
-"""What a node's supervisor decides: which child to start, kill or give up, and when the node ends.
+"""Decides which children a node's supervisor starts, kills or abandons, and when the node ends.
 
 Pure: events and the time come in, effects go out (both in
 :mod:`penstock.daemons.node.machine.events`). Processes, signals, sockets and files are in
@@ -11,9 +11,8 @@ Life of a node (``NodePhase``)::
        | a child's code is final, or restarts are used up        | deadline
        +--> FAILING: the scheduler is told -- deadline --------> TERMINATING --> KILLING --> ENDED
 
-A stop that was asked for keeps the phase: children that die are still replaced, because the
-scheduler needs them all to save. Only a request that insists, or the end of the time that the stop
-may take, kills everything.
+A requested stop keeps the phase: dead children are still replaced, because the scheduler needs all
+of them to save. Only a repeated request, or the deadline of the stop, kills all children.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ FINAL_SCHEDULER_CODES = frozenset(
 
 
 class NodePhase(StrEnum):
-    """What the node is up to; see the module's picture."""
+    """Phases of a node's life; see the module's picture."""
 
     RUNNING = "running"
     FAILING = "failing"
@@ -81,17 +80,14 @@ class NodePhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLimits:
-    """Deadlines and counts. A child that lived shorter than ``quick_death_s`` is restarted after a
-    delay that grows with every such death in a row in which no step was committed.
-    ``deaf_grace_s``: how long a child may outlive the scheduler: one that was not connected yet
-    never hears that the run has ended.
-    ``told_grace_s``: how long it may outlive the end where the scheduler is on another node, which
-    stays for at most 15 s to tell members that come late. ``silence_s``: how long a child may stand
-    still, stopped by a signal (the scheduler watches members only, and only those that have joined,
-    as long as the run goes on); ``hang_s``: how long the node's schedulerd may say nothing though
-    it is not stopped, and any other child live without having joined. ``warm_up_s``: how long the
-    first start of a child waits for its preloader: as long as it would take itself to import the
-    same, and some more.
+    """Deadlines and counts of a node. A child that lived shorter than ``quick_death_s`` is
+    restarted after a delay that grows with each such death in a row without a commit.
+    ``deaf_grace_s``: time that a child may outlive the scheduler: unconnected children never learn
+    of the run's end. ``told_grace_s``: the same if the scheduler is on another node, which stays
+    for at most 15 s. ``silence_s``: time that a child may be stopped by a signal; the scheduler
+    watches only members that have joined. ``hang_s``: time that the node's schedulerd may be silent
+    without being stopped, or another child live without joining. ``warm_up_s``: time that a child's
+    first start waits for its preloader, a little more than its own imports would take.
     """
 
     max_restarts: int
@@ -110,16 +106,16 @@ class NodeLimits:
     hang_s: float = 600.0
     warm_up_s: float = 30.0
     lease_s: float | None = None
-    """For how long its members may run unheard by the scheduler; None: as long as they like."""
+    """Seconds that members may run without a message of the scheduler. Default: no limit."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Child:
-    """One supervised process. ``pid`` is None while it is dead; ``start_at_s``: when it is due.
+    """One supervised process. ``pid``: None while it is dead. ``start_at_s``: the next start.
 
-    ``is_helper``: it is no member of the run, which goes on without it. ``died``: pid and words of
-    its last death, if that was not ordered. ``preloader``: who forks it. ``warm``, of a preloader:
-    whether it is ready; None while it warms up for the first time.
+    ``is_helper``: it is no member of the run, which continues without it. ``died``: pid and
+    description of its last unordered death. ``preloader``: name of the preloader that forks it.
+    ``warm``: of a preloader, whether it is ready; None during its first imports.
     """
 
     name: str
@@ -144,16 +140,16 @@ class NodeMachine:
     children: dict[str, Child]
     stopped_detector: StoppedDetector
     epoch: int = 0
-    """Of the last Begin."""
+    """The epoch of the last Begin."""
     version: int = 0
-    """What was committed then."""
+    """The step that was committed at the last Begin."""
     phase: NodePhase = NodePhase.RUNNING
     code: int = 0
     told_code: int = 0
-    """How the run ended, as the scheduler told its members."""
+    """The run's exit code, from the scheduler's message about the end."""
     scheduler_code: int | None = None
     failure: str = ""
-    """Why the node gives up."""
+    """The reason for the node's failure; empty while there is none."""
     stop_asked: bool = False
     deadline_s: float | None = None
     ask_again_at_s: float | None = None
@@ -164,7 +160,7 @@ class NodeMachine:
     noted: bool = False
     """The scheduler has left word that the run is over."""
     lease_out: bool = False
-    """No scheduler was heard for the lease: members are dead, and stay so until one is heard."""
+    """True after a lease without any message of a scheduler; members stay dead until one comes."""
     forgiven_s: float = float("-inf")
     """Silence of schedulerd before that proves nothing."""
 
@@ -176,8 +172,8 @@ class NodeMachine:
         helpers: frozenset[str] = frozenset(),
         preloaders: Mapping[str, str] = MappingProxyType({}),
     ) -> NodeMachine:
-        """All children are due at once, in the order of their names here. ``preloaders``: of those
-        that are forked by one.
+        """Creates a machine with all children due, in the order of ``names``. ``preloaders``: names
+        of the preloaders, by forked child.
         """
         return cls(
             limits=limits,
@@ -215,7 +211,7 @@ class NodeMachine:
         return min((t for t in times if t is not None), default=None)
 
     def validate(self) -> None:
-        """Check that every child is exactly one of running, being started, due, or given up.
+        """Checks that every child is exactly one of running, being started, due, or abandoned.
 
         Raises:
             ValueError: naming the child.
@@ -283,8 +279,9 @@ class NodeMachine:
         if self.failure and not self.run_ended:
             return [LeaveWord(error=self.failure, code=self.code)]  # it did not, as far as we know
         if self.phase is NodePhase.ENDING:
-            # Killed while it shut the run down: some members may not have heard. Those that have
-            # end now; if others are left, the run comes back so that it can end properly.
+            # schedulerd was killed during the shutdown, so some members may lack its message.
+            # Members that have it end now; if others are left, the run is started again so that it
+            # can end properly.
             self.deadline_s = now_s + self.limits.quick_death_s
         return []
 
@@ -317,7 +314,7 @@ class NodeMachine:
         self.epoch, self.version = event.epoch, event.version
         effects: list[Effect] = [SendReady(epoch=event.epoch)]
         if self.stop_asked and SCHEDULERD not in self.children:
-            # A scheduler that heard of it may have died since; of its own the node would know.
+            # A remote scheduler may have died with the request; the node would know of its own.
             effects.append(AskSchedulerToStop(within_s=self._left_s(now_s)))
         return effects
 
@@ -373,7 +370,7 @@ class NodeMachine:
         return effects
 
     def _heed_lease(self, heard_s: float | None, now_s: float) -> list[Effect]:
-        """Kill the members when the lease has run out: another machine may be this node then."""
+        """Kills the members after the lease has expired: another machine may be this node then."""
         lease_s = self.limits.lease_s
         if lease_s is None or heard_s is None or self.phase is not NodePhase.RUNNING:
             return []
@@ -430,7 +427,7 @@ class NodeMachine:
         return None if preloader.pid is None else preloader.started_s + self.limits.warm_up_s
 
     def _forgive(self, jump_s: float, now_s: float) -> None:
-        """After the node itself was stopped, everybody has the full time again."""
+        """Restarts all deadlines after the node itself was stopped."""
         if not jump_s:
             return
         self.forgiven_s = now_s
@@ -440,12 +437,12 @@ class NodeMachine:
             child.started_s += jump_s
 
     def _replace(self, name: str, why: str, now_s: float) -> list[Effect]:
-        """Kill a child that stands still; when it is dead it is started anew, if it is needed."""
+        """Kills a stopped or hung child; after its death it is started again, if needed."""
         self.forgiven_s = now_s
         return [Say(text=f"{name} {why}: killing it"), Kill(name=name)]
 
     def _on_run_ended(self, end: RunEnd, now_s: float) -> list[Effect]:
-        """The scheduler is gone for good, and left word: nobody will tell the children."""
+        """Ends the node: the scheduler left its end note, and sends the children no message."""
         self.told_code = int(end.code)
         effects = self._end(now_s)
         self.deadline_s = now_s + self.limits.deaf_grace_s
@@ -477,7 +474,7 @@ class NodeMachine:
         return [Say(text=message), *(Terminate(name=name) for name in self._running())]
 
     def _out_of_time(self) -> list[Effect]:
-        """The stop took too long: whoever signalled it is about to kill everything."""
+        """Kills everything: the stop took too long, and its sender would kill the node next."""
         if self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
             self.code = self.code or int(ExitCode.INTERRUPTED)
         return self._kill_all("the time for stopping is over")
@@ -490,7 +487,7 @@ class NodeMachine:
         return [Say(text=message), *(Kill(name=name) for name in self._running())]
 
     def _come_back(self, now_s: float) -> list[Effect]:
-        """schedulerd died while it ended the run and members are left: start what is missing."""
+        """Starts missing children after schedulerd died during the run's end, with members left."""
         self.phase, self.told_code, self.run_ended = NodePhase.RUNNING, 0, False
         effects: list[Effect] = [
             Say(text="schedulerd died while it ended the run: it is started once more"),
@@ -517,7 +514,7 @@ class NodeMachine:
             return [Start(name=child.name)]
         delay_s = 0.0
         if code == 0:
-            # A Shutdown may be on its way to us that the child has heard already.
+            # The child may have received a Shutdown that is still on its way to this node.
             delay_s = self.limits.clean_exit_grace_s
         elif child.quick_deaths:
             delay_s = min(
@@ -539,12 +536,12 @@ class NodeMachine:
 
     @property
     def _untold(self) -> bool:
-        """The node gives up, and the scheduler has not answered: it may have been between two
-        lives, or not connected, and would wait for this node.
+        """Returns whether the node fails without an answer of the scheduler. The scheduler may be
+        restarting or disconnected, and would wait for this node.
         """
-        own = self.children.get(SCHEDULERD)
-        there = own is None or own.pid is not None
-        return there and self.phase is NodePhase.FAILING and self.deadline_s is not None
+        scheduler = self.children.get(SCHEDULERD)
+        is_alive = scheduler is None or scheduler.pid is not None
+        return is_alive and self.phase is NodePhase.FAILING and self.deadline_s is not None
 
     def _failed(self) -> SendFailed:
         return SendFailed(error=self.failure, code=self.code, epoch=self.epoch)
@@ -552,13 +549,13 @@ class NodeMachine:
     def _end(self, now_s: float) -> list[Effect]:
         self.phase, self.run_ended = NodePhase.ENDING, True
         scheduler = self.children.get(SCHEDULERD)
-        # Killed while it told the members: who has not heard never will.
+        # It was killed while it told the members: the rest never will be.
         cut_short = scheduler is not None and scheduler.pid is None
         limits = self.limits
         elsewhere_s = limits.told_grace_s if scheduler is None else limits.end_timeout_s
         self.deadline_s = now_s + (limits.quick_death_s if cut_short else elsewhere_s)
         self._forget_starts()
-        # Nobody else tells helpers: they are no members.
+        # Helpers are no members, so only the node ends them.
         helpers = (c.name for c in self.children.values() if c.is_helper and c.pid is not None)
         return [CloseLink(), *(Terminate(name=name) for name in helpers)]
 
@@ -577,7 +574,7 @@ class NodeMachine:
 
 
 def describe_exit(code: int) -> str:
-    """``exited with code 1`` or ``was killed by signal 9``."""
+    """Returns ``exited with code 1`` or ``was killed by signal 9``."""
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 

@@ -1,8 +1,9 @@
-"""Needed memory against what the machine and its control groups give, before anything is allocated.
+"""Compares the memory that a run needs with the memory of the machine and its control groups,
+before anything is allocated.
 
-Rows come from :func:`penstock.planner.memory.table.memory_table`; here they are summed by
-resource and held against /dev/shm, host RAM, the limits of control groups, and those that are
-configured. One machine is assumed for the nodes asked about.
+Rows come from :func:`penstock.planner.memory.table.memory_table`. This module sums them by resource
+and compares the sums with /dev/shm, host RAM, the limits of control groups, and the configured
+limits. The given nodes are assumed to share one machine.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from penstock.shm.segment import free_bytes
 
 MIB = 2**20
 WORKER_BYTES = 450 * MIB
-"""Private memory of a worker beside its buffers: mostly torch. An estimate."""
+"""Estimated private bytes of a worker besides its buffers; mostly torch."""
 DAEMON_BYTES = 60 * MIB
 """Private memory of one daemon. An estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """What a machine has, in bytes; ``held``: what this run's segments occupy in /dev/shm now.
+    """Memory of a machine, in bytes.
 
-    ``memlock`` None: unlimited. ``groups``: the control groups that limit this process.
-    ``engine``: what started it, and so gives more.
+    ``held``: bytes that this run's segments occupy in /dev/shm. ``memlock``: None if unlimited.
+    ``groups``: the control groups that limit this process. ``engine``: the container engine or
+    scheduler that started this process; it supplies the remedies.
     """
 
     ram_available: int
@@ -44,10 +46,11 @@ class MachineMemory:
 
     @classmethod
     def probe(cls, run_id: str | None, nodes: Collection[str] | None = None) -> MachineMemory:
-        """This machine, now. ``nodes``: those whose segments are ``held``; None: all.
+        """Returns the memory of this machine now. ``nodes``: names of the nodes that ``held``
+        counts; None: all.
 
         Raises:
-            CapacityError: the kernel does not say what it has.
+            CapacityError: the kernel does not report the machine's memory.
         """
         held = sum(
             entry.num_bytes
@@ -95,8 +98,8 @@ class MemoryDemand:
 def memory_demands(
     config: Config, rows: Sequence[MemoryRow], machine: MachineMemory, nodes: Sequence[int]
 ) -> tuple[MemoryDemand, ...]:
-    """Returns the demands of ``nodes`` (indices), all on ``machine``, beside the machine's memory;
-    and those of all nodes and devices beside the configured limits.
+    """Returns the demands of ``nodes`` (indices), all on ``machine``, with the machine's memory,
+    and the demands of all nodes and devices with the configured limits.
     """
     everyone = range(len(config.cluster.nodes))
     shm = {node: _sum(rows, _node_place(config, node), MemoryKind.SHM) for node in everyone}
@@ -173,8 +176,8 @@ def _machine_demands(
 
 
 def _device_demands(config: Config, rows: Sequence[MemoryRow]) -> Iterator[MemoryDemand]:
-    """Yields what each device needs; of devices whose memory is the host's only where they have a
-    limit of their own.
+    """Yields the demand of each device. Devices that use host memory are included only if
+    ``memory.device_limit`` is set.
     """
     own_memory, limit = config.cluster.platform.own_memory, config.memory.device_limit
     if not own_memory and limit is None:
@@ -189,7 +192,7 @@ def _device_demands(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Memor
 
 
 def check_capacity(table: Sequence[MemoryDemand]) -> None:
-    """Refuse to start when something is short.
+    """Refuses to start if a demand exceeds its limit.
 
     Raises:
         CapacityError: with the whole table.

@@ -1,8 +1,9 @@
-"""What may change between the start of a run and its resume.
+"""Compares the configuration of a resume with that of the run, and refuses changes that the run
+cannot take.
 
-A resume must not change its plan because a search came out differently; so ``resolved.yaml`` holds
-the schedule that ``schedule: auto`` chose and what it was asked with, and the choice is kept until
-something that it depends on changes.
+A resume keeps its plan even if a search would now choose another one. ``resolved.yaml`` therefore
+holds the schedule that ``schedule: auto`` chose and the search constraints. The choice is kept
+until one of its inputs changes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from penstock.planner.planning.auto import asked_of, describe, settings_of
 from penstock.protocol.plan.step import STEP_TERMS
 
 FIXED = {
-    "run.seed": "the order of the data follows from it",
-    "model": "the saved state is the old model's",
-    "data": "the run's place in the data counts sequences of the old ones",
-    "train.freeze": "it says which parameters have an optimizer state",
-    "optimizer.name": "the saved moments are the old optimizer's",
+    "run.seed": "the order of the data depends on it",
+    "model": "the saved state belongs to the old model",
+    "data": "the run's place in the data counts sequences of the old data",
+    "train.freeze": "it decides which parameters have an optimizer state",
+    "optimizer.name": "the saved moments belong to the old optimizer",
     "optimizer.grad_dtype": "it is part of the saved block table",
-    "optimizer.rollback": "it says what the memory of the run holds",
-    "emulation.scale": "it says how much of each block is saved",
+    "optimizer.rollback": "it decides which tensors the memory of the run holds",
+    "emulation.scale": "it decides how much of each block is saved",
 }
 """Keys (and all keys below them) that saved state or data order depend on, and how."""
 
@@ -43,11 +44,11 @@ how many sequences there are.
 """
 
 
-_NEXT = "from the next step on; the state keeps what it has"
+_NEXT = "from the next step on; earlier state is unchanged"
 _CURVE = "the learning rate follows the new curve from the next step on"
-_PLACE = "the data go on where they were"
-_COMPILED = "compiled layers may round otherwise from the next step on"
-_ROUNDING = "layers round otherwise from the next step on"
+_PLACE = "the run continues at its place in the data"
+_COMPILED = "compiled layers may round differently from the next step on"
+_ROUNDING = "layers round differently from the next step on"
 NOTES = {
     **dict.fromkeys(STEP_TERMS, _NEXT),
     "optimizer.lr": _CURVE,
@@ -63,13 +64,13 @@ NOTES = {
     "train.global_batch": _PLACE,
     "train.micro_batch": _PLACE,
 }
-"""What an allowed change means for the run, where the key alone does not say it."""
+"""Consequences of allowed changes that the key alone does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A key whose value differs. ``allowed``: the run can go on with the new value. ``note``: what
-    that means, or why it cannot.
+    """A key with two values. ``allowed``: the run can continue with the new value. ``note``: the
+    consequence, or the reason for the refusal.
     """
 
     key: str
@@ -104,7 +105,7 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
     same_split = _held_out(old) == _held_out(new)
     # Where the device brings its model, another device would be another model.
     builtin_model = any(config.cluster.platform.builtin_model for config in (old, new))
-    found = []
+    changes = []
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) == after.get(key):
             continue
@@ -120,8 +121,8 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
         change = Change(
             key=key, old=before.get(key), new=after.get(key), allowed=allowed, note=note
         )
-        found.append(change)
-    return tuple(found)
+        changes.append(change)
+    return tuple(changes)
 
 
 def fixed_values(config: Config) -> dict[str, Any]:
@@ -131,9 +132,10 @@ def fixed_values(config: Config) -> dict[str, Any]:
 
 
 def edited_keys(fixed: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns every fixed key whose value differs from what it was, with both values.
+    """Returns every fixed key with its old and new value, where they differ.
 
-    ``fixed``: earlier :func:`fixed_values`, maybe of another Penstock with other keys.
+    ``fixed``: an earlier result of :func:`fixed_values`. Another version of Penstock, with other
+    keys, may have made it.
     """
     now = fixed_values(config)
     return [
@@ -144,11 +146,11 @@ def edited_keys(fixed: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def check_resume(changes: tuple[Change, ...], run_dir: Path, held: int | None) -> None:
-    """Refuse to go on with another model, other data, or another optimizer; and with other terms of
-    a step while the run's memory (``held``: the step it is at) may hold one of the old terms.
+    """Refuses another model, other data or another optimizer. Refuses other step terms while the
+    run's memory may hold a step that used the old ones. ``held``: the step that the memory is at.
 
     Raises:
-        ConfigError: naming every such key with its old and new value.
+        ConfigError: names every such key with its old and new value.
     """
     refused = [str(change) for change in changes if not change.allowed]
     if refused:
@@ -160,9 +162,9 @@ def check_resume(changes: tuple[Change, ...], run_dir: Path, held: int | None) -
     if unsettled and held is not None:
         raise ConfigError(
             f"{', '.join(unsettled)}: cannot change now. The run was killed, and its memory, at"
-            f" step {held}, holds a step that was decided with the old values and has to be taken"
-            " in with them. Go on with the old values first; when the run has saved, at its end or"
-            " after Ctrl-C, they may change"
+            f" step {held}, holds a step that was decided with the old values and must be completed"
+            " with them. Resume with the old values first; they may change after the run has saved,"
+            " at its end or after Ctrl-C"
         )
 
 
@@ -172,16 +174,16 @@ def keep_defaults(config: Config, previous: Config | None) -> Config:
 
     ``previous``: the run's configuration until now, ``None`` for a new run.
     """
-    wanted = config.with_defaults()
+    defaulted = config.with_defaults()
     if previous is None or previous.chooses or previous.schedule.asked is not None:
-        return wanted
+        return defaulted
     changed = {
         name: getattr(previous, name)
         for name in ("schedule", "train")
-        if getattr(wanted, name) != getattr(config, name)
+        if getattr(defaulted, name) != getattr(config, name)
     }
     if "train" in changed and config.train.global_batch % previous.train.micro_batch:
-        return wanted
+        return defaulted
     if "train" in changed:
         micro_batch = previous.train.micro_batch
         changed["train"] = config.train.model_copy(update={"micro_batch": micro_batch})
@@ -189,9 +191,9 @@ def keep_defaults(config: Config, previous: Config | None) -> Config:
 
 
 def keep_recomputation(config: Config, previous: Config | None) -> Config:
-    """Returns the configuration with the recomputation of the run until now, where the user sets
-    none: layers that drop operators run uncompiled, so bits depend on it. Another scheme, a
-    schedule of a file and a search bring their own.
+    """Returns the configuration with the run's current recomputation, if the user sets none. Layers
+    that drop operators run uncompiled, so bits depend on it. Another scheme, a schedule file and a
+    search bring their own recomputation.
     """
     schedule, unset = config.schedule, {"recompute", "drop"} - config.schedule.model_fields_set
     if previous is None or schedule.scheme == AUTO or previous.schedule.asked is not None:
@@ -206,9 +208,10 @@ def keep_recomputation(config: Config, previous: Config | None) -> Config:
 def keep_micro_batch(
     config: Config, previous: Config | None, progress: Callable[[str], None], *, started: bool
 ) -> Config:
-    """Returns the configuration with the micro-batch of the run before, where ``auto`` asks for
-    one: always if the run has ``started``, for its bits depend on the number; else if nothing has
-    changed that the choice depends on.
+    """Returns the configuration with the run's current micro-batch, if it is ``auto``.
+
+    A run that has ``started`` always keeps the micro-batch, because its bits depend on it. A run
+    that has not keeps it while the inputs of the choice are unchanged.
     """
     if config.train.micro_batch != CHOSEN_LATER or previous is None or previous.chooses:
         return config
@@ -216,7 +219,7 @@ def keep_micro_batch(
     kept = config.with_micro_batch(size)
     if config.train.global_batch % size or not (started or _deciding(kept) == _deciding(previous)):
         return config
-    progress(f"train.micro_batch: auto keeps what this run has: {size}")
+    progress(f"train.micro_batch: auto keeps this run's micro-batch: {size}")
     return kept
 
 
@@ -244,7 +247,7 @@ def keep_choice(config: Config, previous: Config | None, progress: Callable[[str
 
 
 def _deciding(config: Config) -> dict[str, Any]:
-    """Returns what the choice depends on beside the schedule's own keys."""
+    """Returns the inputs of the choice, except for the schedule's own keys."""
     emulation = config.emulation.model_dump(mode="json", exclude={"scale", "time_scale"})
     return {
         "cluster.workers": config.cluster.workers,

@@ -1,7 +1,7 @@
-"""``model.compile: auto``: whether the layers of a run are compiled, settled before its first step.
+"""Decides ``model.compile: auto`` before the first step of a run.
 
-The bits of a run depend on it, so ``resolved.yaml`` holds ``true`` or ``false``, and a run keeps
-the value until its user sets another one.
+The bits of a run depend on compilation, so ``resolved.yaml`` holds ``true`` or ``false``. A run
+keeps the value until its user sets another one.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def first_guess(config: Config, plan: Plan, progress: Callable[[str], None]) -> 
     objection = next(_objections(plan), None)
     if objection is not None:
         progress(
-            f"model.compile: auto leaves the layers as they are: the plan {objection}, and"
-            " compiled layers cannot"
+            f"model.compile: auto does not compile the layers: the plan {objection}, which compiled"
+            " layers cannot do"
         )
     return with_compile(config, compiled=objection is None)
 
@@ -89,7 +89,7 @@ def compiles(
     except ConfigError as error:
         if asked:
             raise
-        progress(f"warning: the layers run as they are, not compiled: {error}")
+        progress(f"warning: the layers run without being compiled: {error}")
         return False
     return True
 

@@ -1,8 +1,7 @@
-"""Preparing a run on emulated devices: its files and its memory, at full size and as stored.
+"""Prepares a run on emulated devices: its files, and its memory at full size and as stored.
 
-The block table follows from ``cluster.device``, so that no model has to be looked at. What the
-emulated nodes and GPUs would need is held against what they have; what is really stored, against
-this machine.
+The block table follows from ``cluster.device``; no model is read. The memory of the emulated nodes
+and GPUs is checked at full size, and the stored bytes are checked against this machine.
 """
 
 from __future__ import annotations
@@ -51,9 +50,10 @@ def emulated_demands(
     machine: MachineMemory,
     nodes: Sequence[int],
 ) -> tuple[MemoryDemand, ...]:
-    """Returns stored memory beside this machine's, and full memory beside the emulated one's.
+    """Returns the stored bytes with this machine's memory, and the full bytes with the emulated
+    machine's memory.
 
-    ``memory.host_limit`` and ``memory.device_limit`` stand for what the emulated machines have.
+    ``memory.host_limit`` and ``memory.device_limit`` are the sizes of the emulated machines.
     """
     stored = [row for row in rows if row.resource is MemoryKind.SHM]
     unlimited = config.model_copy(

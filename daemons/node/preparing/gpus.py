@@ -47,10 +47,11 @@ class FoundGpu:
 
 
 def guess_here(config: Config) -> Guess | None:
-    """Returns the rates of the GPU of this machine that has least memory, beside the optimizer's
-    rates on this machine's cores; None where devices are no GPUs, were measured
-    (``schedule.profile``), or the driver does not describe any. Measuring the cores takes less than
-    a second on 16 of them.
+    """Returns the rates of this machine's smallest GPU (by memory), with the optimizer's rates on
+    the cores.
+
+    Returns None if devices are no GPUs, were measured (``schedule.profile``), or are unknown to the
+    driver. Measuring takes less than a second on 16 cores.
     """
     platform = config.cluster.platform
     if not platform.own_memory or platform.simulated_clock or config.schedule.profile is not None:

@@ -1,8 +1,8 @@
-"""The needs that every run has of its machine, whatever its size: writable shared memory, a
-loopback interface, address space, a /proc of its own PID namespace.
+"""Checks the needs of every run: writable shared memory, a loopback interface, address space, and a
+/proc of its own PID namespace.
 
-Each of them is asked for before anything is started. Later on, what is missing shows as processes
-that die again and again, or wait for each other until a timeout.
+All are checked before any process starts. Missing ones would appear later as processes that die
+repeatedly, or that wait for each other until a timeout.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def check_machine(config: Config, nodes: Sequence[int]) -> None:
 
 
 def check_processes(proc: Path, pid: int) -> None:
-    """Checks that ``proc``, /proc, has this process under its ``pid``.
+    """Checks that ``proc``, /proc, shows this process under its ``pid``.
 
     Raises:
-        ConfigError: it does not: owners of memory and locks could not be told from others.
+        ConfigError: it does not, so owners of memory and locks could not be identified.
     """
     try:
         shown = os.readlink(proc / "self")
@@ -59,7 +59,8 @@ def check_processes(proc: Path, pid: int) -> None:
     if shown != str(pid):
         raise ConfigError(
             f"{proc}: shows the processes of another PID namespace, in which this process has the"
-            f" number {shown} instead of {pid}; mount that of its own, as unshare --mount-proc does"
+            f" pid {shown} instead of {pid}; mount a /proc for this namespace, as unshare"
+            " --mount-proc does"
         )
 
 
@@ -70,7 +71,9 @@ def check_shared_memory(root: Path) -> None:
         ConfigError: they cannot; says why.
     """
     if not root.is_dir():
-        raise ConfigError(f"{root}: is no folder; the state of a run is kept there: mount a tmpfs")
+        raise ConfigError(
+            f"{root}: is not a folder, and runs keep their state there; mount a tmpfs"
+        )
     if os.statvfs(root).f_flag & os.ST_RDONLY:
         raise ConfigError(
             f"{root}: is mounted read-only, and the state of a run is kept there; remount it:"

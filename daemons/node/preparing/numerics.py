@@ -36,8 +36,8 @@ _UNSEEN = Attention(forward="unknown", backward="unknown", evaluation="unknown")
 
 
 def knows_kernels(config: Config, run_dir: Path, software: Software) -> bool:
-    """Returns whether ``model/kernels.json`` was made for the attention of the configuration, and
-    by the same software, as far as the recipe of the last start says.
+    """Returns whether ``model/kernels.json`` matches the configured attention and the current
+    software. The recipe of the last start names the software.
     """
     if config.cluster.platform.builtin_model:
         return True
@@ -66,7 +66,7 @@ def chosen_attention(config: Config, run_dir: Path) -> str:
 def write_numerics(
     directory: RunDirectory, config: Config, plan: Plan, software: Software
 ) -> Numerics:
-    """Writes the recipe of a run whose plan is written; an unchanged file stays as it is.
+    """Writes the numerics recipe of a run after its plan. An unchanged file is left alone.
 
     Raises:
         StateError: ``model/kernels.json`` is damaged.

@@ -36,8 +36,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Returns the configuration with paths that mean the same in every process, in whatever folder
-    it was started.
+    """Returns the configuration with absolute paths, which mean the same in every process's working
+    directory.
 
     Raises:
         ConfigError: the machine knows no home of a user that a path names with ``~``.
@@ -55,8 +55,8 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def follow_move(config: Config, run_dir: Path) -> Config:
-    """Returns the configuration with each path that is gone replaced by the path to which the
-    file moved together with the run directory, where a file is there.
+    """Returns the configuration with missing paths replaced, where the file moved together with the
+    run directory.
     """
     before = former_home(run_dir)
     if before is None:
@@ -95,7 +95,7 @@ def with_places(
             previous = _with_path(previous, key, new)
             moved.append(f"{key} = {str(new)!r}")
     if moved:
-        progress(f"the run goes on with the same content at other places: {', '.join(moved)}")
+        progress(f"the run continues with the same content at other paths: {', '.join(moved)}")
     import_path = config.model.import_path
     model = previous.model.model_copy(update={"import_path": import_path})
     return previous.model_copy(update={"model": model})
@@ -183,7 +183,9 @@ def _recorded(run_dir: Path) -> Mapping[str, str]:
 
 
 def _moved(path: Path, before: Path, run_dir: Path) -> Path:
-    """Returns the path that lies beside ``run_dir`` as ``path`` lay beside ``before``."""
+    """Returns the path with the same position relative to ``run_dir`` as ``path`` has to
+    ``before``.
+    """
     return Path(os.path.normpath(run_dir / os.path.relpath(path, before)))
 
 
@@ -211,4 +213,4 @@ def _absolute(path: Path) -> Path:
     try:
         return path.expanduser().absolute()
     except RuntimeError as error:
-        raise ConfigError(f"{path}: no home of this user is known; give the whole path") from error
+        raise ConfigError(f"{path}: this user has no known home; give an absolute path") from error

@@ -44,7 +44,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable
 
 SAY_EVERY_S = 5.0
-"""How often a long search says how far it is."""
+"""Seconds between progress lines of a long search."""
 
 Progress = Callable[[str], None]
 """Takes a line of what is being done, or was."""
@@ -153,8 +153,8 @@ def search_run(
     terms: SearchTerms,
     progress: SearchProgress = lambda done, of, best: None,
 ) -> tuple[TunedConfig, Search]:
-    """Returns a request's configuration with a search among all schedules and micro-batches for it,
-    whatever its own are. The memory of the machine's host is no limit.
+    """Returns a request's configuration with a schedule and micro-batch found by a search, in place
+    of its own. Host memory does not limit the search.
 
     Raises:
         ConfigError: impossible model or profile.
@@ -188,7 +188,7 @@ def planned_before(directory: RunDirectory, nodes: Sequence[int]) -> PlannedRun:
 
 
 def check_room(directory: RunDirectory, node: int) -> None:
-    """Refuse to start a node (by index) of a prepared run where CPUs or memory would starve it.
+    """Refuses to start a node (by index) of a prepared run that lacks CPUs or memory.
 
     Raises:
         CapacityError: says what is there, what is needed, and what to change.
@@ -244,7 +244,7 @@ class _Surroundings:
     def memory(
         self, config: Config, plan: Plan, costs: Costs
     ) -> tuple[tuple[MemoryRow, ...], tuple[MemoryDemand, ...]]:
-        """Returns what a plan needs, row by row, and its sums beside what is there."""
+        """Returns the memory rows of a plan, and their sums with the available memory."""
         emulation = self.emulation
         if emulation is None:
             rows = memory_table(config, self.table, plan, costs)

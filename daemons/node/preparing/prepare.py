@@ -1,8 +1,7 @@
-"""Makes a run directory ready to start: identity, configuration, block table, data, plan, capacity.
+"""Prepares a run directory: identity, configuration, block table, data, plan, capacity.
 
-Everything that can be refused is refused here, before a process of the run starts or memory is
-taken. torch is needed for the block table and the data only; that happens in a short-lived process
-(``penstock.models.prepare``).
+All refusals happen here, before a process of the run starts or memory is allocated. Only the block
+table and the data need torch; a short-lived process (``penstock.models.prepare``) makes them.
 """
 
 from __future__ import annotations
@@ -77,11 +76,11 @@ from penstock.shm.inventory import inventory
 from penstock.shm.table import BlockTable
 
 PREVIOUS_PREPARATION_WAIT_S = 30.0
-"""A preparation whose parent was killed dies with it, some moments later."""
+"""Seconds to wait for an earlier preparation. It dies with its parent, but not immediately."""
 
 _NOT_EXACT = (
-    "warning: optimizer.rollback arithmetic is not exact: every step that is clipped, skipped or"
-    " broken off is taken back with rounding errors, so two runs need not end with the same bits"
+    "warning: optimizer.rollback: arithmetic is not exact: every step that is clipped, skipped or"
+    " aborted is undone with rounding errors, so two runs may end with different bits"
 )
 
 
@@ -94,15 +93,17 @@ def prepare_run(
     *,
     rests: bool = False,
 ) -> RunDirectory:
-    """Prepare ``run_dir`` for ``config``: a new run, or one to go on with. ``nodes``: those
-    (indices) that will run on this machine; all, unless given. ``starter`` starts what needs
-    torch. ``rests``: nothing is started, and so nothing is written, where :func:`is_complete`.
-    A refusal leaves the files of a run as they were.
+    """Prepares ``run_dir`` for ``config``: a new run, or a resume. A refusal leaves the run's files
+    unchanged.
+
+    ``nodes``: indices of the nodes on this machine; default: all. ``starter``: starts the processes
+    that need torch. ``rests``: a run that :func:`is_complete` is left as it is, because nothing
+    will be started.
 
     Raises:
-        ConfigError: impossible configuration, or a resume with keys changed that must not; or the
-            machine lacks what every run needs.
-        CapacityError: something is short; carries the table.
+        ConfigError: the configuration is impossible, a resume changes a fixed key, or the machine
+            lacks a need of every run.
+        CapacityError: memory is short; carries the table.
         StateError: the directory's files are damaged.
     """
     check_addresses(config)
@@ -190,7 +191,7 @@ def _make_ready(
     directory = RunDirectory.create(run_dir)
     warn_if_open(directory.path, progress)
     settle_home(directory)
-    # Without a configuration nobody knows what inputs that are there were made from.
+    # Without a configuration the origin of existing inputs is unknown.
     makes_inputs = previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir)
     if makes_inputs:
         directory.unseal()
@@ -211,11 +212,11 @@ def _make_ready(
         )
     config = with_attention(config, chosen_attention(config, run_dir))
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
-    # Read anew: a cached attribute may stem from before the inputs were made.
+    # A fresh object: cached attributes may date from before the inputs were made.
     directory = RunDirectory(run_dir)
     request = RunRequest(config=config, table=directory.table, nodes=nodes)
     run = plan_run(request, HostMachine.here(config, directory.run_id), progress)
-    asked = run.config.model.compile is True
+    is_required = run.config.model.compile is True
     config = first_guess(run.config, run.plan, progress)
     check_capacity(run.demands)
     # Only now: a configuration that was refused leaves the one of the run in place.
@@ -224,7 +225,7 @@ def _make_ready(
     _write_plan(directory, config, run.plan)
     if is_to_try(config, previous, changes) and not compiles(
         run_dir,
-        asked=asked,
+        asked=is_required,
         silence_s=config.cluster.heartbeat_timeout_s,
         progress=progress,
         starter=starter,
@@ -284,12 +285,12 @@ def run_models_prepare(
     lock: RunLock | None = None,
     starter: Starter | None = None,
 ) -> None:
-    """Make block table and data of a run directory in a process of its own, which says from time to
-    time how far it is, and holds ``lock`` as long as it lives.
+    """Makes block table and data of a run directory in a separate process. The process reports its
+    progress and holds ``lock`` until it ends.
 
     Raises:
-        PenstockError: what that process says, see
-        :func:`penstock.daemons.node.preparing.tool.run_tool`.
+        PenstockError: the process failed; see
+            :func:`penstock.daemons.node.preparing.tool.run_tool`.
     """
     log = run_dir / "logs" / "prepare.txt"
     run_tool(
@@ -336,8 +337,8 @@ def _previous(run_dir: Path, progress: Progress) -> Config | None:
         return None if edited else previous
     if started:
         progress(
-            f"{run_dir} has no checksums of its inputs (of an older Penstock, or removed): what is"
-            " there is taken as it is"
+            f"{run_dir} has no checksums of its inputs (an older Penstock made it, or they were"
+            " removed): the inputs are used unchecked"
         )
     return previous
 
@@ -346,7 +347,7 @@ def _name_tokenizer(
     config: Config, previous: Config | None, run_dir: Path, progress: Progress
 ) -> Config:
     """Returns the configuration with the tokenizer that an unset ``data.tokenizer`` stands for.
-    Data that were prepared keep theirs, whatever the default is by now.
+    Prepared data keep their tokenizer, even if the default has changed since.
     """
     if config.data.tokenizer is not None:
         return config
@@ -367,8 +368,8 @@ def _knows(resolved: Path, section: str, key: str) -> bool:
 
 
 def _keep_bos(config: Config, previous: Config | None, run_dir: Path, progress: Progress) -> Config:
-    """Returns the configuration with the ``data.bos`` that ``auto`` stands for: data that were
-    prepared keep theirs, whatever the default is by now.
+    """Returns the configuration with the ``data.bos`` that ``auto`` stands for. Prepared data keep
+    theirs, even if the default has changed since.
     """
     if config.data.bos != AUTO or previous is None or not _inputs_exist(run_dir):
         return config

@@ -1,8 +1,8 @@
-"""Keeps a run directory as it was where a start is refused, or interrupted, while it is prepared.
+"""Restores a run directory when its preparation is refused or interrupted.
 
-The small files that a preparation writes are read before it, and are written back with their times.
-Token files are not among them: where a preparation has replaced some, all files stay as it left
-them, and the next start prepares them again.
+The preparation's small files are read before it, and written back with their times. Token files are
+excluded: if a preparation has replaced some, all files stay as the preparation left them, and the
+next start prepares them again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _WRITTEN = (*SEALED, "model/meta.json", "places.json", KERNELS, "software.json",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Before:
-    """A file before the preparation: its bytes, None where it was missing, and when it was read and
-    changed last (ns).
+    """A file before the preparation. ``content``: None if it was missing. ``times_ns``: times of
+    its last access and change.
     """
 
     path: Path
@@ -43,8 +43,8 @@ class _Before:
 
 @contextmanager
 def unchanged_if_refused(run_dir: Path) -> Iterator[None]:
-    """Writes the files of a prepared run back when the block raises. A directory without a seal
-    has no such files.
+    """Writes the files of a prepared run back if the block raises. A directory without a seal has
+    no such files.
     """
     if not (run_dir / SEAL).is_file():
         yield

@@ -24,7 +24,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 """Those that decide bytes."""
 _ROUNDING = ("torch", "transformers")
-"""Packages whose versions decide how layers round."""
+"""Packages that determine how layers round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +122,10 @@ def check_software(
     words = "; ".join(differences)
     if config.run.strict:
         raise ConfigError(
-            f"run.strict: the run's last start had other software or hardware ({words}), and"
-            " layers may round otherwise; restore it, or start without --strict"
+            f"run.strict: software or hardware has changed since the run's last start ({words}), so"
+            " layers may round differently; restore it, or start without --strict"
         )
-    progress(f"since the last start: {words}; layers may round otherwise from the next step on")
+    progress(f"since the last start: {words}; layers may round differently from the next step on")
 
 
 def _texts(values: object) -> tuple[str, ...] | None:
@@ -138,5 +138,5 @@ def _field(path: str, name: str) -> str:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    found = (line.partition(":") for line in lines)
-    return next((value.strip() for key, _, value in found if key.strip() == name), "")
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")

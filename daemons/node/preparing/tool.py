@@ -1,4 +1,4 @@
-"""Runs the short-lived processes that need torch, and turns what they say into our errors."""
+"""Runs the short-lived processes that need torch, and raises their failures as our errors."""
 
 from __future__ import annotations
 
@@ -39,38 +39,39 @@ def run_tool(
     starter: Starter | None = None,
     silence_s: float = SILENCE_S,
 ) -> None:
-    """Runs ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout. It
-    dies with this process, and has the descriptors of locks in ``keeps`` open as long as it lives.
-    ``starter`` starts it, if there is one that does so faster. A process that a signal stops for
+    """Runs ``python -m module arguments`` to its end; ``progress`` gets the lines of its stdout.
+
+    The process dies with this one. ``keeps``: descriptors of locks that stay open for its lifetime.
+    ``starter``: a faster way to start it, if there is one. A process that a signal stops for
     ``silence_s`` is killed and started again.
 
     Raises:
-        ConfigError: there is no torch that would do.
+        ConfigError: no usable torch is installed.
         ConfigError, CapacityError: its last ``penstock: …`` line on stderr, by its exit code.
         LostMemberError: it did not end in time.
-        PenstockError: it failed otherwise; what it said is in ``log``, if there is one.
+        PenstockError: any other failure; ``log``, if given, holds its stderr.
     """
     check_torch()
     words = (*arguments, "--parent-pid", str(os.getpid()))
     chosen = starter or Spawning()
-    code, said = _run(
+    code, stderr = _run(
         lambda streams: chosen.start(module, words, streams, keeps), progress, silence_s
     )
     if code is None:
         raise LostMemberError(f"{module}: no line after {TIMEOUT_S:g} s")
     if code == 0:
         return
-    complaints = [line for line in said.splitlines() if line.startswith("penstock: ")]
+    complaints = [line for line in stderr.splitlines() if line.startswith("penstock: ")]
     if complaints:
         kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
         raise kind(complaints[-1].removeprefix("penstock: "))
-    last = said.splitlines()[-1] if said else "it said nothing"
+    last = stderr.splitlines()[-1] if stderr else "it wrote nothing to stderr"
     failure = f"{module} {describe_exit(code)}: {last}"
     if log is None:
         raise PenstockError(failure)
     make_directory(log.parent)
-    with writing(log, len(said)):
-        log.write_text(said + "\n", encoding="utf-8")
+    with writing(log, len(stderr)):
+        log.write_text(stderr + "\n", encoding="utf-8")
     raise PenstockError(f"{failure} (see {log})")
 
 
@@ -79,11 +80,11 @@ def _run(
     progress: Callable[[str], None],
     silence_s: float,
 ) -> tuple[int | None, str]:
-    """Returns the exit code, None if the process was silent for :data:`TIMEOUT_S`, and its stderr.
-    A process that a signal stops for ``silence_s`` is killed and started again.
+    """Returns the exit code and stderr; the code is None if the process was silent for
+    :data:`TIMEOUT_S`. A process that a signal stops for ``silence_s`` is killed and started again.
 
-    stderr goes to a file in memory, which no full disk cuts short: nobody reads it while the lines
-    of stdout are waited for.
+    stderr goes to a file in memory: a pipe would fill up while only stdout is being read, and a
+    full disk cannot truncate it.
     """
     with (
         open(os.memfd_create("stderr"), "w+", encoding="utf-8", errors="replace") as errors,
@@ -153,7 +154,7 @@ class _Watchdog(threading.Thread):
             self._process.signal(signal.SIGKILL)
 
     def extend(self) -> None:
-        """Sets the deadline anew, at a line of the process."""
+        """Restarts the deadline after a line of the process."""
         self._deadline_s = time.monotonic() + TIMEOUT_S
 
     def end(self) -> None:
