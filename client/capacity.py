@@ -1,5 +1,6 @@
-"""The capacity section of ``penstock doctor CONFIG``: what a configuration needs of this machine
-and of the control groups that Slurm, systemd or Kubernetes put it in, and what is refused.
+"""The capacity section of ``penstock doctor CONFIG``: the CPUs and memory that a run needs and has.
+
+Limits are those of the machine and of the control groups from Slurm, systemd or Kubernetes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from penstock.protocol.run.rundir import RunDirectory, run_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityReport:
-    """What a configuration needs and what is there. ``warning``: what it lacks, and may start with.
+    """CPUs and memory that a configuration needs, and those available.
 
-    ``refusals``: why it would not start here.
+    ``warning`` names a shortage that permits a start, or is empty. ``refusals`` are the errors of a
+    start on this machine.
     """
 
     cpus: CpuLimit
@@ -44,8 +46,10 @@ class CapacityReport:
 
     @classmethod
     def of(cls, path: Path, config: Config) -> CapacityReport:
-        """Looks at the machine for the configuration in ``path``; at the plan of its run, if it is
-        the ``resolved.yaml`` of one. Without ``cluster.nodes`` there are as many as the job has.
+        """Compares the configuration in ``path`` with this machine.
+
+        For the ``resolved.yaml`` of a run, uses the plan of the run. Without ``cluster.nodes``, the
+        number of nodes is that of the job.
         """
         config = _of_job(config, os.environ)
         nodes = nodes_beside(config, 0)
@@ -87,8 +91,8 @@ class CapacityReport:
     def to_lines(self) -> Iterator[str]:
         """Yields the report for people."""
         yield "capacity"
-        yield f"  CPUs: needed {self.cpus_needed}, there {self.cpus}"
-        # A refusal for lack of memory has the table in its message.
+        yield f"  CPUs: needed {self.cpus_needed}, available {self.cpus}"
+        # The message of a refusal for lack of memory has the table.
         if self.demands and not any(demand.short for demand in self.demands):
             yield from (f"  {line}" for line in render_demands(self.demands).splitlines())
         if self.warning:
@@ -97,12 +101,12 @@ class CapacityReport:
 
 
 def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
-    """Returns what the heaviest of ``num_nodes`` nodes needs, each on a machine of its own, by the
-    plan that this machine makes of it. ``cpus`` replaces the least that it does with, unless 0.
+    """Returns the needs of the largest of ``num_nodes`` nodes, each on its own machine, from a plan
+    made on this machine. ``cpus`` replaces the computed CPUs, unless 0.
 
     Raises:
         ConfigError: no plan can be built.
-        CapacityError: ``schedule: auto`` found nothing that fits this machine.
+        CapacityError: ``schedule: auto`` found no schedule that fits this machine.
     """
     spread = _spread(config, num_nodes)
     request = RunRequest(config=spread, table=table_of(spread))
@@ -117,9 +121,7 @@ def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
 
 
 def _of_job(config: Config, environ: Mapping[str, str]) -> Config:
-    """Returns the configuration with as many nodes as the job around this process has, where it
-    names none itself.
-    """
+    """Returns the configuration with the number of nodes of the job, unless it names nodes."""
     if "nodes" in config.cluster.model_fields_set:
         return config
     counts = (environ.get(name, "") for name in ("SLURM_JOB_NUM_NODES", "NNODES", "PET_NNODES"))
@@ -128,7 +130,7 @@ def _of_job(config: Config, environ: Mapping[str, str]) -> Config:
 
 
 def _spread(config: Config, num_nodes: int) -> Config:
-    """Returns the configuration with ``num_nodes`` nodes, each on a machine of its own."""
+    """Returns the configuration with ``num_nodes`` nodes, each on its own machine."""
     given = config.cluster.nodes if len(config.cluster.nodes) == num_nodes else ()
     names = [node.name for node in given] or [f"node-{i}" for i in range(num_nodes)]
     nodes = tuple(NodeConfig(name=name, host=f"host-{name}") for name in names)

@@ -1,10 +1,10 @@
-"""``penstock doctor``: what Penstock left or needs on this machine, and what may go.
+"""``penstock doctor``: shows what this machine offers and what dead runs left on it.
 
-Looking changes nothing. Cleaning removes only what belongs to nobody alive: segments whose owner
-is dead and that no process maps, sockets of dead nodes, processes whose supervisor is gone, and, in
-a run directory that no process holds, half-written saves and a stale endpoint file. Memory with
-steps that are not saved goes only when that is asked for by name. Given a run directory, only what
-is of that run is looked at.
+The report changes nothing. ``--clean`` removes only entries of dead processes: segments with a dead
+owner that no process maps, sockets of dead nodes, processes without a supervisor. In a run
+directory that no process holds, it also removes partial saves and a stale endpoint file. Memory
+with unsaved steps is removed only with ``--force``. With a run directory, the report is about that
+run only.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LAUNCH_MODULE = "penstock.client.launch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing on this machine. ``removable``: it belongs to nobody alive. ``loses``: what would
-    be lost with it, if anything.
+    """An entry of the report. ``removable``: True if no live process uses the entry. ``loses``
+    names the steps that a removal would lose, or is empty.
     """
 
     kind: str
@@ -62,8 +62,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that was found, and facts about the machine. ``software_objection``: why no model
-    can be trained with what is installed.
+    """Facts about the machine, and entries that runs left.
+
+    ``software_objection``: the reason why the installed packages cannot train a model, or None.
     """
 
     machine: dict[str, str]
@@ -86,7 +87,7 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """Returns the report for people."""
+        """Returns the report as text."""
         width = max(len(name) for name in self.machine)
         lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
         lines += ["", *self.placement.to_lines(), ""]
@@ -105,7 +106,7 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Returns what the command ends with: that of the first refusal, if there is one."""
+        """Returns the exit code of the command: that of the first refusal, or 0."""
         if self.software_objection is not None:
             return ExitCode.BAD_CONFIG
         refusals = () if self.capacity is None else self.capacity.refusals
@@ -113,7 +114,7 @@ class Report:
 
 
 def examine(run_dir: Path | None, config: Config | None = None) -> Report:
-    """Looks at segments and processes, or at those of one run and its directory.
+    """Returns the report about all runs, or about the run in ``run_dir``.
 
     Cores are placed for ``config``, or for the configuration of the run directory.
     """
@@ -130,9 +131,7 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
 
 
 def _config_of(run_dir: Path | None) -> Config | None:
-    """Returns the configuration of a run directory, if it has one that can be read: the doctor also
-    looks at damaged ones.
-    """
+    """Returns the configuration of a run directory, or None if it cannot be read."""
     try:
         return None if run_dir is None else RunDirectory(run_dir).config
     except PenstockError:
@@ -140,8 +139,8 @@ def _config_of(run_dir: Path | None) -> Config | None:
 
 
 def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Report:
-    """Removes what may go, and what loses something only with ``force``. Returns the same report
-    with what was removed and what was kept.
+    """Removes the removable entries; those with unsaved steps only with ``force``. Returns the
+    report with the names of removed and kept entries.
     """
     removed, kept = [], []
     for finding in report.findings:
@@ -157,7 +156,7 @@ def clean(report: Report, run_dir: Path | None, *, force: bool = False) -> Repor
 
 
 def machine_facts() -> dict[str, str]:
-    """Returns Python, native module, torch, and limits; torch is found but not imported."""
+    """Returns versions, limits and free memory of the machine. Does not import torch."""
     torch = installed_torch()
     total, memory = os.statvfs(SHM_ROOT), tightest_memory()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -181,7 +180,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def _kept_tokens() -> str:
-    """Returns how many bytes of tokens are kept for other runs, and in which folder."""
+    """Returns the bytes of cached tokens, and their folder."""
     folder = token_cache_folder()
     if folder is None:
         return "none: the user has no home"
@@ -199,8 +198,8 @@ def _vector_path() -> str:
 
 
 def _bytecode() -> str:
-    """Returns whether imports of torch find compiled modules: images for containers are often made
-    without, and set so that none are written.
+    """Returns whether torch has compiled modules (``.pyc``). Container images often lack them, and
+    forbid to write them.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -209,8 +208,8 @@ def _bytecode() -> str:
         return "found"
     place = Path(spec.origin).parents[1]
     return (
-        "none of torch's: each process compiles its imports for some ten seconds; once,"
-        f" as a user with write access: {sys.executable} -m compileall -q -j 0 {place}"
+        "none of torch's: each process compiles its imports for some ten seconds; run once, as a"
+        f" user with write access: {sys.executable} -m compileall -q -j 0 {place}"
     )
 
 
@@ -221,7 +220,7 @@ def _version(package: str) -> str:
 
 
 def _segments(run_dir: Path | None) -> Iterable[Finding]:
-    """Yields the segments of all runs, or of the one in ``run_dir``."""
+    """Yields the segments of all runs, or of the run in ``run_dir``."""
     names = shm_names()
     run_id = None if run_dir is None else _run_id(run_dir)
     for entry in names.segments:
@@ -237,24 +236,20 @@ def _segments(run_dir: Path | None) -> Iterable[Finding]:
 
 
 def _sockets(run_dir: Path | None) -> Iterable[Finding]:
-    """Yields the folders of sockets that killed nodes left, of all runs or of the one in
-    ``run_dir``.
-    """
+    """Yields socket folders of killed nodes, of all runs or of the run in ``run_dir``."""
     run_id = "" if run_dir is None else f"{_run_id(run_dir)}-"
     for folder in left_folders():
         if folder.name.startswith(f"{FOLDER_PREFIX}{run_id}"):
             yield Finding(
                 kind="sockets",
                 name=str(folder),
-                detail="of a node that was killed; its next start makes new ones",
+                detail="of a killed node; its next start makes new ones",
                 removable=True,
             )
 
 
 def _run_id(run_dir: Path) -> str | None:
-    """Returns the id of the run in a run directory, if it can be told: the doctor also looks at
-    damaged ones.
-    """
+    """Returns the id of the run in a run directory, or None if it cannot be read."""
     try:
         return RunDirectory(run_dir).run_id
     except PenstockError:
@@ -262,7 +257,7 @@ def _run_id(run_dir: Path) -> str | None:
 
 
 def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
-    """Returns what a node of a run has in /dev/shm, and what would be lost with it."""
+    """Returns the entry of a node's segments, with the steps that a removal would lose."""
     detail, loses, removable = "", "", not entry.in_use
     pid = entry.owner.pid if entry.owner is not None else "unknown"
     if entry.uid != os.geteuid():
@@ -276,7 +271,7 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
     elif run_dir is not None and RunDirectory(run_dir).is_held:
         detail, removable = f"owner pid {pid} dead, but processes hold the run directory", False
     elif entry.owner is None:
-        detail = "creation was cut short: holds nothing"
+        detail = "creation was interrupted: holds nothing"
     elif (committed := entry.committed) is None:
         detail = f"owner pid {pid} dead, holds no model"
     else:
@@ -297,8 +292,8 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
 
 
 def _losses(committed: int, saved: int | None) -> str:
-    """Says what is lost with memory at step ``committed``. ``saved``: the newest step on disk, None
-    where that is unknown.
+    """Returns the loss if memory at step ``committed`` is removed, or an empty text. ``saved`` is
+    the newest step on disk, or None if unknown.
     """
     if saved is None:
         return f"all steps up to {committed} that are not saved are lost" if committed else ""
@@ -311,8 +306,8 @@ def _losses(committed: int, saved: int | None) -> str:
 
 
 def _saved_version(run_id: str, run_dir: Path | None) -> int | None:
-    """Returns the newest step on disk, 0 without one, None where the run's directory is not
-    known.
+    """Returns the newest step on disk, 0 if no step is saved, or None without the run's
+    directory.
     """
     if run_dir is None or _run_id(run_dir) != run_id:
         return None
@@ -321,7 +316,7 @@ def _saved_version(run_id: str, run_dir: Path | None) -> int | None:
 
 
 def _processes(run_dir: Path | None) -> Iterable[Finding]:
-    """Yields the processes of all runs, or of the one in ``run_dir``."""
+    """Yields the processes of all runs, or of the run in ``run_dir``."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -329,24 +324,22 @@ def _processes(run_dir: Path | None) -> Iterable[Finding]:
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             owned = entry.stat().st_uid == os.getuid()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended meanwhile, or not ours to see
+            continue  # ended meanwhile, or not readable for this user
         if LAUNCH_MODULE not in words or not owned or not _is_about(words, run_dir):
             continue
         parent = words[words.index("--parent-pid") + 1]
         orphan = start_ticks(int(parent)) is None and start_ticks(int(entry.name)) is not None
-        what = " ".join(words[words.index(LAUNCH_MODULE) + 1 :]).strip()
+        command = " ".join(words[words.index(LAUNCH_MODULE) + 1 :]).strip()
         yield Finding(
             kind="process",
             name=entry.name,
-            detail=f"{what}; parent {parent} {'is gone' if orphan else 'lives'}",
+            detail=f"{command}; parent {parent} {'is gone' if orphan else 'lives'}",
             removable=orphan,
         )
 
 
 def _is_about(words: list[str], run_dir: Path | None) -> bool:
-    """Returns whether a command line is that of a child of a supervisor, of the run in
-    ``run_dir``.
-    """
+    """Returns whether a command line is that of a supervisor's child, of the run in ``run_dir``."""
     options = dict(itertools.pairwise(words))
     if not options.get("--parent-pid", "").isdigit():
         return False
@@ -362,7 +355,7 @@ def _run_directory(run_dir: Path) -> Iterable[Finding]:
         yield Finding(
             kind="half-written save",
             name=str(path),
-            detail="a saved state that was never completed",
+            detail="an incomplete saved state",
             removable=not held,
         )
     endpoint = run_dir / "endpoint.json"
@@ -373,14 +366,14 @@ def _run_directory(run_dir: Path) -> Iterable[Finding]:
 
 def _remove_segments(name: str, run_dir: Path | None) -> None:
     for entry in inventory():
-        # Looked at again: it may have found an owner since.
+        # Checked again: a process may have attached since.
         if f"{entry.run_id}-{entry.node_name}" == name and not entry.in_use:
             for segment in entry.names:
                 unlink(segment)
 
 
 def _remove_sockets(name: str, run_dir: Path | None) -> None:
-    if Path(name) in left_folders():  # looked at again: a node may have started since
+    if Path(name) in left_folders():  # checked again: a node may have started since
         shutil.rmtree(name)
 
 
@@ -400,7 +393,7 @@ def _remove_process(name: str, run_dir: Path | None) -> None:
 def _remove_directory(name: str, run_dir: Path | None) -> None:
     if Path(name).is_dir():
         shutil.rmtree(name)
-    else:  # a file where the directory of a save is due
+    else:  # a file in place of the directory
         Path(name).unlink(missing_ok=True)
 
 

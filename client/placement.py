@@ -1,5 +1,7 @@
-"""The placement section of ``penstock doctor``: what cores and memory there are, what a
-configuration gets of them, and what would make the machine faster.
+"""The placement section of ``penstock doctor``: cores, huge pages and NUMA nodes.
+
+Also shows the cores of a configuration's processes, and settings that would make the machine
+faster.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from penstock.shm.segment import SHM_ROOT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementFacts:
-    """What placement depends on.
+    """Facts of a machine that placement depends on.
 
-    ``memlock``: bytes that a process may lock, None for unlimited. ``huge_bytes``: shared memory of
-    all programs that lies in huge pages. ``binds``: whether pages can be put on NUMA nodes.
-    ``quota``: how many threads a quota of CPU time lets run, None without one.
+    ``memlock``: bytes that a process may lock, or None for unlimited. ``huge_bytes``: bytes of
+    shared memory in huge pages, of all programs. ``binds``: True if pages can be bound to NUMA
+    nodes. ``quota``: threads that a quota of CPU time permits at a time, or None.
     """
 
     topology: Topology
@@ -43,7 +45,7 @@ class PlacementFacts:
 
     @classmethod
     def probe(cls) -> PlacementFacts:
-        """Returns the facts of this machine, as this process may use it."""
+        """Returns the facts of this machine for this process."""
         topology = Topology.read()
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         cpus = cpu_limit()
@@ -61,20 +63,20 @@ class PlacementFacts:
 
     @property
     def several_nodes(self) -> bool:
-        """Whether it matters where memory lies."""
+        """True if the machine has several NUMA nodes."""
         return len(self.topology.nodes) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementReport:
-    """``cluster``: for each node of the configuration what it gets, or why it gets nothing."""
+    """A report on placement. ``cluster`` holds the cores of each node's processes, or a refusal."""
 
     machine: PlacementFacts
     cluster: dict[str, dict[str, str]]
 
     @classmethod
     def of(cls, machine: PlacementFacts, config: Config | None) -> PlacementReport:
-        """Returns the report; all nodes of ``config`` are taken to be on the machine."""
+        """Returns the report, for all nodes of ``config`` on this machine."""
         if config is None:
             return cls(machine=machine, cluster={})
         nodes = enumerate(config.cluster.nodes)
@@ -99,27 +101,27 @@ class PlacementReport:
         }
 
     def to_lines(self) -> Iterator[str]:
-        """Yields the report for people."""
+        """Yields the lines of the report."""
         machine = self.machine
         yield "placement"
         for node, cpus in self._numa_nodes():
             yield f"  NUMA node {node}: {f'CPUs {cpus}' if cpus else 'memory only'}"
         cores = len(machine.topology.cores(machine.allowed))
-        quota = "" if machine.quota is None else f"; by quota {machine.quota} threads at a time"
+        quota = "" if machine.quota is None else f"; quota: {machine.quota} threads at a time"
         yield f"  usable: CPUs {format_cpus(machine.allowed)} on {cores} physical cores{quota}"
         yield (
             f"  huge pages behind /dev/shm: {machine.huge_pages.value}; shared memory in huge pages"
             f" now: {human_bytes(machine.huge_bytes)}"
         )
-        for name, found in self.cluster.items():
+        for name, cores_of in self.cluster.items():
             yield f"  node {name}: " + ", ".join(
-                f"{what.replace('_', ' ')} {which}" for what, which in found.items()
+                f"{process.replace('_', ' ')} {cpus}" for process, cpus in cores_of.items()
             )
         for advice in self.advice():
             yield f"  advice: {advice}"
 
     def advice(self) -> Iterator[str]:
-        """Yields what to change, one line each."""
+        """Yields a line for each setting to change."""
         machine = self.machine
         if machine.huge_pages is HugePages.NEVER:
             yield (
@@ -128,18 +130,18 @@ class PlacementReport:
             )
         if machine.num_gpus and machine.memlock is not None:
             yield (
-                f"GPU workers register shared memory, and the memlock limit is"
-                f" {human_bytes(machine.memlock)}: ulimit -l unlimited, or LimitMEMLOCK=infinity"
+                f"the memlock limit is {human_bytes(machine.memlock)}, but GPU workers lock shared"
+                " memory: ulimit -l unlimited, or LimitMEMLOCK=infinity"
             )
         if machine.several_nodes and not machine.binds:
             yield (
-                "pages cannot be put on NUMA nodes here (mbind is refused): run the container with"
+                "pages cannot be bound to NUMA nodes (mbind is refused): run the container with"
                 " CAP_SYS_NICE"
             )
         if machine.several_nodes and machine.numa_balancing:
             yield (
-                "the kernel moves pages between NUMA nodes by its own guess, though they lie where"
-                " their threads are; as root: sysctl kernel.numa_balancing=0"
+                "the kernel moves pages between NUMA nodes, although they already are on the node"
+                " of their threads; as root: sysctl kernel.numa_balancing=0"
             )
 
     def _numa_nodes(self) -> Iterator[tuple[int, str]]:
@@ -150,12 +152,12 @@ class PlacementReport:
 
 def _placed(config: Config, node: int, machine: PlacementFacts) -> dict[str, str]:
     try:
-        found = place(
+        placement = place(
             config, node, topology=machine.topology, allowed=machine.allowed, quota=machine.quota
         )
     except ConfigError as error:
         return {"refused": str(error)}
-    return found.to_dict()
+    return placement.to_dict()
 
 
 def _huge_shared_bytes() -> int:

@@ -66,8 +66,8 @@ def delete_states(run_dir: Path, steps: Sequence[int]) -> list[StateReport]:
     """Deletes saved states, also of an active run; returns the deleted states.
 
     Raises:
-        ConfigError: no step is named, a step is not saved, or a step is the newest intact one, from
-            which the run would restore lost memory.
+        ConfigError: no step is named, a step is not saved, or a step is the newest intact one,
+            which a run would restore.
     """
     if not steps:
         raise ConfigError("delete: name the steps, such as penstock snapshots RUN delete 400 800")

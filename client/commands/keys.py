@@ -72,8 +72,8 @@ def make(
         nodes = _nodes(loaded, count)
         make_keys(folder, loaded.run.name, nodes, days, authority)
         typer.echo(
-            f"{folder}: keys for run {loaded.run.name}: nodes {', '.join(nodes)}, roles control,"
-            f" look and Prometheus, valid for {days:g} days\n"
+            f"{folder}: keys for run {loaded.run.name}: nodes {', '.join(nodes)}, roles control"
+            f" and look, Prometheus, valid for {days:g} days\n"
             f"keep {authority or folder / 'authority'} on this machine; a node needs only its own"
             f" folder: penstock keys pack {folder} {nodes[0]} --out {nodes[0]}.tar"
         )

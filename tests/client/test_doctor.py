@@ -163,7 +163,7 @@ def test_memory_without_control_segment_was_cut_short(run_id: str) -> None:
     segment = Segment.create(f"/penstock-{run_id}-a-weights", 4096)
     segment.close()
     [finding] = findings(run_id)
-    assert (finding.removable, "cut short" in finding.detail) == (True, True)
+    assert (finding.removable, "interrupted" in finding.detail) == (True, True)
 
 
 def test_run_directory_leftovers(tmp_path: Path) -> None:
