@@ -99,7 +99,7 @@ class SendFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Say:
+class LogLine:
     """Write to the log what an operator wants to read there; ``cause``: the failure it is about."""
 
     text: str

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock.daemons.kit.events import Exit
-from penstock.daemons.kit.story import Story
+from penstock.daemons.kit.story import FlightRecorder
 from penstock.host.errors import PenstockError
 from penstock.protocol.run.process import monotonic_s
 
@@ -33,7 +33,7 @@ class Machine(Protocol):
         """
 
 
-class Hands(Protocol):
+class EffectRunner(Protocol):
     """What a daemon acts with. ``exit`` is set when an :class:`Exit` was carried out."""
 
     exit: Exit | None
@@ -46,25 +46,25 @@ class Hands(Protocol):
 
 
 class Loop:
-    """Feeds ``machine`` with events and has ``hands`` carry out what it decides, on one thread."""
+    """Feeds ``machine`` with events and has ``runner`` carry out what it decides, on one thread."""
 
     def __init__(
         self,
         machine: Machine,
-        hands: Hands,
+        runner: EffectRunner,
         *,
-        story: Story | None = None,
+        story: FlightRecorder | None = None,
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
         self._machine = machine
-        self._hands = hands
+        self._runner = runner
         self._clock = clock
-        self.story = Story() if story is None else story
+        self.story = FlightRecorder() if story is None else story
 
     @property
     def exit(self) -> Exit | None:
         """How the process is to end; None as long as it goes on."""
-        return self._hands.exit
+        return self._runner.exit
 
     def feed(self, event: Any) -> None:
         """Handle one event and all that its effects lead to.
@@ -78,7 +78,7 @@ class Loop:
             event, cause = pending.popleft()
             try:
                 number, effects = self._decide(event, cause)
-                events = self._hands.carry_out(effects)
+                events = self._runner.carry_out(effects)
             except PenstockError:
                 raise  # says itself what the user can do
             except Exception as error:

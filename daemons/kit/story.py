@@ -1,9 +1,9 @@
 """What a machine heard and decided of late, kept in memory and told when it contradicts itself.
 
 A daemon's log says what changed; it does not say everything that led there. So each loop keeps a
-:class:`Story`: the last few thousand stimuli with their effects. It is written to the log when the
-machine raises an error or breaks its invariant. A stimulus costs about a microsecond, because
-values are kept as they are and put into words only when the story is told.
+:class:`FlightRecorder`: the last few thousand stimuli with their effects. It is written to the log
+when the machine raises an error or breaks its invariant. A stimulus costs about a microsecond,
+because values are kept as they are and put into words only when the story is told.
 
 The values are small: machines see names, numbers and short texts, never tensors. A machine whose
 events hold something longer, such as a plan, says with ``abridged`` what is kept instead.
@@ -22,7 +22,7 @@ MAX_EFFECTS = 20
 """Of one stimulus, when the story is told."""
 
 
-class Stimulus(NamedTuple):
+class Record(NamedTuple):
     """One event and what the machine decided; a tuple, as it is made for every event.
 
     ``cause`` is the number of the stimulus whose effects led to the event, 0 if it came from
@@ -36,7 +36,7 @@ class Stimulus(NamedTuple):
     effects: Sequence[object]
 
 
-class Story:
+class FlightRecorder:
     """The last :data:`MAX_STIMULI` stimuli of one machine.
 
     Events that are ``routine`` are left out when they lead to nothing: they come many times a
@@ -51,7 +51,7 @@ class Story:
     ) -> None:
         self._routine = routine
         self._abridged = abridged
-        self._stimuli: deque[Stimulus] = deque(maxlen=MAX_STIMULI)
+        self._stimuli: deque[Record] = deque(maxlen=MAX_STIMULI)
         self._number = 0
 
     def add(self, event: object, effects: Sequence[object], *, cause: int, at_s: float) -> int:
@@ -60,12 +60,12 @@ class Story:
         if effects or not self._routine(event):
             kept = tuple(map(self._abridged, effects)) if effects else ()
             self._stimuli.append(
-                Stimulus(self._number, cause, at_s, self._abridged(event), kept),
+                Record(self._number, cause, at_s, self._abridged(event), kept),
             )
         return self._number
 
     @property
-    def stimuli(self) -> tuple[Stimulus, ...]:
+    def stimuli(self) -> tuple[Record, ...]:
         """All that is remembered, oldest first."""
         return tuple(self._stimuli)
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
+from penstock.daemons.kit.events import Exit, LogLine, SendDrained, SendFailed, SendReady
 from penstock.daemons.kit.messages import answer
 from penstock.daemons.memory import saving
 from penstock.daemons.memory.machine.events import (
@@ -285,7 +285,7 @@ class MemoryEffects:
     def _unlink(self, effect: UnlinkMemory) -> None:
         self._memory.unlink()
 
-    def _say(self, effect: Say) -> None:
+    def _say(self, effect: LogLine) -> None:
         _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
 
     def _exit(self, effect: Exit) -> None:
@@ -325,6 +325,6 @@ _HANDLERS: dict[type, Callable[[MemoryEffects, Any], None]] = {
     StartSave: MemoryEffects._start_save,
     CancelJob: MemoryEffects._cancel_job,
     UnlinkMemory: MemoryEffects._unlink,
-    Say: MemoryEffects._say,
+    LogLine: MemoryEffects._say,
     Exit: MemoryEffects._exit,
 }

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from penstock.daemons.kit.events import Exit, Say, SendReady
+from penstock.daemons.kit.events import Exit, LogLine, SendReady
 from penstock.daemons.kit.messages import answer
 from penstock.daemons.mirror.machine.events import (
     CancelSeeds,
@@ -110,7 +110,7 @@ class MirrorEffects:
             SendReady: lambda e: send(answer(e)),
             SendSettled: self._send_settled,
             UnlinkReplica: lambda e: replica.unlink(),
-            Say: self._say,
+            LogLine: self._say,
             Exit: self._exit,
         }
 
@@ -142,7 +142,7 @@ class MirrorEffects:
         settled = pb.Settled(epoch=effect.epoch, version=effect.version)
         self._send(pb.MemberMessage(settled=settled))
 
-    def _say(self, effect: Say) -> None:
+    def _say(self, effect: LogLine) -> None:
         _log.log(logging.WARNING if effect.warning else logging.INFO, "%s", effect.text)
 
     def _exit(self, effect: Exit) -> None:

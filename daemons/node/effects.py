@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock.daemons.kit.events import Exit, Say, SendDrained, SendFailed, SendReady
+from penstock.daemons.kit.events import Exit, LogLine, SendDrained, SendFailed, SendReady
 from penstock.daemons.kit.messages import answer
 from penstock.daemons.node.children import Children
 from penstock.daemons.node.machine.events import (
@@ -219,7 +219,7 @@ class NodeEffects:
     def _open_link(self, effect: OpenLink) -> None:
         self.open_link()
 
-    def _on_say(self, effect: Say) -> None:
+    def _on_say(self, effect: LogLine) -> None:
         self._say(effect.text)
 
     def _exit(self, effect: Exit) -> None:
@@ -248,6 +248,6 @@ _HANDLERS: dict[type, Callable[[NodeEffects, Any], Event | None]] = {
     LeaveWord: NodeEffects._leave_word,
     CloseLink: NodeEffects._close_link,
     OpenLink: NodeEffects._open_link,
-    Say: NodeEffects._on_say,
+    LogLine: NodeEffects._on_say,
     Exit: NodeEffects._exit,
 }

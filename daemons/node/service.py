@@ -18,7 +18,7 @@ from typing import Any
 from penstock.daemons.kit.events import StopAsked, Tick
 from penstock.daemons.kit.loop import Loop
 from penstock.daemons.kit.messages import COMMON_EVENTS, event_of
-from penstock.daemons.kit.story import Story
+from penstock.daemons.kit.story import FlightRecorder
 from penstock.daemons.node.children import Children
 from penstock.daemons.node.effects import LinkSettings, NodeEffects, NodeMetrics
 from penstock.daemons.node.machine.events import (
@@ -99,7 +99,7 @@ class Supervisor:
             announce=lambda: os.eventfd_write(self._announced, 1),
             metrics=metrics,
         )
-        self._loop = Loop(machine, self._effects, story=Story(routine=is_routine))
+        self._loop = Loop(machine, self._effects, story=FlightRecorder(routine=is_routine))
 
     def run(self) -> int:
         """Supervises until the machine decides to exit. Installs the handlers of stop signals."""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.daemons.kit.events import EffectFailed, Exit, Say
+from penstock.daemons.kit.events import EffectFailed, Exit, LogLine
 from penstock.daemons.scheduler.effect_times import EffectTimes
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import (
@@ -211,7 +211,7 @@ class SchedulerEffects:
         status.members.insert(0, self._myself)
         status.inputs = self._inputs
 
-    def _say(self, effect: Say) -> None:
+    def _say(self, effect: LogLine) -> None:
         extra = {"cause": effect.cause} if effect.cause else None
         level = logging.WARNING if effect.warning else logging.INFO
         _log.log(level, "%s", effect.text, extra=extra)
@@ -224,7 +224,7 @@ class SchedulerEffects:
         try:
             self._metrics_file.catch_up()  # once the end is noted no scheduler comes that would
         finally:
-            leave_word(self._run_dir, effect)
+            write_run_result(self._run_dir, effect)
 
     def _exit(self, effect: Exit) -> None:
         self.exit = effect
@@ -247,13 +247,13 @@ class SchedulerEffects:
         FindSaved: _find_saved,
         Reply: _reply,
         ReplyError: _reply,
-        Say: _say,
+        LogLine: _say,
         NoteEnd: _note_end,
         Exit: _exit,
     }
 
 
-def leave_word(run_dir: Path, end: NoteEnd) -> None:
+def write_run_result(run_dir: Path, end: NoteEnd) -> None:
     """Writes the note of the run's end. Without room for it only those who are there hear of it."""
     note = RunEnd(
         reason=end.reason,

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from penstock.daemons.kit.events import StopAsked, Tick
 from penstock.daemons.kit.loop import Loop
-from penstock.daemons.kit.story import Story
+from penstock.daemons.kit.story import FlightRecorder
 from penstock.daemons.kit.waits import WaitNote
 from penstock.daemons.scheduler.effect_times import EffectTimes
-from penstock.daemons.scheduler.effects import DiskThread, SchedulerEffects, leave_word
+from penstock.daemons.scheduler.effects import DiskThread, SchedulerEffects, write_run_result
 from penstock.daemons.scheduler.intake import EventQueue
 from penstock.daemons.scheduler.journal import Journal, JournalInUseError
 from penstock.daemons.scheduler.machine.events import Event, Joined, NoteEnd, abridged, is_routine
@@ -159,7 +159,7 @@ def _stopped_early(run_dir: Path, port: int) -> int:
     )
     _log.warning("%s", reason)
     end = NoteEnd(reason=reason, code=ExitCode.INTERRUPTED, keep_memory=True, failed=False)
-    leave_word(run_dir, end)
+    write_run_result(run_dir, end)
     return ExitCode.INTERRUPTED
 
 
@@ -315,7 +315,7 @@ def _turn_away(
     """The run cannot start: tell members to shut down as they come, for a while."""
     _log.error("cannot start: %s", error)
     end = NoteEnd(reason=str(error), code=error.exit_code, keep_memory=True, failed=True)
-    leave_word(run_dir, end)
+    write_run_result(run_dir, end)
     ending = pb.Shutdown(keep_memory=True, reason=str(error), exit_code=int(error.exit_code))
     shutdown = pb.SchedulerMessage(shutdown=ending)
     awaited = {member.name for member in rules.members}
@@ -343,7 +343,9 @@ class SchedulerLoop:
     ) -> None:
         self._machine = machine
         self._effects = effects
-        self._loop = Loop(machine, effects, story=Story(routine=is_routine, abridged=abridged))
+        self._loop = Loop(
+            machine, effects, story=FlightRecorder(routine=is_routine, abridged=abridged)
+        )
         self._events = events
         self._metrics = metrics
 

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from penstock.config.schema import Config
-from penstock.daemons.scheduler.machine.history import BreakCause, Tally
+from penstock.daemons.scheduler.machine.history import BreakCause, Counters
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.status import Observable, step_seconds
 from penstock.host.files import DAMAGED, parse_json
@@ -40,7 +40,7 @@ class SchedulerMetrics:
         self._page = MetricRegistry(SCHEDULER, self.registry)
         self._save_every = config.train.save_every
         self._epoch = 0
-        self._counted = Tally()
+        self._counted = Counters()
         self._page.set("penstock_steps", config.train.steps)
         self._page.set("penstock_data_passes", config.data.passes)
         if data_samples is not None:
@@ -128,24 +128,24 @@ class SchedulerMetrics:
             self._page.set("penstock_members", states[state], state)
         for phase in PHASES:
             self._page.set("penstock_phase", float(phase == status.phase), phase)
-        self._count(machine.tally)
+        self._count(machine.counters)
 
-    def _count(self, tally: Tally) -> None:
+    def _count(self, counters: Counters) -> None:
         """Add what happened since the last time."""
         before = self._counted
         for cause in BreakCause:
-            more = tally.broken[cause] - before.broken[cause]
+            more = counters.broken[cause] - before.broken[cause]
             self._page.add("penstock_attempts_broken", more, cause)
-        for seconds in tally.recoveries_s[len(before.recoveries_s) :]:
+        for seconds in counters.recoveries_s[len(before.recoveries_s) :]:
             self._page.observe("penstock_recovery_seconds", seconds)
         add = self._page.add
-        add("penstock_paused_seconds", tally.paused_s - before.paused_s)
-        add("penstock_saves", tally.saves_done - before.saves_done, "done")
-        add("penstock_saves", tally.saves_failed - before.saves_failed, "failed")
-        add("penstock_save_seconds", tally.save_s - before.save_s)
-        add("penstock_save_blocked_seconds", tally.save_blocked_s - before.save_blocked_s)
-        add("penstock_save_bytes", tally.saved_bytes - before.saved_bytes)
-        self._counted = tally.copy()
+        add("penstock_paused_seconds", counters.paused_s - before.paused_s)
+        add("penstock_saves", counters.saves_done - before.saves_done, "done")
+        add("penstock_saves", counters.saves_failed - before.saves_failed, "failed")
+        add("penstock_save_seconds", counters.save_s - before.save_s)
+        add("penstock_save_blocked_seconds", counters.save_blocked_s - before.save_blocked_s)
+        add("penstock_save_bytes", counters.saved_bytes - before.saved_bytes)
+        self._counted = counters.copy()
 
     def _show(self, fields: dict[str, Any]) -> None:
         for field, name in _GAUGES.items():

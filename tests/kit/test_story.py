@@ -16,7 +16,7 @@ from penstock.daemons.kit.events import (
     Tick,
 )
 from penstock.daemons.kit.loop import Loop
-from penstock.daemons.kit.story import MAX_CHARACTERS, MAX_STIMULI, Story
+from penstock.daemons.kit.story import MAX_CHARACTERS, MAX_STIMULI, FlightRecorder
 from penstock.daemons.memory.machine.events import (
     Effect,
     Event,
@@ -101,7 +101,7 @@ def test_nothing_is_fed_after_the_exit() -> None:
 
 
 def test_a_story_is_bounded_and_leaves_out_routine_without_effects() -> None:
-    story = Story(routine=lambda event: isinstance(event, Tick))
+    story = FlightRecorder(routine=lambda event: isinstance(event, Tick))
     drained = [SendDrained(epoch=1)]
     for _ in range(MAX_STIMULI + 7):
         story.add(Tick(), [], cause=0, at_s=0.0)
@@ -114,7 +114,7 @@ def test_a_story_is_bounded_and_leaves_out_routine_without_effects() -> None:
 
 
 def test_long_values_are_cut_and_abridged_ones_replaced() -> None:
-    story = Story(abridged=lambda value: "short" if isinstance(value, Tick) else value)
+    story = FlightRecorder(abridged=lambda value: "short" if isinstance(value, Tick) else value)
     story.add(Tick(), [RefusedByScheduler(reason="x" * 1000)], cause=0, at_s=1.5)
     (line,) = story.tell()
     assert line.startswith("#1 at 1.500 s: short => RefusedByScheduler(reason='xxx")

@@ -10,8 +10,8 @@ from penstock.daemons.kit.events import (
     BeginAsked,
     DrainAsked,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendDrained,
     SendFailed,
     SendReady,
@@ -144,7 +144,7 @@ def test_a_failed_restore_ends_the_process(machine: MemoryMachine) -> None:
         SendFailed(epoch=1, error="block-0001 is damaged", code=2),
         Exit(code=2, reason="block-0001 is damaged"),
     ]
-    assert feed(machine, DRAIN) == [Say(text="ignored: DrainAsked after the end")]
+    assert feed(machine, DRAIN) == [LogLine(text="ignored: DrainAsked after the end")]
 
 
 @pytest.mark.parametrize("last", [JobCancelled(), Restored(), JobFailed(error="x", exit_code=2)])
@@ -221,7 +221,7 @@ def test_stale_and_early_orders_are_ignored(
     feed(machine, *before)
     phase = machine.phase
     (effect,) = feed(machine, event)
-    assert isinstance(effect, Say)
+    assert isinstance(effect, LogLine)
     assert type(event).__name__ in effect.text
     assert machine.phase is phase
 

@@ -10,8 +10,8 @@ import pytest
 from penstock.daemons.kit.events import (
     DrainAsked,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendDrained,
     SendFailed,
     SendReady,
@@ -60,7 +60,7 @@ class Machine:
         self.now_s += after_s
         effects = [e for event in events for e in self.state.handle(event, self.now_s)]
         self.state.validate()
-        return [effect for effect in effects if not isinstance(effect, Say)]
+        return [effect for effect in effects if not isinstance(effect, LogLine)]
 
     def started(self) -> Machine:
         self.feed(Tick())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import Config, parse_config
-from penstock.daemons.kit.events import Exit, Say, Tick
+from penstock.daemons.kit.events import Exit, LogLine, Tick
 from penstock.daemons.scheduler.machine.activities.save import Save
 from penstock.daemons.scheduler.machine.events import (
     Accept,
@@ -165,7 +165,7 @@ def describe(effect: Effect) -> str | None:
             return f"exit {code}"
         case AppendMetrics():
             return "metrics line"
-        case Accept() | Say() | NoteEnd():
+        case Accept() | LogLine() | NoteEnd():
             return None
     return type(effect).__name__.lower()
 

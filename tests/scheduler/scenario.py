@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from penstock.daemons.kit.events import EffectFailed, Say, StopAsked
+from penstock.daemons.kit.events import EffectFailed, LogLine, StopAsked
 from penstock.daemons.scheduler.machine.events import (
     ControlAsked,
     ControlCall,
@@ -387,7 +387,7 @@ def _pairs(text: str) -> Iterator[tuple[str, int]]:
 
 def _shown(effect: Effect) -> Iterator[str]:
     match effect:
-        case Say(text=text, warning=warning):
+        case LogLine(text=text, warning=warning):
             yield f"{'warning' if warning else 'log'}: {text}"
         case NoteEnd(code=code, keep_memory=keep):
             yield f"note the end: code {int(code)}{', memory is kept' if keep else ''}"

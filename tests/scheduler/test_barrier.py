@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.scheduler.machine.events import JournalDecision, JournalEpoch, Refuse, Send
 from penstock.daemons.scheduler.machine.rules import Deadlines
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -120,7 +120,7 @@ def test_memory_that_the_journal_does_not_explain_is_restored(
     driver.join_all()
     lines = driver.drained(committed, incarnation)
     assert lines == ["memoryd.a <- restore e4 v2 from /run/state/step-00000002"]
-    [told] = [e.text for e in driver.effects if isinstance(e, Say) and e.warning]
+    [told] = [e.text for e in driver.effects if isinstance(e, LogLine) and e.warning]
     assert told.startswith("steps 3 to 4 are lost: shared memory alone had them, and memor")
     assert "Training goes on from saved state of step 2; with train.save_every" in told
     assert driver.restored()[0] == "journal RESTORE v2 a5 c=1"
@@ -271,10 +271,10 @@ def test_nobody_takes_a_living_members_name(live: Driver, name: str) -> None:
     assert live.pids[name] == old
     for _ in range(1000):
         live.join(name)
-        assert not any(isinstance(effect, Say) for effect in live.effects), "said once a second"
+        assert not any(isinstance(effect, LogLine) for effect in live.effects), "said once a second"
     live.wait(1.0)
     live.join(name)
-    [said] = [effect.text for effect in live.effects if isinstance(effect, Say)]
+    [said] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
     assert f"process {old} has that name" in said and "1001 more" in said
     if name != "node.a":
         assert live.close(name) == [f"node.a <- fence {name} {old}"]
@@ -285,12 +285,12 @@ def test_nobody_takes_a_living_members_name(live: Driver, name: str) -> None:
 def test_names_are_checked_first_and_shown_shortened(live: Driver) -> None:
     assert live.join("w" * 100_000, run_id="r" * 100_000) == ["refuse stream 6"]
     [refusal] = [effect for effect in live.effects if isinstance(effect, Refuse)]
-    [said] = [effect.text for effect in live.effects if isinstance(effect, Say)]
+    [said] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
     assert refusal.reason.startswith("this run has no member 'wwww")
     assert len(said) < 1000
     live.wait(1.0)
     assert live.join("worker.0", run_id="r" * 100_000) == ["refuse stream 7"]
-    [said] = [effect.text for effect in live.effects if isinstance(effect, Say)]
+    [said] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
     assert "this is run 0123456789ab, not 'rrrr" in said and len(said) < 1000
 
 

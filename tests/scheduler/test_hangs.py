@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.daemons.kit.events import Exit, Say
+from penstock.daemons.kit.events import Exit, LogLine
 from penstock.daemons.scheduler.machine.activities.activity import HangDetector
 from penstock.daemons.scheduler.machine.events import ControlCall
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -225,7 +225,7 @@ def test_the_log_says_who_and_what(hanging: Driver) -> None:
         for name in ("node.a", "memoryd.a", "optimizerd.a"):
             hanging.say(name, heartbeat=pb.Heartbeat(waiting=True))
         hanging.tick(0.5)
-        said += [effect.text for effect in hanging.effects if isinstance(effect, Say)]
+        said += [effect.text for effect in hanging.effects if isinstance(effect, LogLine)]
     assert [text.split(" is lost: ")[1] for text in said if "is lost" in text] == [
         "no progress for 20.5 s: B 1 0 of train 1"
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.daemons.kit.events import Exit, Say
+from penstock.daemons.kit.events import Exit, LogLine
 from penstock.daemons.scheduler.journal import Journal
 from penstock.daemons.scheduler.machine.events import Joined, JournalNumerics, Refuse, Send
 from penstock.daemons.scheduler.machine.rules import Rules
@@ -115,7 +115,7 @@ def test_other_devices_than_at_the_last_start_are_told_in_a_line() -> None:
     before = row(1, worker_0=H200, worker_1=H200)
     devices = {"worker.0": H200, "worker.1": H100}
     effects = begun(Driver(rules_with(), facts_at(4, numerics=before)), devices)
-    said = [effect.text for effect in effects if isinstance(effect, Say) and effect.warning]
+    said = [effect.text for effect in effects if isinstance(effect, LogLine) and effect.warning]
     assert said == [
         "devices differ from the last start: worker.1: GPU: H200 -> H100; layers may round"
         " otherwise from step 5 on"
@@ -128,7 +128,7 @@ def test_software_that_the_preparation_told_of_is_not_told_twice() -> None:
     devices = {"worker.0": {"torch": "2.13.0"}, "worker.1": {"torch": "2.13.0"}}
     assert RECIPE.software["torch"] == "2.13.0"
     effects = begun(Driver(rules_with(), facts_at(4, numerics=before)), devices)
-    assert [effect for effect in effects if isinstance(effect, Say) and effect.warning] == []
+    assert [effect for effect in effects if isinstance(effect, LogLine) and effect.warning] == []
     assert len(rows(effects)) == 1
 
 

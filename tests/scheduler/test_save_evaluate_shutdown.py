@@ -113,7 +113,7 @@ def test_a_due_save_waits_for_an_older_one(live_with: Callable[..., Driver]) -> 
     assert driver.written() == ["prepare /run/state/.tmp-step-00000004"]
     driver.now_s += 2.0
     assert driver.pin()[-1] == "worker.1 <- run_attempt e1 a5 v4 data 32"
-    assert driver.machine.tally.save_blocked_s == 2.0
+    assert driver.machine.counters.save_blocked_s == 2.0
 
 
 def lose(driver: Driver, name: str) -> None:

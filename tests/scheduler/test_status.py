@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.scheduler.machine.events import ControlAsked, ControlCall, Send
 from penstock.protocol.generated import scheduler_pb2 as pb
 from tests.scheduler.conftest import Driver
@@ -74,10 +74,10 @@ def test_a_pause_is_told_when_it_is_asked_for(live_with: MakeDriver) -> None:
 
 
 def test_steps_that_must_be_computed_again_are_counted(live_with: MakeDriver) -> None:
-    chronicle = live_with().machine.chronicle
-    chronicle.broke(41, "memoryd.a was lost", 100.0, "e1")
-    chronicle.lives(30, 103.5)
-    last = chronicle.messages(104.0)[-1]
+    history = live_with().machine.history
+    history.broke(41, "memoryd.a was lost", 100.0, "e1")
+    history.lives(30, 103.5)
+    last = history.messages(104.0)[-1]
     assert (last.step, last.steps_lost, last.seconds, last.age_seconds) == (30, 11, 3.5, 4.0)
 
 
@@ -126,17 +126,17 @@ def test_one_failure_has_one_name_in_all_that_is_said_and_ordered(live_with: Mak
     driver.close("worker.1")
     fences = [e.message.fence for e in driver.effects if isinstance(e, Send)]
     assert [(f.member, f.pid, f.cause) for f in fences] == [("worker.1", pid, "e1")]
-    assert {e.cause for e in driver.effects if isinstance(e, Say)} == {"e1"}
+    assert {e.cause for e in driver.effects if isinstance(e, LogLine)} == {"e1"}
     driver.fenced("worker.1", pid)
     driver.join("worker.1")
     drains = [e.message.drain for e in driver.effects if isinstance(e, Send)]
     assert {drain.cause for drain in drains} == {"e1"}
     driver.close("worker.0")  # before the next epoch lives: the same story
-    assert {e.cause for e in driver.effects if isinstance(e, Say)} == {"e1"}
+    assert {e.cause for e in driver.effects if isinstance(e, LogLine)} == {"e1"}
     driver.fenced("worker.0", driver.pids["worker.0"])
     driver.join("worker.0")
     driver.drained(0)
     driver.ready()
     assert driver.status.happenings[-1].cause == "e1"
     driver.close("worker.0")
-    assert {e.cause for e in driver.effects if isinstance(e, Say)} == {"e3"}
+    assert {e.cause for e in driver.effects if isinstance(e, LogLine)} == {"e3"}

@@ -391,7 +391,7 @@ class _Identity:
 
 
 _real_cast = restore_module._cast
-_real_leave_word = scheduler_effects_module.leave_word
+_real_leave_word = scheduler_effects_module.write_run_result
 
 
 def _leave_word(run_dir: Path, end: Any) -> None:

@@ -11,8 +11,8 @@ from penstock.daemons.kit.events import (
     BeginAsked,
     DrainAsked,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendDrained,
     SendFailed,
     SendReady,
@@ -195,6 +195,6 @@ Effect = (
     | StartSave
     | CancelJob
     | UnlinkMemory
-    | Say
+    | LogLine
     | Exit
 )

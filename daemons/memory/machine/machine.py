@@ -25,8 +25,8 @@ from penstock.daemons.kit.events import (
     BeginAsked,
     DrainAsked,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendDrained,
     SendFailed,
     SendReady,
@@ -89,7 +89,7 @@ class MemoryMachine:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Returns what to do about ``event``; nothing that a memoryd decides depends on time."""
         if self.phase is MemoryPhase.ENDED:
-            return [Say(text=f"ignored: {type(event).__name__} after the end")]
+            return [LogLine(text=f"ignored: {type(event).__name__} after the end")]
         return _HANDLERS[type(event)](self, event)
 
     def validate(self) -> None:
@@ -210,7 +210,7 @@ class MemoryMachine:
             # Nothing is lost yet: the scheduler has older sources.
             failure = f"the replica of {order.replica.address} cannot be used: {event.error}"
             answer = SendRestored(epoch=order.epoch, incarnation=0)
-            return [Say(text=failure, warning=True), answer]
+            return [LogLine(text=failure, warning=True), answer]
         self.phase = MemoryPhase.ENDED
         return [
             SendFailed(epoch=self.epoch, error=event.error, code=event.exit_code),
@@ -246,12 +246,12 @@ class MemoryMachine:
         return [] if event is None else _HANDLERS[type(event)](self, event)
 
 
-def _stale(event: Event, epoch: int) -> Say:
-    return Say(text=f"ignored: {event} in membership {epoch}")
+def _stale(event: Event, epoch: int) -> LogLine:
+    return LogLine(text=f"ignored: {event} in membership {epoch}")
 
 
-def _out_of_order(event: Event, state: MemoryMachine) -> Say:
-    return Say(text=f"ignored: {event} in membership {state.epoch}, phase {state.phase}")
+def _out_of_order(event: Event, state: MemoryMachine) -> LogLine:
+    return LogLine(text=f"ignored: {event} in membership {state.epoch}, phase {state.phase}")
 
 
 _HANDLERS: dict[type, Callable[[MemoryMachine, Any], list[Effect]]] = {

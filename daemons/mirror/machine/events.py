@@ -12,8 +12,8 @@ from penstock.daemons.kit.events import (
     DrainAsked,
     EffectFailed,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendDrained,
     SendReady,
     ShutdownAsked,
@@ -210,6 +210,6 @@ Effect = (
     | SendReady
     | SendSettled
     | UnlinkReplica
-    | Say
+    | LogLine
     | Exit
 )

@@ -26,8 +26,8 @@ from penstock.daemons.kit.events import (
     DrainAsked,
     EffectFailed,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendReady,
     ShutdownAsked,
     StopAsked,
@@ -234,7 +234,7 @@ class MirrorMachine:
         lost = len(before) - len(self.replica.present)
         if lost:
             text = f"{lost} of {len(self.replica.blocks)} blocks do not fit the journal: read again"
-            self._out.append(Say(text=text, warning=True))
+            self._out.append(LogLine(text=text, warning=True))
 
     def _abandon(self, farewell: Callable[[], Effect]) -> None:
         """Forget what is under way but the running sweep; ``farewell`` is said behind that."""
@@ -333,7 +333,7 @@ class MirrorMachine:
         if self.attempt:
             self._pull((block,), replica.committed + 1, self.attempt, self.epoch)
         if not replica.missing:
-            self._out.append(Say(text=f"all {len(replica.blocks)} blocks are mirrored"))
+            self._out.append(LogLine(text=f"all {len(replica.blocks)} blocks are mirrored"))
 
     # ---- the end ----
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from penstock.daemons.kit.events import (
     DrainAsked,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendDrained,
     SendFailed,
     SendReady,
@@ -185,7 +185,7 @@ Effect = (
     | LeaveWord
     | CloseLink
     | OpenLink
-    | Say
+    | LogLine
     | Exit
 )
 

@@ -26,8 +26,8 @@ from typing import Any
 from penstock.daemons.kit.events import (
     DrainAsked,
     Exit,
+    LogLine,
     RefusedByScheduler,
-    Say,
     SendDrained,
     SendFailed,
     SendReady,
@@ -321,7 +321,7 @@ class NodeMachine:
     def _on_shutdown(self, event: ShutdownAsked, now_s: float) -> list[Effect]:
         if self.phase in (NodePhase.RUNNING, NodePhase.FAILING):
             self.told_code = event.code
-            return [Say(text=f"the run ends: {event.reason}"), *self._end(now_s)]
+            return [LogLine(text=f"the run ends: {event.reason}"), *self._end(now_s)]
         return []
 
     def _on_refused(self, event: RefusedByScheduler, now_s: float) -> list[Effect]:
@@ -343,7 +343,7 @@ class NodeMachine:
             return []
         self.deadline_s = now_s + self.limits.stop_timeout_s
         message = "stopping: the step under way is finished and the state saved (again: kill)"
-        return [Say(text=message), AskSchedulerToStop(within_s=event.within_s)]
+        return [LogLine(text=message), AskSchedulerToStop(within_s=event.within_s)]
 
     def _on_stop_unheard(self, event: StopUnheard, now_s: float) -> list[Effect]:
         if self.phase is NodePhase.RUNNING:
@@ -383,14 +383,14 @@ class NodeMachine:
             for child in members:
                 if child.pid is None and not child.starting and child.start_at_s is None:
                     child.start_at_s = now_s
-            return [Say(text="the scheduler answers again: members are started")]
+            return [LogLine(text="the scheduler answers again: members are started")]
         for child in members:
             child.start_at_s = None
         text = (
             f"no answer of a scheduler for {silent_s:.1f} s: this node's members are killed, since"
             " another machine may take its place now; their memory is kept"
         )
-        return [Say(text=text), *(Kill(name=c.name) for c in members if c.pid is not None)]
+        return [LogLine(text=text), *(Kill(name=c.name) for c in members if c.pid is not None)]
 
     def _on_tick(self, event: Tick, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -439,14 +439,14 @@ class NodeMachine:
     def _replace(self, name: str, why: str, now_s: float) -> list[Effect]:
         """Kills a stopped or hung child; after its death it is started again, if needed."""
         self.forgiven_s = now_s
-        return [Say(text=f"{name} {why}: killing it"), Kill(name=name)]
+        return [LogLine(text=f"{name} {why}: killing it"), Kill(name=name)]
 
     def _on_run_ended(self, end: RunEnd, now_s: float) -> list[Effect]:
         """Ends the node: the scheduler left its end note, and sends the children no message."""
         self.told_code = int(end.code)
         effects = self._end(now_s)
         self.deadline_s = now_s + self.limits.deaf_grace_s
-        return [Say(text=f"the run has ended: {end.reason}"), *effects]
+        return [LogLine(text=f"the run has ended: {end.reason}"), *effects]
 
     def _on_deadline(self, now_s: float) -> list[Effect]:
         left = ", ".join(self._running())
@@ -456,7 +456,7 @@ class NodeMachine:
                 self.code = self.code or int(ExitCode.LOST_MEMBERS)
             told_s = self.limits.terminate_timeout_s
             message = f"told to stop {told_s:g} s ago and still running: {left}"
-            return [Say(text=message), *(Kill(name=name) for name in self._running())]
+            return [LogLine(text=message), *(Kill(name=name) for name in self._running())]
         scheduler = self.children.get(SCHEDULERD)
         scheduler_gone = scheduler is not None and scheduler.pid is None
         cut_short = scheduler_gone and self.scheduler_code is None and not self.noted
@@ -469,9 +469,9 @@ class NodeMachine:
         self._forget_starts()
         self.deadline_s = now_s + self.limits.terminate_timeout_s
         if not left:
-            return [Say(text="the scheduler has not answered: ending all the same")]
+            return [LogLine(text="the scheduler has not answered: ending all the same")]
         message = f"still running, terminating: {left}"
-        return [Say(text=message), *(Terminate(name=name) for name in self._running())]
+        return [LogLine(text=message), *(Terminate(name=name) for name in self._running())]
 
     def _out_of_time(self) -> list[Effect]:
         """Kills everything: the stop took too long, and its sender would kill the node next."""
@@ -484,13 +484,13 @@ class NodeMachine:
         self.deadline_s = self.ask_again_at_s = self.give_up_s = None
         self._forget_starts()
         message = f"{why}: killing all processes; the memory of the run is kept for the next start"
-        return [Say(text=message), *(Kill(name=name) for name in self._running())]
+        return [LogLine(text=message), *(Kill(name=name) for name in self._running())]
 
     def _come_back(self, now_s: float) -> list[Effect]:
         """Starts missing children after schedulerd died during the run's end, with members left."""
         self.phase, self.told_code, self.run_ended = NodePhase.RUNNING, 0, False
         effects: list[Effect] = [
-            Say(text="schedulerd died while it ended the run: it is started once more"),
+            LogLine(text="schedulerd died while it ended the run: it is started once more"),
             OpenLink(),
         ]
         for child in self.children.values():
@@ -502,7 +502,7 @@ class NodeMachine:
         if not child.restarts.take(now_s):
             if child.is_helper:
                 text = f"{child.name} {describe_exit(code)} once more: the run goes on without it"
-                return [Say(text=text)]
+                return [LogLine(text=text)]
             error = (
                 f"{child.name} died {child.restarts.spent + 1} times within an hour in which no"
                 f" step was committed (last: {describe_exit(code)}); cluster.max_restarts is"
@@ -523,7 +523,7 @@ class NodeMachine:
             )
         child.start_at_s = now_s + delay_s
         message = f"{child.name} {describe_exit(code)}; restarting (number {child.restarts.spent})"
-        return [Say(text=message)]
+        return [LogLine(text=message)]
 
     def _fail(self, error: str, code: int, now_s: float) -> list[Effect]:
         self.phase, self.code, self.failure = NodePhase.FAILING, int(code), error
@@ -532,7 +532,7 @@ class NodeMachine:
         self.deadline_s = now_s + (0.0 if nobody_to_tell else self.limits.fail_timeout_s)
         self._forget_starts()
         word = LeaveWord(error=error, code=self.code) if nobody_to_tell else self._failed()
-        return [Say(text=error), word]
+        return [LogLine(text=error), word]
 
     @property
     def _untold(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock.daemons.kit.events import EffectFailed, Exit, Say, StopAsked, Tick
+from penstock.daemons.kit.events import EffectFailed, Exit, LogLine, StopAsked, Tick
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.host.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -299,7 +299,7 @@ Effect = (
     | FindSaved
     | Reply
     | ReplyError
-    | Say
+    | LogLine
     | NoteEnd
     | Exit
 )

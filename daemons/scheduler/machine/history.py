@@ -46,7 +46,7 @@ class Happening:
     cause: str = ""
 
 
-class Chronicle:
+class EventHistory:
     """The last :data:`KEPT` happenings."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class BreakCause(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class Counters:
     """``broken``: attempts; ``recoveries_s``: how long each took, from the break of an epoch to the
     next attempt; ``save_blocked_s``: how long steps waited for saves; ``broke_at_s``: while no
     attempt has begun since.
@@ -159,6 +159,6 @@ class Tally:
             self.saves_done += 1
             self.saved_bytes += num_bytes
 
-    def copy(self) -> Tally:
+    def copy(self) -> Counters:
         """Returns what there is now."""
         return replace(self, broken=Counter(self.broken), recoveries_s=list(self.recoveries_s))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from penstock.daemons.kit.events import EffectFailed, Say, StopAsked, Tick
+from penstock.daemons.kit.events import EffectFailed, LogLine, StopAsked, Tick
 from penstock.daemons.scheduler.machine.activities.activity import (
     Activity,
     HangDetector,
@@ -46,7 +46,7 @@ from penstock.daemons.scheduler.machine.events import (
     SavePrepared,
     StreamClosed,
 )
-from penstock.daemons.scheduler.machine.history import BreakCause, Chronicle, Kind, Tally
+from penstock.daemons.scheduler.machine.history import BreakCause, Counters, EventHistory, Kind
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.requests import (
@@ -107,9 +107,9 @@ class SchedulerMachine:
         """Seconds of each of the last attempts. ``_transaction_done`` appends."""
         self.reports: Mapping[str, pb.AttemptDone] = {}
         """Reports of workers on the last decided attempt. Written by ``_transaction_done``."""
-        self.chronicle = Chronicle()
+        self.history = EventHistory()
         """The last events, for a status. Decides nothing."""
-        self.tally = Tally()
+        self.counters = Counters()
         """Counters for metrics. Decides nothing."""
         self.saves = Saves(rules, mirror, members)
         """The save under way, of which there is at most one."""
@@ -161,7 +161,7 @@ class SchedulerMachine:
         """Restarts all deadlines after this process itself was stopped."""
         gap_s, self._now_s = now_s - self._now_s, now_s
         if self.live and self.activity is None:
-            self.tally.paused_s += gap_s
+            self.counters.paused_s += gap_s
         if gap_s <= self.rules.config.cluster.heartbeat_timeout_s / 2:
             return
         self.members.forgive(now_s)
@@ -252,7 +252,7 @@ class SchedulerMachine:
 
     def _on_fenced(self, name: str, body: pb.Fenced, now_s: float) -> list[Effect]:
         if body.death:
-            self.chronicle.died(body.member, body.death)
+            self.history.died(body.member, body.death)
         return self.members.fenced(name, body.member, body.pid, body.death)
 
     def _on_failed(self, name: str, body: pb.Failed, now_s: float) -> list[Effect]:
@@ -272,7 +272,7 @@ class SchedulerMachine:
             return []
         reason = f"{name}: {body.loss}"
         self._break_epoch(BreakCause.LOST, reason, now_s)
-        return [Say(text=reason, warning=True)]
+        return [LogLine(text=reason, warning=True)]
 
     def _is_over(self, epoch: int) -> bool:
         """Returns whether an epoch is over, even if the next one has not begun."""
@@ -302,7 +302,7 @@ class SchedulerMachine:
         self._count_break(cause, now_s)
         self.cause = self.cause or f"e{self.mirror.epoch}"
         if self.live:
-            self.chronicle.broke(self.mirror.version, reason, now_s, self.cause)
+            self.history.broke(self.mirror.version, reason, now_s, self.cause)
         self._count_blocked(now_s)
         self.saves.epoch_broke(self.requests)
         self.live = False
@@ -313,7 +313,7 @@ class SchedulerMachine:
     def _count_break(self, cause: BreakCause, now_s: float) -> None:
         if self.live:
             attempting = isinstance(self.activity, Transaction)
-            self.tally.epoch_broke(cause, now_s, attempting=attempting)
+            self.counters.epoch_broke(cause, now_s, attempting=attempting)
 
     # ---- the next activity ----
 
@@ -333,7 +333,7 @@ class SchedulerMachine:
                 self.activity.started, self.activity.started_s = True, now_s
                 self.hangs.started(now_s)
                 if isinstance(self.activity, Transaction):
-                    self.tally.attempt_began(now_s)
+                    self.counters.attempt_began(now_s)
                 effects += self.activity.start(now_s)
             if isinstance(self.activity, Shutdown):
                 return effects + self.activity.look(now_s)
@@ -440,7 +440,7 @@ class SchedulerMachine:
             self.activity = self._over(reason)
             return []
         self.live = True
-        self.chronicle.lives(self.mirror.version, self._now_s)
+        self.history.lives(self.mirror.version, self._now_s)
         self.requests.stop_by_s = None
         self.message = self.cause = ""
         return []
@@ -462,7 +462,7 @@ class SchedulerMachine:
         """Counts the seconds that steps waited for a save, if there were steps to do."""
         waited = saving or self.activity
         if isinstance(waited, Saving) and not waited.idle and not self._ends_with_save:
-            self.tally.save_blocked_s += now_s - waited.started_s
+            self.counters.save_blocked_s += now_s - waited.started_s
 
     @property
     def _ends_with_save(self) -> bool:
@@ -475,12 +475,12 @@ class SchedulerMachine:
         save = self.saves.look(self.activity, live=self.live)
         if save is None or ends:
             return []
-        save.note(self.tally, self.chronicle, self.mirror, now_s)
+        save.note(self.counters, self.history, self.mirror, now_s)
         if not save.error:
             self._pace.finished(save.write_s)
             return snapshot_answers(save.tickets, self.mirror, "")
         self.message = error = f"saving step {save.version} failed: {save.error}"
-        warning = Say(text=f"{error}; training goes on", warning=True)
+        warning = LogLine(text=f"{error}; training goes on", warning=True)
         if not self.live:  # the broken epoch ended the save, too: it is due again
             self.requests.tickets += save.tickets
             return [warning]
@@ -502,7 +502,7 @@ class SchedulerMachine:
         if saved is None:
             return []
         self.mirror.saved = saved
-        return [Say(text=f"saved step {saved.version} in {saved.directory}")]
+        return [LogLine(text=f"saved step {saved.version} in {saved.directory}")]
 
     def _on_saved_found(self, event: SavedFound, now_s: float) -> list[Effect]:
         return self.activity.found(event) if isinstance(self.activity, Barrier) else []
@@ -526,13 +526,13 @@ class SchedulerMachine:
         before = self.requests.paused, self.requests.stop_reason
         effects = self.requests.answer(event, attempting=attempting, now_s=now_s)
         if event.call in _NOTED and before != (self.requests.paused, self.requests.stop_reason):
-            self.chronicle.add(_NOTED[event.call], self.mirror.version, now_s)
+            self.history.add(_NOTED[event.call], self.mirror.version, now_s)
         return effects
 
     def _on_stop_signal(self, event: StopAsked, now_s: float) -> list[Effect]:
         if not event.again:
             if not self.requests.stop_reason:
-                self.chronicle.add(Kind.STOPPING, self.mirror.version, now_s)
+                self.history.add(Kind.STOPPING, self.mirror.version, now_s)
             self.requests.stop("stopped by a signal", event.within_s, now_s)
             return []
         if not isinstance(self.activity, Shutdown):

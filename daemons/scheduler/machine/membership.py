@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.scheduler.machine.events import Accept, Disconnect, Effect, Refuse, Send
 from penstock.daemons.scheduler.machine.node_loss import Leases
 from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, Rules
@@ -280,7 +280,9 @@ class Membership:
         member = self.members[name]
         self._disconnect(member, stream)
         member.gone_s, member.why = now_s, "its connection to the scheduler ended"
-        effects: list[Effect] = [Say(text=f"{name} (pid {member.pid}): stream ended", warning=True)]
+        effects: list[Effect] = [
+            LogLine(text=f"{name} (pid {member.pid}): stream ended", warning=True)
+        ]
         if member.spec.role is Role.NODE:
             self._end_lease(member, now_s)
             return name, effects
@@ -307,7 +309,7 @@ class Membership:
         if member.gone_s is None:
             member.gone_s = now_s
         member.why = reason
-        effects: list[Effect] = [Say(text=said, warning=True), *self._drop_stream(member)]
+        effects: list[Effect] = [LogLine(text=said, warning=True), *self._drop_stream(member)]
         if member.spec.role is Role.NODE:
             self._end_lease(member, now_s)
             return effects
@@ -362,7 +364,7 @@ class Membership:
         self.members[name].restarts += 1
         if death:
             self.members[name].why = f"it {death}"
-        return [Say(text=f"{name} (pid {pid}) {death or 'is dead'}")]
+        return [LogLine(text=f"{name} (pid {pid}) {death or 'is dead'}")]
 
     def forgive(self, now_s: float) -> None:
         """The scheduler itself was stopped: silence and ended streams prove nothing for a while."""
@@ -405,7 +407,7 @@ class Membership:
         others = f" ({self._uncomplained} more since the last time)" if self._uncomplained else ""
         self._complained_s, self._uncomplained = now_s, 0
         said = f"refused {hello.member[:MAX_SHOWN]} (pid {hello.pid}): {reason}{others}"
-        return [Say(text=said, warning=True)]
+        return [LogLine(text=said, warning=True)]
 
     def _objection(self, hello: pb.Hello) -> str:
         if hello.member not in self.members:

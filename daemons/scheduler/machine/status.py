@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.daemons.scheduler.machine.activities.activity import Activity, HangDetector
 from penstock.daemons.scheduler.machine.activities.saves import Saves
-from penstock.daemons.scheduler.machine.history import Chronicle, Tally
+from penstock.daemons.scheduler.machine.history import Counters, EventHistory
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.requests import Requests
@@ -27,8 +27,8 @@ class Observable(Protocol):
     activity: Activity | None
     live: bool
     message: str
-    chronicle: Chronicle
-    tally: Tally
+    history: EventHistory
+    counters: Counters
     saves: Saves
     requests: Requests
     hangs: HangDetector
@@ -63,7 +63,7 @@ def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
         plan_scheme=rules.plan_scheme,
         saved_version=mirror.saved_version,
         has_saved=mirror.saved is not None,
-        happenings=machine.chronicle.messages(now_s),
+        happenings=machine.history.messages(now_s),
         pausing=machine.requests.paused,
         saving_version=machine.saves.version or 0,
         phase_seconds=now_s - activity.started_s if activity and activity.started else 0.0,

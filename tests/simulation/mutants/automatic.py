@@ -95,8 +95,8 @@ UNPROMISED_FUNCTIONS = frozenset(
 
 UNPROMISED_WORDS = frozenset(
     """
-    _log metrics _metrics trace _trace tally chronicle account progress _progress timeline
-    _times Say _say _complain costs reports message _tally hello _loaded _copied meter cause why
+    _log metrics _metrics trace _trace tally counters history account progress _progress timeline
+    _times LogLine _say _complain costs reports message _tally hello _loaded _copied meter cause why
     gone_s _uncomplained _last_complaint_s _limiter _authenticator _access access refusal
     _pre_auth_reply_bytes _measure _count_blocked
     """.split()

@@ -123,7 +123,7 @@ def _decide(self, x):
     if x < 2:
         self.validate()
     self._metrics.counted(x + 1)
-    return [Say(text="x")]
+    return [LogLine(text="x")]
 
 def validate(self, x):
     if x < 3:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.scheduler.machine.events import Effect, Send
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
@@ -70,7 +70,7 @@ def send_all(members: Iterable[str], message: pb.SchedulerMessage) -> list[Effec
 
 def with_cause(effect: Effect, cause: str) -> Effect:
     """Returns the effect, naming the failure: of what is said or ordered while a run recovers."""
-    if isinstance(effect, Say):
+    if isinstance(effect, LogLine):
         return replace(effect, cause=cause)
     if isinstance(effect, Send) and effect.message.HasField("fence"):
         effect.message.fence.cause = cause

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.kit.messages import record_message
 from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import Effect, FindSaved, SavedFound, Send
@@ -74,7 +74,7 @@ class Barrier(Activity):
             drain=pb.Drain(epoch=epoch, cause=self._cause, saving=self._saving)
         )
         drains = send_all((*self._daemons, *self.rules.workers), drain)
-        return [Say(text=f"membership {self.mirror.epoch}: draining"), journaled, *drains]
+        return [LogLine(text=f"membership {self.mirror.epoch}: draining"), journaled, *drains]
 
     def _on_drained(self, member: str, body: pb.Drained, now_s: float) -> list[Effect]:
         if self.phase is not RunPhase.DRAINING:
@@ -109,7 +109,7 @@ class Barrier(Activity):
         self.phase, self.deadline_s = RunPhase.RESTORING, None
         self.waiting = {refill.mirrord for refill in self._refills}
         said = [
-            Say(
+            LogLine(
                 text=f"{refill.memoryd} is filled from the replica of {refill.mirrord} at step"
                 f" {self.mirror.version}, so no step is lost: {refill.reason}",
                 warning=True,
@@ -166,7 +166,7 @@ class Barrier(Activity):
             self.finished_before = self.done = True
             step = self.mirror.saved_version
             text = f"nothing to do: saved at step {step}, train.steps is {steps}"
-            return [Say(text=text)]
+            return [LogLine(text=text)]
         self.phase, self._reason, self._damaged = RunPhase.RESTORING, reason, {}
         self.waiting, self.deadline_s = set(self.rules.memoryds), None
         self._bereft = frozenset()  # no gradients led there
@@ -180,7 +180,7 @@ class Barrier(Activity):
         source = "initial weights" if saved is None else f"saved state of step {saved.version}"
         message = pb.SchedulerMessage(restore=restore)
         return [
-            Say(text=f"restoring from {source}: {reason}"),
+            LogLine(text=f"restoring from {source}: {reason}"),
             *self._lost(source, reason),
             *send_all(self.rules.memoryds, message),
         ]
@@ -197,7 +197,7 @@ class Barrier(Activity):
             f" (RemoveIPC), cleans /dev/shm. Training goes on from {source}; with train.save_every"
             " less is lost"
         )
-        return [Say(text=text, warning=True)]
+        return [LogLine(text=text, warning=True)]
 
     def _on_restored(self, member: str, body: pb.Restored, now_s: float) -> list[Effect]:
         if self._refills:
@@ -220,7 +220,7 @@ class Barrier(Activity):
         name, damage = sorted(self._damaged.items())[0]
         state = self.mirror.saved.directory
         text = f"{damage} ({name}): {state} is left out, an older saved state is looked for"
-        return [Say(text=text, warning=True), FindSaved(below=self.mirror.saved.version)]
+        return [LogLine(text=text, warning=True), FindSaved(below=self.mirror.saved.version)]
 
     def found(self, event: SavedFound) -> list[Effect]:
         """There is an older saved state, or none."""
@@ -241,7 +241,7 @@ class Barrier(Activity):
         self.deadline_s = now_s + self.rules.deadlines.begin_s
         step = self.mirror.version + 1
         text = f"{changed}; layers may round otherwise from step {step} on"
-        warnings = [Say(text=text, warning=True)] if changed else []
+        warnings = [LogLine(text=text, warning=True)] if changed else []
         return [*warnings, *self.mirror.follow(self._members.facts), *self._begins(self._daemons)]
 
     def _other_devices(self) -> str:
@@ -268,7 +268,9 @@ class Barrier(Activity):
             news = pb.SchedulerMessage(begin=self._begin_message())
             return [  # nodes owe no answer: they hear that the run has got on
                 *send_all(self.rules.nodes, news),
-                Say(text=f"membership {self.mirror.epoch} begins at version {self.mirror.version}"),
+                LogLine(
+                    text=f"membership {self.mirror.epoch} begins at version {self.mirror.version}"
+                ),
             ]
         # The commit is applied everywhere: only now may workers read weights.
         self.waiting = set(self.rules.workers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.daemons.kit.events import Exit, Say
+from penstock.daemons.kit.events import Exit, LogLine
 from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
@@ -114,7 +114,7 @@ class Shutdown(Activity):
     def start(self, now_s: float) -> list[Effect]:
         """Nodes hear it together with their children, so that none is started again."""
         self._exit_s = min(now_s + self.rules.deadlines.shutdown_s, self._leave_by_s)
-        said = Say(text=f"shutting down: {self.reason}", warning=bool(self.error))
+        said = LogLine(text=f"shutting down: {self.reason}", warning=bool(self.error))
         self.waiting = set(self._members.lost_nodes)
         # The note first: a scheduler that comes after this one must not go on with the run.
         return [said, self._note, *send_all(self._members.present, self._message)]

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import CompleteSave, Effect, PrepareSave, SavedState
-from penstock.daemons.scheduler.machine.history import Chronicle, Kind, Tally
+from penstock.daemons.scheduler.machine.history import Counters, EventHistory, Kind
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.daemons.scheduler.machine.states import SaveState
@@ -154,15 +154,17 @@ class Save:
         self.phase = SaveState.SAVED
         return SavedState(version=self.version, directory=directory, position=self._position)
 
-    def note(self, tally: Tally, chronicle: Chronicle, mirror: JournalMirror, now_s: float) -> None:
+    def note(
+        self, counters: Counters, history: EventHistory, mirror: JournalMirror, now_s: float
+    ) -> None:
         """Count it, and say what came of it, once it is over."""
         seconds = now_s - self.started_s
-        tally.saved(self.num_bytes, seconds, error=self.error)
+        counters.saved(self.num_bytes, seconds, error=self.error)
         if self.error:
-            chronicle.add(Kind.SAVE_FAILED, self.version, now_s, text=self.error)
+            history.add(Kind.SAVE_FAILED, self.version, now_s, text=self.error)
             return
         text = "" if mirror.saved is None else mirror.saved.directory
-        chronicle.add(Kind.SAVED, self.version, now_s, seconds=seconds, text=text)
+        history.add(Kind.SAVED, self.version, now_s, seconds=seconds, text=text)
 
     def fail(self, error: str) -> None:
         """There will be no saved state."""

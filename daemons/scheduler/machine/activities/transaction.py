@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.daemons.kit.events import Say
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.kit.messages import record_message
 from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import AppendMetrics, Effect, Send
@@ -120,7 +120,7 @@ class Transaction(Activity):
             return []
         if body.block not in self.rules.trainable:
             text = f"{member} reports block {body.block}, which has nothing to train"
-            return [Say(text=text, warning=True)]
+            return [LogLine(text=text, warning=True)]
         self._statuses[body.block] = body
         return self._decide_if_complete(now_s)
 
