@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock.config.schema import Config
 from penstock.host.errors import ConfigError, reason
 from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
-from penstock.models.data.own_modules import import_hint, import_own
+from penstock.models.data.user_modules import import_hint, import_user_module
 
 _REPLACED, _ANY = 0.8, 0.9
 """Two limits for a random number in [0, 1) of each predicted token. Below the first the mask
@@ -134,7 +134,7 @@ def own_objective(config: Config) -> Objective | None:
     if not colon:
         return None
     try:
-        return Own(getattr(import_own(module, config), function))
+        return Own(getattr(import_user_module(module, config), function))
     except Exception as error:  # any error of the user's module
         raise ConfigError(
             f"data.objective = {name!r}: cannot import it: {reason(error)}; {import_hint(config)}"

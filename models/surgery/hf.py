@@ -22,7 +22,7 @@ from penstock.config.schema import Config
 from penstock.config.values import MASKED, NEXT_TOKEN
 from penstock.host.errors import ConfigError, StateError, reason
 from penstock.host.files import is_file, parse_json
-from penstock.models.data.own_modules import import_hint, import_own
+from penstock.models.data.user_modules import import_hint, import_user_module
 from penstock.models.surgery.composite import Composite, text_part
 from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import predicts_masked
@@ -119,7 +119,7 @@ def import_modules(config: Config) -> None:
                 f"model.imports: {name!r}: {reason(error)}; {import_hint(config)}"
             )
         ):
-            import_own(name, config)
+            import_user_module(name, config)
 
 
 def read_hf_config(directory: Path) -> PretrainedConfig:

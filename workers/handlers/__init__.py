@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.protocol.plan.instructions import Opcode, by_opcode
 from penstock.workers.attempt import Attempt
-from penstock.workers.handlers import compute, state, transfers
+from penstock.workers.handlers import compute, state
 
 Handler = Callable[[Any, Attempt], None]
 """Called with an instruction of its opcode and the attempt."""
@@ -20,12 +20,12 @@ HANDLERS: Mapping[Opcode, Handler] = by_opcode(
         Opcode.BACKWARD: compute.backward,
         Opcode.BACKWARD_INPUT: compute.backward_input,
         Opcode.BACKWARD_WEIGHT: compute.backward_weight,
-        Opcode.SEND_ACTIVATION: transfers.send,
-        Opcode.RECV_ACTIVATION: transfers.receive,
-        Opcode.SEND_GRADIENT: transfers.send,
-        Opcode.RECV_GRADIENT: transfers.receive,
-        Opcode.SEND_CHECKPOINT: transfers.send,
-        Opcode.RECV_CHECKPOINT: transfers.receive,
+        Opcode.SEND_ACTIVATION: state.send,
+        Opcode.RECV_ACTIVATION: state.receive,
+        Opcode.SEND_GRADIENT: state.send,
+        Opcode.RECV_GRADIENT: state.receive,
+        Opcode.SEND_CHECKPOINT: state.send,
+        Opcode.RECV_CHECKPOINT: state.receive,
         Opcode.FETCH_WEIGHTS: state.fetch_weights,
         Opcode.RELEASE_WEIGHTS: state.release_weights,
         Opcode.REDUCE_GRADIENTS: state.reduce_gradients,

@@ -1,24 +1,51 @@
-"""Handlers of transfers between host and device, and of model state.
+"""Handlers of instructions that move tensors or change model state.
 
-They are FETCH_WEIGHTS and RELEASE_WEIGHTS; SWAP_OUT and SWAP_IN; REDUCE_GRADIENTS and
-OFFLOAD_GRADIENTS, with sums by :mod:`penstock.protocol.plan.reduction`; and UPDATE. UPDATE makes a
-block's next weights on this device instead of on its node's CPU cores.
+They are SEND_* and RECV_*; FETCH_WEIGHTS and RELEASE_WEIGHTS; SWAP_OUT and SWAP_IN;
+REDUCE_GRADIENTS and OFFLOAD_GRADIENTS, with sums by :mod:`penstock.protocol.plan.reduction`; and
+UPDATE. UPDATE makes a block's next weights on this device instead of on its node's CPU cores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from penstock.planner.schedule.tensors import Receive, Send
 from penstock.protocol.plan.instructions import (
     FetchWeights,
     OffloadGradients,
+    Opcode,
     ReduceGradients,
     ReleaseWeights,
     SwapIn,
     SwapOut,
     Update,
 )
+from penstock.protocol.plan.semantics import RECEIVES, SENDS
+from penstock.protocol.wire.frames import TransferKind
 from penstock.workers.attempt import Attempt
 from penstock.workers.device import Copied, Stamp
 from penstock.workers.state.weights import StageKey
+
+_KINDS: Mapping[Opcode, TransferKind] = MappingProxyType(
+    {
+        transfer.opcode: kind.value
+        for transfers in (SENDS, RECEIVES)
+        for kind, transfer in transfers.items()
+    }
+)
+
+
+def send(instruction: Send, attempt: Attempt) -> None:
+    """Queues a tensor for the device that needs it, which becomes its only owner."""
+    kind = _KINDS[instruction.opcode]
+    attempt.send(kind, instruction.stage, instruction.micro_batch, instruction.peer)
+
+
+def receive(instruction: Receive, attempt: Attempt) -> None:
+    """Posts the receive of a tensor; the instruction that takes the tensor waits."""
+    kind = _KINDS[instruction.opcode]
+    attempt.post(kind, instruction.stage, instruction.micro_batch, instruction.peer)
 
 
 def fetch_weights(instruction: FetchWeights, attempt: Attempt) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from penstock.config.schema import Config
 
 
-def import_own(name: str, config: Config) -> ModuleType:
+def import_user_module(name: str, config: Config) -> ModuleType:
     """Returns a module of the user. All errors of the module pass through."""
     folder = str(config.model.import_path)
     if folder not in sys.path:
