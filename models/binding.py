@@ -120,7 +120,7 @@ def bind_gradients(
         tensor = _tied_tensor(table, tied)
         if tensor.trainable:
             owner, flat = table.blocks[tied.owner], borrowed[tied.local_name]
-            _check_length(owner, "contribution", flat, owner.trainable_elements)
+            _check_length(owner, "gradient partial", flat, owner.trainable_elements)
             bound.leaves[tied.local_name].grad = _view(tensor, flat).detach()
 
 

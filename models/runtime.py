@@ -214,14 +214,14 @@ class ModelRuntime:
             ValueError: an array is missing, or its length differs from the table's.
         """
         borrowed = borrowed or {}
-        contributions = {name: grad for name, (_, grad) in borrowed.items() if grad is not None}
-        given = next((g for g in (grads, *contributions.values()) if g is not None), None)
+        partials = {name: grad for name, (_, grad) in borrowed.items() if grad is not None}
+        given = next((g for g in (grads, *partials.values()) if g is not None), None)
         sums = sums if given is None else given.dtype
         bound = bind_block(
             self._table, block, weights=weights, frozen=frozen, borrowed=borrowed, sums=sums
         )
         if given is not None:
-            self.bind_gradients(bound, grads=grads, borrowed=contributions)
+            self.bind_gradients(bound, grads=grads, borrowed=partials)
         return bound
 
     def bind_gradients(

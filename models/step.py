@@ -57,7 +57,7 @@ class StepScalars:
 class Piece:
     """A part of a block on the device, all flat and fp32; :func:`apply` overwrites all of it.
 
-    ``gradients``: the sum of all contributions. ``ranges``: (start, end, weight decay) within it.
+    ``gradients``: the sum of all partials. ``ranges``: (start, end, weight decay) within it.
     """
 
     master: torch.Tensor

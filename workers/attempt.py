@@ -23,7 +23,7 @@ from penstock.models.runtime import StageOutput
 from penstock.models.saved_activations import SavedActivations, SavedTensorPolicy
 from penstock.models.split_backward.split import DeferredWeights
 from penstock.models.torch_device import SwapStreams
-from penstock.protocol.plan.instructions import FetchWeights, Instruction, Update
+from penstock.protocol.plan.instructions import FetchWeights, Instruction, Phase, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.trace import TraceLane
@@ -34,7 +34,7 @@ from penstock.shm.table import BlockTable
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
 from penstock.workers.channels.transport import Transport
-from penstock.workers.device import Device, Runtime, Stamp
+from penstock.workers.device import Copied, Device, Runtime, Stamp
 from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.routing import (
     TensorRouting,
@@ -44,7 +44,7 @@ from penstock.workers.state.routing import (
 )
 from penstock.workers.state.stages import Stages
 from penstock.workers.state.updates import BlockUpdates, PreviewedBlock, UpdateScope
-from penstock.workers.state.weights import FetchScope, StageKey, WeightLoader
+from penstock.workers.state.weights import WeightLoader
 from penstock.workers.telemetry.account import IdleCause, TimeAccount
 from penstock.workers.telemetry.metrics import KINDS_OF_TRANSFERS
 from penstock.workers.telemetry.progress import Progress
@@ -128,6 +128,126 @@ class Job:
         return self.loss_scale / max(1, self.counted_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectedScope:
+    """The :class:`~penstock.workers.state.scope.AttemptScope` of an attempt in an epoch.
+
+    Sends messages to optimizerds, waits on the control segment, and records waits, times and trace.
+    """
+
+    context: EpochContext
+    job: Job
+    timeline: Timeline
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the attempt."""
+        return self.context.epoch
+
+    @property
+    def attempt(self) -> int:
+        """The number of the attempt, or the key of an evaluation batch's messages."""
+        return self.job.number
+
+    @property
+    def base_version(self) -> int:
+        """The committed version that the attempt starts from."""
+        return self.job.base_version
+
+    @property
+    def abort(self) -> Abort:
+        """The flag that ends all waits of the epoch."""
+        return self.context.abort
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that one wait may take."""
+        return self.context.timeout_s
+
+    @contextmanager
+    def awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
+        """Measures a wait of the current instruction for work of other processes."""
+        start = world.perf_counter()
+        try:
+            with self.context.progress.awaiting(what, cause):
+                yield
+        except BaseException:
+            self.timeline.waited_in_vain(cause, world.perf_counter() - start)
+            raise
+        self.timeline.inputs_are_here(cause)
+
+    def published(self, block: int, partial: int) -> None:
+        """Notifies the owner's optimizerd of a complete gradient partial; its ready word is set."""
+        context = self.context
+        message = GradientReady(
+            run_id=context.run_id,
+            epoch=context.epoch,
+            attempt=self.job.number,
+            block=block,
+            contribution=partial,
+        )
+        owner = context.ownership.owner[block]
+        context.transport.notify(owner, message, context.abort, context.timeout_s)
+        published = world.perf_counter()
+        self.trace(TraceLane.OFFLOAD, f"{block} {partial}", published, published)
+
+    def await_settled(self, block: int) -> None:
+        """Waits until a block of this node is settled: only such blocks have a single copy of
+        gradients.
+        """
+        context, version = self.context, self.job.base_version
+        control = context.memory.control
+        state_version = control.state_version
+
+        def what() -> str:
+            return (
+                f"optimizerd to settle block {block} at version {version} before its"
+                f" gradients are overwritten (its state is at {state_version(block)})"
+            )
+
+        awaited = f"block {block} to be settled at version {version}"
+        with self.awaiting(awaited, IdleCause.OPTIMIZER):
+            wait_until(
+                lambda: state_version(block) == version,
+                what,
+                context.abort,
+                context.timeout_s,
+                lambda: control.pin(block) is not None,  # a save reads the state
+            )
+
+    def previewed(
+        self, instruction: Update, version: int, block: int, done: PreviewedBlock
+    ) -> None:
+        """Notifies the owner's optimizerd of a previewed block: its last byte is written."""
+        context = self.context
+        message = BlockUpdated(
+            run_id=context.run_id,
+            epoch=context.epoch,
+            attempt=self.job.number,
+            block=block,
+            version=version,
+            finite=done.status.finite,
+            sum_squares=done.status.sum_squares,
+            seconds=done.end_s - done.start_s,
+        )
+        owner = context.ownership.owner[block]
+        context.transport.notify(owner, message, context.abort, context.timeout_s)
+        self.trace(TraceLane.UPDATE, str(instruction), done.start_s, done.end_s)
+
+    def copied(self, direction: str, kind: str, copied: Copied) -> None:
+        """Records a copy to the device (``h2d``) or from it (``d2h``); from any thread."""
+        self.timeline.copied(direction, kind, copied)
+
+    def loaded(self, stage: int, phase: Phase, start: Stamp, end: Stamp, *, early: bool) -> None:
+        """Records the load of a stage's weights; from any thread."""
+        lane = TraceLane.FETCH if early else TraceLane.COMPUTE
+        self.timeline.loaded(lane, str(FetchWeights(stage=stage, phase=phase)), start, end)
+
+    def trace(self, lane: TraceLane, text: str, start: float, end: float) -> None:
+        """Records an event of the attempt."""
+        self.context.trace.record(lane, text, self.job.phase, self.job.number, start, end)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensors:
     """The tensors that an attempt holds for later instructions, by kind (if any), stage and
@@ -156,17 +276,13 @@ class Attempt:
         self.timeline = Timeline(
             context.device, context.trace, context.account, job.phase, job.number
         )
+        self.scope = ConnectedScope(context, job, self.timeline)
         self.gradients = GradientBook(
             table=context.table,
             reduction=context.routing.reduction,
             memory=context.memory,
             device=context.device,
-            target=job.base_version + 1,
-            epoch=context.epoch,
-            attempt=job.number,
-            notify=self._notify,
-            await_settled=self._await_settled,
-            copied=partial(self.timeline.copied, "d2h", "gradients"),
+            scope=self.scope,
         )
         self.stages = Stages(
             layout=context.routing.layout,
@@ -174,16 +290,7 @@ class Attempt:
             runtime=context.runtime,
             weights=context.weights,
             gradients=self.gradients,
-            scope=FetchScope(
-                epoch=context.epoch,
-                attempt=job.number,
-                version=job.base_version,
-                abort=context.abort,
-                timeout_s=context.timeout_s,
-                loaded=self._loaded,
-                copied=partial(self.timeline.copied, "h2d", "weights"),
-                awaiting=self._awaiting,
-            ),
+            scope=self.scope,
         )
         self.update_s = 0.0
         """Seconds that :meth:`finish` waited for updates."""
@@ -350,7 +457,7 @@ class Attempt:
             step=step,
             abort=context.abort,
             timeout_s=context.timeout_s,
-            done=partial(self._updated, instruction, step.version),
+            done=partial(self.scope.previewed, instruction, step.version),
         )
         context.updates.start(instruction.block, scope)
 
@@ -430,12 +537,12 @@ class Attempt:
         if peak is not None:
             at = world.perf_counter() if peak.at_s is None else peak.at_s
             text = f"{peak.num_bytes:.0f} {peak.during or ''}".rstrip()
-            self._trace(TraceLane.MEMORY, text, at, at)
+            self.scope.trace(TraceLane.MEMORY, text, at, at)
 
     def _receive(self, kind: TransferKind, stage: int, micro_batch: int, peer: int) -> NamedTensors:
         key, context = self._key(kind, stage, micro_batch), self.context
         start = world.perf_counter()
-        with self._awaiting(f"{key} from worker.{peer}", _CAUSES[kind]):
+        with self.scope.awaiting(f"{key} from worker.{peer}", _CAUSES[kind]):
             try:
                 tensors = context.channel.take(key, context.abort, context.timeout_s)
             except LostMemberError as error:
@@ -445,20 +552,8 @@ class Attempt:
         context.meter.received(tensors)
         arrived = context.channel.arrival_s(key)
         if arrived is not None:
-            self._trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)
+            self.scope.trace(TraceLane.ARRIVAL, f"{kind} {stage} {micro_batch}", arrived, arrived)
         return tensors
-
-    @contextmanager
-    def _awaiting(self, what: object, cause: IdleCause) -> Iterator[None]:
-        """Measures a wait of the current instruction for work of other processes."""
-        start = world.perf_counter()
-        try:
-            with self.context.progress.awaiting(what, cause):
-                yield
-        except BaseException:
-            self.timeline.waited_in_vain(cause, world.perf_counter() - start)
-            raise
-        self.timeline.inputs_are_here(cause)
 
     def _key(self, kind: TransferKind, stage: int, micro_batch: int) -> TransferKey:
         return TransferKey(
@@ -468,65 +563,3 @@ class Attempt:
             stage=stage,
             micro_batch=micro_batch,
         )
-
-    def _notify(self, block: int, contribution: int) -> None:
-        context = self.context
-        message = GradientReady(
-            run_id=context.run_id,
-            epoch=context.epoch,
-            attempt=self.job.number,
-            block=block,
-            contribution=contribution,
-        )
-        owner = context.ownership.owner[block]
-        context.transport.notify(owner, message, context.abort, context.timeout_s)
-        published = world.perf_counter()
-        self._trace(TraceLane.OFFLOAD, f"{block} {contribution}", published, published)
-
-    def _await_settled(self, block: int) -> None:
-        """Waits until a block of this node is settled: only such blocks have a single copy of
-        gradients.
-        """
-        context, version = self.context, self.job.base_version
-        control = context.memory.control
-        state_version = control.state_version
-
-        def what() -> str:
-            return (
-                f"optimizerd to settle block {block} at version {version} before its"
-                f" gradients are overwritten (its state is at {state_version(block)})"
-            )
-
-        awaited = f"block {block} to be settled at version {version}"
-        with self._awaiting(awaited, IdleCause.OPTIMIZER):
-            wait_until(
-                lambda: state_version(block) == version,
-                what,
-                context.abort,
-                context.timeout_s,
-                lambda: control.pin(block) is not None,  # a save reads the state
-            )
-
-    def _updated(self, instruction: Update, version: int, block: int, done: PreviewedBlock) -> None:
-        context = self.context
-        message = BlockUpdated(
-            run_id=context.run_id,
-            epoch=context.epoch,
-            attempt=self.job.number,
-            block=block,
-            version=version,
-            finite=done.status.finite,
-            sum_squares=done.status.sum_squares,
-            seconds=done.end_s - done.start_s,
-        )
-        owner = context.ownership.owner[block]
-        context.transport.notify(owner, message, context.abort, context.timeout_s)
-        self._trace(TraceLane.UPDATE, str(instruction), done.start_s, done.end_s)
-
-    def _loaded(self, key: StageKey, start: Stamp, end: Stamp, beside: bool) -> None:
-        lane = TraceLane.FETCH if beside else TraceLane.COMPUTE
-        text = str(FetchWeights(stage=key.stage, phase=key.phase))
-        self.timeline.loaded(lane, text, start, end)
-
-    def _trace(self, lane: TraceLane, text: str, start: float, end: float) -> None:
-        self.context.trace.record(lane, text, self.job.phase, self.job.number, start, end)

@@ -247,7 +247,7 @@ def _units(entries: Sequence[Entry]) -> list[_Unit]:
 
 
 class _Sums:
-    """Adds up a parameter's contributions, in the compute dtype, and hands the sum on with the
+    """Adds up a parameter's gradients, in the compute dtype, and hands the sum on with the
     last.
     """
 
@@ -255,10 +255,10 @@ class _Sums:
         self._missing = Counter(expected)
         self._sums: dict[ParameterRecord, torch.Tensor] = {}
 
-    def expect(self, record: ParameterRecord, contributions: int) -> None:
+    def expect(self, record: ParameterRecord, count: int) -> None:
         """Adds to the number of expected gradients."""
-        if contributions:
-            self._missing[record] += contributions
+        if count:
+            self._missing[record] += count
 
     def add(self, record: ParameterRecord, gradient: torch.Tensor | None) -> None:
         """Takes one gradient of the parameter's shape; None if the use had none."""

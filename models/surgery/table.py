@@ -126,7 +126,7 @@ class _Ties:
                         f"model: {alias} and {owner_name} share memory inside one block; this"
                         " architecture is not supported"
                     )
-                # One contribution per borrowing block: its range holds the owner's whole block.
+                # One gradient partial per borrowing block: its range holds the owner's whole block.
                 users = borrowers.setdefault(owner, [])
                 if owner_name not in frozen and block not in users:
                     users.append(block)

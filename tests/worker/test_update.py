@@ -168,7 +168,7 @@ def test_a_block_waits_for_its_settle_its_slot_and_all_its_gradients(site: Site)
     for clear, awaited in (
         (lambda: control.set_state_version(0, 0), r"settle block 0 at version 0 .*is at 7"),
         (lambda: control.set_slot_version(0, 1, INVALID_VERSION), r"slot 1 \(it holds version 3"),
-        (lambda: control.set_ready(0, 0, epoch=1, attempt=1), r"contributions \[0, 1\] are not"),
+        (lambda: control.set_ready(0, 0, epoch=1, attempt=1), r"partials \[0, 1\] are not"),
         (lambda: control.set_ready(0, 1, epoch=1, attempt=1), r"block 0 in attempt 1:.* \[1\] are"),
     ):
         site.updates.start(0, site.scope(timeout_s=0.02))

@@ -8,7 +8,7 @@ adds them to its own sums and publishes the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +17,9 @@ import torch
 from penstock.protocol.plan.reduction import Reduction
 from penstock.shm.memory import NodeMemory
 from penstock.shm.table import BlockTable, DType
-from penstock.workers.device import Copied, Device, HostArray
+from penstock.workers.device import Device, HostArray
+from penstock.workers.state.scope import AttemptScope
 from penstock.workers.state.weights import tied_owner
-
-Notify = Callable[[int, int], None]
-"""Called with (block, partial) after the partial is complete and its ready word is set."""
-
-AwaitSettled = Callable[[int], None]
-"""Waits until a block's state contains the step of its last committed gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,7 @@ def sums_of(table: BlockTable, blocks: range, stage: int) -> tuple[Sum, ...]:
 
 
 class GradientBook:
-    """The gradient sums of one attempt that aims at version ``target``."""
+    """The gradient sums of one attempt, which aims at the version after ``scope.base_version``."""
 
     def __init__(
         self,
@@ -70,23 +65,14 @@ class GradientBook:
         reduction: Reduction,
         memory: NodeMemory,
         device: Device,
-        target: int,
-        epoch: int,
-        attempt: int,
-        notify: Notify,
-        await_settled: AwaitSettled,
-        copied: Callable[[Copied], None],
+        scope: AttemptScope,
     ) -> None:
         self._table = table
         self._reduction = reduction
         self._memory = memory
         self._device = device
-        self._target_version = target
-        self._epoch = epoch
-        self._attempt = attempt
-        self._notify = notify
-        self._await_settled = await_settled
-        self._copied = copied
+        self._scope = scope
+        self._target_version = scope.base_version + 1
         # Only a device that sums in fp32, on a CPU, may do so where they are published.
         self._may_sum_in_place = table.grad_dtype is DType.FP32
         self._open: dict[Sum, torch.Tensor] = {}
@@ -145,7 +131,7 @@ class GradientBook:
                 lambda partial=partial: self._complete(partial),  # type: ignore[misc]
             )
             if copied is not None:
-                self._copied(copied)
+                self._scope.copied("d2h", "gradients", copied)
 
     @property
     def sums(self) -> tuple[torch.Tensor, ...]:
@@ -173,14 +159,14 @@ class GradientBook:
 
     def _partial(self, published: Sum) -> GradientPartial:
         uses = self._table.blocks[published.block].contributions
-        route = self._reduction.published_route(published.stage)
-        return GradientPartial(published.block, route * uses + published.use)
+        replica = self._reduction.published_route(published.stage)
+        return GradientPartial(published.block, replica * uses + published.use)
 
     def _await_copy(self, wanted: Sum) -> None:
         """Waits until a block's state has taken in the committed gradients in its only copy."""
         copies = self._memory.spec.layout.gradient_copies[wanted.block]
         if copies == 1 and self._reduction.publishes(wanted.stage):
-            self._await_settled(wanted.block)
+            self._scope.await_settled(wanted.block)
 
     def _begin_writing(self, wanted: Sum) -> None:
         if self._reduction.publishes(wanted.stage):
@@ -208,8 +194,10 @@ class GradientBook:
         control.end_gradients(partial.block, self._copy(partial), partial.index)
         # Set the ready word only after the last byte: a reader of the word reads the gradients
         # next.
-        control.set_ready(partial.block, partial.index, epoch=self._epoch, attempt=self._attempt)
-        self._notify(partial.block, partial.index)
+        control.set_ready(
+            partial.block, partial.index, epoch=self._scope.epoch, attempt=self._scope.attempt
+        )
+        self._scope.published(partial.block, partial.index)
 
 
 def _name(one: Sum) -> str:

@@ -13,8 +13,8 @@ from penstock.protocol.plan.layout import StageLayout
 from penstock.shm.table import BlockTable
 from penstock.workers.device import Runtime
 from penstock.workers.state.gradients import GradientBook, Sum
+from penstock.workers.state.scope import AttemptScope
 from penstock.workers.state.weights import (
-    FetchScope,
     LoadedStage,
     StageKey,
     WeightLoader,
@@ -34,7 +34,7 @@ class Stages:
         runtime: Runtime,
         weights: WeightLoader,
         gradients: GradientBook,
-        scope: FetchScope,
+        scope: AttemptScope,
     ) -> None:
         self._layout = layout
         self._table = table
@@ -96,7 +96,7 @@ class Stages:
         """
         blocks = self._bound.get((key, grads))
         if blocks is None:
-            awaited = f"weights of version {self._scope.version}"
+            awaited = f"weights of version {self._scope.base_version}"
             with self._scope.awaiting(awaited, IdleCause.WEIGHTS):
                 loaded = self._weights.use(key)
             # A forward that keeps its graph is of a stage that is the same in both lists.

@@ -180,16 +180,16 @@ class BlockUpdates:
         )
 
     def _missing(self, block: int, scope: UpdateScope) -> list[int]:
-        contributions = range(self._memory.spec.layout.contributions[block])
+        partials = range(self._memory.spec.layout.contributions[block])
         current = scope.epoch, scope.attempt
-        return [k for k in contributions if self._memory.control.ready(block, k) != current]
+        return [k for k in partials if self._memory.control.ready(block, k) != current]
 
     def _published(self, block: int, scope: UpdateScope) -> bool:
         return not self._missing(block, scope)
 
     def _unpublished(self, block: int, scope: UpdateScope) -> str:
         return (
-            f"gradients of block {block} in attempt {scope.attempt}: contributions"
+            f"gradients of block {block} in attempt {scope.attempt}: partials"
             f" {self._missing(block, scope)} are not published"
         )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,8 +32,8 @@ from penstock.workers.device import (
     StageBuffer,
     Stamp,
 )
-from penstock.workers.telemetry.account import IdleCause
-from penstock.workers.waiting import POLL_S, Abort, Interrupted, wait_until
+from penstock.workers.state.scope import AttemptScope
+from penstock.workers.waiting import POLL_S, Interrupted, wait_until
 
 ArrayName = Literal["weights", "frozen"]
 
@@ -53,30 +52,6 @@ class StageKey:
 
     stage: int
     phase: Phase
-
-
-Loaded = Callable[[StageKey, Stamp, Stamp, bool], None]
-"""Called after a stage's load with its start, its end, and True if another thread than the
-interpreter's did it.
-"""
-
-CopiedIn = Callable[[Copied], None]
-"""Called with the copy to the device that is part of a load."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchScope:
-    """The facts that all fetches of one attempt share."""
-
-    epoch: int
-    attempt: int
-    version: int
-    abort: Abort
-    timeout_s: float
-    loaded: Loaded
-    copied: CopiedIn
-    awaiting: Callable[[object, IdleCause], AbstractContextManager[None]]
-    """Context in which an instruction waits for the named weights."""
 
 
 class LoadedStage:
@@ -165,7 +140,7 @@ class RemoteBlocks:
         self._context = world.sockets()
         self._client = open_fetcher(self._context)
 
-    def fetch(self, node: int, array: ArrayId, scope: FetchScope) -> HostArray:
+    def fetch(self, node: int, array: ArrayId, scope: AttemptScope) -> HostArray:
         """Returns a private copy (bytes); :meth:`give` takes it back.
 
         Raises:
@@ -182,7 +157,7 @@ class RemoteBlocks:
             attempt=scope.attempt,
             array=array.name,
             block=array.block,
-            version=scope.version,
+            version=scope.base_version,
             contribution=0,
             offset=0,
             num_bytes=0,
@@ -213,7 +188,7 @@ class _StageFetch:
     """One stage's weights on their way: ``arrive`` on the host, then ``load`` onto the device."""
 
     def __init__(
-        self, loader: WeightLoader, key: StageKey, ids: tuple[ArrayId, ...], scope: FetchScope
+        self, loader: WeightLoader, key: StageKey, ids: tuple[ArrayId, ...], scope: AttemptScope
     ) -> None:
         self._loader = loader
         self._key = key
@@ -270,19 +245,19 @@ class _StageFetch:
 
     def _load(self, arrays: list[HostArray]) -> StageBuffer:
         buffer = self._copy(arrays)
-        self._scope.loaded(self._key, *buffer.loaded, False)
+        self._loaded(*buffer.loaded, early=False)
         return buffer
 
     def _copy(self, arrays: list[HostArray]) -> StageBuffer:
         buffer = self._loader.device.load(arrays)
         if buffer.copied_bytes:
-            self._scope.copied(Copied(buffer.copied_bytes, *buffer.loaded))
+            self._scope.copied("h2d", "weights", Copied(buffer.copied_bytes, *buffer.loaded))
         return buffer
 
     def _arrive_beside(self) -> list[HostArray]:
         start = world.perf_counter()
         arrays = self._arrive()
-        self._scope.loaded(self._key, start, world.perf_counter(), True)
+        self._loaded(start, world.perf_counter(), early=True)
         return arrays
 
     def _arrive_and_load(self) -> list[HostArray]:
@@ -291,8 +266,11 @@ class _StageFetch:
         self._early = self._copy(arrays)
         begun, ended = self._early.loaded
         # Arrays from other nodes are on their way before they are copied to the device.
-        self._scope.loaded(self._key, start if self._copies else begun, ended, True)
+        self._loaded(start if self._copies else begun, ended, early=True)
         return arrays
+
+    def _loaded(self, start: Stamp, end: Stamp, *, early: bool) -> None:
+        self._scope.loaded(self._key.stage, self._key.phase, start, end, early=early)
 
     def _arrive(self) -> list[HostArray]:
         return [self._array(array) for array in self.ids]
@@ -308,16 +286,16 @@ class _StageFetch:
         if array.name == "frozen":
             return loader.memory.frozen(array.block)
         wait_until(
-            functools.partial(control.readable, array.block, scope.version),
+            functools.partial(control.readable, array.block, scope.base_version),
             lambda: (
-                f"weights of block {array.block} at version {scope.version}: committed is"
+                f"weights of block {array.block} at version {scope.base_version}: committed is"
                 f" {control.committed}, its slot holds"
-                f" {control.slot_version(array.block, scope.version % 2)}"
+                f" {control.slot_version(array.block, scope.base_version % 2)}"
             ),
             scope.abort,
             scope.timeout_s,
         )
-        return loader.memory.weights(array.block, scope.version % 2)
+        return loader.memory.weights(array.block, scope.base_version % 2)
 
 
 class WeightLoader:
@@ -342,7 +320,7 @@ class WeightLoader:
         self._fetches: dict[StageKey, _StageFetch] = {}
         self._executor = world.executor(1, "worker-weights")
 
-    def fetch(self, key: StageKey, blocks: Sequence[int], scope: FetchScope) -> None:
+    def fetch(self, key: StageKey, blocks: Sequence[int], scope: AttemptScope) -> None:
         """Starts to fetch a stage's weights."""
         if key in self._fetches:
             raise ProtocolError(f"weights of {key.phase} stage {key.stage} are fetched already")

@@ -78,7 +78,7 @@ class EmulatedRuntime:
         del sums
         tied = (borrowed or {}).values()
         arrays = (weights, frozen, *(array for array, _ in tied))
-        gradients = (grads, *(contribution for _, contribution in tied))
+        gradients = (grads, *(partial for _, partial in tied))
         return EmulatedBlock(
             index=block,
             weights=_hash(*(_crc(array) for array in arrays if array is not None)),
