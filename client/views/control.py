@@ -1,4 +1,4 @@
-"""``penstock status|pause|resume|snapshot|stop``: talk to the scheduler of an active run."""
+"""``penstock status|pause|resume|snapshot|stop``: calls to the scheduler of an active run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from penstock.protocol.wire.control import ControlClient
 def connect(
     run_dir: Path | None, endpoint: str | None, keys: Path | None, wanted: Role
 ) -> ControlClient:
-    """Returns a client for ``--endpoint``, or for the run in ``--run-dir``, that is to act as
-    ``wanted`` with the keys in ``--keys``, or with those of the run in ``--run-dir``.
+    """Returns a client for ``--endpoint`` or for the run in ``--run-dir``.
+
+    The client acts in the role ``wanted``, with the keys in ``--keys`` or those of the run.
 
     Raises:
-        ConfigError: neither or both of the first two are given, the run is not active, or there are
-            no keys.
+        ConfigError: neither or both of ``--endpoint`` and ``--run-dir`` are given, the run is not
+            active, or keys are missing.
     """
     if (run_dir is None) == (endpoint is None):
         raise ConfigError("give one of --run-dir DIR and --endpoint HOST:PORT")
@@ -44,18 +45,18 @@ def connect(
         return ControlClient.for_run(run_dir, wanted=wanted, access=access)
     if access is None:
         raise ConfigError(
-            "--endpoint goes with --keys DIR: a folder of the run's keys (such as KEYS/look), or"
-            " its run directory, which has a token"
+            "--endpoint needs --keys DIR: a folder of the run's keys, such as KEYS/control, or the"
+            " run directory, which has a token"
         )
     assert endpoint is not None
     return ControlClient(endpoint, access)
 
 
 def status_dict(status: pb.StatusReply) -> dict[str, Any]:
-    """Returns the status with plain numbers, and the last line of metrics as an object.
+    """Returns the status with numbers, and the last line of metrics as an object.
 
-    ``data_epoch`` and ``data_epochs`` are passes over the training data, None where they are not
-    known; ``membership`` is the scheduler's ``epoch``.
+    ``data_epoch`` and ``data_epochs`` are passes over the training data, or None if unknown.
+    ``membership`` is the scheduler's ``epoch``.
     """
     fields: dict[str, Any] = MessageToDict(
         status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -76,7 +77,7 @@ _WIDE = frozenset(
 
 
 def _with_numbers(fields: dict[str, Any]) -> None:
-    """Makes numbers of 64 bits numbers again, which protobuf's JSON writes as strings."""
+    """Converts 64-bit numbers, which protobuf's JSON writes as strings, to numbers."""
     for name, value in fields.items():
         if name in _WIDE:
             fields[name] = int(value)
@@ -88,7 +89,7 @@ def _with_numbers(fields: dict[str, Any]) -> None:
 def show_status(
     client: ControlClient, *, as_json: bool, console: Console, run_dir: Path | None
 ) -> None:
-    """Prints the status once, and where metrics are served, which files in ``run_dir`` say."""
+    """Prints the status, and from files in ``run_dir`` the addresses of metrics."""
     try:
         status = client.status()
     except LostMemberError as error:
@@ -124,7 +125,7 @@ def show_status(
 
 
 def snapshot(client: ControlClient) -> str:
-    """Saves now; returns what to tell the user."""
+    """Saves the committed state; returns the message for the user."""
     reply = client.snapshot()
     return f"step {reply.version} is saved in {reply.directory}"
 

@@ -1,6 +1,6 @@
-"""Shows a training: plain lines for logs, nothing for programs; and a run's figures in words.
+"""Displays of a training: plain lines for logs, nothing for programs. Also formats figures of runs.
 
-The screen on a terminal is :mod:`penstock.client.views.screen`.
+:mod:`penstock.client.views.screen` is the display on a terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.protocol.run.data_size import epochs
 from penstock.protocol.run.names import SCHEDULERD
 
 PLAIN_FIRST_STEPS = 3
-"""Steps at the start of a log that each get a plain line."""
+"""Number of steps at the start of a log with a line each."""
 PLAIN_INTERVAL_S = (5.0, 60.0)
 """Shortest and longest time in seconds between two plain lines of steps."""
 PLAIN_SHARE = 1 / 60
@@ -26,13 +26,13 @@ PLAIN_SHARE = 1 / 60
 :data:`PLAIN_INTERVAL_S`.
 """
 PLAIN_SILENCE_S = 60.0
-"""Seconds without a line after which plain output says how long the current step takes."""
+"""Seconds without a line after which a line reports the duration of the current step."""
 QUIET_PHASES = frozenset(
     "running deciding amending mirroring settling draining beginning saving evaluating done"
     " starting ending no_answer".split()
 )
-"""Phases that come and go with each step, save, evaluation or membership; plain output mentions
-them only where they last.
+"""Phases of each step, save, evaluation or membership. Plain output mentions a phase only after
+:data:`PLAIN_SILENCE_S`.
 """
 _STEP_PHASES = frozenset("running deciding amending mirroring".split())
 _STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
@@ -40,31 +40,31 @@ _DECISIONS = {
     "amend": "clipped (amend)",
     "skip": "skipped: gradients are not finite",
 }
-"""Decisions beside the ordinary one, in words."""
+"""Descriptions of decisions other than a commit."""
 _KEPT = 0.95
-"""One more step leaves this share of a smoothed loss as it was: a memory of some 20 steps."""
+"""Share of the old mean in a smoothed loss after one more step: a memory of about 20 steps."""
 
 
 class Display(Protocol):
-    """Where a training is shown. ``wants_past``: what was before the first view, too."""
+    """A display of a training. ``wants_past``: True to get metrics from before the first view."""
 
     wants_past: bool
 
     def say(self, message: str) -> None:
-        """Shows one line that stays."""
+        """Shows one permanent line."""
 
     def show(self, view: RunView) -> None:
-        """Shows the run as it is now."""
+        """Shows the current state of the run."""
 
     def wait(self, seconds: float) -> bool:
-        """Waits, or shorter: it returns true when the user wants to see no more."""
+        """Waits up to ``seconds``; returns True if the user leaves the display."""
 
     def close(self) -> None:
-        """Shows no more."""
+        """Ends the display."""
 
 
 class Silent:
-    """Shows nothing: for programs."""
+    """A display that shows nothing, for programs."""
 
     wants_past = False
 
@@ -84,9 +84,10 @@ class Silent:
 
 
 class Plain:
-    """Writes lines on a stream: the first steps and the last one, between them a step every few
-    seconds; in a long run every minute (:data:`PLAIN_INTERVAL_S`). Evaluations have the same rhythm
-    of their own. A step that takes minutes is mentioned every minute.
+    """Writes lines on a stream: the first steps, the last step, and steps at intervals.
+
+    The interval grows from seconds to a minute (:data:`PLAIN_INTERVAL_S`). Evaluations have a
+    separate interval. A step that takes minutes gets a line every minute.
     """
 
     wants_past = False
@@ -108,7 +109,7 @@ class Plain:
         self._written_s = self._clock()
 
     def show(self, view: RunView) -> None:
-        """Writes the lines that are due."""
+        """Writes the due lines."""
         self._view = view
         if view.phase != self._phase:
             if not {view.phase, self._phase} <= _STEP_PHASES:
@@ -136,31 +137,31 @@ class Plain:
         return False
 
     def close(self) -> None:
-        """Writes the last step and the last evaluation, if they were not shown."""
+        """Writes the last step and the last evaluation, unless shown already."""
         self._write_left()
         if self._evaluations.left is not None:
             self.say(describe(self._evaluations.left, self._view))
             self._evaluations.left = None
 
     def _write_left(self) -> None:
-        """Writes the newest step, if it was not shown: an evaluation follows its step."""
+        """Writes the newest step unless shown already: an evaluation follows its step."""
         if self._steps.left is not None:
             self.say(describe(self._steps.left, self._view))
             self._steps.left = None
 
     def _patience(self, view: RunView) -> str:
-        """Returns what the run does at present, and since when."""
+        """Returns the current step or phase with its duration so far."""
         lasts = duration(self._clock() - self._decided_s)
         step = view.status.version + 1 if view.status is not None else 0
         if view.phase in _STEP_PHASES and 0 < step <= view.steps:
-            return f"step {step}/{view.steps} is under way, for {lasts} so far"
-        return f"[{view.phase}], for {lasts} so far"
+            return f"step {step}/{view.steps} has been running for {lasts}"
+        return f"[{view.phase}] for {lasts} so far"
 
 
 class _Rhythm:
-    """Chooses lines: the first ones at once, then one after each interval.
+    """Chooses lines: the first ``at_once`` lines, then one line after each interval.
 
-    ``left``: the newest line that was not chosen, None after a choice.
+    ``left`` is the newest line that was not chosen, or None.
     """
 
     def __init__(self, clock: Callable[[], float], at_once: int) -> None:
@@ -185,29 +186,25 @@ class _Rhythm:
 
 @dataclass(slots=True)
 class Smoothed:
-    """A running mean in which older values fade; it is unbiased from the first value on, as
-    Adam's.
-    """
+    """An exponential moving average with Adam's bias correction."""
 
     _sum: float = 0.0
     _weight: float = 0.0
 
     def add(self, value: object) -> None:
-        """Takes one more value; None (a skipped step) and what is no finite number change
-        nothing.
-        """
+        """Adds a value. Ignores None (a skipped step) and values that are no finite number."""
         for number in numbers([value]):
             self._sum = _KEPT * self._sum + (1.0 - _KEPT) * number
             self._weight = _KEPT * self._weight + (1.0 - _KEPT)
 
     @property
     def value(self) -> float | None:
-        """The mean, None before the first value."""
+        """The mean, or None before the first value."""
         return self._sum / self._weight if self._weight else None
 
 
 def describe(entry: Metrics, view: RunView | None) -> str:
-    """Returns a line of metrics in words for people."""
+    """Returns a line of metrics as text."""
     if entry["phase"] == "eval":
         return f"step {entry['step']}  evaluation loss {_number(entry.get('loss'), '.4f')}"
     steps = f"/{view.steps}" if view is not None else ""
@@ -226,7 +223,7 @@ def describe(entry: Metrics, view: RunView | None) -> str:
 
 
 def member_table(status: Any) -> Table:
-    """Returns one row for each process: state, pid, restarts, silence."""
+    """Returns a table with a row for each process: state, pid, restarts, silence."""
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     for title in ("process", "state", "pid", "restarts", "silent"):
         table.add_column(title, style=None, header_style="dim")
@@ -242,9 +239,9 @@ def member_table(status: Any) -> Table:
 
 
 def absences(status: Any) -> list[str]:
-    """Returns a line for each process that is missing: since when, why, and what happens next."""
+    """Returns a line for each missing process: duration, reason, next action."""
     return [
-        f"{member.member} is gone for {duration(member.gone_seconds)}: {member.why}; next:"
+        f"{member.member} has been gone for {duration(member.gone_seconds)}: {member.why}; next:"
         f" {member.next}"
         for member in status.members
         if member.next
@@ -252,19 +249,17 @@ def absences(status: Any) -> list[str]:
 
 
 def incomplete_replicas(status: Any) -> list[str]:
-    """Returns a line for each replica that lacks blocks: a node lost now would cost steps."""
+    """Returns a line for each incomplete replica: the loss of its node now would cost steps."""
     return [
-        f"{member.member} has not read {member.blocks_missing} blocks of its replica yet: if their"
-        " node were lost now, the run would go back to its newest saved state"
+        f"{member.member} has not read {member.blocks_missing} blocks of its replica yet: if the"
+        " node of the blocks were lost now, the run would go back to its newest saved state"
         for member in status.members
         if member.blocks_missing
     ]
 
 
 def epochs_of_run(status: Any) -> str:
-    """Returns the passes made and those of all steps as ``0.37 of 8.50``; empty where they are not
-    known, or data are made up.
-    """
+    """Returns the passes made and planned as ``0.37 of 8.50``; empty if unknown or without data."""
     if not status.data_epochs:
         return ""
     return f"{epochs(status.data_epoch)} of {epochs(status.data_epochs)}"
@@ -286,6 +281,6 @@ def _milliseconds(value: Any) -> str:
 
 
 def _decision(entry: Metrics) -> list[str]:
-    """Says what became of the step, where it was not simply committed."""
+    """Returns the decision about the step, unless it was a commit."""
     decision = entry.get("decision")
     return [] if decision in (None, "commit") else [_DECISIONS.get(str(decision), str(decision))]

@@ -1,4 +1,4 @@
-"""What commands say of a run that has ended: its end, its steps, and where the steps are."""
+"""A run that has ended, for commands: its end, its last step, and the places of its state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.protocol.wire.control import is_stale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRun:
-    """A run that has trained, and has no process now.
+    """A run that has trained and has no process now.
 
-    ``end``: the note of its end, which ``penstock train`` removes. ``last``: the last line of
-    training metrics. ``saved``: the newest saved state. ``kept``: what this machine's shared memory
-    still has, in words.
+    ``end`` is the record of its end, which ``penstock train`` removes. ``last`` is the last line of
+    training metrics, ``saved`` the newest saved state. ``kept`` describes the state in this
+    machine's shared memory, or is empty.
     """
 
     directory: RunDirectory
@@ -33,10 +33,10 @@ class EndedRun:
 
     @classmethod
     def find(cls, run_dir: Path | None) -> EndedRun | None:
-        """Returns the run in ``run_dir``; None where it is active, or never began.
+        """Returns the run in ``run_dir``, or None if it is active or was never started.
 
         Raises:
-            PenstockError: its directory cannot be read.
+            PenstockError: the directory cannot be read.
         """
         if run_dir is None or not (run_dir / "run.json").is_file():
             return None
@@ -58,24 +58,24 @@ class EndedRun:
 
     @property
     def saved_version(self) -> int:
-        """The newest saved step; 0 where none is saved."""
+        """The newest saved step, or 0."""
         return self.saved.version if self.saved else 0
 
     @property
     def step(self) -> int:
-        """The last step, as far as files tell."""
+        """The last step in the metrics or the saved states."""
         return max(self.saved_version, self.last["step"] if self.last else 0)
 
     @property
     def phase(self) -> str:
-        """``done``, ``failed`` where a node has left word of it, or ``stopped``."""
+        """``done``; ``failed`` if the record of the end says so; or ``stopped``."""
         if self.saved_version >= self.directory.config.train.steps:
             return "done"
         return "failed" if self.end is not None and self.end.failed else "stopped"
 
     @property
     def exit_code(self) -> ExitCode:
-        """What ``penstock watch`` ends with."""
+        """The exit code of ``penstock watch``."""
         codes = {"done": ExitCode.DONE, "failed": ExitCode.LOST_MEMBERS}
         return codes.get(self.phase, ExitCode.STOPPED)
 
@@ -91,7 +91,7 @@ class EndedRun:
         )
 
     def to_lines(self) -> list[str]:
-        """Returns what ``status`` and ``watch`` print."""
+        """Returns the lines that ``status`` and ``watch`` print."""
         path = self.directory.path
         lines = [self.headline]
         lines += [describe(self.last, None)] if self.last else []
@@ -103,7 +103,9 @@ class EndedRun:
         return [*lines, f"report       penstock report {path}"]
 
     def to_text(self, *, as_json: bool) -> str:
-        """Returns what ``status`` prints: lines, or an object with names of a status of a run."""
+        """Returns the text of ``status``: lines, or JSON with the keys of an active run's
+        status.
+        """
         if not as_json:
             return "\n".join(self.to_lines())
         fields: dict[str, Any] = {
@@ -124,11 +126,11 @@ class EndedRun:
         return json.dumps(fields, indent=1)
 
     def answer(self, call: str) -> str:
-        """Returns what a command that controls runs says: a run that is to stop has done so.
+        """Returns the answer to a control command. ``stop`` succeeds, since the run has stopped.
 
         Raises:
-            ConfigError: only a run that is active can do what is asked.
+            ConfigError: the command needs an active run.
         """
         if call == "stop":
             return "\n".join(filter(None, (self.headline, self.kept)))
-        raise ConfigError(f"{call}: {self.headline}; it can be asked again when it is started")
+        raise ConfigError(f"{call}: {self.headline}; start the run first")

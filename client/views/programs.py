@@ -1,6 +1,4 @@
-"""Displays for programs that call :func:`penstock.train`: a progress bar, and a function that gets
-each step.
-"""
+"""Displays for callers of :func:`penstock.train`: a progress bar, and a callback for each step."""
 
 from __future__ import annotations
 
@@ -17,11 +15,13 @@ from penstock.host.errors import ConfigError, ExitCode
 from penstock.protocol.run.data_size import epochs
 
 OnStep = Callable[[dict[str, Any]], object]
-"""A function of the user's: it gets one line of metrics.jsonl, and returns True to stop."""
+"""A callback of the user. Its argument is a line of metrics.jsonl; True as a result stops the
+run.
+"""
 
 
 class Bar:
-    """Shows a bar with steps, loss and tokens a second; lines that matter stay above the bar."""
+    """Shows a bar with steps, loss and tokens per second; messages stay above the bar."""
 
     wants_past = False
 
@@ -62,15 +62,15 @@ class Bar:
         return False
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Stops the bar; its last state stays visible."""
         self._progress.stop()
 
 
 class Stepping:
-    """Hands each committed step to a function of the user's, and shows the run on another display.
+    """Passes each committed step to the user's callback, and the run to another display.
 
-    ``stop`` asks the run to save and stop. ``stopped``: the function returned True. ``error``: what
-    the function raised, which stops the run, too.
+    ``stop`` asks the run to save and stop. ``stopped`` is True after the callback returned True.
+    ``error`` is the exception of the callback, which also stops the run.
     """
 
     def __init__(self, display: Display, on_step: OnStep, stop: Callable[[], None]) -> None:
@@ -80,11 +80,11 @@ class Stepping:
         self._display, self._on_step, self._stop = display, on_step, stop
 
     def say(self, message: str) -> None:
-        """Shows one line that stays."""
+        """Shows one permanent line."""
         self._display.say(message)
 
     def show(self, view: RunView) -> None:
-        """Shows the run, and calls the function for each step that is new."""
+        """Shows the run, and calls the callback for each new step."""
         self._display.show(view)
         for entry in view.fresh:
             if entry["phase"] == "train" and self.error is None and not self.stopped:
@@ -93,17 +93,16 @@ class Stepping:
     def _call(self, entry: dict[str, Any]) -> None:
         try:
             self.stopped = self._on_step(entry) is True
-        except Exception as error:  # the run saves first; the caller gets the error then
+        except Exception as error:  # raised in code_of, after the run has saved
             self.error = error
         if self.stopped or self.error is not None:
             self._stop()
 
     def code_of(self, code: int) -> int:
-        """Returns the exit code of a run that ended with ``code``: a stop by the function is a stop
-        on request.
+        """Returns the exit code of a run that ended with ``code``; a stop by the callback gives 5.
 
         Raises:
-            Exception: the error of the function, once the run has stopped.
+            Exception: the exception of the callback.
         """
         if self.error is not None:
             raise self.error
@@ -111,21 +110,21 @@ class Stepping:
         return int(ExitCode.STOPPED) if interrupted else code
 
     def wait(self, seconds: float) -> bool:
-        """Waits, or shorter."""
+        """Waits up to ``seconds``."""
         return self._display.wait(seconds)
 
     def close(self) -> None:
-        """Shows no more."""
+        """Ends the display."""
         self._display.close()
 
 
 def check_function(on_step: object) -> None:
-    """Refuse what cannot be called.
+    """Checks that ``on_step`` is callable.
 
     Raises:
-        ConfigError: names the value.
+        ConfigError: the value is not callable.
     """
     if not callable(on_step):
         raise ConfigError(
-            f"on_step = {on_step!r}: expected a function of one mapping, a line of metrics.jsonl"
+            f"on_step = {on_step!r}: expected a function with one argument, a mapping of metrics"
         )

@@ -1,6 +1,6 @@
-"""What a user sees of a run at one instant, gathered from the scheduler and the run directory.
+"""A snapshot of a run for displays, from the scheduler's status and the run directory.
 
-The saved states of a run directory.
+Also lists the saved states of a run directory.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ Metrics = dict[str, Any]
 
 STATUS_TIMEOUT_S = 1.0
 ABSENCE_S = 3.0
-"""A scheduler that is silent for less is not worth a word."""
+"""Seconds without an answer after which a display reports the scheduler as silent."""
 
 PAST_BYTES = 4 << 20
+"""Bytes of old metrics to read for a curve."""
 PAST_PIECES = 64
-"""How much of old metrics is read for a picture, and from how many places of a long file."""
+"""Number of places in a longer file to read the old metrics from."""
 
 ENDED_PHASES = frozenset(("stopping", "done", "failed"))
-"""After these phases the scheduler goes away."""
+"""Phases after which the scheduler exits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run at one moment.
+    """The state of a run at one moment.
 
-    ``status`` is None while the scheduler does not answer, since ``silent_s``. ``fresh``: metrics
-    since the view before. ``past``: in the first view, metrics from before it, where they are
-    wanted; of a long run not all.
+    ``status`` is None while the scheduler does not answer, for ``silent_s`` seconds so far.
+    ``fresh`` holds the metrics since the previous view. The first view may hold older metrics in
+    ``past``, of a long run only samples.
     """
 
     steps: int
@@ -50,13 +51,13 @@ class RunView:
 
     @property
     def phase(self) -> str:
-        """The scheduler's phase, or ``absent_phase`` while it does not answer."""
+        """The scheduler's phase, or ``absent_phase`` without an answer."""
         return self.status.phase if self.status is not None else self.absent_phase
 
 
 @dataclass(slots=True)
 class MetricsTail:
-    """Reads the lines appended to a metrics file; a line is read when it is complete."""
+    """Reads complete lines that are appended to a metrics file."""
 
     path: Path
     offset: int = 0
@@ -64,12 +65,14 @@ class MetricsTail:
 
     @classmethod
     def at_end(cls, path: Path) -> MetricsTail:
-        """Returns a tail that skips what is there already."""
+        """Returns a tail that skips the existing lines."""
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def before(self) -> tuple[Metrics, ...]:
-        """Returns lines before those that :meth:`read` is going to return: all of a file of up to
-        :data:`PAST_BYTES`, else samples from all of it and the last ones.
+        """Returns earlier lines than :meth:`read`.
+
+        These are all lines of a file of up to :data:`PAST_BYTES`. Of a longer file, they are
+        samples from the whole file, and its last lines.
 
         Raises:
             StateError: the file cannot be read.
@@ -83,7 +86,7 @@ class MetricsTail:
         return tuple(entry for line in lines if (entry := _metrics(line)) is not None)
 
     def _between(self, start: int, end: int) -> list[bytes]:
-        """Returns the lines between two places, without those that are cut."""
+        """Returns the complete lines between two offsets."""
         if not self.path.exists():
             return []
         try:
@@ -95,7 +98,7 @@ class MetricsTail:
         return lines[1 if start else 0 : -1]
 
     def read(self) -> tuple[Metrics, ...]:
-        """Returns the lines since the last call. What is no line of metrics is left out.
+        """Returns the lines since the last call, without lines that are no metrics.
 
         Raises:
             StateError: the file cannot be read.
@@ -108,16 +111,15 @@ class MetricsTail:
                 data = file.read()
         except OSError as error:
             raise StateError(f"{self.path}: cannot read it: {reason(error)}") from error
-        # A line whose end is not written yet is kept and joined with what comes: the writer appends
-        # whole lines, but a reader may look in between.
+        # Keeps an incomplete last line for the next call: a read may come between two writes.
         self.offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return tuple(entry for line in lines if (entry := _metrics(line)) is not None)
 
 
 def _metrics(line: bytes) -> Metrics | None:
-    """Returns a line of metrics: an object that says at least in which phase it was written at
-    which step. Returns None for any other line, such as an editor might leave.
+    """Returns a line of metrics, or None for a line without phase and step, such as an editor may
+    leave.
     """
     try:
         entry = parse_json(line)
@@ -128,14 +130,12 @@ def _metrics(line: bytes) -> Metrics | None:
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
-    """Returns those values that are finite numbers."""
+    """Returns the values that are finite numbers."""
     return [value for value in values if is_number(value)]
 
 
 class Observer:
-    """Looks at a run again and again over one connection. ``past``: the first view has metrics
-    from before.
-    """
+    """Polls a run over one connection. ``past``: True to give the first view older metrics."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Observer:
         self._past = self._tail.before() if past else ()
 
     def look(self) -> RunView:
-        """Returns the run now; it waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
+        """Returns the current view; waits at most :data:`STATUS_TIMEOUT_S` for the scheduler."""
         status = self._status()
         if status is not None:
             self._phase, self._heard_s = status.phase, self._clock()
@@ -170,8 +170,10 @@ class Observer:
         )
 
     def _absent_phase(self) -> str:
-        """Returns a name for the time in which the scheduler does not answer: it has not begun, or
-        has ended (its node then removes the endpoint), or it is away, for a moment or for longer.
+        """Returns the phase to show while the scheduler does not answer.
+
+        The scheduler may not have started. It may have ended, after which its node removes the
+        endpoint. Or it is silent, briefly or for longer.
         """
         if self._phase == "starting":
             return self._phase
@@ -194,7 +196,7 @@ class Observer:
                 self._client = ControlClient.for_run(self._run_dir, STATUS_TIMEOUT_S, Role.LOOK)
             return self._client.status()
         except PenstockError:
-            # Not there yet, being replaced, or gone: the next look connects anew.
+            # Not started, being replaced, or gone: the next poll connects again.
             self.close()
             return None
 
@@ -216,12 +218,12 @@ class StateFolder:
 
 
 def saved_states(run_dir: Path) -> list[StateFolder]:
-    """Returns all saved states, oldest first. What is being written has another name and does not
-    count.
+    """Returns all saved states, oldest first, without a save in progress, which has another
+    name.
     """
-    found = [
+    states = [
         StateFolder(version=int(path.name.removeprefix(_PREFIX)), path=path)
         for path in (run_dir / "state").glob(f"{_PREFIX}*")
         if path.name.removeprefix(_PREFIX).isdigit()
     ]
-    return sorted(found, key=lambda state: state.version)
+    return sorted(states, key=lambda state: state.version)

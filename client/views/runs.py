@@ -1,8 +1,8 @@
-"""``penstock list``: the runs of this machine, own and other users', as far as they can be seen.
+"""``penstock list``: the runs of all users on this machine, as far as visible.
 
-What lives is found by its processes' command lines, which everybody may read; what is left of dead
-ones by the names of segments in /dev/shm. Names, steps and states come from run directories and
-schedulers that this user may ask.
+Command lines, which every user may read, show live runs. Names of segments in /dev/shm show the
+memory of dead runs. Names, steps and states come from run directories and schedulers that this user
+may access.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ ASK_TIMEOUT_S = 2.0
 LEFTOVER = "left behind"
 UNKNOWN = "unknown"
 NO_RUN = "no run"
-"""State of a name in /dev/shm that starts like Penstock's and is no segment."""
+"""State of a name in /dev/shm that starts like a segment of Penstock, but is none."""
 _HEADINGS = (
     *("run", "id", "user", "node", "state", "step", "since", "memory", "cpus"),
     "directory",
 )
 _DIRECTORY_COLUMNS = 24
-"""Columns that a table leaves for directories at least; longer paths are folded."""
+"""Fewest columns for directories in a table; longer paths are folded."""
 _PID = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """One node of a run on this machine. Empty or None is what cannot be seen, or is not there.
+    """One node of a run on this machine. Unknown fields are empty or None.
 
-    ``step``: committed, of ``steps``; ``since_s``: when its supervisor started (seconds since the
-    epoch); ``memory_bytes``: in /dev/shm; ``cpus``: to which its optimizer's threads are pinned;
-    ``processes``: name -> pid.
+    ``step`` is the committed step of ``steps``. ``since_s`` is the start of the supervisor (Unix
+    time). ``memory_bytes`` are bytes in /dev/shm. ``cpus`` are the CPUs of the optimizer's pinned
+    threads. ``processes`` holds pids by name.
     """
 
     run_id: str
@@ -79,20 +79,20 @@ class _Node:
 
 
 def runs_here() -> list[ListedRun]:
-    """Returns the runs of this machine, living ones first."""
+    """Returns the runs on this machine, live runs first."""
     nodes, names = _nodes(), shm_names()
     segments = {(entry.run_id, entry.node_name, entry.uid): entry for entry in names.segments}
-    living = []
+    live = []
     for node, run in ((node, _readable(node)) for node in nodes):
         run_id = _run_id(run) or _guessed_run_id(node, segments.values())
         entry = segments.pop((run_id, node.name, node.uid), None)
-        living.append(_living(node, run, run_id, entry))
-    return [*living, *map(_left, segments.values()), *map(_junk, names.junk)]
+        live.append(_live_run(node, run, run_id, entry))
+    return [*live, *map(_left, segments.values()), *map(_junk, names.junk)]
 
 
 def listing(runs: Iterable[ListedRun], width: int) -> Table | Text:
-    """Returns the runs for a terminal of ``width`` columns: a table where it fits, else some lines
-    for each run.
+    """Returns the runs for a terminal of ``width`` columns: a table, or lines if a table is too
+    wide.
     """
     shown = [run for run in runs if not run.state.startswith(NO_RUN)]
     rows = [_words_of(run) for run in shown]
@@ -106,13 +106,13 @@ def listing(runs: Iterable[ListedRun], width: int) -> Table | Text:
     for heading in _HEADINGS[:-1]:
         table.add_column(heading, no_wrap=True)
     table.add_column(_HEADINGS[-1], overflow="fold")
-    for row in rows:  # as texts, since brackets in words of strangers are no markup
+    for row in rows:  # as texts: brackets in other users' names are no markup
         table.add_row(*map(Text, row))
     return table
 
 
 def _words_of(run: ListedRun) -> list[str]:
-    """Returns the words of a run below the headings."""
+    """Returns the cells of a run's row."""
     since = time.strftime("%F %R", time.localtime(run.since_s)) if run.since_s else ""
     steps = "" if run.steps is None else f"/{run.steps}"
     step = "" if run.step is None else f"{run.step}{steps}"
@@ -122,7 +122,7 @@ def _words_of(run: ListedRun) -> list[str]:
 
 
 def _block(row: list[str]) -> list[str]:
-    """Returns the lines of a run where the table is too wide."""
+    """Returns the lines of a run without a table."""
     name, run_id, user, node, state, step, since, memory, cpus, directory = row
     head = [name or "-", run_id or "-", *([f"node {node}"] if node else []), state]
     rest = [f"step {step}" if step else "", memory, f"user {user}"]
@@ -142,10 +142,10 @@ def to_dicts(runs: Iterable[ListedRun]) -> list[dict[str, Any]]:
     return [asdict(run) for run in runs]
 
 
-def _living(
+def _live_run(
     node: _Node, run: RunDirectory | None, run_id: str, entry: NodeSegments | None
 ) -> ListedRun:
-    asked = _asked(node.directory) if run is not None else {}
+    status = _status(node.directory) if run is not None else {}
     committed = None if entry is None else entry.committed
     return ListedRun(
         run_id=run_id,
@@ -153,19 +153,19 @@ def _living(
         user=user_name(node.uid),
         node=node.name,
         directory=str(node.directory),
-        state=asked.get("state", UNKNOWN),
-        step=asked.get("step", committed),
+        state=status.get("state", UNKNOWN),
+        step=status.get("step", committed),
         steps=None if run is None else run.config.train.steps,
         since_s=_start_s(node.supervisor),
         memory_bytes=0 if entry is None else entry.num_bytes,
-        endpoint=asked.get("endpoint", ""),
+        endpoint=status.get("endpoint", ""),
         cpus=format_cpus(_pinned(node.processes.get("optimizerd"))),
         processes=dict(sorted(node.processes.items())),
     )
 
 
 def _left(entry: NodeSegments) -> ListedRun:
-    """What dead processes left; of another user's memory nobody can tell who uses it."""
+    """Returns the memory of dead processes. The use of another user's memory is unknown."""
     known = entry.uid == os.geteuid() or os.geteuid() == 0
     return ListedRun(
         run_id=entry.run_id,
@@ -205,28 +205,28 @@ def _junk(junk: Junk) -> ListedRun:
 
 def _nodes() -> list[_Node]:
     """Returns the supervisors of this machine with their processes."""
-    found: dict[tuple[int, int], _Node] = {}
+    nodes: dict[tuple[int, int], _Node] = {}
     for pid, uid, words in _launched():
         kind, options = words[0], dict(itertools.pairwise(words))
         config, parent = options.get("--config", ""), options.get("--parent-pid", "")
         supervisor = pid if kind == "node" else int(parent) if _PID.fullmatch(parent) else 0
         if not config or start_ticks(supervisor) is None:
-            continue  # run alone in somebody's foreground, or about to end
+            continue  # started by hand without a supervisor, or about to end
         directory = Path(config).parent
-        # Any user may write the words of any run in a command line: each user's count apart.
-        node = found.setdefault(
+        # Any user can fake the command line of another user's run, so the key has the uid.
+        node = nodes.setdefault(
             (supervisor, uid), _Node(directory=directory, supervisor=supervisor, uid=uid)
         )
         node.name = options.get("--node", node.name)
         device = options.get("--device")
         node.processes[kind if device is None else f"{kind}.{device}"] = pid
-    for node in found.values():
+    for node in nodes.values():
         node.processes["node"] = node.supervisor
-    return sorted(found.values(), key=lambda node: (str(node.directory), node.name))
+    return sorted(nodes.values(), key=lambda node: (str(node.directory), node.name))
 
 
 def _launched() -> Iterator[tuple[int, int, list[str]]]:
-    """Yields pid, user and words (from the kind of process on) of what supervisors started."""
+    """Yields pid, user and arguments of each process of a supervisor, from its kind on."""
     module = LAUNCHER[-1]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -241,8 +241,8 @@ def _launched() -> Iterator[tuple[int, int, list[str]]]:
 
 
 def _readable(node: _Node) -> RunDirectory | None:
-    """Returns the run directory of a node of this user: what another user's process names may be a
-    FIFO, or a file without end.
+    """Returns the run directory of a node of this user. Another user's path may be a FIFO or an
+    endless file.
     """
     if node.uid != os.geteuid():
         return None
@@ -258,19 +258,19 @@ def _run_id(run: RunDirectory | None) -> str:
 
 
 def _guessed_run_id(node: _Node, segments: Iterable[NodeSegments]) -> str:
-    """Returns the id of a run whose directory cannot be read: of the only memory that it can be."""
+    """Returns the run id of the only segments of the node and user, or an empty text."""
     same = [e for e in segments if (e.node_name, e.uid) == (node.name, node.uid)]
     return same[0].run_id if len(same) == 1 else ""
 
 
-def _asked(directory: Path) -> dict[str, Any]:
-    """Returns what the run's scheduler says, as far as it can be asked."""
+def _status(directory: Path) -> dict[str, Any]:
+    """Returns endpoint, phase and step from the run's scheduler, or nothing without an answer."""
     try:
         with ControlClient.for_run(directory, timeout_s=ASK_TIMEOUT_S) as client:
             status = client.status()
             return {"endpoint": client.address, "state": status.phase, "step": status.version}
     except (PenstockError, OSError):
-        return {}  # it is starting or ending
+        return {}  # the scheduler is starting or ending
 
 
 def _start_s(pid: int) -> float | None:
@@ -282,13 +282,13 @@ def _start_s(pid: int) -> float | None:
 
 
 def _pinned(pid: int | None) -> set[int]:
-    """Returns the CPUs that have a thread of a process for themselves."""
-    found: set[int] = set()
+    """Returns the CPUs to which a process pins single threads."""
+    cpus: set[int] = set()
     for entry in Path(f"/proc/{pid}/task").glob("*/status") if pid else ():
         try:
             text = entry.read_text()
         except OSError:
             continue  # the thread has ended
         allowed = parse_cpus(text.partition("Cpus_allowed_list:")[2].split("\n")[0].strip())
-        found.update(allowed if len(allowed) == 1 else ())
-    return found
+        cpus.update(allowed if len(allowed) == 1 else ())
+    return cpus

@@ -1,4 +1,4 @@
-"""Figures of a training at its end: losses, evaluations, speed and time of one start."""
+"""Figures at the end of a training: losses, evaluations, speed and time of one start."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.client.views.display import duration
 from penstock.client.views.run_view import Metrics, numbers
 
 COMPARED_STEPS = 20
-"""Most steps at either end of a run over which the summary takes a mean loss."""
+"""Largest number of steps, at each end of a run, in a mean loss of the summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A value and the step that it was measured at."""
+    """A value and its step."""
 
     step: int
     value: float
@@ -25,10 +25,9 @@ class Reading:
 class Summary:
     """Figures of a run and of its newest start.
 
-    ``losses``: training losses of all steps, in order. ``evaluated``, ``best``: newest and least
-    held-out loss, None without an evaluation. ``here``: number of steps of this start.
-    ``training_s``: seconds of these steps. ``tokens_per_second``: rate over these steps, None
-    without one.
+    ``losses`` are the training losses of all steps, in order. ``evaluated`` and ``best`` are the
+    newest and the least held-out loss, or None. ``here`` is the number of steps of this start,
+    ``training_s`` their seconds, and ``tokens_per_second`` their rate, or None.
     """
 
     step: int
@@ -41,12 +40,12 @@ class Summary:
 
     @classmethod
     def of(cls, metrics: Sequence[Metrics], first: int) -> Summary:
-        """Returns the figures of lines of metrics; ``first``: index of the first line that was
-        appended in this start.
+        """Returns the figures of lines of metrics; ``first`` is the index of this start's first
+        line.
         """
         steps, evaluations = (_by_step(metrics, phase) for phase in ("train", "eval"))
         held_out = _readings(evaluations)
-        # A start may complete the file with a line of the start before it, from the journal.
+        # A start may append a line of the previous start, restored from the journal.
         past = max(numbers(line.get("epoch") for line in metrics[:first]), default=-1)
         fresh = [
             line
@@ -68,11 +67,11 @@ class Summary:
 
     @property
     def loss(self) -> Reading | None:
-        """The newest training loss; None before the first. A skipped step has none."""
+        """The newest training loss, or None. A skipped step has no loss."""
         return self.losses[-1] if self.losses else None
 
     def lines(self, seconds: float) -> Iterator[str]:
-        """Yields lines for people. ``seconds``: duration of this start."""
+        """Yields the lines of the summary. ``seconds`` is the duration of this start."""
         if self.here:
             rate = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}"
             yield (
@@ -89,20 +88,20 @@ class Summary:
 
 
 def loss_words(losses: Sequence[float]) -> str:
-    """Says where the loss began and where it ended.
+    """Returns the first and the last loss as text.
 
-    Both are means over a fifth of the steps, at most :data:`COMPARED_STEPS`, since single batches
-    differ by more than training changes in between.
+    Both are means over a fifth of the steps, at most :data:`COMPARED_STEPS`, since losses of single
+    batches are noisy.
     """
     count = min(COMPARED_STEPS, max(1, len(losses) // 5))
     first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
-    which = "first and last step" if count == 1 else f"means of the first and last {count} steps"
-    return f"{first:.4f} -> {last:.4f} ({which})"
+    steps = "first and last step" if count == 1 else f"means of the first and last {count} steps"
+    return f"{first:.4f} -> {last:.4f} ({steps})"
 
 
 def _by_step(metrics: Sequence[Metrics], phase: str) -> list[Metrics]:
-    """Returns the lines of a phase by step. Of a step that was trained again, after a loss of
-    memory, the newest line counts.
+    """Returns the lines of a phase in the order of steps. The newest line of a repeated step
+    counts.
     """
     lines: dict[int, Metrics] = {}
     for line in metrics:

@@ -83,7 +83,7 @@ def test_inner_mappings_need_not_be_dictionaries(calls: list[Call]) -> None:
         ({"run_dir": b"x"}, "run_dir = b'x': expected a path"),
         ({"run_dir": 3}, "run_dir = 3: expected a path, as a text or pathlib.Path"),
         ({"display": "rich"}, "display = 'rich': is unknown; expected 'plain', 'bar', None"),
-        ({"on_step": 3}, "on_step = 3: expected a function of one mapping"),
+        ({"on_step": 3}, "on_step = 3: expected a function with one argument"),
         ({"display": True}, r"display = True: has no say\(\), show\(\), close\(\); expected"),
     ],
 )

@@ -127,13 +127,13 @@ def test_plain_lines_of_seconds_show_each_step() -> None:
 def test_a_step_of_minutes_is_mentioned_every_minute() -> None:
     lines = followed(2, 210.0).splitlines()
     assert [line.partition("  loss")[0] for line in lines] == [
-        "step 1/2 is under way, for 1:00 so far",
-        "step 1/2 is under way, for 2:00 so far",
-        "step 1/2 is under way, for 3:00 so far",
+        "step 1/2 has been running for 1:00",
+        "step 1/2 has been running for 2:00",
+        "step 1/2 has been running for 3:00",
         "step 1/2",
-        "step 2/2 is under way, for 1:00 so far",
-        "step 2/2 is under way, for 2:00 so far",
-        "step 2/2 is under way, for 3:00 so far",
+        "step 2/2 has been running for 1:00",
+        "step 2/2 has been running for 2:00",
+        "step 2/2 has been running for 3:00",
         "step 2/2",
     ]
 
@@ -147,8 +147,8 @@ def test_a_pause_is_said_once_and_a_long_evaluation_every_minute() -> None:
             now += 60.0
     plain.close()
     assert stream.getvalue().splitlines() == [
-        "[evaluating], for 1:00 so far",
-        "[evaluating], for 2:00 so far",
+        "[evaluating] for 1:00 so far",
+        "[evaluating] for 2:00 so far",
         "[paused]",
     ]
 

@@ -68,7 +68,7 @@ def test_a_status_says_which_replicas_lack_blocks() -> None:
     missing = pb.Mirrored(epoch=driver.epoch, attempt=driver.attempt, blocks_missing=3)
     driver.say("mirrord.b", mirrored=missing)
     (line,) = incomplete_replicas(driver.status)
-    assert line.startswith("mirrord.b has not read 3 blocks of its replica yet: if their node were")
+    assert line.startswith("mirrord.b has not read 3 blocks of its replica yet: if the node of the")
     say_mirrored(driver, "mirrord.b")
     assert incomplete_replicas(driver.status) == []
 
