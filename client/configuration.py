@@ -28,20 +28,20 @@ _WIDTH = 100
 _PAGE_HEAD = """\
 # The configuration
 
-Every key, generated from the configuration's types by `make docs`. `penstock config` prints the
-same, `penstock config SECTION` or `penstock config KEY` a part of it.
+All keys, generated from the configuration's types by `make docs`. `penstock config` prints the same
+text, `penstock config SECTION` and `penstock config KEY` print a part of it.
 
 * A configuration is a YAML file of sections; `penstock train FILE --set section.key=value`
   overrides a key.
-* `model` and `data` are needed; all other sections may be left out, or be empty.
-* Choices may be spelled as elsewhere: `1F1B`, `bfloat16`, `float32`.
-* Unknown keys and impossible values are refused by line and name, with what would do; so is a key
-  that is given twice, with both lines. Merges (`<<: *other`) are taken, tags such as `!!binary` are
-  not, and dates are texts.
+* `model` and `data` are required; all other sections may be left out, or be empty.
+* Choices have the usual spellings, too: `1F1B`, `bfloat16`, `float32`.
+* Unknown keys and impossible values are refused with line, name and accepted values; a key that is
+  given twice is refused with both lines. Merges (`<<: *other`) are accepted, tags such as
+  `!!binary` are refused, and dates are texts.
 * A run keeps its full configuration in `RUN_DIR/resolved.yaml`.
 
-Editors with a YAML language server complete, explain and check keys by
-[penstock.schema.json](penstock.schema.json). Write it beside your configuration with
+Editors with a YAML language server complete, explain and check keys with
+[penstock.schema.json](penstock.schema.json). Write the schema next to your configuration with
 `penstock config --json-schema > penstock.schema.json`, and begin the configuration with this line:
 
 ```yaml
@@ -50,11 +50,11 @@ Editors with a YAML language server complete, explain and check keys by
 
 ## What a resume may change
 
-The same command goes on with a run, also with other values. It lists what changed and what that
-means; where nothing changed, no file is rewritten. Below, *Resume* says for each key whether it
-may change; what may, does so from the next step on. A run that was killed goes on with the old
+The same command resumes a run, also with other values. The command lists the changed keys and
+their consequences; without a change no file is rewritten. Below, *Resume* says for each key whether
+the key may change; changes apply from the next step on. A run that was killed keeps the old
 `betas`, `momentum`, `eps` and `weight_decay` until it has saved: its memory holds a step that was
-decided with them.
+decided with these values.
 """
 
 

@@ -34,14 +34,15 @@ PROCESSES: Mapping[str, Sequence[Metric]] = {
 
 _HEAD = """# Metrics
 
-Written by `make docs` from `protocol/metrics/`: what each process of a run tells Prometheus.
+Written by `make docs` from `protocol/metrics/`: the metrics that each process of a run gives to
+Prometheus. [SEEING.md](SEEING.md) has dashboards and ways to collect them.
 
 * Units are base units (seconds, bytes, FLOPs). Counters end in `_total` and begin at 0 with each
   process; rates are made in queries: `rate(penstock_tokens_total[1m])` are tokens per second.
-* To every sample the node's exporter adds `run`, `node`, `process` and, of workers, `device`.
-* What is not known is absent, not 0.
-* The number of series is what a process has at most: labels have the values listed, and no others.
-  No step, attempt, block or stage is a label.
+* The node's exporter adds `run`, `node`, `process` and, for workers, `device` to every sample.
+* An unknown value is absent, not 0.
+* The number of series is the most that a process has: labels have only the listed values. No step,
+  attempt, block or stage is a label.
 """
 
 
