@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.scale.invented import WORKERS, invented_run
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import TokenAccess
+from penstock.protocol.security.credentials import Credentials
 from penstock.protocol.security.token import token_path
 from penstock.protocol.wire.control import ControlClient
 
@@ -70,7 +70,7 @@ class Scheduler:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
-        self.access = TokenAccess(token_path(run.path))
+        self.access = Credentials(token_path(run.path))
         command = [sys.executable, "-m", "penstock.client.main", "schedulerd", "--config"]
         self.process = subprocess.Popen(
             [*command, str(run.path / "resolved.yaml"), "--port", str(port)],

@@ -28,7 +28,7 @@ from penstock.daemons.scheduler.machine.rules import MemberSpec, Role, member_sp
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.names import ownership
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import TOKEN_KEY
+from penstock.protocol.security.credentials import TOKEN_KEY
 from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
 from penstock.workers.peers import Peers

@@ -22,7 +22,7 @@ from penstock.daemons.kit.waits import waits
 from penstock.daemons.monitor.metrics.targets import addresses
 from penstock.host.errors import ConfigError, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.security.access import named_access
+from penstock.protocol.security.credentials import named_credentials
 from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.control import ControlClient
 
@@ -40,7 +40,7 @@ def connect(
     """
     if (run_dir is None) == (endpoint is None):
         raise ConfigError("give one of --run-dir DIR and --endpoint HOST:PORT")
-    access = None if keys is None else named_access(keys)
+    access = None if keys is None else named_credentials(keys)
     if run_dir is not None:
         return ControlClient.for_run(run_dir, wanted=wanted, access=access)
     if access is None:

@@ -41,7 +41,7 @@ from penstock.protocol.metrics.node import NODE, RestartCause
 from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.names import SCHEDULERD
 from penstock.protocol.run.run_result import RunEnd
-from penstock.protocol.security.access import Access
+from penstock.protocol.security.credentials import Credentials
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
 
@@ -96,7 +96,7 @@ class LinkSettings:
     """Settings for joining the run."""
 
     address: str
-    access: Access
+    access: Credentials
     run_id: str
     member: str
     heartbeat_interval_s: float

@@ -55,7 +55,7 @@ from penstock.protocol.run.names import (
 from penstock.protocol.run.process import configure_logging, die_with_parent, run_main
 from penstock.protocol.run.run_result import EndWatch, RunEnd, forget_end
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import member_access
+from penstock.protocol.security.credentials import member_credentials
 from penstock.protocol.wire.local_names import prepare_folder
 
 _log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _run(
     # Before any wait: while this node waits for the lock the run may end, and that is news.
     old = RunEnd.read(run_dir) if stops.parent_pid is None else None
     configure_logging(member, run_dir, config.observability.log_level)
-    access = member_access(config, run_dir, node)
+    access = member_credentials(config, run_dir, node)
     with RunLock.acquire(
         node_lock_path(run_dir, node), wait_s=PREVIOUS_NODE_WAIT_S, inheritable=True
     ) as lock:

@@ -24,8 +24,8 @@ from penstock.host.process_identity import start_ticks
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import Access, client_access
 from penstock.protocol.security.addresses import is_loopback
+from penstock.protocol.security.credentials import Credentials, client_credentials
 from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
 
@@ -57,7 +57,7 @@ def is_stale(run_dir: Path) -> bool:
 class ControlClient:
     """Typed calls to the scheduler at ``address`` (``host:port``); close it, or use ``with``."""
 
-    def __init__(self, address: str, access: Access, timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, access: Credentials, timeout_s: float = 5.0) -> None:
         """Connect, with what ``access`` shows.
 
         Raises:
@@ -75,7 +75,7 @@ class ControlClient:
         run_dir: Path,
         timeout_s: float = 5.0,
         wanted: Role = Role.CONTROL,
-        access: Access | None = None,
+        access: Credentials | None = None,
     ) -> ControlClient:
         """Returns a client for the run in ``run_dir``, by its ``endpoint.json``, that is to act as
         ``wanted`` with the keys that are there, or with ``access``.
@@ -104,7 +104,7 @@ class ControlClient:
                 " penstock doctor --clean --run-dir removes it"
             )
         if access is None:
-            access = client_access(load_config(run_dir / "resolved.yaml"), run_dir, wanted)
+            access = client_credentials(load_config(run_dir / "resolved.yaml"), run_dir, wanted)
         return cls(address, access, timeout_s)
 
     def status(self) -> pb.StatusReply:

@@ -23,7 +23,7 @@ from penstock.host.errors import PenstockError, ProtocolError
 from penstock.host.logs import recover_from
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.process import RunProcess
-from penstock.protocol.security.access import Access, Connection, member_access
+from penstock.protocol.security.credentials import Connection, Credentials, member_credentials
 
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 0.5
@@ -82,7 +82,7 @@ class MemberLink:
         self,
         *,
         address: str,
-        access: Access,
+        access: Credentials,
         hello: HelloFactory,
         heartbeat_interval_s: float,
         silence_timeout_s: float,
@@ -306,7 +306,7 @@ def link_to_scheduler(
     cluster = process.config.cluster
     return MemberLink(
         address=scheduler,
-        access=member_access(process.config, process.run.path, node),
+        access=member_credentials(process.config, process.run.path, node),
         hello=hello,
         heartbeat_interval_s=cluster.heartbeat_interval_s,
         silence_timeout_s=cluster.heartbeat_timeout_s,

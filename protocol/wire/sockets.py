@@ -107,22 +107,18 @@ class OpenAccess:
     pre_auth_reply_bytes: int | None = None
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
-        """As :class:`SocketAccess` says."""
+        """Sets nothing."""
 
     def announce(self, endpoint: str) -> str:
-        """As :class:`SocketAccess` says."""
         return endpoint
 
     def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
-        """As :class:`SocketAccess` says."""
         return True
 
     def check(self, address: str, node: str) -> None:
-        """As :class:`SocketAccess` says."""
         _check_unnamed(address, node)
 
     def connect(self, socket: zmq.Socket[Any], address: str) -> None:
-        """As :class:`SocketAccess` says."""
         _check_unnamed(address, "there")
         _connect(socket, address)
 
@@ -144,17 +140,14 @@ class PlainAccess:
         self._passwords: tuple[bytes, ...] = ()
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
-        """As :class:`SocketAccess` says."""
         socket.set(zmq.PLAIN_SERVER, 1)
         _ask_the_door(socket)
 
     def announce(self, endpoint: str) -> str:
-        """As :class:`SocketAccess` says."""
         self._passwords = (*self._passwords, self.password(endpoint))
         return endpoint
 
     def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
-        """As :class:`SocketAccess` says."""
         return (
             mechanism == b"PLAIN"
             and len(credentials) == 2
@@ -162,13 +155,10 @@ class PlainAccess:
         )
 
     def check(self, address: str, node: str) -> None:
-        """As :class:`SocketAccess` says."""
         _check_unnamed(address, node)
 
     def connect(self, socket: zmq.Socket[Any], address: str) -> None:
-        """As :class:`SocketAccess` says; a process of another user on this machine is not talked
-        to.
-        """
+        # The password goes to no process of another user on this machine.
         _check_unnamed(address, "there")
         if _is_tcp(address):
             refuse_foreign_listener(address.removeprefix("tcp://"))
@@ -216,21 +206,17 @@ class CurveAccess:
         self._look()
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
-        """As :class:`SocketAccess` says."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._secret)
         _ask_the_door(socket)
 
     def announce(self, endpoint: str) -> str:
-        """As :class:`SocketAccess` says."""
         return f"{endpoint}{_NAMED_KEY}{self._public.hex()}"
 
     def admits(self, mechanism: bytes, credentials: list[bytes]) -> bool:
-        """As :class:`SocketAccess` says."""
         return mechanism == b"CURVE" and len(credentials) == 1 and bool(self._owner(credentials[0]))
 
     def check(self, address: str, node: str) -> None:
-        """As :class:`SocketAccess` says."""
         if _is_tcp(address) and self._owner(self._named_key(address)) != node:
             raise ProtocolError(
                 f"{address}: this is not a key of node {node} in {self._folder / 'peers'}: give all"
@@ -238,7 +224,6 @@ class CurveAccess:
             )
 
     def connect(self, socket: zmq.Socket[Any], address: str) -> None:
-        """As :class:`SocketAccess` says."""
         if _is_tcp(address):
             socket.set(zmq.CURVE_SERVERKEY, self._named_key(address))
             socket.set(zmq.CURVE_PUBLICKEY, self._public)

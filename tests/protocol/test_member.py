@@ -30,22 +30,23 @@ from penstock.host.errors import (
 )
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.security import access
-from penstock.protocol.security.access import Options
+from penstock.protocol.security import credentials
+from penstock.protocol.security.credentials import Credentials, Options
 from penstock.protocol.wire.control import ControlClient, is_stale
 from penstock.protocol.wire.member import Doing, MemberLink
 
 DEADLINE_S = 600.0
 
 
-class ShowsNothing:
+class ShowsNothing(Credentials):
     """Connects to servers that ask for nothing."""
 
-    def connect(self, address: str, options: Options) -> access.Connection:
-        return access.Connection(channel=grpc.insecure_channel(address, options=tuple(options)))
+    def connect(self, address: str, options: Options) -> credentials.Connection:
+        channel = grpc.insecure_channel(address, options=tuple(options))
+        return credentials.Connection(channel=channel)
 
 
-SHOWN = ShowsNothing()
+SHOWN = ShowsNothing(Path())
 
 
 class Connection:

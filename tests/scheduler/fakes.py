@@ -19,7 +19,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.run.names import expected_members
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import TOKEN_KEY, TokenAccess
+from penstock.protocol.security.credentials import TOKEN_KEY, Credentials
 from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.member import MemberLink
@@ -163,7 +163,7 @@ class FakeCluster:
     def __init__(self, run: RunDirectory, port: int) -> None:
         self.run = run
         self.address = f"127.0.0.1:{port}"
-        self.access = TokenAccess(token_path(run.path))
+        self.access = Credentials(token_path(run.path))
         self.memory = FakeMemory()
         self.attempts: list[pb.RunAttempt] = []
         self.links: dict[str, MemberLink] = {}
@@ -202,7 +202,7 @@ class FakeCluster:
 
     def shown(self) -> tuple[tuple[str, str], ...]:
         """The metadata of calls that are not a stranger's."""
-        return ((TOKEN_KEY, read_token(self.access.path)),)
+        return ((TOKEN_KEY, read_token(token_path(self.run.path))),)
 
     def status(self) -> pb.StatusReply | None:
         with self.control() as client:

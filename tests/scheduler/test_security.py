@@ -19,16 +19,14 @@ from penstock.daemons.scheduler.service import SchedulerServer
 from penstock.host.errors import ConfigError, LostMemberError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.security.access import (
-    TOKEN_KEY,
-    Access,
-    KeyAccess,
-    TokenAccess,
-    client_access,
-    member_access,
-)
 from penstock.protocol.security.admission import scheduler_admission
 from penstock.protocol.security.authority import make, renew
+from penstock.protocol.security.credentials import (
+    TOKEN_KEY,
+    Credentials,
+    client_credentials,
+    member_credentials,
+)
 from penstock.protocol.security.folders import KeyFolder
 from penstock.protocol.security.identity import Role
 from penstock.protocol.security.token import ensure_token, read_token, token_path
@@ -84,7 +82,7 @@ class Scheduler:
                 kind = pb.StatusReply if event.call.value == "status" else pb.ControlReply
                 self._server.answer(Reply(ticket=event.ticket, reply=kind()))
 
-    def join(self, access: Access, member: str) -> str:
+    def join(self, access: Credentials, member: str) -> str:
         """What a Hello in the name of ``member`` is told."""
         connection, answered = access.connect(self.address, CHANNEL_OPTIONS), threading.Event()
 
@@ -132,27 +130,27 @@ def secured(keys: Path, tmp_path: Path) -> Iterator[Scheduler]:
 def test_a_certificate_joins_as_the_processes_of_its_node_only(
     secured: Scheduler, keys: Path, tmp_path: Path
 ) -> None:
-    node_b = member_access(config("tls", keys), tmp_path, "b")
+    node_b = member_credentials(config("tls", keys), tmp_path, "b")
     assert secured.join(node_b, "worker.1") == "welcome"
     assert secured.join(node_b, "worker.0") == "keys of node b do not speak for worker.0"
     assert secured.join(node_b, "worker.7") == "keys of node b do not speak for worker.7"
     for role in ("control", "look"):
         with pytest.raises(grpc.RpcError, match="Join is for the role node; these keys"):
-            secured.join(KeyAccess(KeyFolder(keys / role)), "worker.1")
+            secured.join(Credentials(KeyFolder(keys / role)), "worker.1")
     assert secured.joined == ["worker.1"]
 
 
 def test_who_looks_changes_nothing(secured: Scheduler, keys: Path, tmp_path: Path) -> None:
-    with ControlClient(secured.address, KeyAccess(KeyFolder(keys / "look"))) as client:
+    with ControlClient(secured.address, Credentials(KeyFolder(keys / "look"))) as client:
         client.status()
         for call, name in ((client.stop, "Stop"), (client.pause, "Pause")):
             with pytest.raises(ConfigError, match=f"{name} is for the role control.*: look"):
                 call()
-    wanted = client_access(config("tls", keys), tmp_path, Role.CONTROL)
+    wanted = client_credentials(config("tls", keys), tmp_path, Role.CONTROL)
     with ControlClient(secured.address, wanted) as client:
         client.stop()
         client.status()
-    with ControlClient(secured.address, KeyAccess(KeyFolder(keys / "node.b"))) as client:
+    with ControlClient(secured.address, Credentials(KeyFolder(keys / "node.b"))) as client:
         client.stop()
         with pytest.raises(ConfigError, match=r"Pause is for the role control; these keys: node"):
             client.pause()
@@ -161,12 +159,13 @@ def test_who_looks_changes_nothing(secured: Scheduler, keys: Path, tmp_path: Pat
 
 def test_strangers_get_no_connection(secured: Scheduler, keys: Path, tmp_path: Path) -> None:
     """Neither with another run's keys, nor without any, nor in plain text."""
-    other = KeyAccess(KeyFolder(keys.parent / "other" / "control"))
+    folder = KeyFolder(keys.parent / "other" / "control")
+    other = Credentials(folder)
     mixed = keys.parent / "mixed"
     if not mixed.exists():
         mixed.mkdir()
         for name in ("tls.pem", "tls.key"):
-            (mixed / name).write_bytes((other.folder.path / name).read_bytes())
+            (mixed / name).write_bytes((folder.path / name).read_bytes())
             (mixed / name).chmod(0o600)
     ca = (keys / "look" / "ca.pem").read_bytes()
     foreign = [(mixed / name).read_bytes() for name in ("tls.key", "tls.pem")]
@@ -192,7 +191,7 @@ def test_renewed_keys_serve_at_once_and_expired_ones_are_turned_away(tmp_path: P
     make(keys, "r", ["a", "b"], days=30)
     scheduler = Scheduler(config("tls", keys), tmp_path)
     try:
-        node_b, worker = member_access(config("tls", keys), tmp_path, "b"), "worker.1"
+        node_b, worker = member_credentials(config("tls", keys), tmp_path, "b"), "worker.1"
         assert scheduler.join(node_b, worker) == "welcome"
         renew(keys, days=60)
         assert scheduler.join(node_b, worker) == "welcome"
@@ -225,7 +224,7 @@ def test_without_certificates_the_token_of_the_run_is_asked_for(tmp_path: Path) 
     ensure_token(tmp_path)
     scheduler = Scheduler(config("none"), tmp_path)
     try:
-        known = member_access(config("none"), tmp_path, "a")
+        known = member_credentials(config("none"), tmp_path, "a")
         assert scheduler.join(known, "worker.0") == "welcome"
         with ControlClient(scheduler.address, known) as client:
             client.stop()
@@ -259,7 +258,7 @@ def test_a_token_is_shown_to_nobody_else(tmp_path: Path, monkeypatch: pytest.Mon
     ensure_token(tmp_path)
     scheduler = Scheduler(config("none"), tmp_path)
     try:
-        known = TokenAccess(token_path(tmp_path)).connect(scheduler.address, CHANNEL_OPTIONS)
+        known = Credentials(token_path(tmp_path)).connect(scheduler.address, CHANNEL_OPTIONS)
         known.check()
         monkeypatch.setattr("os.geteuid", lambda: 4711)
         lines = Path("/proc/net/tcp6").read_text().replace("     0        0 ", "    33        0 ")
@@ -276,8 +275,8 @@ def test_a_token_is_shown_to_nobody_else(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_authoritys_key_does_not_lie_on_nodes(keys: Path, tmp_path: Path) -> None:
     made = config("tls", keys)
-    member_access(made, tmp_path, "a")  # everything is on one machine: it was made here
+    member_credentials(made, tmp_path, "a")  # everything is on one machine: it was made here
     away = made.cluster.nodes[1].model_copy(update={"host": "10.0.0.2"})
     cluster = made.cluster.model_copy(update={"nodes": (made.cluster.nodes[0], away)})
     with pytest.raises(ConfigError, match=r"authority/ca.key: lies on a node.*keys pack"):
-        member_access(made.model_copy(update={"cluster": cluster}), tmp_path, "a")
+        member_credentials(made.model_copy(update={"cluster": cluster}), tmp_path, "a")

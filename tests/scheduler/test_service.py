@@ -24,6 +24,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.names import expected_members
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.security.token import token_path
 from tests.scheduler.fakes import (
     DEADLINE_S,
     FakeCluster,
@@ -265,14 +266,14 @@ import os, sys
 from pathlib import Path
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
-from penstock.protocol.security.access import TokenAccess
+from penstock.protocol.security.credentials import Credentials
 from penstock.protocol.wire.member import MemberLink
 
 address, run_id, member, token = sys.argv[1:]
 hello = pb.Hello(run_id=run_id, member=member, pid=os.getpid())
 link = MemberLink(
     address=address,
-    access=TokenAccess(Path(token)),
+    access=Credentials(Path(token)),
     hello=lambda: hello,
     heartbeat_interval_s=0.05,
     silence_timeout_s=1.0,
@@ -306,7 +307,7 @@ def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
     cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
     command = [
         *(sys.executable, "-c", STOPPABLE, cluster.address, run.directory.run_id, "worker.1"),
-        str(cluster.access.path),
+        str(token_path(cluster.run.path)),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         cluster.pids["worker.1"] = process.pid

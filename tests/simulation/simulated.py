@@ -469,7 +469,7 @@ def replaced() -> Iterator[None]:
         for module in (process_module, scheduler_main):
             put(module, "configure_logging", _nothing)
             put(module, "serve_metrics", lambda *_: _NoPage())
-        put(member_module, "member_access", _access)
+        put(member_module, "member_credentials", _access)
         for module in (memory_main, mirror_main, optimizer_main, worker_main):
             put(module, "socket_access", lambda *_: local)
         put(optimizer_main, "open_pool", _pool)

@@ -2,7 +2,7 @@
 
 Messages are the real ones: serialized when they are sent, parsed when they arrive. The server has
 the methods of :class:`penstock.daemons.scheduler.service.SchedulerServer`; to members a stream is
-what :meth:`penstock.protocol.security.access.Connection.join` returns.
+what :meth:`penstock.protocol.security.credentials.Connection.join` returns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SimAccess:
 
 
 class SimConnection:
-    """See :class:`penstock.protocol.security.access.Connection`."""
+    """See :class:`penstock.protocol.security.credentials.Connection`."""
 
     def __init__(self, process: Process, network: Network, address: str) -> None:
         self._process = process

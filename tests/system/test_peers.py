@@ -15,7 +15,7 @@ import pytest
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import TOKEN_KEY
+from penstock.protocol.security.credentials import TOKEN_KEY
 from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.control import ControlClient
 from penstock.protocol.wire.sockets import PlainAccess

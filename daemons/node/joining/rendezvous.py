@@ -39,8 +39,8 @@ from penstock.protocol.run.checksums import seal_digest
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.run_result import EndWatch, RunEnd
 from penstock.protocol.run.rundir import SHARED
-from penstock.protocol.security.access import keys_of_node, member_access
 from penstock.protocol.security.addresses import check_addresses
+from penstock.protocol.security.credentials import keys_of_node, member_credentials
 from penstock.protocol.wire.control import ControlClient
 
 LATE_FILES_S = 180.0
@@ -299,7 +299,7 @@ def _prepared_digest(config: Config, node: str, address: str) -> str | None:
     answers, or this machine does not see the token of this start yet.
     """
     try:
-        access = member_access(config, config.run_dir.absolute(), node)
+        access = member_credentials(config, config.run_dir.absolute(), node)
         with ControlClient(address, access, timeout_s=_ASK_TIMEOUT_S) as client:
             return client.status().inputs
     except (ConfigError, LostMemberError):

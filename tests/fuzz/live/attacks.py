@@ -17,7 +17,7 @@ import grpc
 from penstock.host.errors import ProtocolError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.security.access import TOKEN_KEY
+from penstock.protocol.security.credentials import TOKEN_KEY
 from penstock.protocol.security.token import read_token, token_path
 from penstock.protocol.wire.frames import encode
 from penstock.protocol.wire.sockets import PlainAccess

@@ -1,5 +1,7 @@
-"""How a process of a run, or a control client, connects to the scheduler: with a certificate, or
-with the run's token.
+"""Credentials for the scheduler's gRPC server: the run's token, or a certificate.
+
+Processes of a run and control clients connect with :class:`Credentials`; the server checks them by
+:mod:`penstock.protocol.security.admission`.
 """
 
 from __future__ import annotations
@@ -22,27 +24,27 @@ from penstock.protocol.security.identity import SCHEDULER_HOST, Identity, Role
 from penstock.protocol.security.token import check_listener, read_token, token_path
 
 TOKEN_KEY = "penstock-token"
-"""Name of the token among a call's metadata."""
+"""Metadata key of the token in a call."""
 
 Options = Sequence[tuple[str, int]]
 
 
 class Joined(Protocol):
-    """A member's stream that was begun.
+    """A member's open stream.
 
-    To iterate yields the scheduler's messages; ``grpc.RpcError`` says how it broke.
+    Iteration yields the scheduler's messages; ``grpc.RpcError`` reports why the stream broke.
     """
 
     def __iter__(self) -> Iterator[pb.SchedulerMessage]: ...
 
     def cancel(self) -> object:
-        """End it now."""
+        """Ends the stream immediately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """A channel, and the metadata that each call on it carries. ``check`` is to be called before
-    each call: it raises LostMemberError where somebody else would get them.
+    """A channel, and the metadata of each call on it. Callers call ``check`` before
+    each call: it raises LostMemberError if a process of another user would receive the metadata.
     """
 
     channel: grpc.Channel
@@ -50,54 +52,39 @@ class Connection:
     check: Callable[[], None] = lambda: None
 
     def join(self, requests: Iterator[pb.MemberMessage]) -> Joined:
-        """Begin a member's stream, with what ``requests`` yields; it is asked on another thread."""
+        """Opens a member's stream and sends ``requests``, which another thread iterates."""
         stub = rpc.MembershipStub(self.channel)  # type: ignore[no-untyped-call]  # generated
         joined: Joined = stub.Join(requests, metadata=self.metadata)
         return joined
 
     def close(self) -> None:
-        """End the connection and all calls on it."""
+        """Ends the connection and all calls on it."""
         self.channel.close()
 
 
-class Access(Protocol):
-    """What somebody shows to be let in."""
-
-    def connect(self, address: str, options: Options) -> Connection:
-        """Returns a connection to ``address`` (``host:port``) with what is valid now.
-
-        Raises:
-            PenstockError: there is nothing to show.
-        """
-
-
 @dataclass(frozen=True, slots=True)
-class TokenAccess:
-    """Shows the token in ``path``, to processes of this user only."""
-
-    path: Path
-
-    def connect(self, address: str, options: Options) -> Connection:
-        """As :class:`Access` says."""
-        token = read_token(self.path)
-        return Connection(
-            channel=grpc.insecure_channel(address, options=tuple(options)),
-            metadata=((TOKEN_KEY, token),),
-            check=lambda: check_listener(address),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class KeyAccess:
-    """Shows a certificate, to whoever has the scheduler's of the same authority. Addresses are not
-    compared: they may change.
+class Credentials:
+    """The token in a file, or the keys of a node or role. Both are read again for each connection,
+    because they may be replaced while a process lives.
     """
 
-    folder: KeyFolder
+    source: Path | KeyFolder
 
     def connect(self, address: str, options: Options) -> Connection:
-        """As :class:`Access` says."""
-        keys = self.folder.load()
+        """Returns a connection to ``address`` (``host:port``). A token goes to processes of this
+        user only. Keys trust a server with the scheduler's certificate of the same authority, at
+        any address, because addresses may change.
+
+        Raises:
+            PenstockError: the token or the keys cannot be read.
+        """
+        if isinstance(self.source, Path):
+            return Connection(
+                channel=grpc.insecure_channel(address, options=tuple(options)),
+                metadata=((TOKEN_KEY, read_token(self.source)),),
+                check=lambda: check_listener(address),
+            )
+        keys = self.source.load()
         credentials = grpc.ssl_channel_credentials(keys.ca, keys.key, keys.certificate)
         named = (*options, ("grpc.ssl_target_name_override", SCHEDULER_HOST))
         return Connection(channel=grpc.secure_channel(address, credentials, options=named))
@@ -118,7 +105,7 @@ def keys_of_node(config: Config, node: str) -> KeyFolder:
     """Returns the keys of a node, for a process that runs on it.
 
     Raises:
-        ConfigError: as :func:`~penstock.protocol.security.folders.node_folder`; or the authority's
+        ConfigError: see :func:`~penstock.protocol.security.folders.node_folder`; or the authority's
             key lies on a node that others reach.
     """
     keys = keys_of(config)
@@ -133,54 +120,57 @@ def keys_of_node(config: Config, node: str) -> KeyFolder:
     return node_folder(keys, config.run.name, node)
 
 
-def member_access(config: Config, run_dir: Path, node: str) -> Access:
-    """Returns how the processes of ``node`` join the run in ``run_dir``; looks at keys or token.
+def member_credentials(config: Config, run_dir: Path, node: str) -> Credentials:
+    """Returns the credentials of processes of ``node`` in the run in ``run_dir``, after a check.
 
     Raises:
-        ConfigError: they are missing, of no use, or readable for others; or an address needs keys.
+        ConfigError: keys or token are missing, unusable, or readable by others; or an address needs
+            keys.
     """
     check_addresses(config)
     if config.cluster.uses_keys:
-        return KeyAccess(keys_of_node(config, node))
+        return Credentials(keys_of_node(config, node))
     read_token(token_path(run_dir))
-    return TokenAccess(token_path(run_dir))
+    return Credentials(token_path(run_dir))
 
 
-def client_access(config: Config, run_dir: Path, wanted: Role) -> Access:
-    """Returns how a control client reaches the run in ``run_dir`` with the keys that are there:
-    those of ``wanted``, of the role that may do more, or of a node, which may look, save and stop.
+def client_credentials(config: Config, run_dir: Path, needed: Role) -> Credentials:
+    """Returns the credentials of a control client for the run in ``run_dir``: the first readable
+    keys of role ``needed``, of the more powerful role, or of a node, which may view, save and stop.
 
     Raises:
-        ConfigError: there are none that this user can read.
+        ConfigError: this user can read no such keys.
     """
     if not config.cluster.uses_keys:
-        return TokenAccess(token_path(run_dir))
+        return Credentials(token_path(run_dir))
     keys, run = keys_of(config), config.run.name
-    tried = [Identity(run=run, role=role) for role in dict.fromkeys((wanted, Role.CONTROL))]
-    tried += [Identity(run=run, role=Role.NODE, node=node.name) for node in config.cluster.nodes]
-    for identity in tried:
-        # Not Path.exists: that raises where another user's folder cannot be searched.
+    candidates = [Identity(run=run, role=role) for role in dict.fromkeys((needed, Role.CONTROL))]
+    candidates += [
+        Identity(run=run, role=Role.NODE, node=node.name) for node in config.cluster.nodes
+    ]
+    for identity in candidates:
+        # Path.exists would raise if another user's folder cannot be searched.
         if os.access(keys / identity.folder / "tls.key", os.R_OK):
-            return KeyAccess(checked_folder(keys, identity))
+            return Credentials(checked_folder(keys, identity))
     raise ConfigError(
-        f"cluster.keys = {str(keys)!r}: has no keys for this: {wanted} is needed; copy that folder"
+        f"cluster.keys = {str(keys)!r}: has no keys for this: {needed} is needed; copy that folder"
         " here from where penstock keys make was run, or name it with --keys DIR"
     )
 
 
-def named_access(place: Path) -> Access:
-    """Returns how a control client uses what ``--keys`` names: a folder of keys, or a run directory
-    with a token.
+def named_credentials(place: Path) -> Credentials:
+    """Returns the credentials that ``--keys`` names: a folder of keys, or a run directory with a
+    token.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: the folder has neither.
     """
     if os.access(place / "tls.pem", os.R_OK):
         folder = KeyFolder(place)
         folder.load()
-        return KeyAccess(folder)
+        return Credentials(folder)
     if os.access(token_path(place), os.R_OK):
-        return TokenAccess(token_path(place))
+        return Credentials(token_path(place))
     raise ConfigError(
         f"--keys {place}: has neither tls.pem (a folder of penstock keys, such as DIR/look) nor a"
         " token (a run directory)"
