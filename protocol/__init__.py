@@ -1,1 +1,1 @@
-"""What processes say to each other: configuration, instructions, messages, clients, errors."""
+"""Data that processes exchange: plans and instructions, messages, clients, metrics, security."""

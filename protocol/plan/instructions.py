@@ -98,7 +98,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(Instruction):
-    """Forward of forward stage ``stage`` on ``micro_batch``.
+    """Computes forward stage ``stage`` on ``micro_batch``.
 
     The input is the batch (stage 0), the output of the previous stage on the same device, or the
     tensor of ``RecvActivation(stage - 1, micro_batch)``, for which it waits. ``keep`` names the

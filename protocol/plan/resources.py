@@ -53,8 +53,8 @@ ALL = -1
 class Resource(NamedTuple):
     """A tensor in the memory of a device; ``micro_batch`` is :data:`ALL` for sums.
 
-    ``stage`` is a forward stage of activations, and of what a FORWARD keeps; otherwise it is a
-    backward stage (where a FORWARD keeps a graph, the two have the same number).
+    ``stage`` is a forward stage for activations, and for tensors that a FORWARD keeps. Otherwise it
+    is a backward stage. Where a FORWARD keeps a graph, the two have the same number.
     """
 
     kind: Kind
@@ -64,8 +64,8 @@ class Resource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
-    """Facts of a plan that rows need in addition to an instruction: stages, FORWARDs that are left
-    out (``skipped``), and the operators that other FORWARDs drop (``drops``), if they do.
+    """Facts of a plan that rows need in addition to an instruction. ``skipped``: FORWARDs that are
+    left out. ``drops``: the operators that other FORWARDs drop, if they do.
 
     An instruction may be left out if nothing needs its results. That holds for a FORWARD with an
     output that is only needed as the checkpoint of the backward stage that recomputes it. Such a

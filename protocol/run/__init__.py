@@ -1,1 +1,1 @@
-"""What all processes of a run have in common: directory, names, logs, metrics, traces, stops."""
+"""Code that all processes of a run share: directory, names, logs, metrics, traces, stops."""

@@ -1,9 +1,9 @@
-"""Checksums of what decides a run's bytes: JSON objects carry their own, and ``inputs.json`` has
-those of a run directory's small files.
+"""Checksums of the files that decide a run's bytes: JSON objects carry their own, and
+``inputs.json`` has those of a run directory's small files.
 
-They find damage and edits by hand: whoever writes a checksum can write another one. The token files
-have checksums by the chunk (:mod:`penstock.models.data.chunks`), blocks of saved states theirs in
-the manifest.
+They detect damage and edits by hand, not forgery: anyone able to write a checksum can write another
+one. Token files have checksums by the chunk (:mod:`penstock.models.data.chunks`). Blocks of saved
+states have theirs in the manifest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONSTANTS = "model/constants.safetensors"
 """Made once, too, for models that have any: :mod:`penstock.models.checkpoints.constants`."""
 
 SEALED = (*MADE, CONSTANTS, "resolved.yaml", "plan.json", "numerics.json")
-"""All files whose checksums are kept; the last three are written at every start."""
+"""All files with recorded checksums; the last three are written at every start."""
 
 
 def with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def check_object(fields: Mapping[str, Any], source: str) -> bool:
 
 
 def seal_text(run_dir: Path, fixed: Mapping[str, Any]) -> str:
-    """Returns what ``inputs.json`` is to hold: the checksums of the files of :data:`SEALED` that
-    are there, and the values of the configuration's keys that a resume must not change.
+    """Returns the content of ``inputs.json``: the checksums of the existing files of
+    :data:`SEALED`, and the values of the configuration's keys that a resume must not change.
     """
     files = {
         name: hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
@@ -87,10 +87,10 @@ def seal_digest(run_dir: Path) -> str | None:
 
 
 def check_sealed(run_dir: Path, name: str, content: bytes) -> None:
-    """Hold what was read from ``RUN_DIR/name`` against its checksum, if there is one.
+    """Compares the content of ``RUN_DIR/name`` with its checksum, if one is recorded.
 
     Raises:
-        StateError: it is not what was there when the run was started last; says what to do.
+        StateError: the content differs from the last start; the message names a remedy.
     """
     fields = _read(run_dir)
     if fields is None:
@@ -134,9 +134,9 @@ def _read(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / SEAL
     try:
         fields = json.loads(path.read_bytes())
-        found = fields["format"]
-        if found != FORMAT:
-            raise StateError(f"{path}: format {found!r}, this Penstock reads {FORMAT}")
+        file_format = fields["format"]
+        if file_format != FORMAT:
+            raise StateError(f"{path}: format {file_format!r}, this Penstock reads {FORMAT}")
         if not check_object(fields, str(path)):
             raise StateError(f"{path}: has no checksum: it is damaged or was edited")
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Which plans workers run; refused here before anything starts, without torch.
+"""Plans that workers can run; all others are refused here before anything starts, without torch.
 
-Workers have a handler for every opcode; what they refuse depends on the cluster and on the
-optimizer. Whether a plan makes sense at all is decided by :mod:`penstock.planner.validate.check`.
+Workers have a handler for every opcode. Their limits depend on the cluster and on the optimizer.
+:mod:`penstock.planner.validate.check` decides whether a plan is valid at all.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def check_executable(plan: Plan, *, devices_per_node: int) -> None:
 
 
 def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
-    """Refuses UPDATE of blocks whose worker cannot see all that the update needs.
+    """Refuses UPDATE of blocks if the worker cannot read all that the update needs.
 
     Raises:
-        ConfigError: naming the block.
+        ConfigError: names the block.
     """
     if not plan.updates:
         return
@@ -91,11 +91,11 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
 def _complaint(instruction: Instruction, device: int, devices_per_node: int) -> str | None:
     """Says what workers do not do; ``None`` if they can execute the instruction."""
     if isinstance(instruction, (SwapOut, SwapIn)) and instruction.peer is not None:
-        here, there = device // devices_per_node, instruction.peer // devices_per_node
-        if here != there:
+        here, peer_node = device // devices_per_node, instruction.peer // devices_per_node
+        if here != peer_node:
             return (
                 f"swap to devices of other nodes (device {device} is on node {here}, its peer on"
-                f" node {there}, cluster.workers = {devices_per_node}); they swap to devices of"
+                f" node {peer_node}, cluster.workers = {devices_per_node}); they swap to devices of"
                 " their node, or to host memory (no peer=)"
             )
     return None

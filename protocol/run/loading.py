@@ -1,8 +1,8 @@
-"""What the processes that write initial weights have in common: memory to fill, and a command line.
+"""Code that processes share that write initial weights: memory to fill, and a command line.
 
-They are started by memoryd during a restore. What they write is their own matter:
-:mod:`penstock.models.checkpoints.loader`, and :mod:`penstock.workers.platforms.emulated.loader` for
-emulated runs.
+memoryd starts them during a restore. Their own code is in
+:mod:`penstock.models.checkpoints.loader`, and for emulated runs in
+:mod:`penstock.workers.platforms.emulated.loader`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from penstock.shm.memory import NodeMemory
 from penstock.shm.segment import SegmentError
 
 INITIAL_VERSION = 0
-"""What new weights are."""
+"""Version of new weights."""
 
 _FILLED = (SegmentKind.STATE, SegmentKind.WEIGHTS, SegmentKind.FROZEN)
 
 
 @contextmanager
 def memory_to_fill(files: RunDirectory, node_name: str) -> Iterator[NodeMemory]:
-    """State, weights (a split master has its upper halves there) and frozen arrays of a node that
-    holds no model yet.
+    """Returns state, weights (with the upper halves of a split master) and frozen arrays of a node
+    that holds no model yet.
 
     Raises:
         ConfigError: no such node. StateError: its memory cannot be attached, or holds a model.
@@ -57,7 +57,7 @@ def run_loader(
     description: str | None,
     arguments: Sequence[str] | None,
 ) -> int:
-    """Run a loader, ``load_node(run_dir, node_name)``, as a command; returns the exit code."""
+    """Runs a loader, ``load_node(run_dir, node_name)``, as a command; returns the exit code."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--config", type=Path, required=True, help="RUN_DIR/resolved.yaml")
     parser.add_argument("--node", required=True, help="name of the node in cluster.nodes")

@@ -1,7 +1,7 @@
-"""What all processes' Prometheus metrics have in common: who serves them.
+"""Prometheus metrics that all processes share, and the process that serves them.
 
-A process keeps a registry, and hands its page to metricsd of its node
-(``daemons/monitor/metrics/``), which says of every sample whose it is.
+A process keeps a registry, and sends its page to metricsd of its node
+(``daemons/monitor/metrics/``), which labels every sample with the process.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ class RenderTime(Collector):
     """Counts the CPU time of the thread that asks; a page server has a thread for nothing else."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Read whenever somebody asks."""
+        """Reads the counters at each scrape."""
         yield CounterMetricFamily(METRICS_CPU.name, METRICS_CPU.text, value=time.thread_time())

@@ -1,13 +1,13 @@
-"""How a process hands its metrics to metricsd of its node: over an abstract Unix socket.
+"""The abstract Unix socket through which a process sends its metrics to metricsd of its node.
 
-Whoever connects gets the page, and need not say anything::
+Every connection receives the page without a request::
 
     8 bytes   length of the page, big-endian
     n bytes   the page, in Prometheus' text format
 
-The thread that answers does nothing else, so that no scrape waits for the process's work or holds
-it up. The kernel gives the name to one process and takes it back at its death. Processes of other
-users are sent away at both ends; who does not read is given up after :data:`PATIENCE_S`.
+The answering thread does nothing else, so that no scrape waits for the process's work or delays it.
+The kernel gives the name to one process and frees it at its death. Both ends reject processes of
+other users. A client that does not read is dropped after :data:`PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.protocol.security.token import peer_process, user_name
 
 LENGTH_BYTES = 8
 PATIENCE_S = 1.0
-"""How long a client may take to read what does not fit into the socket's buffer."""
+"""Seconds that a client may take to read bytes beyond the socket's buffer."""
 RETRY_S = 0.5
 """A name that is taken is tried again: a process that was replaced may be dying still."""
 BACKLOG = 4
@@ -63,7 +63,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stops the answers."""
         self._closing.set()
         if self._listener is not None:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -90,7 +90,7 @@ class MetricsServer:
         if self._listener is None:
             return
         with self._listener:
-            # Bound while it was being closed, nobody wakes it: it must look itself.
+            # If bound while it was being closed, no event wakes it: it must check itself.
             while not self._closing.is_set():
                 try:
                     connection, _ = self._listener.accept()

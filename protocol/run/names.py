@@ -22,63 +22,67 @@ OBSERVERD = "observerd"
 
 
 def memoryd_name(node: str) -> str:
-    """Member name of a node's memoryd."""
+    """Returns the member name of a node's memoryd."""
     return f"memoryd.{node}"
 
 
 def optimizerd_name(node: str) -> str:
-    """Member name of a node's optimizerd."""
+    """Returns the member name of a node's optimizerd."""
     return f"optimizerd.{node}"
 
 
 def mirrord_name(node: str) -> str:
-    """Member name of the process on a node that keeps the replica of another one's state."""
+    """Returns the member name of the process on a node that keeps another node's replica."""
     return f"mirrord.{node}"
 
 
 def fetchd_name(node: str) -> str:
-    """Name of a node's fetchd; it is no member: a run goes on without it."""
+    """Returns the name of a node's fetchd. It is no member: a run continues without it."""
     return f"fetchd.{node}"
 
 
 def metricsd_name(node: str) -> str:
-    """Name of a node's metricsd; it is no member: a run goes on without it."""
+    """Returns the name of a node's metricsd. It is no member: a run continues without it."""
     return f"metricsd.{node}"
 
 
 def preloader_name(kind: str, node: str) -> str:
-    """Name of a node's preloader of a kind; it is no member: others are spawned without it."""
+    """Returns the name of a node's preloader of a kind. It is no member: processes are spawned
+    without it.
+    """
     return f"preload-{kind}.{node}"
 
 
 def node_member_name(node: str) -> str:
-    """Member name of a node's supervisor."""
+    """Returns the member name of a node's supervisor."""
     return f"node.{node}"
 
 
 def worker_name(device: int) -> str:
-    """Member name of the worker of a device; devices count over all nodes, node-major."""
+    """Returns the member name of the worker of a device; devices count over all nodes,
+    node-major.
+    """
     return f"worker.{device}"
 
 
 def node_of_device(config: Config, device: int) -> int:
-    """Index of the node a device is on."""
+    """Returns the index of the node of a device."""
     return device // config.cluster.workers
 
 
 def devices_of_node(config: Config, node: int) -> range:
-    """Devices on a node."""
+    """Returns the devices of a node."""
     return range(node * config.cluster.workers, (node + 1) * config.cluster.workers)
 
 
 def nodes_beside(config: Config, node: int) -> tuple[int, ...]:
-    """Indices of the nodes on one machine with ``node``, itself among them: those of its host."""
+    """Returns the indices of the nodes with the host of ``node``, including ``node``."""
     hosts = [other.host for other in config.cluster.nodes]
     return tuple(i for i, host in enumerate(hosts) if host == hosts[node])
 
 
 def node_index(config: Config, node_name: str) -> int:
-    """Index of a node by name.
+    """Returns the index of a node by name.
 
     Raises:
         ConfigError: ``cluster.nodes`` has no such node.
@@ -90,18 +94,18 @@ def node_index(config: Config, node_name: str) -> int:
 
 
 def partner_of(config: Config, node: int) -> int:
-    """Index of the node that keeps the replica of ``node``: the next one, in a ring."""
+    """Returns the index of the node that keeps the replica of ``node``: the next one, in a ring."""
     return (node + 1) % len(config.cluster.nodes)
 
 
 def mirrored_by(config: Config, node: int) -> int:
-    """Index of the node whose replica ``node`` keeps."""
+    """Returns the index of the node with its replica on ``node``."""
     return (node - 1) % len(config.cluster.nodes)
 
 
 def replica_name(keeper: str, owner: str) -> str:
-    """What stands for a node's name in names of segments that hold a replica; no node is called
-    so, since names of nodes have no dots.
+    """Returns the name of a replica, in the place of a node's name in names of segments. No node
+    has it, since names of nodes have no dots.
     """
     return f"{keeper}.{owner}"
 
@@ -143,7 +147,7 @@ def metrics_port(config: Config, node: int) -> int:
 
 
 def ipc_address(run_id: str, node: str, name: str) -> str:
-    """Address of a daemon's local socket, in the node's folder."""
+    """Returns the address of a daemon's local socket, in the node's folder."""
     return f"ipc://{socket_folder(run_id, node) / name}"
 
 
@@ -155,12 +159,12 @@ def socket_folder(run_id: str, node: str) -> Path:
 
 
 def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
-    """Returns who owns each block, and who publishes its gradients: the nodes of the devices that
-    :class:`~penstock.protocol.plan.reduction.Reduction` names.
+    """Returns the owner of each block and the publishers of its gradients: the nodes of the devices
+    that :class:`~penstock.protocol.plan.reduction.Reduction` names.
 
     Raises:
-        ConfigError: more routes, or uses of a tied block, than a block has ready words for; routes
-            that are to be summed on devices do not fit together.
+        ConfigError: more routes, or uses of a tied block, than a block has ready words for; or the
+            reduction of routes on devices is inconsistent.
     """
     published = Reduction.of(plan).published_devices
     _check_contributions(table, len(published))

@@ -115,7 +115,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """How gradients are added. ``micro_batches``: the type of the sums, and the kernel that adds a
+    """Addition of gradients. ``micro_batches``: the type of the sums, and the kernel that adds a
     gradient. ``stored``: the type in which sums reach the optimizer. ``replicas``: place and order
     of the sums over routes. ``loss_rows``: rows of a chunk of the loss.
     """

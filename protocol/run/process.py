@@ -72,10 +72,11 @@ def configure_logging(process: str, run_dir: Path, level: str) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to SIGKILL this process when its parent dies; exit if that happened already.
+    """Asks the kernel to SIGKILL this process when its parent dies; exits if the parent died
+    already.
 
-    The signal follows the *thread* that started this process: a supervisor starts its children on
-    a thread that outlives them.
+    The signal follows the *thread* that started this process. So a supervisor starts its children
+    on a thread that outlives them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -85,7 +86,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def parent_to_die_with() -> int | None:
-    """Returns the pid of the parent whose death ends this process; None where nobody's does."""
+    """Returns the pid of the parent, if its death ends this process; else None."""
     number = ctypes.c_int(0)
     if ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number)) != 0 or not number.value:
         return None
@@ -153,10 +154,11 @@ def work_in_run(run: RunDirectory, member: str, work: Work, stop: StopSignal) ->
 
 
 def run_main(main: Callable[[], int | None], run_dir: Path) -> int:
-    """Run the main function of a process of the run in ``run_dir``; its exit code, 0 for None.
+    """Runs the main function of a process of the run in ``run_dir``; returns its exit code, 0 for
+    None.
 
-    Errors for the user go to stderr and the log, and become the exit code, and so does a full disk;
-    any other exception is logged and propagates.
+    Errors for the user, and a full disk, go to stderr and the log, and become the exit code. Any
+    other exception is logged and propagates.
     """
     try:
         return int(main() or 0)
@@ -179,9 +181,9 @@ def _stop(error: PenstockError) -> int:
 
 
 def tool_main(work: Callable[[], None], place: Path, parent_pid: int | None) -> int:
-    """Main function of a process that a command starts and waits for: ``work``, about the files in
-    ``place``. It dies with its parent. Returns the exit code; the last line on stderr says why it
-    is not 0.
+    """Runs ``work``, about the files in ``place``, as the main function of a process that a command
+    starts and waits for. The process dies with its parent. Returns the exit code; the last line on
+    stderr explains a code other than 0.
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)

@@ -1,9 +1,9 @@
-"""``ended.json``: how the run ended, for members that come when its scheduler is gone.
+"""``ended.json``: the result of the run, for members that come when its scheduler is gone.
 
-The scheduler writes it before it tells anybody to shut down, and its node where it gives up and the
-scheduler is dead. A start of the run removes it: until
-then a node that lost its scheduler finds out that the run is over, ends its children, and gives
-their memory back unless the note says that it is still needed.
+The scheduler writes it before it orders any member to shut down. A node writes it when it stops
+waiting for a dead scheduler. A start of the run removes it. Until then a node that lost its
+scheduler learns here that the run is over. It ends its children, and frees their memory unless the
+file says that the memory is still needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunEnd:
     written_s: float
 
     def write(self, run_dir: Path) -> None:
-        """Make it known.
+        """Writes the result for all members.
 
         Raises:
             PenstockError: the file cannot be written.
@@ -49,7 +49,7 @@ class RunEnd:
                 written_s=float(fields["written_s"]),
             )
         except (OSError, *DAMAGED):
-            return None  # memory is then kept, and whoever waits goes on waiting
+            return None  # memory is then kept, and waiting nodes continue to wait
 
 
 def end_path(run_dir: Path) -> Path:
@@ -58,10 +58,10 @@ def end_path(run_dir: Path) -> Path:
 
 
 def forget_end(run_dir: Path) -> None:
-    """The run starts: remove the note of the time before.
+    """Removes the result of an earlier start, at the start of the run.
 
     Raises:
-        ConfigError: what has its name cannot be removed.
+        ConfigError: a file of its name cannot be removed.
     """
     path = end_path(run_dir)
     with writing(path, 0):
@@ -69,10 +69,10 @@ def forget_end(run_dir: Path) -> None:
 
 
 class EndWatch:
-    """Looks whether the run has ended since a node was started in it.
+    """Checks whether the run has ended since a node was started in it.
 
-    ``old``: what the node found there and what is of an earlier start; a node of a run whose start
-    removed old notes has none.
+    ``old``: the result that the node found at its start, of an earlier run. It is None in a run
+    that removed old results at its start.
     """
 
     def __init__(self, run_dir: Path, old: RunEnd | None = None) -> None:
@@ -81,5 +81,5 @@ class EndWatch:
 
     def look(self) -> RunEnd | None:
         """Returns how the run has ended, if it has."""
-        found = RunEnd.read(self.run_dir)
-        return None if found == self._old else found
+        end = RunEnd.read(self.run_dir)
+        return None if end == self._old else end

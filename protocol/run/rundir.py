@@ -37,10 +37,10 @@ from penstock.shm.table import BlockTable
 
 FORMAT = 1
 SHARED = "all nodes of a run use one run directory, on a file system that they share"
-"""For errors about files that may be on another machine."""
+"""Remedy in errors about files that may be on another machine."""
 
 MAX_OPTIMIZER_THREADS = 64
-"""The undo area has room for this many threads, whatever the configuration says."""
+"""Threads for which the undo area has room, with any configuration."""
 
 _FILES = (
     *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
@@ -87,7 +87,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
-        """Make the directory and give the run its identity; an existing one keeps its own."""
+        """Makes the directory and gives the run its identity; an existing run keeps its own."""
         make_directory(path)
         identity = path / "run.json"
         if not identity.exists():
@@ -121,10 +121,10 @@ class RunDirectory:
         return False
 
     def check_shape(self) -> None:
-        """Refuse what is a directory and should be a file, and the other way round.
+        """Refuses a directory in the place of a file, and a file in the place of a directory.
 
         Raises:
-            StateError: names it.
+            StateError: names the path.
         """
         if self.path.exists() and not self.path.is_dir():
             raise StateError(f"{self.path}: is a file; a run needs a directory")
@@ -147,11 +147,11 @@ class RunDirectory:
         path = self.path / "run.json"
         try:
             fields = parse_json(self._text("run.json"))
-            found, run_id = fields["format"], str(fields["run_id"])
+            file_format, run_id = fields["format"], str(fields["run_id"])
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path}: is damaged: {error!r}") from error
-        if found != FORMAT:
-            raise StateError(f"{path}: format {found!r}, this Penstock reads {FORMAT}")
+        if file_format != FORMAT:
+            raise StateError(f"{path}: format {file_format!r}, this Penstock reads {FORMAT}")
         if re.fullmatch(r"[0-9a-f]{12}", run_id) is None:
             raise StateError(f"{path}: run id {run_id[:40]!r} is not 12 hexadecimal digits")
         return run_id
@@ -218,7 +218,7 @@ class RunDirectory:
 
     @property
     def state_dir(self) -> Path:
-        """Where saved states live."""
+        """Directory of saved states."""
         return self.path / "state"
 
     def memory_spec(self, node: int) -> MemorySpec:
@@ -252,14 +252,14 @@ class RunDirectory:
         )
 
     def seal(self, fixed: Mapping[str, Any]) -> None:
-        """Keep the checksums of the files that decide the run's bytes, as they are now."""
+        """Records the present checksums of the files that decide the run's bytes."""
         text = seal_text(self.path, fixed)
         if not holds_text(self.path / SEAL, text):
             write_atomically(self.path / SEAL, text)
 
     def unseal(self) -> None:
-        """Forget the checksums: files are about to change. A start that is cut short leaves none,
-        and what is there then is taken as it is.
+        """Removes the checksums, because files are about to change. A start that is interrupted
+        leaves none, and the next start accepts the files as they are.
         """
         (self.path / SEAL).unlink(missing_ok=True)
 

@@ -47,8 +47,7 @@ def check_private(folder: Path) -> None:
     """Refuses a folder that other users may change or read.
 
     Raises:
-        UntrustedError: the name leads to another user's folder, an open one, or no folder.
-        OSError: the folder cannot be looked at.
+        OSError: the folder cannot be read.
     """
     status = os.lstat(folder)
     name, mode = printable(folder), stat.S_IMODE(status.st_mode)

@@ -1,21 +1,22 @@
-"""Traces: what the processes of a run did when, as files that outlive them.
+"""Traces: times of everything that the processes of a run did, as files that outlive them.
 
 Each process appends to ``RUN_DIR/trace/<member>.jsonl`` (:class:`TraceLog`). A line is an array.
-The first of every life of a process says whose clock follows, all others are events::
+The first line of every life of a process describes its clock, all others are events::
 
     ["trace", 1, member, pid, boot id, monotonic seconds, seconds since 1970]
     [lane, text, phase, attempt, start, end, waited]
 
-``text`` is the instruction (``F 3 0 keep=all``), or what :class:`TraceLane` says. Times are seconds
-of CLOCK_MONOTONIC, which all processes of a machine share, and which nobody sets. ``waited``, the
-seconds at the start that were spent waiting for input, is left out where it is 0.
+``text`` is the instruction (``F 3 0 keep=all``), or a text of :class:`TraceLane`. Times are seconds
+of CLOCK_MONOTONIC, which all processes of a machine share, and which cannot be set. ``waited``, the
+seconds at the start that were spent waiting for input, is left out if it is 0.
 
-Between machines there is no common clock: readers (:mod:`penstock.protocol.run.trace_reading`)
-move those of other boot ids by the difference of their first lines' times since 1970, so they are
-as wrong as the machines' clocks (milliseconds with NTP). On one machine nothing is moved.
+Between machines there is no common clock. Readers (:mod:`penstock.protocol.run.trace_reading`)
+shift times of other boot ids by the difference of their first lines' times since 1970. So these
+times are as wrong as the machines' clocks (milliseconds with NTP). On one machine nothing is
+shifted.
 
-Events are kept in memory and appended with one ``write`` when an attempt is over, so a killed
-process leaves whole lines but possibly the last, which readers skip; what it had not written yet is
+Events are kept in memory and appended with one ``write`` when an attempt is over. A killed process
+leaves whole lines except possibly the last, which readers skip; events that it had not written are
 lost. A file that has grown to :data:`MAX_FILE_BYTES` becomes ``<member>.old.jsonl``. A file that
 cannot be written ends the trace, not the run.
 """
@@ -48,24 +49,24 @@ _log = logging.getLogger(__name__)
 
 
 class TraceLane(StrEnum):
-    """What was busy."""
+    """Part of a process that was busy."""
 
     COMPUTE = "compute"
     """The interpreter runs an instruction that computes, or a load that it does itself."""
     ISSUE = "issue"
     """The interpreter runs any other instruction; what that started may take longer."""
     FETCH = "fetch"
-    """Weights are copied to the device, beside the interpreter: ``FW 3 phase=forward``."""
+    """Copies weights to the device, in parallel to the interpreter: ``FW 3 phase=forward``."""
     OFFLOAD = "offload"
     """Nothing was busy: the moment at which gradients were published, ``block contribution``."""
     DATA = "data"
     """The batch of an attempt is read, before its first instruction: ``batch``."""
     COPY = "copy"
-    """A copy runs that an instruction started beside the interpreter, on a device that knows when
-    it ran: ``OG 3``, ``SO 3 0 fraction=0.5``.
+    """Runs a copy that an instruction started in parallel to the interpreter, on a device that
+    measures copies: ``OG 3``, ``SO 3 0 fraction=0.5``.
     """
     UPDATE = "update"
-    """The device previews a block, beside the interpreter: ``U 3``."""
+    """Previews a block on the device, in parallel to the interpreter: ``U 3``."""
     ARRIVAL = "arrival"
     """Nothing was busy: the moment at which a peer's tensor arrived, ``activation 3 0``."""
     MEMORY = "memory"
@@ -127,7 +128,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOrigin:
-    """Whose events follow, and both clocks at one moment."""
+    """Process of the events that follow, and both clocks at one moment."""
 
     member: str
     pid: int
@@ -212,12 +213,12 @@ class TraceLog:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is kept."""
+        """True if any event is kept."""
         return self._path is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is kept."""
+        """True if every event is kept."""
         return self._path is not None and self._every == 1
 
     def keeps(self, attempt: int, phase: str = "train") -> bool:

@@ -1,7 +1,6 @@
-"""Reading traces: those of all members at once, or what was added since the last look.
+"""Reading of traces: those of all members at once, or lines since the last call.
 
-What the files look like, and which clock their times have, is in
-:mod:`penstock.protocol.run.trace`.
+:mod:`penstock.protocol.run.trace` defines the files and the clock of their times.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def read_traces(run_dir: Path) -> RunTrace:
     lives: list[LifeTrace] = []
     skipped = 0
     for path in files:
-        found, damaged = _read(path)
-        lives += found
+        life_traces, damaged = _read(path)
+        lives += life_traces
         skipped += damaged
     if not lives:
         raise ConfigError(
@@ -140,12 +139,12 @@ def _moved(events: Iterable[TraceEvent], shift_s: float) -> Iterator[TraceEvent]
 
 
 MAX_READ_BYTES = 16 << 20
-"""More is not read of a file in one look."""
+"""Most bytes that one call reads of a file."""
 
 
 @dataclass(slots=True)
 class _Followed:
-    """A file that grows. ``rest``: the begin of a line whose end is not written yet."""
+    """A file that grows. ``rest``: the begin of a line without an end so far."""
 
     inode: int
     offset: int = 0
@@ -166,11 +165,11 @@ class TraceFollower:
 
     def look(self) -> list[LifeTrace]:
         """Returns what is new, in the order of the files' names."""
-        found: list[LifeTrace] = []
+        traces: list[LifeTrace] = []
         for path in sorted((self.run_dir / "trace").glob("*.jsonl")):
             if ".old." not in path.name:
-                found += self._follow(path)
-        return found
+                traces += self._follow(path)
+        return traces
 
     def _follow(self, path: Path) -> Iterator[LifeTrace]:
         try:
@@ -182,7 +181,7 @@ class TraceFollower:
                 file.seek(followed.offset)
                 added = file.read(MAX_READ_BYTES)
         except OSError:
-            return  # moved away: the next look finds the new one
+            return  # moved away: the next call reads the new one
         followed.offset += len(added)
         *lines, followed.rest = (followed.rest + added).split(b"\n")
         yield from self._lives(path.name.removesuffix(".jsonl"), followed, lines)
@@ -203,8 +202,8 @@ class TraceFollower:
             yield LifeTrace(origin=file.origin, events=tuple(events))
 
     def _is_wanted(self, member: str, line: bytes) -> bool:
-        """Looks without parsing. Quotation marks inside strings are escaped, so ``","`` is found
-        between strings only.
+        """Checks a line without parsing it. Quotation marks inside strings are escaped, so ``","``
+        occurs between strings only.
         """
         phase, _, numbers = line.split(b'","', 2)[2].partition(b'",')
         return phase == b"train" and self.wanted(member, int(numbers.partition(b",")[0]))

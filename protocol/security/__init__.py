@@ -1,5 +1,6 @@
-"""Who may talk to whom: keys of a run, names in certificates, and what each name may do.
+"""Access control: keys of a run, names in certificates, and the rights of each name.
 
-``addresses`` says which addresses need protection, ``identity`` what certificates name, ``folders``
-reads keys, ``authority`` makes them. docs/SECURITY.md is the page for users.
+``addresses`` decides which addresses need protection, ``identity`` defines names in certificates,
+``folders`` reads keys, ``authority`` makes them. ``credentials`` are the clients' side,
+``admission`` the server's. docs/SECURITY.md is the page for users.
 """

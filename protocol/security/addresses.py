@@ -1,4 +1,4 @@
-"""Which addresses only this machine reaches, and the refusal of others without protection."""
+"""Loopback addresses, and the refusal of other addresses without protection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMEDY = (
 
 def is_loopback(host: str) -> bool:
     """Returns whether only processes of this machine reach ``host``: 127.0.0.0/8, ::1, or the name
-    ``localhost``. Any other name is not believed to be loopback, whatever it resolves to here.
+    ``localhost``. Other names do not count as loopback, even if they resolve to it here.
     """
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -24,11 +24,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_addresses(config: Config) -> None:
-    """Refuse to serve strangers.
+    """Refuses addresses that strangers reach without protection.
 
     Raises:
-        ConfigError: an address that is not loopback without ``cluster.security: tls`` or
-            ``insecure``; or ``tls`` without keys.
+        ConfigError: an address is not loopback, and ``cluster.security`` is none; or ``tls`` has no
+            keys.
     """
     cluster = config.cluster
     if cluster.uses_keys:

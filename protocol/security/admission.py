@@ -69,7 +69,8 @@ class KeyAdmission:
     def __init__(
         self, run: str, node: KeyFolder, serving: KeyFolder, complain: Callable[[str], None]
     ) -> None:
-        """``serving`` has the certificate that the server shows, ``node`` the keys of its node.
+        """Creates the admission. ``serving`` has the certificate that the server shows, ``node``
+        the keys of its node.
 
         Raises:
             ConfigError: the keys cannot be used.

@@ -27,7 +27,7 @@ from penstock.protocol.security.folders import KeyFolder, read_private, write_pr
 from penstock.protocol.security.identity import METRICS_HOST, SCHEDULER_HOST, Identity, Role
 
 AUTHORITY_DAYS = 3650
-"""An authority lives as long as a run may, whatever its certificates do."""
+"""Days of an authority: as long as the longest run, independent of its certificates."""
 DEFAULT_DAYS = 90
 _EARLIER = timedelta(minutes=10)
 """Certificates are valid since a little before they are made: clocks of machines differ."""
@@ -94,12 +94,12 @@ def renew(
     days: float = DEFAULT_DAYS,
     nodes: Sequence[str] = (),
 ) -> list[str]:
-    """Issue new certificates, with new keys, for all nodes and roles that ``keys`` has; returns the
-    folders. With ``nodes`` there are keys for each of them afterwards, and the scheduler may run on
-    the first. The authority, CURVE pairs that are there and the metrics' password stay.
+    """Issues new certificates, with new keys, for all nodes and roles in ``keys``; returns the
+    folders. With ``nodes``, each of them has keys afterwards, and the scheduler may run on the
+    first. The authority, existing CURVE pairs and the metrics' password stay.
 
     Raises:
-        ConfigError: the authority's key is not there, or certificates are not of this authority.
+        ConfigError: the authority's key is missing, or certificates are of another authority.
     """
     authority = _read_authority(authority_dir or keys / "authority")
     owners, first = [], nodes[0] if nodes else ""
@@ -132,19 +132,19 @@ def expiries(keys: Path) -> list[Expiry]:
     Raises:
         ConfigError: there are no keys, or they are damaged.
     """
-    found = []
+    expiry_dates = []
     for folder in [keys] if (keys / "tls.pem").exists() else list(_folders(keys)):
         credential = KeyFolder(folder).peek()
-        found.append(
+        expiry_dates.append(
             Expiry(
                 what=folder.name,
                 identity=str(credential.identity),
                 expires=credential.expires,
             )
         )
-    if not found:
+    if not expiry_dates:
         raise ConfigError(f"{keys}: has no keys; make some with penstock keys make")
-    return sorted(found, key=lambda expiry: (expiry.expires, expiry.what))
+    return sorted(expiry_dates, key=lambda expiry: (expiry.expires, expiry.what))
 
 
 def pack(keys: Path, node: str) -> bytes:
@@ -155,8 +155,8 @@ def pack(keys: Path, node: str) -> bytes:
     """
     folder = keys / f"node.{node}"
     if not (folder / "tls.key").exists():
-        there = ", ".join(sorted(f.name[5:] for f in _folders(keys) if f.name.startswith("node.")))
-        raise ConfigError(f"{folder}: has no keys; {keys} has keys of: {there or 'no node'}")
+        names = ", ".join(sorted(f.name[5:] for f in _folders(keys) if f.name.startswith("node.")))
+        raise ConfigError(f"{folder}: has no keys; {keys} has keys of: {names or 'no node'}")
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path in (folder, *sorted(folder.rglob("[!.]*"))):
@@ -219,9 +219,9 @@ def _read_authority(folder: Path) -> _Authority:
 def _issue_node(
     authority: _Authority, keys: Path, identity: Identity, first: str, days: float
 ) -> None:
-    """Two certificates: who the node is, for servers that checked out; and what it serves with,
-    which strangers see and which therefore names neither run nor node. ``first``: the node on which
-    the scheduler may run.
+    """Issues two certificates. The first identifies the node to servers that have authenticated
+    themselves. The second is for serving: strangers see it, so it names neither run nor node.
+    ``first``: the node on which the scheduler may run.
     """
     _issue(authority, keys, identity, days)
     folder = keys / identity.folder
@@ -289,8 +289,8 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _make_curve_pairs(keys: Path) -> None:
-    """One pair a node, where there is none; every node gets the public keys of all, its own
-    included.
+    """Makes a pair for each node without one. Every node receives the public keys of all nodes,
+    including its own.
     """
     public: dict[str, bytes] = {}
     folders = [folder for folder in _folders(keys) if folder.name.startswith("node.")]

@@ -135,8 +135,9 @@ def member_credentials(config: Config, run_dir: Path, node: str) -> Credentials:
 
 
 def client_credentials(config: Config, run_dir: Path, needed: Role) -> Credentials:
-    """Returns the credentials of a control client for the run in ``run_dir``: the first readable
-    keys of role ``needed``, of the more powerful role, or of a node, which may view, save and stop.
+    """Returns the credentials of a control client for the run in ``run_dir``. These are the first
+    readable keys of role ``needed``, of the more powerful role, or of a node, which may view, save
+    and stop.
 
     Raises:
         ConfigError: this user can read no such keys.

@@ -1,17 +1,17 @@
 """A folder of keys, as one process reads it::
 
     KEYS/authority/    ca.pem ca.key                       stays where the keys were made
-    KEYS/node.NAME/    ca.pem tls.pem tls.key              who the node's processes are
-                       server.pem server.key               what they serve with
+    KEYS/node.NAME/    ca.pem tls.pem tls.key              identity of the node's processes
+                       server.pem server.key               for serving
                        curve.public curve.secret peers/NAME.public ...
                        metrics.sha256                      of the password of KEYS/metrics
-    KEYS/control/      ca.pem tls.pem tls.key              for penstock stop and its like
+    KEYS/control/      ca.pem tls.pem tls.key              for penstock stop and such
     KEYS/look/         ca.pem tls.pem tls.key              for penstock status
     KEYS/metrics/      ca.pem password                     for Prometheus
 
-Files may be replaced while a run goes on: whoever connects or is connected to reads what is there
-then. What cannot be used (half replaced, of another authority, expired) does not replace what was
-read before.
+Files may be replaced while a run is active: clients and servers read them again for each new
+connection. Unusable files (half replaced, of another authority, expired) do not replace keys that
+were read before.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from penstock.protocol.security.identity import Identity, Role
 
 MAX_FILE_BYTES = 64 * 1024
 WARN_DAYS = 14.0
-"""From so many days before keys expire on, everybody who reads them warns."""
+"""Days before the expiry of keys from which on all readers warn."""
 _PATIENCE_S = 1.0
 """A certificate and its key are replaced one after the other; readers wait for the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credential:
-    """A certificate with its key and authority, as PEM, and what the certificate says: whose it is,
-    or as which hosts it serves.
+    """A certificate with its key and authority, as PEM, and its content: the identity that it
+    names, or the hosts that it serves as.
     """
 
     ca: bytes
@@ -58,10 +58,10 @@ class Credential:
     expires: datetime
 
     def check_time(self, path: Path, now: datetime | None = None) -> None:
-        """Refuse what is no longer valid.
+        """Refuses an expired certificate.
 
         Raises:
-            ConfigError: says since when.
+            ConfigError: names the time of expiry.
         """
         if (now or datetime.now(UTC)) >= self.expires:
             raise ConfigError(
@@ -101,9 +101,9 @@ class KeyFolder:
             ConfigError: a file is missing, readable for others, damaged, or of another authority;
                 the certificate does not belong to the key, or has expired.
         """
-        found = self.peek()
-        found.check_time(self.path / self._names[1])
-        return found
+        credential = self.peek()
+        credential.check_time(self.path / self._names[1])
+        return credential
 
     def peek(self) -> Credential:
         """Returns what the files say, expired or not.
@@ -126,14 +126,14 @@ class KeyFolder:
             return self._read
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:
-        found = []
+        stamps = []
         for name in self._names:
             try:
                 status = (self.path / name).stat()
             except OSError as error:
                 raise _unreadable(self.path / name, error) from error
-            found.append((status.st_mtime_ns, status.st_ino, status.st_size))
-        return tuple(found)
+            stamps.append((status.st_mtime_ns, status.st_ino, status.st_size))
+        return tuple(stamps)
 
     def _settled(self) -> Credential:
         deadline_s = time.monotonic() + _PATIENCE_S
@@ -195,17 +195,17 @@ def node_folder(keys: Path, run: str, node: str) -> KeyFolder:
 
 
 def checked_folder(keys: Path, expected: Identity) -> KeyFolder:
-    """Returns the folder of ``expected`` in ``keys``, after it has been read once.
+    """Returns the folder of ``expected`` in ``keys``, after it was read once.
 
     Raises:
-        ConfigError: as :meth:`KeyFolder.load`, or they are somebody else's keys.
+        ConfigError: see :meth:`KeyFolder.load`; or the keys are of another owner.
     """
     folder = KeyFolder(keys / expected.folder)
-    found = folder.load().identity
-    if found != expected:
+    identity = folder.load().identity
+    if identity != expected:
         raise ConfigError(
-            f"{folder.path}: these are keys of {found or 'another owner'}, and {expected} needs its"
-            " own; take those that penstock keys make made for it (cluster.keys)"
+            f"{folder.path}: these are keys of {identity or 'another owner'}, and {expected} needs"
+            " its own; take those that penstock keys make made for it (cluster.keys)"
         )
     return folder
 
@@ -230,7 +230,8 @@ def read_private(path: Path, *, secret: bool = True, links: bool = True) -> byte
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read, at once: readers see the old one or the new one.
+    """Writes a file that no other user can read, atomically: readers see the old content or the
+    new.
 
     Raises:
         ConfigError: it cannot be written.
@@ -249,8 +250,8 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def check_mode(path: Path, status: os.stat_result, *, secret: bool = True) -> None:
-    """Refuse a key that others can read (its group, too, unless the file is root's: so Kubernetes
-    hands keys to a group), or a file that others can write.
+    """Refuses a key that others can read, or a file that others can write. The group counts as
+    others, except for files of root, because Kubernetes gives keys to a group.
 
     Raises:
         ConfigError: names mode and remedy.

@@ -1,8 +1,8 @@
 """Names in the certificates of a run: ``penstock://RUN/node/NAME`` and ``penstock://RUN/role/ROLE``.
 
-The name is the certificate's only URI. Addresses are not in it, so they may change. What servers
-show to whoever connects names neither run nor node: they have a certificate of their own for that,
-with :data:`SCHEDULER_HOST` where the scheduler may run, and :data:`METRICS_HOST`.
+The name is the certificate's only URI. Addresses are not in it, so they may change. Servers show
+strangers another certificate, which names neither run nor node. It has the DNS name
+:data:`SCHEDULER_HOST` where the scheduler may run, and :data:`METRICS_HOST`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ METRICS_HOST = "metrics.penstock"
 
 
 class Role(StrEnum):
-    """What whoever holds a key is to a run."""
+    """Role of a key's owner in a run."""
 
     NODE = "node"
     """Joins as the members of one node; may ask the run to stop, as a node's Ctrl-C does."""
@@ -53,16 +53,16 @@ class Identity:
 
     @classmethod
     def parse(cls, uri: str) -> Identity | None:
-        """Returns whom a certificate's URI names; None for any other text."""
+        """Returns the identity in a certificate's URI; None for any other text."""
         scheme, _, rest = uri.partition("://")
         words = rest.split("/")
         if scheme != "penstock" or len(words) != 3:
             return None
         run, kind, name = (unquote(word, errors="replace") for word in words)
         if kind == "node":
-            found = cls(run=run, role=Role.NODE, node=name)
+            identity = cls(run=run, role=Role.NODE, node=name)
         elif kind == "role" and name in (Role.CONTROL, Role.LOOK):
-            found = cls(run=run, role=Role(name))
+            identity = cls(run=run, role=Role(name))
         else:
             return None
-        return found if run and name and found.uri == uri else None
+        return identity if run and name and identity.uri == uri else None

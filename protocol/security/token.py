@@ -1,9 +1,9 @@
-"""The token of a run: what its processes and control clients show where there are no certificates.
+"""The token of a run, which its processes and control clients send without certificates.
 
-Loopback addresses are open to every user of a machine. So the scheduler asks for a token that only
-the run's user can read (``RUN_DIR/token``, mode 0600). Whoever shows it first makes sure that the
-process that listens there is this user's, or root's: the port of a killed scheduler is anybody's
-for a moment.
+Loopback addresses are open to every user of a machine. So the scheduler demands a token that only
+the run's user can read (``RUN_DIR/token``, mode 0600). Before a client sends it, the client checks
+that the listening process is this user's, or root's: after a scheduler's death, any user can take
+its port for a moment.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def token_path(run_dir: Path) -> Path:
 
 
 def ensure_token(run_dir: Path) -> None:
-    """Make the token of a run that is not active: a new one if there is none, or others may have
-    read it.
+    """Makes the token of a run that is not active, if none exists or others may have read it.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the token cannot be written.
     """
     path = token_path(run_dir)
     try:
@@ -70,22 +69,22 @@ def same_token(given: str, own: str) -> bool:
 
 
 def check_listener(address: str) -> None:
-    """Refuse to show the token to another user: look whose process listens on a loopback
-    ``address`` (``host:port``). Other addresses cannot be looked at.
+    """Refuses to send the token to another user: checks the owner of the process that listens on a
+    loopback ``address`` (``host:port``). The owner of other addresses is unknown.
 
     Raises:
-        LostMemberError: nobody listens there, or another user does.
+        LostMemberError: no process listens there, or another user's does.
     """
     if _loopback_place(address) and not refuse_foreign_listener(address):
         raise LostMemberError(f"no process listens on {address}")
 
 
 def refuse_foreign_listener(address: str) -> bool:
-    """Refuse a loopback ``address`` (``host:port``) where another user's process listens; returns
-    whether somebody was seen to listen.
+    """Refuses a loopback ``address`` (``host:port``) on which another user's process listens;
+    returns whether any process listens.
 
     Raises:
-        LostMemberError: another user does.
+        LostMemberError: another user's process listens.
     """
     place = _loopback_place(address)
     owners = set(_listeners(*place)) if place else set()
@@ -98,14 +97,14 @@ def refuse_foreign_listener(address: str) -> bool:
 
 
 def describe_listener(address: str) -> str:
-    """Returns which process listens on ``address`` (``host:port``) of this machine, as far as this
-    user may look.
+    """Returns the process that listens on ``address`` (``host:port``) of this machine, as far as
+    this user may read /proc.
     """
     host, _, port = address.rpartition(":")
-    found = sorted(set(_sockets_at(host.strip("[]"), int(port))))
-    if not found:
+    listeners = sorted(set(_sockets_at(host.strip("[]"), int(port))))
+    if not listeners:
         return "no process is seen to listen there"
-    user, inode = found[0]
+    user, inode = listeners[0]
     pid = _process_with(inode)
     process = "a process" if pid is None else f"process {pid}"
     return f"{process} of {user_name(user)} listens there"
@@ -120,11 +119,11 @@ def user_name(user: int) -> str:
 
 
 def refuse_foreign_owner(name: str) -> None:
-    """Refuse a local socket where another user's process listens (``name``: a path, or an abstract
-    name that begins with ``@``); nobody there is no reason to refuse.
+    """Refuses a local socket on which another user's process listens. ``name`` is a path, or an
+    abstract name that begins with ``@``. A socket without a listener is not refused.
 
     Raises:
-        LostMemberError: another user does.
+        LostMemberError: another user's process listens.
     """
     place = f"\0{name[1:]}" if name.startswith("@") else name
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
@@ -143,8 +142,8 @@ def refuse_foreign_owner(name: str) -> None:
 
 def peer_process(connection: sockets.socket) -> tuple[int, int]:
     """Returns the process at the other end of a local connection, and its user."""
-    found = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _UCRED.size)
-    pid, user, _ = _UCRED.unpack(found)
+    raw = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _UCRED.size)
+    pid, user, _ = _UCRED.unpack(raw)
     return pid, user
 
 
@@ -156,7 +155,7 @@ def _loopback_place(address: str) -> tuple[str, int] | None:
 
 
 def _listeners(host: str, port: int) -> Iterator[int]:
-    """Yields the users whose sockets would take a connection to ``host:port``."""
+    """Yields the users with sockets that would accept a connection to ``host:port``."""
     return (user for user, _ in _sockets_at(host, port))
 
 
@@ -173,10 +172,10 @@ def _process_with(inode: int) -> int | None:
 
 
 def _sockets_at(host: str, port: int) -> Iterator[tuple[int, int]]:
-    """Yields user and inode of the sockets that would take a connection to ``host:port`` (proc(5),
-    net/tcp: addresses are words in the machine's byte order, here little-endian).
+    """Yields user and inode of the sockets that would accept a connection to ``host:port``
+    (proc(5), net/tcp: addresses are words in the machine's byte order, here little-endian).
     """
-    own = {"127.0.0.1", "::1"} if host == "localhost" else {host}
+    hosts = {"127.0.0.1", "::1"} if host == "localhost" else {host}
     for name in _TABLES:
         try:
             lines = Path(name).read_text().splitlines()[1:]
@@ -189,8 +188,8 @@ def _sockets_at(host: str, port: int) -> Iterator[tuple[int, int]]:
                 continue
             words = bytes.fromhex(place)
             raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-            found = ipaddress.ip_address(raw)
+            listening = ipaddress.ip_address(raw)
             # gRPC listens on 127.0.0.1 with a socket of both kinds, as ::ffff:127.0.0.1.
-            mapped = getattr(found, "ipv4_mapped", None) or found
-            if str(mapped) in own or mapped.is_unspecified:
+            mapped = getattr(listening, "ipv4_mapped", None) or listening
+            if str(mapped) in hosts or mapped.is_unspecified:
                 yield int(fields[7]), int(fields[9])

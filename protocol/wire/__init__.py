@@ -1,1 +1,3 @@
-"""How processes of a run talk: frames between workers and daemons, clients of the daemons."""
+"""Transports between processes of a run: frames of workers and daemons, and clients of the
+daemons.
+"""

@@ -1,7 +1,7 @@
-"""Where this machine listens, when the address that its name means may change during a run.
+"""Listening sockets that follow the machine's address when the host name moves during a run.
 
-A socket that is bound to an address which the machine loses hears nobody any more. Looking costs a
-system call a second; the name is resolved anew only when the old address is gone.
+A socket on an address that the machine loses receives nothing any more. A check costs a system call
+a second. The name is resolved again only when the old address is gone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class HomeAddress:
         self._look_s = world.monotonic() + LOOK_S
 
     def moved(self) -> bool:
-        """Returns whether the name means another address of this machine from now on, and the one
-        before is gone; looks once in :data:`LOOK_S` seconds, and may wait for a name server then.
+        """Returns whether the name now resolves to another address of this machine, and the old
+        address is gone. Checks once in :data:`LOOK_S` seconds, and may wait for a name server then.
         """
         now_s = world.monotonic()
         if now_s < self._look_s:
@@ -63,12 +63,11 @@ class HomeSocket:
     def __init__(
         self, socket: zmq.Socket[Any], host: str, announce: Callable[[str], str] = str
     ) -> None:
-        """Bind the socket to a port that the system chooses; ``announce`` makes of where it is
-        bound what others are told.
+        """Binds the socket to a port that the system chooses. ``announce`` turns the bound address
+        into the text for peers.
 
         Raises:
-            OSError: the name means nothing.
-            zmq.ZMQError: it is no address of this machine.
+            OSError: the name does not resolve.
         """
         self._socket = socket
         self._home = HomeAddress(host)
@@ -79,7 +78,7 @@ class HomeSocket:
         self._bind(0)
 
     def follow(self) -> None:
-        """Listen on the new address, on the same port, if the host has moved."""
+        """Listens on the new address, on the same port, if the host has moved."""
         if self._home.moved():
             if self._bound:
                 self._socket.unbind(self._place)
@@ -88,7 +87,8 @@ class HomeSocket:
             try:
                 self._bind(int(self._place.rpartition(":")[2]))
             except zmq.ZMQError as error:
-                # Taken by somebody else on that address, or gone again: the next look may do.
+                # Another process has the port on that address, or the address is gone again: the
+                # next call retries.
                 _log.warning("cannot listen on %s: %s", self._home.number, error)
 
     def _bind(self, port: int) -> None:

@@ -61,7 +61,8 @@ def attach(
     writable: bool = True,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> NodeMemory:
-    """Ask the node's memoryd for a lease, then map its memory (the control segment and ``kinds``).
+    """Requests a lease from the node's memoryd, then maps its memory (the control segment and
+    ``kinds``).
 
     Waits for a memoryd that is still starting.
 
@@ -112,12 +113,10 @@ def request_lease(
     timeout_s: float,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> LeaseReply:
-    """One lease request.
+    """Sends one lease request, and returns the reply.
 
     Raises:
-        LostMemberError: no answer within ``timeout_s`` seconds. LeaseCancelledError.
-        StateError: refused.
-        ProtocolError: the answer is malformed.
+        StateError: the lease is refused.
     """
     socket = connect(context, address)
     try:
@@ -126,7 +125,7 @@ def request_lease(
         deadline_s = asked_s + timeout_s
         while not socket.poll(_LEASE_POLL_MS):
             if world.monotonic() - asked_s > _RESEND_AFTER_S:
-                # A memoryd that was killed had taken the request; its successor never heard it.
+                # A memoryd that was killed had received the request; its successor did not.
                 asked_s = world.monotonic()
                 with suppress(zmq.Again):
                     socket.send(encode(request), zmq.NOBLOCK)
@@ -160,7 +159,9 @@ class BlockClient:
         pace: Pace | None = None,
         access: SocketAccess = OPEN,
     ) -> None:
-        """``pace`` holds an array back that is here; ``access``: what memoryds on TCP are shown."""
+        """Creates a client. ``pace`` delays an array that has arrived; ``access``: credentials for
+        memoryds on TCP.
+        """
         self._context = context
         self._pace = pace
         self._access = access
@@ -175,15 +176,14 @@ class BlockClient:
         timeout_s: float,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Fill ``out`` (a writable contiguous buffer of exactly the array's size) with the array.
+        """Fills ``out`` (a writable contiguous buffer of exactly the array's size) with the array.
 
-        ``offset`` and ``num_bytes`` of ``request`` are set here. Asks again while the memoryd says
-        that the array is not complete yet, and after a silence: requests change nothing.
+        ``offset`` and ``num_bytes`` of ``request`` are set here. Retries while the memoryd replies
+        that the array is not complete yet, and after a timeout: requests change nothing.
 
         Raises:
-            LostMemberError: not complete within ``timeout_s`` seconds; says what was awaited.
-            FetchCancelledError: ``cancelled()`` was true; asked about every 20 ms.
-            ProtocolError: refused, malformed answer, or another size than ``out``.
+            LostMemberError: the array is not complete within ``timeout_s`` seconds; names the
+                awaited array.
         """
         view = memoryview(out)
         if not view.nbytes:  # an empty view cannot be cast
@@ -262,7 +262,7 @@ class _Fetch:
 
     def describe(self) -> str:
         r = self._request
-        wanted = {
+        expected_fields = {
             "weights": f"weights of block {r.block} at version {r.version}",
             "frozen": f"frozen weights of block {r.block}",
             "grads": f"gradients of block {r.block}, contribution {r.contribution},"
@@ -270,10 +270,10 @@ class _Fetch:
             "state": f"{r.name} of block {r.block} at version {r.version}",
             "words": f"state version of block {r.block}",
         }
-        return wanted[r.array]
+        return expected_fields[r.array]
 
     def ask(self, socket: zmq.Socket[bytes]) -> None:
-        """Send requests until the window is full."""
+        """Sends requests until the window is full."""
         while self._to_ask and len(self._asked) < self._window:
             offset = self._to_ask[0]
             request = dataclasses.replace(
@@ -286,12 +286,12 @@ class _Fetch:
             self._asked.add(self._to_ask.popleft())
 
     def forget_asked(self) -> None:
-        """The connection is new: nothing is under way."""
+        """Forgets requests in flight, because the connection is new."""
         self._to_ask.extendleft(sorted(self._asked, reverse=True))
         self._asked.clear()
 
     def take(self, socket: zmq.Socket[bytes]) -> None:
-        """Receive one answer, its bytes straight into the buffer."""
+        """Receives one answer, with its bytes directly in the buffer."""
         reply = decode(socket.recv(), BlockReply)
         self.last_answer = reply.status
         if reply.status == "error":

@@ -1,15 +1,15 @@
-"""Bounds what strangers can make a ZeroMQ socket hold.
+"""Limits the memory that strangers can make a ZeroMQ socket hold.
 
 ``MAXMSGSIZE`` bounds a frame, and a high-water mark whole messages. Frames of a message without a
-last one count for neither: libzmq keeps them for as long as they come, where nobody sees them. So
-this watches the connections themselves: the kernel says what a connection has brought, the owner of
-the socket which connection a message came from. One that has brought too much since its last
-message is cut, the largest of them all when they have brought too much together, and the oldest
-without a message when there are too many connections.
+last frame count for neither: libzmq keeps them, without a limit and out of sight. So the limiter
+watches the connections. The kernel counts the bytes of a connection, and the owner of the socket
+reports the connection of each message. A connection with too many bytes since its last message is
+cut. If all connections together have too many, the largest is cut. If there are too many
+connections, the oldest without a message is cut.
 
-It looks every :data:`LOOK_S`: what comes in between is beyond the bound. libzmq needs up to 40
-bytes of memory for a byte of the wire, when frames are empty. Connections on local sockets are none
-of this: :func:`allow_own_user_only` keeps other users away from those.
+The limiter checks every :data:`LOOK_S`; bytes that arrive in between exceed the bound. libzmq needs
+up to 40 bytes of memory for a byte of the wire, if frames are empty. Connections on local sockets
+need no limit: :func:`allow_own_user_only` keeps other users away from them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HANDSHAKE_MS = 10_000
 _TCP_INFO_BYTES = 256
 _TCP_INFO_COUNTS = struct.Struct("<QQ")
 _COUNTS_OFFSET = 120
-"""Of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in the kernel's ``struct tcp_info``
+"""Offset of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in the kernel's ``struct tcp_info``
 (linux/tcp.h, since 4.1).
 """
 _OTHER_DESCRIPTORS = 512
-"""What a process may need beside its connections."""
+"""Descriptors that a process may need in addition to its connections."""
 PRE_AUTH_BYTES = 4096
-"""What somebody may bring who has not been let in: a handshake takes 600 bytes."""
+"""Most bytes of a client before it has authenticated; a handshake takes 600 bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +90,10 @@ class ConnectionLimiter:
         *,
         pre_auth_reply_bytes: int | None = None,
     ) -> None:
-        """Start to watch. ``cut`` is called, on the limiter's thread, for each connection cut.
+        """Starts to watch. ``cut`` is called, on the limiter's thread, for each connection that is
+        cut.
 
-        ``pre_auth_reply_bytes``: as :class:`penstock.protocol.wire.sockets.SocketAccess` says.
+        ``pre_auth_reply_bytes``: see :class:`penstock.protocol.wire.sockets.SocketAccess`.
         """
         self.bounds = bounds
         self._pre_auth_reply_bytes = pre_auth_reply_bytes
@@ -119,20 +120,22 @@ class ConnectionLimiter:
         *,
         pre_auth_reply_bytes: int | None = None,
     ) -> ConnectionLimiter | None:
-        """Returns a limiter; None in a world whose sockets are not the kernel's."""
+        """Returns a limiter; None in a world with sockets that are not the kernel's."""
         if not world.here().guards_sockets:
             return None
         return cls(socket, bounds, cut, pre_auth_reply_bytes=pre_auth_reply_bytes)
 
     def heard(self, frame: zmq.Frame) -> None:
-        """A message came with this frame; called by the thread that received it."""
+        """Records that a message with this frame arrived; called by the thread that received it."""
         self._heard.add(int(frame.get(zmq.SRCFD)))
 
     def close(self) -> None:
-        """Stop watching, before the socket is closed; its thread may be receiving."""
+        """Stops watching. Called before the socket is closed; the socket's thread may be
+        receiving.
+        """
         self._closing.set()
         self._thread.join()
-        # First this: an event that nobody reads any more would hold up the socket's end.
+        # Disable the monitor first: an event that no thread reads would block the socket's end.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
@@ -197,18 +200,19 @@ class ConnectionLimiter:
         self._bound_together(self.bounds.silent_bytes, silent=True)
 
     def _bound_together(self, limit_bytes: int, *, silent: bool) -> None:
-        """Cut the largest for as long as all, or all ``silent`` ones, have brought too much."""
-        found = {d: c.pending for d, c in self._connections.items() if c.silent or not silent}
-        while sum(found.values()) > limit_bytes:
-            largest = max(found, key=found.__getitem__)
-            del found[largest]
+        """Cuts the largest connections until all, or all ``silent`` ones, are within the limit."""
+        bounded = ((d, c) for d, c in self._connections.items() if c.silent or not silent)
+        pending_bytes = {descriptor: c.pending for descriptor, c in bounded}
+        while sum(pending_bytes.values()) > limit_bytes:
+            largest = max(pending_bytes, key=pending_bytes.__getitem__)
+            del pending_bytes[largest]
             self._end(largest, f"over {limit_bytes} bytes without whole messages")
 
     def _count(self, connection: _Connection) -> None:
-        """Ask the kernel what a connection has brought, and what it has heard.
+        """Reads from the kernel the bytes that a connection has received and acknowledged.
 
         Raises:
-            OSError: it has gone.
+            OSError: the connection is closed.
         """
         unread = _unread_bytes(connection.socket)
         info = connection.socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_BYTES)
@@ -219,7 +223,7 @@ class ConnectionLimiter:
             connection.stranger = acknowledged <= self._pre_auth_reply_bytes
 
     def _end(self, descriptor: int, reason: str) -> None:
-        """Cut a connection; libzmq sees it end and drops what it kept of it."""
+        """Cuts a connection; libzmq sees it end and drops its frames."""
         connection = self._connections[descriptor]
         try:
             host, port = connection.socket.getpeername()
@@ -233,7 +237,7 @@ class ConnectionLimiter:
         self._have_cut = True
 
     def _clean_up(self) -> None:
-        """Give back what connections took that were cut."""
+        """Frees the memory of connections that were cut."""
         if self._have_cut:
             world.sleep(LOOK_S)  # libzmq frees what it kept on a thread of its own
             _give_back_memory()
@@ -246,43 +250,44 @@ class ConnectionLimiter:
 
 
 def set_handshake_timeout(socket: zmq.Socket[Any]) -> None:
-    """Options of a socket that anybody may connect to, before it is bound."""
+    """Bounds the time of handshakes on a socket that strangers reach; before it is bound."""
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
 def allow_own_user_only(socket: zmq.Socket[Any]) -> None:
-    """Let only processes of this user connect to a local socket; before it is bound."""
+    """Rejects connections of other users to a local socket; before it is bound."""
     socket.set(zmq.IPC_FILTER_UID, os.getuid())
 
 
 def _allow_descriptors(num_connections: int) -> None:
-    """Raise this process's soft limit as far as it may, so that strangers do not use up what it
-    needs otherwise: a connection takes two.
+    """Raises this process's soft limit of descriptors as far as allowed, so that strangers cannot
+    use up the descriptors of the process. A connection takes two.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * num_connections + _OTHER_DESCRIPTORS
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    needed = 2 * num_connections + _OTHER_DESCRIPTORS
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
 
 
 def _unread_bytes(connection: sockets.socket) -> int:
-    """Returns what the kernel has and libzmq has not read yet."""
+    """Returns the bytes that the kernel has received and libzmq has not read yet."""
     unread = fcntl.ioctl(connection, termios.FIONREAD, bytes(4))
     return int.from_bytes(unread, sys.byteorder)
 
 
 def _abort(connection: sockets.socket) -> None:
-    """End a connection at once, whatever the kernel still holds of it, for all who have it open.
+    """Resets a connection immediately, for all processes that have it open, and drops bytes in the
+    kernel.
 
-    After a mere shutdown libzmq would read on for as long as more comes. Connecting a TCP socket to
-    no address is how Linux resets it (connect(2)).
+    After a shutdown libzmq would read on while bytes arrive. To connect a TCP socket to no address
+    is Linux's way to reset it (connect(2)).
     """
     nowhere = struct.pack("=H14x", sockets.AF_UNSPEC)
     _libc().connect(connection.fileno(), nowhere, len(nowhere))
 
 
 def _give_back_memory() -> None:
-    """Freed memory stays with the allocator otherwise, glibc's at least."""
+    """Returns freed memory to the kernel; glibc's allocator would keep it."""
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)

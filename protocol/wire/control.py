@@ -58,10 +58,10 @@ class ControlClient:
     """Typed calls to the scheduler at ``address`` (``host:port``); close it, or use ``with``."""
 
     def __init__(self, address: str, access: Credentials, timeout_s: float = 5.0) -> None:
-        """Connect, with what ``access`` shows.
+        """Connects with the credentials ``access``.
 
         Raises:
-            PenstockError: there is nothing to show.
+            PenstockError: the credentials cannot be read.
         """
         self.address = address
         self._timeout_s = timeout_s
@@ -77,8 +77,8 @@ class ControlClient:
         wanted: Role = Role.CONTROL,
         access: Credentials | None = None,
     ) -> ControlClient:
-        """Returns a client for the run in ``run_dir``, by its ``endpoint.json``, that is to act as
-        ``wanted`` with the keys that are there, or with ``access``.
+        """Returns a client for the run in ``run_dir``, by its ``endpoint.json``. The client acts as
+        ``wanted`` with the existing keys, or with ``access``.
 
         Raises:
             ConfigError: no endpoint file: the run was not started here, or has ended.
@@ -113,28 +113,28 @@ class ControlClient:
         return reply
 
     def pause(self) -> str:
-        """Pause after the attempt under way; what the scheduler says about it."""
+        """Pauses the run after the current attempt; returns the scheduler's message."""
         reply: pb.ControlReply = self._invoke("pause", self._stub.Pause, pb.PauseRequest())
         return reply.message
 
     def resume(self) -> str:
-        """Go on after a pause."""
+        """Continues after a pause."""
         reply: pb.ControlReply = self._invoke("resume", self._stub.Resume, pb.ResumeRequest())
         return reply.message
 
     def stop(self, within_s: float | None = None) -> str:
-        """Finish the attempt, save, shut down; ``within_s`` seconds, if something kills the run
-        then. Returns when the scheduler has taken note.
+        """Finishes the attempt, saves, shuts down. ``within_s``: seconds until the run is killed
+        from outside. Returns when the scheduler has accepted the request.
         """
         request = pb.StopRequest(within_seconds=within_s or 0.0)
         reply: pb.ControlReply = self._invoke("stop", self._stub.Stop, request)
         return reply.message
 
     def snapshot(self, timeout_s: float = SNAPSHOT_TIMEOUT_S) -> pb.SnapshotReply:
-        """Save the committed state; returns when it is complete on disk.
+        """Saves the committed state; returns when it is complete on disk.
 
         Raises:
-            CapacityError: it could not be written.
+            CapacityError: the state could not be written.
         """
         reply: pb.SnapshotReply = self._invoke(
             "snapshot", self._stub.Snapshot, pb.SnapshotRequest(), timeout_s

@@ -1,8 +1,8 @@
-"""How arrays of other nodes are fetched: ``cluster.fetch`` chooses, whoever needs them asks here.
+"""Fetching of arrays from other nodes, by the transport in ``cluster.fetch``.
 
 ``zmq``: the peer's memoryd sends them (:mod:`penstock.protocol.wire.blocks`). ``nixl``, ``auto``:
-fetchd of this node reads them out of the peer's memory (:mod:`penstock.protocol.wire.staged`);
-where it or the peer's is not there memoryd is asked, and fetchd again a while later.
+fetchd of this node reads them out of the peer's memory (:mod:`penstock.protocol.wire.staged`). If
+fetchd is missing on either node, memoryd sends the array, and fetchd is tried again later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Fetcher(Protocol):
         timeout_s: float,
         cancelled: Callable[[], bool] = ...,
     ) -> None:
-        """See :meth:`penstock.protocol.wire.blocks.BlockClient.fetch`."""
+        """Fetches an array: see :meth:`penstock.protocol.wire.blocks.BlockClient.fetch`."""
 
     def close(self) -> None:
         """Closes all connections."""
@@ -90,13 +90,11 @@ class CountedFetcher:
         timeout_s: float,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """See :class:`Fetcher`."""
         start_s = world.monotonic()
         self._blocks.fetch(address, request, out, timeout_s=timeout_s, cancelled=cancelled)
         self._fetched("zmq", memoryview(out).nbytes, world.monotonic() - start_s)
 
     def close(self) -> None:
-        """See :class:`Fetcher`."""
         self._blocks.close()
 
 
@@ -122,7 +120,6 @@ class OneSidedFetcher:
         timeout_s: float,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """See :class:`Fetcher`."""
         view = memoryview(out)
         if not view.nbytes:
             return
@@ -146,7 +143,6 @@ class OneSidedFetcher:
         self._fetched("zmq", view.nbytes, world.monotonic() - start_s)
 
     def close(self) -> None:
-        """See :class:`Fetcher`."""
         self._staged.close()
         self._blocks.close()
 

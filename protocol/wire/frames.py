@@ -33,7 +33,7 @@ is there, so small ones let receiving and copying overlap, in caches.
 """
 
 TransferKind = Literal["activation", "gradient", "checkpoint", "reduction", "entry"]
-"""What a transfer between workers is."""
+"""Kinds of transfers between workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class GroupAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferShape:
-    """Worker to worker: what each transfer of this kind, phase and stage from ``sender`` holds in
-    this epoch, when its bytes go through a process group.
+    """Worker to worker: the shape of each transfer of this kind, phase and stage from ``sender`` in
+    this epoch, if its bytes go through a process group.
     """
 
     run_id: str
@@ -141,17 +141,26 @@ class LeaseReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRequest:
-    """Ask a memoryd for bytes ``[offset, offset + num_bytes)`` of an array of a block.
+    """Requests bytes ``[offset, offset + num_bytes)`` of an array of a block from a memoryd.
 
-    ``array`` is ``weights`` (at ``version``; answered only when complete and committed), ``frozen``
-    (once there is a model in memory), or ``grads`` (contribution ``contribution`` of copy
-    ``version % 2``; answered only when its ready word says (epoch, attempt) or later: a committed
-    copy stays as it is while the next attempt fills the other). ``state`` is the array ``name`` of
-    a block's state, ``low`` and ``high`` of a split master, answered while the state is at
-    ``version`` and no sweep leads it on; ``words`` are those that say so (:class:`StateWords`):
-    equal ones before and after mean that what was read in between is of that version. A range has
-    at most :data:`MAX_RANGE_BYTES`: large arrays are asked for piece by piece, so that neither side
-    holds more than a few ranges in its queues.
+    ``array`` is one of:
+
+    * ``weights`` at ``version``; answered only when complete and committed.
+
+    * ``frozen``; answered once there is a model in memory.
+
+    * ``grads``: contribution ``contribution`` of copy ``version % 2``. Answered only when its ready
+      word has (epoch, attempt) or later: a committed copy stays unchanged while the next attempt
+      fills the other.
+
+    * ``state``: the array ``name`` of a block's state; ``low`` and ``high`` of a split master.
+      Answered while the state is at ``version`` and no sweep changes it.
+
+    * ``words`` with the version (:class:`StateWords`). Equal words before and after mean that bytes
+      read in between are of that version.
+
+    A range has at most :data:`MAX_RANGE_BYTES`. Large arrays are requested piece by piece, so that
+    neither side holds more than a few ranges in its queues.
     """
 
     run_id: str
@@ -167,7 +176,7 @@ class BlockRequest:
 
     @property
     def key(self) -> ArrayKey:
-        """Which array of the node's layout it is."""
+        """Key of the array in the node's layout."""
         if self.array == "weights":
             return (self.block, "weights", self.version % 2, 0)
         if self.array == "grads":
@@ -181,8 +190,8 @@ class BlockRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateWords:
-    """What ``words`` of a block are: the memory's incarnation, and the version of its state,
-    :data:`~penstock.shm.control.INVALID_VERSION` while a sweep leads that on.
+    """Content of ``words`` of a block: the memory's incarnation, and the version of its state,
+    :data:`~penstock.shm.control.INVALID_VERSION` while a sweep changes it.
     """
 
     incarnation: int
@@ -266,8 +275,9 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRequest:
-    """A process of the node to fetchd: read a range of an array of the node whose memoryd listens
-    on ``address`` into slot ``slot``. ``serial`` tells requests of a connection apart.
+    """Request of a process of the node to fetchd: read a range of an array into slot ``slot``. The
+    array is of the node with a memoryd on ``address``. ``serial`` distinguishes requests of a
+    connection.
     """
 
     serial: int
@@ -278,9 +288,9 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadReply:
-    """``ok``: the range is in its slot, all of one moment, which ``incarnation`` and ``sequence``
-    name; ``wait``: the array is not complete yet; ``torn``: somebody wrote meanwhile; ``away``: no
-    way leads to that node now, ``error`` says why.
+    """Reply of fetchd. ``ok``: the range is in its slot, all of one moment, which ``incarnation``
+    and ``sequence`` name. ``wait``: the array is not complete yet. ``torn``: a writer changed it
+    meanwhile. ``away``: the node cannot be reached now; ``error`` has the reason.
     """
 
     serial: int
@@ -336,8 +346,8 @@ def decode(data: bytes | memoryview, *expected: type[H]) -> H:
     """Parses a header frame that must be one of ``expected``.
 
     Raises:
-        ProtocolError: too large, not msgpack, another message, a missing, unknown or mistyped
-            field. Nothing else, whatever the bytes are.
+        ProtocolError: the frame is too large, not msgpack, another message, or has a missing,
+            unknown or mistyped field. No other exception, for any bytes.
     """
     if len(data) > MAX_HEADER_BYTES:
         raise ProtocolError(f"header of {len(data)} bytes, limit {MAX_HEADER_BYTES}")
@@ -355,7 +365,7 @@ def decode(data: bytes | memoryview, *expected: type[H]) -> H:
 
 
 def _fields_of(message: Any) -> dict[str, Any]:
-    """``dataclasses.asdict`` without its copies of every value."""
+    """Returns ``dataclasses.asdict`` without its copies of every value."""
     return {name: _plain(getattr(message, name)) for name in _HINTS[type(message)]}
 
 
@@ -380,7 +390,7 @@ def _build(kind: type[Any], fields: dict[Any, Any]) -> Any:
 
 
 def _coerce(hint: Any, value: Any) -> Any:
-    """``value`` as the field type ``hint``, or ``_INVALID``. An int is never negative."""
+    """Returns ``value`` as the field type ``hint``, or ``_INVALID``. An int is never negative."""
     origin = typing.get_origin(hint)
     if origin is Literal:
         return value if isinstance(value, str) and value in typing.get_args(hint) else _INVALID

@@ -1,11 +1,11 @@
 """Names of local sockets that no other user can take: files in a folder of the run's user.
 
 Every user of a machine can bind a name in the abstract namespace as soon as the process that had
-the name is dead, and then its replacement cannot listen. So the sockets of a node's processes are
-in ``/dev/shm/.penstock-<run id>-<node>/``, mode 0700. /dev/shm is sticky: no user but the folder's
-owner removes or renames the folder, so a name stays the user's until its run ends.
+the name is dead. Its replacement cannot listen then. So the sockets of a node's processes are in
+``/dev/shm/.penstock-<run id>-<node>/``, mode 0700. /dev/shm is sticky: only the folder's owner
+removes or renames the folder, so a name stays the user's until its run ends.
 
-A socket's file stays when its process is killed. A lock beside the file (``flock``) belongs to the
+A socket's file stays when its process is killed. A lock next to the file (``flock``) belongs to the
 living process: the next process takes the lock, and removes the file.
 """
 
@@ -51,10 +51,10 @@ class LocalName:
 
     @classmethod
     def take(cls, address: str, what: str) -> LocalName:
-        """Returns the name that the socket at ``address`` (``ipc://PATH``, or a path) is to be
-        bound to, when no living process has it. ``what``: the kind of process, for errors. Does
-        nothing for abstract names, which the kernel gives to one process, and in a world whose
-        sockets are not the kernel's.
+        """Returns the name that the socket at ``address`` (``ipc://PATH``, or a path) will be bound
+        to, when no living process has it. ``what``: the kind of process, for errors. Does nothing
+        for abstract names, which the kernel gives to one process, and in a world with simulated
+        sockets.
 
         Raises:
             StateError: another process of this user has the name.
@@ -73,7 +73,9 @@ class LocalName:
         return cls(path, lock)
 
     def release(self) -> None:
-        """Let another process have the name; the socket is closed. A second time does nothing."""
+        """Frees the name for another process, after the socket is closed. A second call does
+        nothing.
+        """
         if self._path is None:
             return
         path, self._path = self._path, None
@@ -85,25 +87,25 @@ class LocalName:
 
 
 def prepare_folder(run_id: str, node: str) -> LocalName:
-    """Make the folder of a node whose processes are all dead, or empty it. The folder is never
-    away, or another user could take its name; the node's own name there, which is returned, keeps
+    """Makes the folder of a node, or empties it; all processes of the node are dead. The folder is
+    never removed, or another user could take its name. The returned name, of the node itself, keeps
     the folder from being removed.
 
     Raises:
-        ForeignFolderError: another user has it.
+        ForeignFolderError: another user has the folder.
     """
     folder = socket_folder(run_id, node)
     _make_folder(folder)
-    own = folder / _NODE
-    name = LocalName.take(str(own), "node")
+    node_path = folder / _NODE
+    name = LocalName.take(str(node_path), "node")
     for path in folder.iterdir():
-        if path != _lock_path(own):
+        if path != _lock_path(node_path):
             path.unlink()
     return name
 
 
 def remove_folder(run_id: str, node: str) -> None:
-    """Remove the folder of a node whose processes are all dead; another user's stays."""
+    """Removes the folder of a node with dead processes only; another user's folder stays."""
     folder = socket_folder(run_id, node)
     with suppress(FileNotFoundError, ForeignFolderError):
         check_folder(folder)
@@ -114,17 +116,17 @@ def left_folders() -> list[Path]:
     """Returns this user's folders in which no living process has a name: whole nodes were
     killed.
     """
-    found = []
+    folders = []
     for folder in sorted(SOCKET_FOLDERS.glob(f"{FOLDER_PREFIX}*")):
         with suppress(FileNotFoundError, ForeignFolderError):
             check_folder(folder)
             if not any(_is_held(lock) for lock in folder.glob(f"*{_LOCK}")):
-                found.append(folder)
-    return found
+                folders.append(folder)
+    return folders
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that is not this user's alone: others could bind sockets there.
+    """Refuses a folder that other users may use: they could bind sockets there.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -148,7 +150,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _await_folder(folder: Path) -> None:
-    """Make or check the folder; while another user has it, wait and log the owner."""
+    """Makes or checks the folder. While another user has it, waits and logs the owner."""
     complaints, deadline_s = Complaints(_log), world.monotonic() + FOREIGN_PATIENCE_S
     while True:
         try:
@@ -165,7 +167,7 @@ def _await_folder(folder: Path) -> None:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Returns the descriptor of the locked file beside ``path``; None: another process has it."""
+    """Returns the descriptor of the locked file next to ``path``; None: another process has it."""
     place = _lock_path(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:

@@ -3,10 +3,10 @@ socket.
 
 The kernel keeps other users away
 (:func:`~penstock.protocol.wire.connection_limiter.allow_own_user_only`). Other processes of this
-user are rejected, too: libzmq keeps frames of a message without a last frame for as long as frames
-arrive, with 32 bytes of memory for a byte. So the filter asks the kernel for the process at the
-other end of each new connection, and cuts connections of foreign processes. Frames that arrive
-before the filter's thread wakes are not bounded.
+user are rejected, too. libzmq keeps frames of a message without a last frame while frames arrive,
+with 32 bytes of memory for a byte. So the filter asks the kernel for the process at the other end
+of each new connection, and cuts connections of foreign processes. Frames that arrive before the
+filter's thread wakes are not bounded.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from penstock.protocol.run.process import parent_to_die_with
 from penstock.protocol.security.token import peer_process
 
 _LOOK_S = 1.0
-"""So often it looks whether it is to end, if nobody comes and the socket's end is not told."""
+"""Seconds between checks of the end, if no event arrives."""
 
 _log = logging.getLogger(__name__)
 
 
 class LocalPeerFilter:
-    """Watches who connects to one bound local socket, on a thread of its own.
+    """Cuts foreign connections to one bound local socket, on a separate thread.
 
-    A neighbour is this process's parent, or descends from it: a node has started all of its
-    processes, and those of another node have no business on a local socket.
+    A neighbour is this process's parent, or descends from it. A node has started all of its
+    processes, and processes of another node must not use a local socket.
     """
 
     def __init__(self, socket: zmq.Socket[Any], *, elder: int) -> None:
-        """Start to watch. ``elder``: the process that started this one and all neighbours."""
+        """Starts to watch. ``elder``: the process that started this one and all neighbours."""
         self._address = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._elder = elder
         self._socket = socket
@@ -52,14 +52,16 @@ class LocalPeerFilter:
 
     @classmethod
     def where_possible(cls, socket: zmq.Socket[Any]) -> LocalPeerFilter | None:
-        """Returns who watches over a socket of this process; None where no node has started it, and
-        in a world whose sockets are not the kernel's.
+        """Returns a filter for a socket of this process; None if no node has started the process,
+        and in a world with simulated sockets.
         """
         node = parent_to_die_with() if world.here().guards_sockets else None
         return None if node is None else cls(socket, elder=node)
 
     def close(self) -> None:
-        """Stop watching, before the socket is closed; its thread may be receiving."""
+        """Stops watching. Called before the socket is closed; the socket's thread may be
+        receiving.
+        """
         self._closing.set()
         # First this: the thread waits for events, of which the last says that there are no more.
         self._socket.disable_monitor()
@@ -102,7 +104,7 @@ def _endpoint_of(connection: sockets.socket) -> str:
 
 
 def _cut(connection: sockets.socket) -> None:
-    """libzmq sees the connection end, and drops what it kept of it."""
+    """Cuts a connection; libzmq sees it end, and drops its frames."""
     try:
         connection.shutdown(sockets.SHUT_RDWR)
     except OSError:

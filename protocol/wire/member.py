@@ -50,11 +50,11 @@ Listener = Callable[[pb.SchedulerMessage], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
-    """What a member's work has come to, as its heartbeats say it.
+    """Progress of a member's work, as its heartbeats report it.
 
-    ``activity``: under way now, empty for nothing. ``waiting``: for another member. ``progress``: a
-    count that grows as long as the work goes on. ``stuck``: a thread that others depend on stands
-    still. The process is silent then, so that it is replaced.
+    ``activity``: the current one, empty for none. ``waiting``: True if it waits for another member.
+    ``progress``: a count that grows while the work advances. ``stuck``: True if a thread that other
+    members depend on hangs. Then the process sends no heartbeats, so that it is replaced.
     """
 
     activity: str = ""
@@ -110,29 +110,31 @@ class MemberLink:
         ]
 
     def start(self) -> None:
-        """Begin connecting; returns at once."""
+        """Starts to connect; returns immediately."""
         for thread in self._threads:
             thread.start()
 
     @property
     def connected(self) -> bool:
-        """Whether the scheduler has answered on the present stream."""
+        """True if the scheduler has answered on the present stream."""
         with self._lock:
             return self._stream is not None and self._stream.answered
 
     @property
     def heard_s(self) -> float:
-        """When the scheduler was last heard on any stream (monotonic); at first: now."""
+        """Time of the scheduler's last message on any stream (monotonic); initially the start of
+        the link.
+        """
         with self._lock:
             if self._stream is not None and self._stream.answered:
                 self._heard_s = max(self._heard_s, self._stream.last_heard)
             return self._heard_s
 
     def send(self, message: pb.MemberMessage) -> None:
-        """Queue a message; any thread may call this, and it never blocks.
+        """Queues a message; any thread may call this, and it never blocks.
 
-        Without a stream the message is dropped: the scheduler has seen the stream end, so it starts
-        a new epoch, in which messages of the old one mean nothing.
+        Without a stream the message is dropped. The scheduler has seen the stream end, so it starts
+        a new epoch, in which messages of the old epoch mean nothing.
         """
         with self._lock:
             stream = self._stream
@@ -156,9 +158,9 @@ class MemberLink:
         return message
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued, end the stream and all threads.
+        """Writes queued messages, ends the stream and all threads.
 
-        Waits up to ``timeout_s`` for the scheduler to take the last messages, then cuts the stream.
+        Waits up to ``timeout_s`` for the scheduler to read the last messages, then cuts the stream.
         """
         self._closing.set()
         with self._lock:
@@ -174,7 +176,9 @@ class MemberLink:
         self._inbox.put(None)
 
     def _cut_until_ended(self, thread: threading.Thread) -> None:
-        """Also streams that begin only now: those of a connection that was under way."""
+        """Cuts streams until the thread ends, including streams of a connection that was in
+        progress.
+        """
         while thread.is_alive():
             with self._lock:
                 stream = self._stream
@@ -196,7 +200,9 @@ class MemberLink:
             self._inbox.put(None)
 
     def _run_stream(self) -> bool:
-        """Open one stream and read it to its end; whether the scheduler answered on it."""
+        """Opens one stream and reads it to its end; returns whether the scheduler answered on
+        it.
+        """
         hello = self._hello()
         hello.nonce = self._nonce
         try:
@@ -208,7 +214,7 @@ class MemberLink:
         stream = _SchedulerStream(connection, hello)
         with self._lock:
             self._stream = stream
-        if self._closing.is_set():  # close() may have looked for a stream before this one was there
+        if self._closing.is_set():  # close() may have run before this stream was stored
             stream.finish()
         try:
             for message in stream.messages():
@@ -233,8 +239,8 @@ class MemberLink:
         self._trouble = trouble
 
     def _beat(self) -> None:
-        """Send heartbeats; cut a stream on which the scheduler has been silent for too long, or was
-        told where this process listened before its machine's address changed.
+        """Sends heartbeats. Cuts a stream if the scheduler has been silent for too long, or if this
+        process listens on another address than the stream's Hello has.
         """
         sequence = 0
         stuck = False
@@ -340,7 +346,7 @@ class _SchedulerStream:
         self.last_heard = world.monotonic()
 
     def messages(self) -> Iterator[pb.SchedulerMessage]:
-        """Yields everything but heartbeats, until the stream ends for whatever reason."""
+        """Yields all messages except heartbeats, until the stream ends for any reason."""
         try:
             for message in self._call:
                 self.heard()
@@ -352,15 +358,17 @@ class _SchedulerStream:
             self.end_reason = f"{error.code()}: {error.details()}" if known else repr(error)
 
     def finish(self) -> None:
-        """No more messages from this side; the scheduler then ends the stream."""
+        """Ends the messages of this side; the scheduler then ends the stream."""
         self._outgoing.put(None)
 
     def cut(self) -> None:
-        """End the stream now, whatever is unsent."""
+        """Ends the stream immediately, with messages unsent."""
         self._call.cancel()
 
     def release(self) -> None:
-        """Free the channel and wait for gRPC's writing thread, which waits in :meth:`_requests`."""
+        """Frees the channel and waits for gRPC's writing thread, which waits in
+        :meth:`_requests`.
+        """
         self._call.cancel()
         self.finish()
         self._connection.close()

@@ -1,21 +1,22 @@
-"""When bytes that were copied out of another node's memory, without asking anybody there, count.
+"""Validity of bytes that were read from another node's memory without its processes.
 
-A read is three transfers, each begun when the one before is complete: the control words of the
-block, the bytes, the control words again. :func:`judge` compares the two. Its argument:
+A read is three transfers, each begun when the previous one is complete: the control words of the
+block, the bytes, the control words again. :func:`judge` compares the words. Its argument:
 
 * An array's sequence is odd from before its first byte is written until after the last, and never
-  repeats. Read even before, and the same after: nobody wrote in between, so all bytes are of one
-  moment. Version and ready words change while the sequence is odd only, so they are of that moment.
-* Versions repeat after a skip (other bytes, same number) and a restore: the sequence does not, and
-  the incarnation is another one after a restore. The epoch is that of the request or a later one,
-  so memory that was replaced, and is mapped only by a process that was left over, does not count.
+  repeats. If it is even before, and the same after, no process wrote in between: all bytes are of
+  one moment. Version and ready words change only while the sequence is odd, so they are of that
+  moment.
+* Versions repeat after a skip (other bytes, same number) and a restore. The sequence does not, and
+  the incarnation changes with a restore. The epoch is that of the request or a later one. So memory
+  that was replaced, and is mapped only by an old process, does not count.
 * Weights count when their version is committed, in both copies of the words.
 
-The order that this needs: stores of a writer become visible in their order (x86-64), and a transfer
-that is begun after another was complete reads memory after it. Read requests of one connection on
-InfiniBand or RoCE are executed in order, and the completion of a read means that its bytes have
-arrived; within one transfer no order is needed. That is argued from the rules of that hardware and
-was not tried on it.
+The argument needs this order: stores of a writer become visible in their order (x86-64), and a
+transfer that is begun after another was complete reads memory after it. InfiniBand and RoCE execute
+read requests of one connection in order, and the completion of a read means that its bytes have
+arrived. Within one transfer no order is needed. This follows from the rules of that hardware and
+was not tested on it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from penstock.shm.words import CopiedWords
 
 
 class Verdict(Enum):
-    """What became of a read."""
+    """Result of a read."""
 
     OK = "ok"
     WAIT = "wait"
     """The array is not complete yet."""
     TORN = "torn"
-    """Somebody wrote meanwhile: the bytes are worth nothing."""
+    """A process wrote meanwhile: the bytes are invalid."""
 
 
 def sequence(words: CopiedWords, request: BlockRequest) -> int:
@@ -46,12 +47,12 @@ def sequence(words: CopiedWords, request: BlockRequest) -> int:
 
 
 def is_complete(words: CopiedWords, request: BlockRequest) -> bool:
-    """Returns whether the array is there, and nobody writes it."""
+    """Returns whether the array is complete, and no process writes it."""
     if not words.incarnation or words.epoch < request.epoch or sequence(words, request) % 2:
         return False
     if request.array == "weights":
-        there = words.slot_versions[request.version % 2] == request.version
-        return there and words.committed >= request.version
+        has_version = words.slot_versions[request.version % 2] == request.version
+        return has_version and words.committed >= request.version
     if request.array == "grads":  # or a later attempt's, as memoryd answers
         epoch, attempt = words.ready[request.contribution]
         kept = request.attempt > words.lost_attempt

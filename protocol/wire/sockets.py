@@ -1,16 +1,16 @@
 """Access to the ZeroMQ sockets of a run that listen on TCP: authentication of both sides.
 
-Each context that binds such a socket has a :class:`ZapAuthenticator`: a thread that libzmq asks
-about every handshake (ZAP, ZeroMQ's RFC 27), before anything that the other side sends is
-delivered. What a server demands depends on ``cluster.security``. With ``tls``: a key in the node's
-list of peers, and everything is encrypted with that key (:class:`CurveAccess`). With ``none``: a
-password that follows from the run's token (:class:`PlainAccess`). Without an authenticator that
-answers, every handshake fails.
+Each context that binds such a socket has a :class:`ZapAuthenticator`. libzmq asks its thread about
+every handshake (ZAP, ZeroMQ's RFC 27), before it delivers anything from the peer. A server's
+demands depend on ``cluster.security``. With ``tls``: a key in the node's list of peers, and
+everything is encrypted with that key (:class:`CurveAccess`). With ``none``: a password that follows
+from the run's token (:class:`PlainAccess`). Without an authenticator that answers, every handshake
+fails.
 
 Addresses of sockets travel as text, in ``Hello`` and ``Begin``. With ``tls`` an address names the
-listener's key: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. A client looks up the key in
-its own list, under the name of the node that the plan has at the address: an address cannot name a
-key of another node. Local sockets need none of this: the kernel keeps other users away from them
+listener's key: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. A client searches the key in
+its own list, under the name of the node that the plan has at the address. So an address cannot name
+a key of another node. Local sockets need none of this: the kernel keeps other users away from them
 (:func:`~penstock.protocol.wire.connection_limiter.allow_own_user_only`).
 """
 
@@ -55,27 +55,28 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCO
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _HEEDED = _REFUSALS | _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _HANG_UPS = 3
-"""Handshakes in a row that the other side broke off. The one that finds first that the mechanisms
-differ hangs up, and the other hears of nothing else; somebody who dies does that once."""
+"""Handshakes in a row that the peer broke off. The side that first sees different mechanisms
+closes, and the other side receives no reason; a peer that dies breaks off only one.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 class SocketAccess(Protocol):
-    """What sockets on TCP ask for, and show."""
+    """Authentication of sockets on TCP: demands of a server, credentials of a client."""
 
     @property
     def encrypts(self) -> bool:
-        """Whether what goes over TCP is encrypted."""
+        """True if traffic over TCP is encrypted."""
 
     @property
     def pre_auth_reply_bytes(self) -> int | None:
-        """Most bytes that a listening socket says to somebody who has not been let in: whoever has
-        acknowledged more has been. None: everybody is let in.
+        """Most bytes that a server sends to a client before the client has authenticated: a client
+        that has acknowledged more has authenticated. None: all clients are accepted.
         """
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
-        """Set options of a socket that will listen on TCP; before it is bound."""
+        """Sets options of a socket that will listen on TCP; before it is bound."""
 
     def announce(self, endpoint: str) -> str:
         """Returns the text that tells others of a bound socket."""
@@ -93,10 +94,10 @@ class SocketAccess(Protocol):
         """
 
     def connect(self, socket: zmq.Socket[Any], address: str) -> None:
-        """Connect a socket to an announced or local address.
+        """Connects a socket to an announced or local address.
 
         Raises:
-            ProtocolError: the address does not say what this access needs.
+            ProtocolError: the address lacks the key that this access needs.
         """
 
 
@@ -127,8 +128,8 @@ OPEN = OpenAccess()
 
 
 class PlainAccess:
-    """PLAIN (ZeroMQ's RFC 24) with a password that follows from the run's token and the address:
-    whoever listens there without knowing the token learns nothing that is good elsewhere.
+    """PLAIN (ZeroMQ's RFC 24) with a password that follows from the run's token and the address. A
+    listener without the token learns nothing that is valid elsewhere.
     """
 
     encrypts = False
@@ -151,7 +152,7 @@ class PlainAccess:
         return (
             mechanism == b"PLAIN"
             and len(credentials) == 2
-            and any([hmac.compare_digest(credentials[1], own) for own in self._passwords])
+            and any([hmac.compare_digest(credentials[1], password) for password in self._passwords])
         )
 
     def check(self, address: str, node: str) -> None:
@@ -167,16 +168,16 @@ class PlainAccess:
         _connect(socket, address)
 
     def password(self, address: str) -> bytes:
-        """Returns what is to be shown to whoever is at an announced address."""
+        """Returns the password for the listener on an announced address."""
         return hmac.new(self._token, address.encode(), "sha256").hexdigest().encode()
 
 
 class CurveAccess:
     """CURVE (ZeroMQ's RFC 26) with the keys of one node's folder.
 
-    A process keeps the pair of keys that it found when it started. The list of peers is read anew
-    when its files change: ``peers/NAME.public`` has one key a line, and each of them is that
-    node's, so that an old and a new one are good while both are there.
+    A process keeps the pair of keys that it read at its start. The list of peers is read again when
+    its files change: ``peers/NAME.public`` has one key a line. All of them are keys of that node,
+    so that an old and a new key are valid while both are listed.
     """
 
     encrypts = True
@@ -231,7 +232,7 @@ class CurveAccess:
         _connect(socket, address.partition(_NAMED_KEY)[0])
 
     def _named_key(self, address: str) -> bytes:
-        """Returns the key in an address, if somebody has it who may be talked to."""
+        """Returns the key in an address, if it belongs to a known node."""
         try:
             key = bytes.fromhex(address.partition(_NAMED_KEY)[2])
         except ValueError:
@@ -254,24 +255,24 @@ class CurveAccess:
             return self._node_of.get(key)
 
     def _look(self) -> None:
-        """Read the list of peers if a file has changed, or come, or gone."""
+        """Reads the list of peers if a file was changed, added or removed."""
         self._looked_s = world.monotonic()
         folder = self._folder / "peers"
         try:
-            found = {
+            stamps = {
                 path: (status.st_mtime_ns, status.st_ino)
                 for path in sorted(folder.glob("*.public"))
                 for status in [path.stat()]
             }
         except OSError as error:
             raise ConfigError(f"{folder}: cannot read it: {error}") from error
-        if found == self._files:
+        if stamps == self._files:
             return
         node_of: dict[bytes, str] = {}
-        for path in found:
+        for path in stamps:
             for line in read_private(path, secret=False).split():
                 node_of[_decoded(path, line)] = path.name.removesuffix(".public")
-        self._files, self._node_of = found, node_of
+        self._files, self._node_of = stamps, node_of
 
 
 def socket_access(config: Config, run_dir: Path, node: str) -> SocketAccess:
@@ -290,8 +291,8 @@ def socket_access(config: Config, run_dir: Path, node: str) -> SocketAccess:
 def checked_places(
     config: Config, access: SocketAccess, announced: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the addresses of members (by name) after a look at whose they are: the configuration
-    says on which node a member is, never the address.
+    """Returns the addresses of members (by name) after a check of their nodes. The configuration
+    names the node of a member; an address never does.
 
     Raises:
         ProtocolError: an address is not a place of the member's node.
@@ -308,7 +309,7 @@ class ZapAuthenticator:
     """
 
     def __init__(self, context: zmq.Context[Any], access: SocketAccess) -> None:
-        """Begin to answer."""
+        """Starts to answer."""
         self._access = access
         self._complaints = Complaints(_log)
         self._thread: threading.Thread | None = None
@@ -322,7 +323,7 @@ class ZapAuthenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more, and end the thread; a second time does nothing."""
+        """Rejects all further clients, and ends the thread; a second call does nothing."""
         if self._thread is not None:
             self._closing.set()
             self._thread.join()
@@ -348,20 +349,20 @@ class ZapAuthenticator:
 
 
 class Connection:
-    """A socket that connects to one address, and why it cannot: after a handshake that failed
-    libzmq gives up silently. Of one thread at a time, like its socket.
+    """A socket that connects to one address, and the reason of a failure: libzmq reports no failed
+    handshake. Used by one thread at a time, like its socket.
     """
 
     def __init__(
         self, socket: zmq.Socket[bytes], address: str, access: SocketAccess, watched: int = 0
     ) -> None:
-        """Connect ``socket``, which is closed with this.
+        """Connects ``socket``, which is closed with this.
 
-        Somebody else reads :attr:`monitor` if there are events in ``watched``, which it then brings
-        too, and hands each to :meth:`note`.
+        If ``watched`` has events, the caller reads :attr:`monitor`, which then also delivers them,
+        and passes each to :meth:`note`.
 
         Raises:
-            ProtocolError: as :meth:`SocketAccess.connect`; the socket is closed.
+            ProtocolError: see :meth:`SocketAccess.connect`; the socket is closed.
         """
         self.socket = socket
         self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(_HEEDED | watched)
@@ -382,7 +383,7 @@ class Connection:
         return self._seen
 
     def note(self, event: int) -> None:
-        """Heed an event of the monitor."""
+        """Handles an event of the monitor."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._broken, self._seen = 0, ""
         self._broken += event == _BROKEN
@@ -394,8 +395,8 @@ class Connection:
             )
 
     def close(self) -> None:
-        """Drop what is on its way."""
-        # First this: an event that nobody reads any more would hold up the socket's end.
+        """Closes the socket and drops messages in flight."""
+        # Disable the monitor first: an event that no thread reads would block the socket's end.
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
@@ -410,10 +411,10 @@ def _check_unnamed(address: str, node: str) -> None:
 
 
 def _connect(socket: zmq.Socket[Any], address: str) -> None:
-    """Connect, but not to another user's process that took the name of one of ours.
+    """Connects, but not to another user's process that took the name of one of ours.
 
     Raises:
-        LostMemberError: somebody else listens there.
+        LostMemberError: another user's process listens there.
     """
     if address.startswith(_LOCAL):
         refuse_foreign_owner(address.removeprefix(_LOCAL))
@@ -425,7 +426,9 @@ def _is_tcp(address: str) -> bool:
 
 
 def _ask_the_door(socket: zmq.Socket[Any]) -> None:
-    """Have libzmq ask about every handshake, and let nobody in while nobody answers."""
+    """Lets libzmq ask the authenticator about every handshake, and reject all while none
+    answers.
+    """
     socket.set(zmq.ZAP_DOMAIN, DOMAIN)
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 

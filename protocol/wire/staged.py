@@ -1,9 +1,8 @@
 """A worker's or optimizerd's end of fetchd: asks for ranges, and copies them out of staging memory.
 
-The socket is local, of the same user only. With each connection comes staging memory
-of its own, a descriptor without a name: fetchd reads ranges of other nodes' arrays into it, and
-says so when one is complete and was not written meanwhile. The serving side is
-:mod:`penstock.daemons.fetch.clients`.
+The socket is local, of the same user only. Each connection has its own staging memory, a descriptor
+without a name: fetchd reads ranges of other nodes' arrays into it, and reports each range that is
+complete and was not written meanwhile. The serving side is :mod:`penstock.daemons.fetch.clients`.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ FETCH_SOCKET = "fetch"
 STAGING_SLOTS = 4
 SLOT_BYTES = 4 << 20
 ANSWER_TIMEOUT_S = 8.0
-"""fetchd gives up a read before; one that says nothing for so long is stopped."""
+"""Seconds until a silent fetchd counts as stopped; fetchd itself ends a read earlier."""
 _POLL_S = 0.02
 _PAUSES_S = (0.0002, 0.0005, 0.001, 0.002)
-"""Before asking again for what was not complete: a look over the network costs both sides."""
+"""Seconds before requests for an incomplete array are repeated: each costs both sides a read over
+the network.
+"""
 
 
 class AwayError(PenstockError):
@@ -45,7 +46,7 @@ class AwayError(PenstockError):
 
 
 def socket_address(run_id: str, node: str) -> str:
-    """Path of the local socket of a node's fetchd."""
+    """Returns the path of the local socket of a node's fetchd."""
     return str(socket_folder(run_id, node) / FETCH_SOCKET)
 
 
@@ -66,11 +67,10 @@ class StagedClient:
         timeout_s: float,
         cancelled: Callable[[], bool],
     ) -> None:
-        """Fill ``out`` with an array of the node whose memoryd listens on ``address``.
+        """Fills ``out`` with an array of the node with a memoryd on ``address``.
 
         Raises:
-            AwayError: no fetchd here or there, or it ended; ask memoryd.
-            LostMemberError, FetchCancelledError, ProtocolError: as :class:`BlockClient` does.
+            AwayError: no fetchd runs on one of the nodes, or it ended; fetch from memoryd.
         """
         deadline_s = world.monotonic() + timeout_s
         try:
@@ -92,7 +92,9 @@ class StagedClient:
             raise
 
     def close(self) -> None:
-        """Hang up; fetchd frees the staging memory when nothing writes into it any more."""
+        """Closes the connection; fetchd frees the staging memory when no read writes into it any
+        more.
+        """
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -152,7 +154,7 @@ class _Connection:
 
 
 class _StagedFetch:
-    """One array on its way. All its ranges are of one sequence, or it begins anew."""
+    """One array in transfer. All its ranges are of one sequence, or the transfer restarts."""
 
     def __init__(
         self,
@@ -175,11 +177,11 @@ class _StagedFetch:
 
     @property
     def finished(self) -> bool:
-        """Whether all bytes are there, and nothing is under way."""
+        """True if all bytes have arrived, and no request is in flight."""
         return self.num_received == len(self._out) and not self._asked
 
     def turn(self) -> None:
-        """Ask for what may be asked for, then take one answer if there is one soon."""
+        """Sends allowed requests, then receives one answer if it arrives soon."""
         window = len(self._free) if self._stamp is not None else 1 - len(self._asked)
         while self._to_ask and self._free and window > 0:
             self._ask(self._to_ask.popleft())
@@ -237,7 +239,7 @@ class _StagedFetch:
         self.num_received += len(target)
 
     def _drain(self, under_way: dict[int, tuple[int, int]]) -> None:
-        """Wait for answers that do not matter any more: their slots are written until then."""
+        """Waits for answers that are not needed any more: reads write their slots until then."""
         while under_way:
             reply = self._connection.receive(ANSWER_TIMEOUT_S)
             if reply is None or reply.serial not in under_way:

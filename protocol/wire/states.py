@@ -15,7 +15,7 @@ from penstock.protocol.wire.frames import STATE_WORDS_BYTES, BlockRequest, State
 from penstock.shm.memory import Array, Halves
 
 TIMEOUT_S = 30.0
-"""Of what is small; a large array has the time of :data:`SLOWEST_BYTES_PER_S`, too."""
+"""Seconds for small arrays; a large array has the time of :data:`SLOWEST_BYTES_PER_S`, too."""
 SLOWEST_BYTES_PER_S = 10e6
 
 
@@ -23,7 +23,7 @@ class StateReader:
     """Reads a block's state, of one version; of one thread, as its client is."""
 
     def __init__(self, client: BlockClient, run_id: str, *, split: bool) -> None:
-        """``split``: whether masters are halves where it reads."""
+        """Creates a reader. ``split``: True if masters are halves in the memory that it reads."""
         self._client = client
         self._run_id = run_id
         self._split = split
@@ -47,22 +47,22 @@ class StateReader:
         arrays: Mapping[str, Array],
         cancelled: Callable[[], bool],
     ) -> int:
-        """Fill ``master`` and the optimizer's ``arrays``, fp32 each; returns the bytes read.
+        """Fills ``master`` and the optimizer's ``arrays``, fp32 each; returns the bytes read.
 
         Raises:
-            FetchCancelledError, LostMemberError, ProtocolError: as a fetch; the last also when the
-                state is not at ``version`` any more.
+            FetchCancelledError, LostMemberError, ProtocolError: as in a fetch; the last also when
+            the state is not at ``version`` any more.
         """
-        wanted, halves = dict(arrays), dict[str, Array]()
+        remaining, halves = dict(arrays), dict[str, Array]()
         if self._split:
             halves = {half: np.empty(len(master), np.uint16) for half in ("low", "high")}
         else:
-            wanted["master"] = master
-        for name, array in (*wanted.items(), *halves.items()):
+            remaining["master"] = master
+        for name, array in (*remaining.items(), *halves.items()):
             self._fetch(address, block, version, name, array, array.nbytes, cancelled)
         if self._split:
             master[:] = Halves(**halves).load()
-        return sum(array.nbytes for array in (*wanted.values(), *halves.values()))
+        return sum(array.nbytes for array in (*remaining.values(), *halves.values()))
 
     def _fetch(
         self,

@@ -32,13 +32,15 @@ ENTRIES = 128
 
 _FIELDS = 3
 _PART_S = 1e-3
-"""Of a read that takes a NIC in one go."""
+"""Seconds of a read that occupies a NIC in one piece."""
 
 _TURN_S = 1e-2
-"""What arrives so soon after the read before it has ended was waiting for its turn."""
+"""Seconds after the previous read within which arriving bytes count as having waited for their
+turn.
+"""
 
 _LEAST_SHARE = 0.05
-"""Of memory bandwidth: what the optimizer gets however much is copied."""
+"""Share of memory bandwidth that the optimizer always gets, however much is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class BandwidthLog:
     """The copies of one node's devices."""
 
     def __init__(self, path: Path, num_devices: int) -> None:
-        """Map the file; made if it is not there."""
+        """Maps the file, and creates it if it does not exist."""
         size = num_devices * ENTRIES * _FIELDS * 8
         make_directory(path.parent)
         with writing(path, size), path.open("a+b") as file:
@@ -67,11 +69,11 @@ class BandwidthLog:
 
     @classmethod
     def of_node(cls, run_dir: Path, node: str, num_devices: int) -> BandwidthLog:
-        """That of a run's node."""
+        """Returns the log of a run's node."""
         return cls(run_dir / "emulated" / f"traffic-{node}", num_devices)
 
     def post(self, device: int, copy: Copy) -> None:
-        """Announce a copy of a device, counted in its node."""
+        """Announces a copy of a device, counted in its node."""
         entry = self._entries[device, self._next[device]]
         self._next[device] = (self._next[device] + 1) % ENTRIES
         entry[2] = 0.0
@@ -81,22 +83,22 @@ class BandwidthLog:
     def since(self, at: float) -> list[Copy]:
         """Copies that end after ``at``."""
         flat = self._entries.reshape(-1, _FIELDS)
-        found = flat[(flat[:, 1] > at) & (flat[:, 2] > 0.0)]
-        return [Copy(*entry) for entry in found.tolist()]
+        copies = flat[(flat[:, 1] > at) & (flat[:, 2] > 0.0)]
+        return [Copy(*entry) for entry in copies.tolist()]
 
     def clear(self) -> None:
-        """Forget all copies: the clock may have started anew."""
+        """Forgets all copies: the clock may have restarted."""
         self._entries[...] = 0.0
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmaps the file."""
         del self._entries
         self._map.close()
 
 
 class NicReservations:
-    """When each node's NIC is free, each way, for all processes of an emulated cluster: a file
-    in the run directory that they map and lock::
+    """Times at which each node's NIC is free, in each direction, for all processes of an emulated
+    cluster: a file in the run directory that they map and lock::
 
         0   8
         out in    of node 0, fp64, clock of time.monotonic; then of node 1, …
@@ -105,7 +107,7 @@ class NicReservations:
     """
 
     def __init__(self, path: Path, num_nodes: int) -> None:
-        """Map the file; made if it is not there."""
+        """Maps the file, and creates it if it does not exist."""
         make_directory(path.parent)
         with writing(path, num_nodes * 16):
             self._file = path.open("a+b")
@@ -116,13 +118,13 @@ class NicReservations:
 
     @classmethod
     def of_run(cls, run_dir: Path, num_nodes: int) -> NicReservations:
-        """That of a run."""
+        """Returns the reservations of a run."""
         return cls(run_dir / "emulated" / "nics", num_nodes)
 
     def occupy(
         self, ready_at: float, seconds: float, *, source: int | None, target: int | None
     ) -> tuple[float, float]:
-        """Start and end of a transfer that could start at ``ready_at``. An end whose node is
+        """Returns start and end of a transfer that could start at ``ready_at``. A side with node
         ``None`` is not waited for.
         """
         ends = [2 * source] if source is not None else []
@@ -137,30 +139,33 @@ class NicReservations:
         return start, start + seconds
 
     def clear(self, node: int) -> None:
-        """A node's NIC is free: the clock may have started anew."""
+        """Marks a node's NIC as free: the clock may have restarted."""
         self._free_at[2 * node : 2 * node + 2] = 0.0
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmaps the file."""
         del self._free_at
         self._map.close()
         self._file.close()
 
 
 class NodeReads:
-    """What a process of a node reads from the memory of others takes its time on the node's NIC,
-    bit by bit, so that messages get through. (The NIC of the other node is taken to be free.)
+    """Delays reads of other nodes' memory by their time on the reading node's NIC. The delay is
+    split, so that messages pass between its pieces. (The NIC of the other node is assumed to be
+    free.)
     """
 
     def __init__(self, board: NicReservations, node: int, bytes_per_s: float) -> None:
-        """``bytes_per_s`` of the clock, of bytes as they are stored."""
+        """Creates the delay. ``bytes_per_s``: stored bytes per second of the clock."""
         self.board = board
         self.node = node
         self.bytes_per_s = bytes_per_s
         self._ended_at = 0.0
 
     def __call__(self, num_bytes: int, cancelled: Callable[[], bool]) -> None:
-        """Return when so many bytes that just arrived would have. Used on one thread at a time."""
+        """Waits until ``num_bytes`` that just arrived would have arrived on the NIC. Called on one
+        thread at a time.
+        """
         now = world.monotonic()
         waited_for_turn = now - self._ended_at < _TURN_S
         left_s, end = num_bytes / self.bytes_per_s, self._ended_at if waited_for_turn else now
@@ -175,8 +180,8 @@ class NodeReads:
 def finish_at(
     start: float, num_bytes: float, *, limit: float, capacity: float, copies: Sequence[Copy]
 ) -> float:
-    """When a sweep that moves ``num_bytes`` ends: it has what copies leave of the memory bandwidth
-    ``capacity``, and ``limit`` at most.
+    """Returns the end of a sweep that moves ``num_bytes``. The sweep gets the memory bandwidth
+    ``capacity`` that copies leave, and ``limit`` at most.
 
     Copies come first because each asks for less than an equal share.
     """

@@ -1,8 +1,8 @@
-"""How many CPUs a node needs, and what is said where an engine gives it fewer.
+"""The number of CPUs that a node needs, and messages about engines that grant fewer.
 
-Whoever starts Penstock may leave a node two of sixty-four CPUs without a word; its optimizer then
-is many times slower, and nothing fails. So a node refuses to start where it gets fewer CPUs than
-the machine has and than it needs. A machine that has no more is the user's choice.
+A launcher may silently leave a node two of sixty-four CPUs. Its optimizer then is many times
+slower, and nothing fails. So a node refuses to start with fewer CPUs than both the machine has and
+it needs. A machine with too few CPUs is the user's choice.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def cpus_needed(config: Config) -> int:
     """Returns the CPUs that each node needs: ``cluster.cpus_per_node``, or at least one for each
     thread that is configured, for each worker, and for the optimizer.
 
-    Workers that compute on the cores share them with the optimizer: it has most to do when they
-    wait. Those that feed devices are beside it; emulated ones sleep.
+    Workers that compute on the cores share them with the optimizer, which works mostly while they
+    wait. Workers that feed devices need CPUs of their own; emulated workers sleep.
     """
     if config.cluster.cpus_per_node is not None:
         return config.cluster.cpus_per_node
@@ -66,11 +66,10 @@ def cpu_shortage(config: Config, nodes: Sequence[int], cpus: CpuLimit) -> str:
 def check_cpus(
     config: Config, nodes: Sequence[int], cpus: CpuLimit, environ: Mapping[str, str]
 ) -> None:
-    """Refuse to start ``nodes`` (indices) where an engine keeps CPUs from them that the machine
-    has.
+    """Refuses to start ``nodes`` (indices) if an engine withholds CPUs that the machine has.
 
     Raises:
-        CapacityError: says what it gives, what is needed, and what to change.
+        CapacityError: names the granted CPUs, the needed CPUs, and the setting to change.
     """
     shortage = cpu_shortage(config, nodes, cpus)
     if shortage and cpus.is_cut:

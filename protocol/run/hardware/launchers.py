@@ -1,4 +1,6 @@
-"""What started this process, by the environment it gave, and how more is asked of it."""
+"""The launcher of this process, by its environment, and the option that requests more CPUs from
+it.
+"""
 
 from __future__ import annotations
 

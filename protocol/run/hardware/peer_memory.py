@@ -1,8 +1,8 @@
-"""What emulated devices of a node swapped to each other's memory, so that a device's account has
-what others left there.
+"""Memory that emulated devices of a node swapped to each other, so that a device's account includes
+bytes of its peers.
 
-Each device tells in a small file of the run directory, which the workers of its node map. Of each
-device the last :data:`ENTRIES` swaps::
+Each device writes to a small file of the run directory, which the workers of its node map. The file
+has the last :data:`ENTRIES` swaps of each device::
 
     0      8     16        24
     bytes  peer  from      until     next entry …   fp64; times on the clock of time.monotonic
@@ -32,7 +32,9 @@ class PeerMemory:
     """The swaps between one node's devices; devices are numbered as in the plan."""
 
     def __init__(self, path: Path, num_devices: int, device: int) -> None:
-        """Map the file; made if it is not there. ``device``: whose part is written here."""
+        """Maps the file, and creates it if it does not exist. ``device``: the device that writes
+        here.
+        """
         size = num_devices * ENTRIES * _FIELDS * 8
         make_directory(path.parent)
         with writing(path, size), path.open("a+b") as file:
@@ -48,11 +50,13 @@ class PeerMemory:
 
     @classmethod
     def of_node(cls, run_dir: Path, node: str, num_devices: int, device: int) -> PeerMemory:
-        """That of a run's node."""
+        """Returns the memory of a run's node."""
         return cls(run_dir / "emulated" / f"lodging-{node}", num_devices, device)
 
     def leave(self, peer: int, num_bytes: float, since: float) -> int:
-        """So much is with a peer from now on; returns what :meth:`take_back` wants."""
+        """Records that ``num_bytes`` are with a peer from ``since`` on; returns the number for
+        :meth:`take_back`.
+        """
         number, self._next = self._next, (self._next + 1) % ENTRIES
         entry = self._own[number]
         entry[0] = 0.0
@@ -61,25 +65,25 @@ class PeerMemory:
         return number
 
     def take_back(self, number: int, until: float) -> None:
-        """It is there no longer."""
+        """Records that the swap is back."""
         self._own[number, 3] = until
 
     def bytes_here(self, begin: float, end: float) -> float:
-        """Of what others left with the board's device, the most that was there at one time
-        between two.
+        """Returns the most bytes that peers had left with the board's device at one time between
+        ``begin`` and ``end``.
         """
         flat = self._entries.reshape(-1, _FIELDS)
         flat = flat[(flat[:, 1] == self._device) & (flat[:, 2] < end) & (flat[:, 3] > begin)]
         num_bytes, _, since, until = flat.T
         times = np.maximum(since, begin)[:, np.newaxis]
-        there = (since <= times) & (times < until)
-        return float((there @ num_bytes).max(initial=0.0))
+        present = (since <= times) & (times < until)
+        return float((present @ num_bytes).max(initial=0.0))
 
     def clear(self) -> None:
-        """The device has nothing elsewhere: its attempt is over."""
+        """Clears the device's swaps: its attempt is over."""
         self._own[...] = 0.0
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmaps the file."""
         del self._entries, self._own
         self._map.close()

@@ -1,10 +1,10 @@
-"""Who gets which cores of a machine, and which NUMA node each piece of a block belongs on.
+"""Assignment of a machine's cores, and of NUMA nodes to the pieces of a block.
 
 Pure: a function of the configuration, the machine's topology and the CPUs that the process may use.
-Every process of a node comes to the same result by itself. The optimizer's threads are pinned, one
-to a CPU; the first of every physical core before any second one, evenly over NUMA nodes (each has
-memory channels of its own), and in the order of the nodes, because thread i of a sweep works on the
-i-th piece of each block (``cut_span`` in ``native/sweeps.cpp``): a node's threads share a
+Every process of a node computes the same result. The optimizer's threads are pinned, one to a CPU:
+the first of every physical core before any second one, evenly over NUMA nodes, because each has its
+own memory channels. Threads are in the order of the NUMA nodes, because thread i of a sweep works
+on the i-th piece of each block (``cut_span`` in ``native/sweeps.cpp``). So a node's threads share a
 contiguous part of every array, and that part is kept on the node.
 """
 
@@ -59,19 +59,19 @@ def place(
     allowed: Collection[int] | None = None,
     quota: int | None = None,
 ) -> Placement:
-    """Returns the cores of the ``node``-th node of the cluster, on this machine unless said
-    otherwise.
+    """Returns the cores of the ``node``-th node of the cluster, by default on this machine.
 
     ``optimizer.cores: auto``: each of the nodes on this machine has its part of the physical cores,
     if there are two or more for each, else all. Of its part it leaves ``optimizer.leave_cores`` to
-    the workers; ``auto`` leaves a core to each worker, but at most half, where workers compute on
-    GPUs, and none where they compute on the cores too: there the optimizer has most to do
-    when workers wait for it. Workers on GPUs keep off the optimizer's cores if there are others.
-    Where a quota of CPU time (``quota``, in CPUs) is less than the cores, the optimizer is planned
-    as if there were only so many: more threads would be stopped in the middle of a sweep.
+    the workers. ``leave_cores: auto`` leaves a core to each GPU worker, but at most half. It leaves
+    none if workers compute on the cores: then the optimizer works mostly while workers wait for it.
+    Workers on GPUs avoid the optimizer's cores if others are free.
+
+    ``quota`` is the quota of CPU time, in CPUs. If it is less than the cores, the optimizer gets
+    only as many threads. More threads would be stopped in the middle of a sweep.
 
     Raises:
-        ConfigError: ``optimizer.cores`` names a core that is not there or must not be used.
+        ConfigError: ``optimizer.cores`` names a core that does not exist or must not be used.
     """
     topology = Topology.read() if topology is None else topology
     if allowed is None:
@@ -79,13 +79,13 @@ def place(
         allowed, quota = limit.allowed, limit.count
     cores = topology.cores(allowed)
     granted = sorted(_evenly(cores)[:quota], key=cores.index)
-    wanted = config.optimizer.cores
-    if wanted == "auto":
+    setting = config.optimizer.cores
+    if setting == "auto":
         chosen = {i: _choose(config, share) for i, share in _shares(config, node, granted).items()}
         optimizer, taken = chosen[node], {cpu for cpus in chosen.values() for cpu in cpus}
     else:
-        _check_there(wanted, topology, allowed)
-        optimizer, taken = wanted, set(wanted)
+        _check_there(setting, topology, allowed)
+        optimizer, taken = setting, set(setting)
     optimizer = tuple(sorted(optimizer, key=lambda cpu: topology.node_of[cpu]))
     workers = tuple(sorted(cpu for core in cores for cpu in core.cpus))
     if config.cluster.platform.cores is CoreUse.FEED:
@@ -100,43 +100,44 @@ def place(
 
 
 def check_cores(config: Config) -> None:
-    """Refuse cores that no node can have, before anything of a run is written. All nodes are taken
-    to be on this machine.
+    """Refuses cores that no node can have, before anything of a run is written. All nodes are
+    assumed to be on this machine.
 
     Raises:
-        ConfigError: as :func:`place`.
+        ConfigError: see :func:`place`.
     """
     place(config, 0)
 
 
 def pieces(num_elements: int, num_threads: int) -> list[tuple[int, int]]:
-    """Returns the elements [start, end) that each thread of a sweep works on; threads at the end
-    have none when there are fewer chunks than threads. As ``cut_span`` in ``native/sweeps.cpp``.
+    """Returns the elements [start, end) that each thread of a sweep works on. Threads at the end
+    have none if there are fewer chunks than threads. Equal to ``cut_span`` in
+    ``native/sweeps.cpp``.
     """
-    found, start = [], 0
+    spans, start = [], 0
     for part in range(1, num_threads + 1):
         end = num_elements
         if part < num_threads:
             ideal = num_elements // num_threads * part
             end = (ideal + CHUNK_ELEMENTS // 2) // CHUNK_ELEMENTS * CHUNK_ELEMENTS
         if start < end <= num_elements:
-            found.append((start, end))
+            spans.append((start, end))
             start = end
-    return found
+    return spans
 
 
 def page_places(
     placement: Placement, layout: NodeLayout, table: BlockTable
 ) -> dict[SegmentKind, list[NodeRange]]:
     """Returns where pages of the optimizer's arrays belong: each thread's pieces on its node."""
-    found: dict[SegmentKind, list[NodeRange]] = {kind: [] for kind in _PLACED}
+    places: dict[SegmentKind, list[NodeRange]] = {kind: [] for kind in _PLACED}
     for (block, *_), array in layout.arrays.items():
-        if array.segment in found and array.num_bytes:
+        if array.segment in places and array.num_bytes:
             count = table.blocks[block].trainable_elements
-            found[array.segment] += _ranges(
+            places[array.segment] += _ranges(
                 placement, array.offset, array.num_bytes // count, count
             )
-    return found
+    return places
 
 
 def array_places(placement: Placement, item_bytes: int, count: int) -> list[NodeRange]:
@@ -169,7 +170,7 @@ def _shares(config: Config, node: int, cores: Sequence[Core]) -> dict[int, Seque
 
 
 def _choose(config: Config, cores: Sequence[Core]) -> tuple[int, ...]:
-    """CPUs for the optimizer's threads, from the cores of its node."""
+    """Returns CPUs for the optimizer's threads, from the cores of its node."""
     threads = config.optimizer.threads
     left = set(_evenly(cores)[: _num_left(config, len(cores))])
     mine = [core for core in cores if core not in left]
