@@ -14,6 +14,7 @@ from penstock.daemons.scheduler.machine.events import Event, Received
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.states import (
+    ANY,
     EPOCH_BEGINS,
     EPOCH_BREAKS,
     IS_DUE,
@@ -137,7 +138,7 @@ def unknown(step: Step) -> bool:
     rows = TABLES[type(step.after)]
     return not any(
         step.after is row.next
-        and step.event in row.events
+        and (step.event in row.events or ANY in row.events)
         and (step.before in row.states if step.before is not None else not row.states)
         for row in rows
     )

@@ -1,17 +1,17 @@
-"""Who is there: streams, heartbeats, and processes that must be dead before anything goes on.
+"""Membership: streams, heartbeats, and processes that must die before the next epoch.
 
-Only death fences memory. A member whose stream ended or whose heartbeats stopped may still live,
-and even be writing; it counts as dead when its node has killed and reaped it and says so. From the
-moment that is ordered, the process is refused, should it come back.
+Only death fences memory. A process without a stream or heartbeats may still be alive, and may even
+be writing. It counts as dead when its node has killed and reaped it, and has reported so. From the
+order on, the scheduler refuses the process if it returns.
 
-A node itself is never fenced: nobody could. Its children die with it, and a new node starts only
-when they are dead; so the run waits for the node to come back.
+A node itself is never fenced, since no process could do so. Its children die with it, and a new
+node starts only when they are dead. So the run waits until the node returns.
 
-A network may be what fails. On another machine than the scheduler's an ended stream says little:
-the process has the time of a heartbeat to come back before it is fenced, and none of it passes
-while its node is not heard either, since then nobody could be told to fence it. Who comes back as
-the same process answers the next Drain like all others, so nothing of its old work is left. One
-that died is replaced by its node without being asked.
+The network may fail instead. On a machine other than the scheduler's, an ended stream proves
+little. The process has one heartbeat timeout to return before it is fenced. The timeout does not
+run while its node is silent as well, since no node could then fence the process. The same process
+may return: it drains like all members, so none of its old work is left. A dead process is replaced
+by its node without an order.
 
 :class:`Membership` notices a dead or stopped process by its stream and its heartbeats.
 ``HangDetector`` of :mod:`~penstock.daemons.scheduler.machine.activities.activity` notices a process
@@ -37,72 +37,92 @@ from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.numerics import differences
 
 MAX_SHOWN = 60
-"""Characters of a name that a stranger gave."""
+"""Characters shown of a name that an unknown process sent."""
 MAX_NAMED = 8
-"""Members that a message names; those of a large cluster would fill pages."""
+"""Members that a message names. The names of a large cluster would fill pages."""
 MISSING_S = 60.0
-"""How often a node is told who is missing."""
+"""Seconds between two Missing messages to a node about the same member."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One expected member. ``pid`` 0: no process is known that could be alive.
-
-    ``fence_at_s``: without a stream until then, its process is taken for lost. ``gone_s``: since
-    when it has none, and ``why``, as far as is known; None while it has one. ``took_part``: the
-    nonce of the process that was in the last epoch that began. ``told_s``: when its node was told
-    that it is missing.
-    """
+    """One expected member. Only :class:`Membership` writes its fields."""
 
     spec: MemberSpec
+    """Name, role and node. Never changes."""
     stream: int | None = None
+    """Number of the stream; None without one. ``Membership._names`` is the inverse."""
     pid: int = 0
+    """Process that may be alive; 0 if none is known. Never a refused process."""
     heard_s: float = 0.0
+    """Time of the last message of the member, or of the last pardon after a pause."""
     fence_at_s: float | None = None
+    """Time at which a process without a stream is fenced; None while a stream is there."""
     restarts: int = 0
+    """Deaths that the node has reported."""
     hello: pb.Hello | None = None
+    """The last accepted Hello; None before the first."""
     gone_s: float | None = None
+    """Time at which the last stream ended; None while there is one, or before the first."""
     why: str = "not started yet"
+    """Reason of the missing stream, as far as known."""
     took_part: int | None = None
+    """Nonce of the process that took part in the last epoch that began."""
     told_s: float = float("-inf")
+    """Time of the last Missing message to the node about this member."""
 
 
 class Membership:
-    """All members of the run. Methods return effects; whether an epoch breaks is the caller's."""
+    """All members of the run. Methods return effects; the caller may break the epoch."""
 
     def __init__(self, rules: Rules, journaled_pids: tuple[tuple[str, int], ...] = ()) -> None:
         self._run_id = rules.run_id
+        """Run that a Hello must name. Constant."""
         self._timeout_s = rules.config.cluster.heartbeat_timeout_s
+        """Seconds of silence after which a member is lost. Constant."""
         self._leases = Leases(self._timeout_s if rules.mirrords else None)
+        """Machines that may still run a lost node."""
         self.members = {spec.name: Member(spec=spec) for spec in rules.members}
+        """All members by name, in the order of the rules. The keys never change."""
         self._nodes = {s.node: s.name for s in rules.members if s.role is Role.NODE}
+        """Member name of each node's supervisor. Constant."""
         here = nodes_beside(rules.config, 0)
         nodes = enumerate(rules.config.cluster.nodes)
         self._elsewhere = {node.name for index, node in nodes if index not in here}
+        """Nodes on machines other than the scheduler's. Constant."""
         self._on_node: dict[str, list[Member]] = {}
+        """Members of each node. Constant."""
         for member in self.members.values():
             self._on_node.setdefault(member.spec.node, []).append(member)
-        self._changed: set[str] = set()  # members that validate() has not looked at since
+        self._changed: set[str] = set()
+        """Members changed since the last :meth:`validate`, which clears the set."""
         self._names: dict[int, str] = {}
+        """Member of each stream. Written with ``Member.stream``."""
         self._journaled = dict(journaled_pids)
-        self._dying: dict[tuple[str, int], None] = {}  # in the order they were ordered
-        self._refused: dict[tuple[str, int], int] = {}  # what they drew; 0: not known
+        """Processes of an earlier scheduler's epoch. A joining member or node removes its entry."""
+        self._dying: dict[tuple[str, int], None] = {}
+        """Processes with an ordered and unreported death, oldest order first. All are refused."""
+        self._refused: dict[tuple[str, int], int] = {}
+        """Processes that may not join, with their nonces (0: unknown). Fencing adds entries."""
         self._patient_until_s = float("-inf")
+        """Time until which ended streams prove nothing. Written after a pause of this process."""
         self._complained_s, self._uncomplained = float("-inf"), 0
+        """Time of the last logged refusal, and refusals since."""
         self._began_s = 0.0
+        """Time at which this scheduler began to wait. Written once, by :meth:`began`."""
         self.facts: dict[str, dict[str, str]] = {}
         """Facts of each worker's device, from the first Hello to this scheduler."""
 
-    # ---- looking ----
+    # ---- state ----
 
     @property
     def complete(self) -> bool:
-        """Whether every member has a stream and nobody is being fenced."""
+        """True if every member has a stream and no process is being fenced."""
         return not self._dying and len(self._names) == len(self.members)
 
     @property
     def fencing(self) -> tuple[str, ...]:
-        """Members whose old process is not known to be dead yet."""
+        """Members with an old process that is not reported dead yet."""
         return tuple(dict.fromkeys(name for name, _ in self._dying))
 
     @property
@@ -117,7 +137,7 @@ class Membership:
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:
-        """Nodes that were here and have no stream now."""
+        """Nodes that have joined before and have no stream now."""
         return tuple(
             name
             for name, m in self.members.items()
@@ -125,15 +145,15 @@ class Membership:
         )
 
     def name_of(self, stream: int) -> str | None:
-        """Returns the member at the other end of a stream; None when the stream is not believed."""
+        """Returns the member of a stream; None if the stream is not accepted."""
         return self._names.get(stream)
 
     def role_of(self, name: str) -> Role:
-        """Returns what a member does."""
+        """Returns the role of a member."""
         return self.members[name].spec.role
 
     def epochs_seen(self) -> tuple[int, ...]:
-        """Returns the epochs members said they took part in."""
+        """Returns the epochs that members report in their Hellos."""
         return tuple(m.hello.epoch for m in self.members.values() if m.hello is not None)
 
     def pids(self) -> tuple[tuple[str, int], ...]:
@@ -141,7 +161,7 @@ class Membership:
         return tuple((name, m.pid) for name, m in self.members.items())
 
     def processes(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Returns pid and nonce of members' processes, as their last Hello said them."""
+        """Returns pid and nonce of members' processes, from their last Hellos."""
         hellos = {name: self.members[name].hello for name in names}
         return {
             name: (0, 0) if hello is None else (hello.pid, hello.nonce)
@@ -149,39 +169,39 @@ class Membership:
         }
 
     def newcomers(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those whose processes took part in no epoch yet: they remember nothing."""
-        found = ((name, self.members[name]) for name in names)
+        """Returns members with a process that took part in no epoch yet: it remembers nothing."""
+        members = ((name, self.members[name]) for name in names)
         return frozenset(
             name
-            for name, m in found
+            for name, m in members
             if m.hello is None or (not m.hello.epoch and m.took_part != m.hello.nonce)
         )
 
     def take_part(self) -> None:
-        """An epoch has begun with the processes that are here."""
+        """Notes that the processes that are here take part in an epoch."""
         for member in self.members.values():
             member.took_part = None if member.hello is None else member.hello.nonce
 
     def address(self, name: str) -> str:
-        """Returns where a member's data socket is; empty if it has not said."""
+        """Returns the address of a member's data socket; empty if unknown."""
         hello = self.members[name].hello
         return "" if hello is None else hello.data_endpoint
 
     def endpoints(self, name: str) -> list[pb.Endpoint]:
-        """Returns where the data sockets are of the members that ``name`` asked for."""
-        asking = self.members[name].hello
-        asked: Iterable[str] = self.members
-        if asking is not None and asking.HasField("peers"):
-            asked = asking.peers.members
-        found = ((peer, self.members[peer].hello) for peer in asked if peer in self.members)
+        """Returns the data sockets of the peers that ``name`` requested in its Hello."""
+        request = self.members[name].hello
+        peers: Iterable[str] = self.members
+        if request is not None and request.HasField("peers"):
+            peers = request.peers.members
+        hellos = ((peer, self.members[peer].hello) for peer in peers if peer in self.members)
         return [
             pb.Endpoint(member=peer, address=hello.data_endpoint)
-            for peer, hello in found
+            for peer, hello in hellos
             if hello is not None and hello.data_endpoint
         ]
 
     def status(self, now_s: float, ready: bool) -> list[pb.MemberStatus]:
-        """For :class:`StatusReply`; ``ready``: whether joined members take part in an epoch."""
+        """Returns all members for a StatusReply. ``ready``: whether an epoch is live."""
         dying = frozenset(self.fencing)
         return [
             pb.MemberStatus(
@@ -196,7 +216,7 @@ class Membership:
         ]
 
     def _absence(self, member: Member, dying: frozenset[str], now_s: float) -> dict[str, Any]:
-        """Returns since when a member is missing, why, and what happens next."""
+        """Returns the fields about a missing member: seconds, reason and next action."""
         name = member.spec.name
         if member.stream is not None and name not in dying:
             return {}
@@ -219,21 +239,21 @@ class Membership:
         return {"gone_seconds": gone_s, "why": member.why, "next": then}
 
     def _missing_since_s(self, member: Member) -> float:
-        """Returns since when a member has no stream; one that never had, since this is waiting."""
+        """Returns the time at which a member's last stream ended, or the scheduler began."""
         return self._began_s if member.gone_s is None else member.gone_s
 
     # ---- changes ----
 
     def began(self, now_s: float) -> None:
-        """The scheduler begins to wait for members."""
+        """Notes the time at which the scheduler begins to wait for members."""
         self._began_s = now_s
 
     def join(self, stream: int, hello: pb.Hello, now_s: float) -> tuple[str | None, list[Effect]]:
-        """Hear the Hello of a stream; returns the member's name if it was accepted.
+        """Handles the Hello of a stream; returns the member's name if it is accepted.
 
-        While a member's process is believed to live, nobody else is the member: who says so is sent
-        away, to come again. A process that was replaced comes when the stream of the one before has
-        ended, or its node has reported it dead.
+        While a member's process is believed alive, no other process is the member. Another process
+        is disconnected, and retries. It is accepted when the stream of its predecessor has ended,
+        or the node has reported the predecessor dead.
         """
         reason = self._objection(hello)
         if reason:
@@ -269,11 +289,11 @@ class Membership:
         return hello.member, effects
 
     def heard(self, name: str, now_s: float) -> None:
-        """Any message is a sign of life."""
+        """Notes a message of a member, of any kind."""
         self.members[name].heard_s = now_s
 
     def closed(self, stream: int, now_s: float) -> tuple[str | None, list[Effect]]:
-        """Forget a stream that ended; returns the member that is lost by it, if any."""
+        """Forgets a stream that ended; returns the member that lost it, if any."""
         name = self._names.get(stream)
         if name is None:
             return None, []
@@ -295,21 +315,19 @@ class Membership:
         return name, effects + self._fence(member)
 
     def leave(self, stream: int) -> None:
-        """A stream ended as it was to: its process was told to shut down."""
+        """Forgets a stream that ended because of a Shutdown."""
         name = self._names.get(stream)
         if name is not None:
             self._disconnect(self.members[name], stream)
 
     def lose(self, name: str, reason: str, now_s: float) -> list[Effect]:
-        """Stop believing a member: end its stream and have its process killed, or wait until its
-        node is there to do so.
-        """
+        """Ends a member's stream and has its process killed, now or when its node is back."""
         member = self.members[name]
-        said = f"{name} (pid {member.pid}) is lost: {reason}"
+        text = f"{name} (pid {member.pid}) is lost: {reason}"
         if member.gone_s is None:
             member.gone_s = now_s
         member.why = reason
-        effects: list[Effect] = [LogLine(text=said, warning=True), *self._drop_stream(member)]
+        effects: list[Effect] = [LogLine(text=text, warning=True), *self._drop_stream(member)]
         if member.spec.role is Role.NODE:
             self._end_lease(member, now_s)
             return effects
@@ -319,27 +337,26 @@ class Membership:
         return effects + self._fence(member)
 
     def gave_up(self, name: str, body: pb.Failed) -> bool:
-        """Whether a worker ends because something in an epoch took too long. If nobody goes on with
-        that epoch, then somebody was lost, and is waited for, perhaps for hours; else somebody
-        hangs.
+        """Returns whether a worker failed because of a timeout in an epoch. If the epoch is over, a
+        lost member is the reason, for which the run may wait for hours. Otherwise a member hangs.
         """
         return self.role_of(name) is Role.WORKER and body.timed_out and body.epoch > 0
 
     def overdue(self, now_s: float) -> dict[str, str]:
-        """Returns the members to :meth:`lose` now, and why."""
-        found = {}
+        """Returns the members to :meth:`lose` now, mapped to reasons."""
+        reasons = {}
         for name, m in self.members.items():
             if m.stream is not None and now_s - m.heard_s > self._timeout_s:
-                found[name] = f"no heartbeat for {now_s - m.heard_s:.1f} s"
+                reasons[name] = f"no heartbeat for {now_s - m.heard_s:.1f} s"
             elif m.stream is None and m.fence_at_s is not None:
                 if self._out_of_reach(m, now_s):
                     m.fence_at_s = now_s + self._timeout_s
                 elif m.fence_at_s <= now_s:
-                    found[name] = "it did not come back"
-        return found
+                    reasons[name] = "it did not come back"
+        return reasons
 
     def missed(self, now_s: float) -> list[Effect]:
-        """Tell nodes that nobody is heard of a member, whoever that is by now."""
+        """Tells each node which of its members are missing."""
         if self.complete:
             return []
         effects: list[Effect] = []
@@ -355,7 +372,7 @@ class Membership:
         return effects
 
     def fenced(self, node_member: str, name: str, pid: int, death: str) -> list[Effect]:
-        """A node says that a process is dead and reaped; ``death``: how, if by itself."""
+        """Handles a node's report of a death. ``death``: its cause, unless the node killed it."""
         if (name, pid) not in self._dying:
             return []
         if self._nodes[self.members[name].spec.node] != node_member:
@@ -367,7 +384,7 @@ class Membership:
         return [LogLine(text=f"{name} (pid {pid}) {death or 'is dead'}")]
 
     def forgive(self, now_s: float) -> None:
-        """The scheduler itself was stopped: silence and ended streams prove nothing for a while."""
+        """Restarts all deadlines after a pause of this process: silence in it proves nothing."""
         self._patient_until_s = now_s + self._timeout_s
         self._leases.forgive(now_s)
         self._changed.update(self.members)
@@ -377,8 +394,8 @@ class Membership:
                 member.fence_at_s = self._patient_until_s
 
     def validate(self) -> None:
-        """Check the invariants, of members that changed since the last time: with all of them every
-        event would take longer in a larger cluster.
+        """Checks the invariants of members changed since the last call. A check of all members
+        would make each event slower in a larger cluster.
 
         Raises:
             ValueError: naming the member.
@@ -397,17 +414,17 @@ class Membership:
         if latest is not None and latest not in self._refused:
             raise ValueError(f"dying {latest} but not refused")
 
-    # ---- inside ----
+    # ---- helpers ----
 
     def _complain(self, hello: pb.Hello, reason: str, now_s: float) -> list[Effect]:
-        """Say who was turned away, at most once a second: it may be somebody who does not stop."""
+        """Logs a refused process, at most once a second: a process may retry without end."""
         if now_s - self._complained_s < COMPLAINT_INTERVAL_S:
             self._uncomplained += 1
             return []
         others = f" ({self._uncomplained} more since the last time)" if self._uncomplained else ""
         self._complained_s, self._uncomplained = now_s, 0
-        said = f"refused {hello.member[:MAX_SHOWN]} (pid {hello.pid}): {reason}{others}"
-        return [LogLine(text=said, warning=True)]
+        text = f"refused {hello.member[:MAX_SHOWN]} (pid {hello.pid}): {reason}{others}"
+        return [LogLine(text=text, warning=True)]
 
     def _objection(self, hello: pb.Hello) -> str:
         if hello.member not in self.members:
@@ -435,10 +452,10 @@ class Membership:
         return ""
 
     def _node_joined(self, node: Member, now_s: float) -> list[Effect]:
-        """Repeat orders it may have missed; find out whether it still has the journaled processes.
+        """Repeats orders that the node may have missed, and adopts journaled processes.
 
-        The same node process has the same children, or has reaped them. They get the time of a
-        heartbeat to come back to a scheduler that was restarted.
+        The same node process has the same children, or has reaped them. The children have one
+        heartbeat timeout to return to a restarted scheduler.
         """
         if self._journaled.pop(node.spec.name, None) == node.pid:
             for member in self._on_node[node.spec.node]:
@@ -449,7 +466,7 @@ class Membership:
         for member in self._on_node[node.spec.node]:
             self._journaled.pop(member.spec.name, None)
             if node.spec.node in self._elsewhere:
-                # The network was away, for all of the machine: others reconnect just now.
+                # The network had failed for the whole machine: other members reconnect now.
                 member.heard_s = now_s
         return [
             _fence_order(node.spec.name, name, pid)
@@ -458,9 +475,10 @@ class Membership:
         ]
 
     def _out_of_reach(self, member: Member, now_s: float) -> bool:
-        """Whether a member's machine is behind a network that fails: its node, too, is not heard.
+        """Returns whether the network to a member's machine may have failed: its node is silent,
+        too.
 
-        Half of the deadline, because the last heartbeats before a cut are not of one moment.
+        The limit is half of the timeout: the last heartbeats before a cut differ in time.
         """
         node = self.members[self._nodes[member.spec.node]]
         silent = node.stream is None or now_s - node.heard_s > self._timeout_s / 2
@@ -471,7 +489,7 @@ class Membership:
         self._leases.ended(node.spec.name, machine, now_s)
 
     def _fence(self, member: Member) -> list[Effect]:
-        """Order the death of the member's process; without its node the order waits."""
+        """Orders the death of a member's process. Without its node, the order waits."""
         member.fence_at_s = None
         if not member.pid:
             return []
@@ -510,12 +528,12 @@ class Membership:
 
 
 def facts_in(hello: pb.Hello) -> dict[str, str]:
-    """Returns the facts of a device that a Hello brings, by name."""
+    """Returns the device facts of a Hello, by name."""
     return {fact.name: fact.value for fact in hello.facts}
 
 
 def _same_process(member: Member, hello: pb.Hello) -> bool:
-    """Returns whether a Hello is of the process that is the member already."""
+    """Returns whether a Hello comes from the member's present process."""
     known = member.hello
     return known is not None and (known.pid, known.nonce) == (hello.pid, hello.nonce)
 

@@ -93,9 +93,11 @@ RUN_ENDS = "run ends"
 IS_DUE = "is due"
 """The event that makes an attempt or a save: the live epoch has nothing else to do first."""
 
-DERIVED_EVENTS = frozenset((EPOCH_BEGINS, EPOCH_BREAKS, RUN_ENDS, IS_DUE))
-"""Events that are transitions of another table. Every other event is the name of a class in
-:mod:`.events`, or of a member's message in ``protocol/scheduler.proto``.
+ANY = "any event"
+"""The event of a transition whose time has come: each event brings the present time."""
+DERIVED_EVENTS = frozenset((EPOCH_BEGINS, EPOCH_BREAKS, RUN_ENDS, IS_DUE, ANY))
+"""Events that follow from another table or from the time. Every other event is the name of a class
+in :mod:`.events`, or of a member's message in ``protocol/scheduler.proto``.
 """
 
 
@@ -255,9 +257,15 @@ EPOCHS = (
     ),
     Transition(
         _ENTERED,
-        ("Joined", "cut_off", "Tick", "StopAsked", "ControlAsked"),
+        ("Joined", "cut_off"),
         _E.DRAINING,
-        "The epoch breaks with all members here: a new stream, a lost connection, a short stop.",
+        "The epoch breaks with all members here: a new stream, or a lost connection.",
+    ),
+    Transition(
+        (_E.LIVE,),
+        (ANY,),
+        _E.DRAINING,
+        "A stop has a deadline, and the attempt would leave no time to save: it is dropped.",
     ),
     Transition(
         (_E.DRAINING,),
@@ -291,7 +299,7 @@ EPOCHS = (
     ),
     Transition(
         (*_NO_EPOCH, *_ENTERED),
-        ("ControlAsked", "StopAsked", "Tick", "StreamClosed"),
+        (ANY,),
         _E.ENDING,
         "A stop that has nothing to save, cannot save in time, or insists; or the third hang.",
     ),

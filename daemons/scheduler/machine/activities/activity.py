@@ -1,8 +1,8 @@
-"""What the scheduler's machine can be busy with: one activity at a time, each a small machine.
+"""Activities of the scheduler's machine: one at a time, each a small machine of its own.
 
-An activity belongs to one epoch. It is started, fed with the members' messages of that epoch, and
-dropped, whatever it was doing, when the epoch breaks; only what it journaled stays. One in which
-nobody gets on is noticed by :class:`HangDetector`.
+An activity belongs to one epoch. It starts, receives the members' messages of that epoch, and is
+dropped when the epoch breaks. Only journaled results stay. :class:`HangDetector` notices an
+activity without progress.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 
 
 class Activity:
-    """Base of all activities.
-
-    ``waiting``: members that owe an answer, until ``deadline_s`` if that is set. ``title``: what
-    messages call it. ``started_s``: when it began.
-    """
+    """Base of all activities."""
 
     phase: RunPhase
+    """Phase that a status shows. Written by the activity."""
     title: ClassVar[str]
+    """Name of the activity in messages."""
     answers: ClassVar[Mapping[str, Callable[[Any, str, Any, float], list[Effect]]]] = {}
-    """Kind of a member's message -> handler(self, member, message, now_s)."""
+    """Handlers by kind of a member's message: handler(self, member, message, now_s)."""
 
     def __init__(self, rules: Rules, mirror: JournalMirror) -> None:
         self.rules = rules
         self.mirror = mirror
         self.started = False
+        """True once the machine has called :meth:`start`. Written by the machine."""
         self.started_s = 0.0
+        """Time of the start, moved after a pause of this process. Written by the machine."""
         self.done = False
+        """True once the activity is over. Written by the activity."""
         self.waiting: set[str] = set()
+        """Members that owe an answer. Written by the activity."""
         self.deadline_s: float | None = None
+        """Time at which ``waiting`` members are lost; None: :class:`HangDetector` decides."""
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """Members whose work this activity consists of, as long as they owe some; they have to get
-        on (:class:`HangDetector`).
+        """Members that owe work to this activity, and must make progress
+        (:class:`HangDetector`).
         """
         return ()
 
@@ -51,12 +54,12 @@ class Activity:
         raise NotImplementedError
 
     def receive(self, member: str, kind: str, body: Any, now_s: float) -> list[Effect]:
-        """Hear a message of the present epoch; kinds that mean nothing here are ignored."""
+        """Handles a message of the present epoch. Kinds without a handler are ignored."""
         handler = self.answers.get(kind)
         return [] if handler is None else handler(self, member, body, now_s)
 
     def answered(self, member: str) -> bool:
-        """Tick a member off; whether it was the last that owed an answer."""
+        """Marks a member as answered; returns whether it was the last of ``waiting``."""
         if member not in self.waiting:
             return False
         self.waiting.discard(member)
@@ -69,7 +72,7 @@ def send_all(members: Iterable[str], message: pb.SchedulerMessage) -> list[Effec
 
 
 def with_cause(effect: Effect, cause: str) -> Effect:
-    """Returns the effect, naming the failure: of what is said or ordered while a run recovers."""
+    """Returns the effect with the name of the failure, if it is a log line or a fence."""
     if isinstance(effect, LogLine):
         return replace(effect, cause=cause)
     if isinstance(effect, Send) and effect.message.HasField("fence"):
@@ -78,55 +81,56 @@ def with_cause(effect: Effect, cause: str) -> Effect:
 
 
 MAX_IN_A_ROW = 3
-"""So many attempts (or evaluations) without an end in between end the run."""
+"""Hangs in a row, without a finished attempt or evaluation between them, that end the run."""
 
 TIMES_LONGEST = 4.0
-"""No attempt is given less than this, times what the longest so far took."""
+"""Factor of the longest attempt so far: an attempt may stand still for at least that time."""
 
 TIMES_IN_ALL = 100.0
-"""An activity in which somebody always gets on is given so many times what a standstill is."""
+"""Factor of the allowed standstill: limit of an activity in which some member progresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """The last heartbeat of a member, and since when its progress is what it says."""
+    """The last heartbeat of a member, and the time since which its progress is unchanged."""
 
     beat: pb.Heartbeat
     since_s: float
 
 
 class HangDetector:
-    """When somebody got on last, and what members say they are at.
+    """Detects attempts, evaluations, saves and restores without progress.
 
-    An attempt, an evaluation, a save or a restore in which nobody gets on for long enough is broken
-    off. *Getting on* is any answer, and any change of the progress that heartbeats carry, of any
-    member; so slow work is not taken for a hang, as long as it ends within
-    :data:`TIMES_IN_ALL` such times: nothing goes round in circles for ever.
-
-    ``in_a_row`` counts hangs since an attempt or evaluation came to its end.
+    Progress is any answer of any member, and any change of the progress in its heartbeats. So slow
+    work is no hang while it ends within :data:`TIMES_IN_ALL` allowed standstills. That limit ends
+    work that progresses for ever.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.in_a_row = 0
+        """Hangs since the last finished attempt or evaluation."""
         self._timeout_s = timeout_s
         self._longest_s = self._started_s = self._moved_s = 0.0
+        """Seconds of the longest attempt; times of the activity's start and of the last progress.
+        """
         self._reports: dict[str, _Report] = {}
+        """The last heartbeat of each member."""
 
     @property
     def allowed_s(self) -> float:
-        """How long nobody may get on."""
+        """Seconds that all members may be without progress."""
         return max(self._timeout_s, TIMES_LONGEST * self._longest_s)
 
     def started(self, now_s: float) -> None:
-        """An activity starts."""
+        """Notes the start of an activity."""
         self._started_s = self._moved_s = now_s
 
     def moved(self, now_s: float) -> None:
-        """A member answered, or time passed that does not count."""
+        """Notes progress: an answer of a member, or the end of a pause of this process."""
         self._moved_s = now_s
 
     def heard(self, member: str, beat: pb.Heartbeat, now_s: float) -> None:
-        """A member's heartbeat."""
+        """Notes a member's heartbeat; a changed progress counts as progress."""
         known = self._reports.get(member)
         if known is not None and known.beat.progress == beat.progress:
             self._reports[member] = _Report(beat, known.since_s)
@@ -140,40 +144,38 @@ class HangDetector:
         return None if report is None else report.beat
 
     def paused(self, seconds: float, now_s: float) -> None:
-        """The scheduler itself was stopped for so long: that counts for nobody."""
+        """Notes that this process itself was stopped for ``seconds``, which count for no member."""
         self._started_s += seconds
         self.moved(now_s)
 
     def finished(self, seconds: float) -> None:
-        """An attempt or evaluation came to its end."""
+        """Notes the end of an attempt or evaluation that took ``seconds``."""
         self.in_a_row = 0
         self._longest_s = max(self._longest_s, seconds)
 
-    def once_more(self, what: str, said: str) -> str | None:
-        """``what`` hung; returns the error that ends the run if it did too often in a row."""
+    def once_more(self, title: str, reasons: str) -> str | None:
+        """Counts a hang; returns the error that ends the run after too many in a row."""
         self.in_a_row += 1
         if self.in_a_row < MAX_IN_A_ROW:
             return None
         return (
-            f"{what} hung {self.in_a_row} times in a row, the last time {said}; look at logs/ and"
-            " at that machine, or, if a single instruction takes that long, raise"
+            f"{title} hung {self.in_a_row} times in a row, the last time {reasons}; check logs/ and"
+            " that machine, or, if a single instruction takes that long, raise"
             f" cluster.attempt_timeout_s = {self._timeout_s:g}"
         )
 
     def still_s(self, now_s: float) -> float:
-        """Returns for how long nobody has got on."""
+        """Returns the seconds since the last progress of any member."""
         return max(0.0, now_s - self._moved_s)
 
     def suspected(self, now_s: float) -> bool:
-        """Whether nobody has got on for long enough to look for who is to blame, or it has taken
-        too long in all.
-        """
+        """Returns whether the standstill exceeds its limit, or the activity its total limit."""
         return self.still_s(now_s) > self.allowed_s or self._endless(now_s)
 
     def overdue(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
-        """Returns which of the members that owe an answer to give up now, and why.
+        """Returns the hung members among those that owe an answer, mapped to reasons.
 
-        Members that wait for others are not to blame, unless all do: then nobody knows.
+        Members that wait for others are not to blame. If all of them wait, all count as hung.
         """
         if not self.suspected(now_s):
             return {}
@@ -181,9 +183,11 @@ class HangDetector:
         return {name: self._complaint(name, now_s) for name in suspects or unfinished}
 
     def stuck(self, unfinished: Sequence[str], now_s: float) -> dict[str, str]:
-        """A member's wait ran out: returns who of those that owe an answer may be why, and how long
-        each has not got on, though others may. Members that wait are not to blame, unless all wait
-        that have not got on: a save for a sweep, which waits for that save.
+        """Returns the culprits of a member's timeout among those that owe an answer, with reasons.
+
+        A culprit has made no progress for the timeout, though other members may have. Waiting
+        members are not to blame, unless all members without progress wait: a save for a sweep,
+        which waits for that save.
         """
         reports = {name: self._reports.get(name) for name in unfinished}
         still = [

@@ -1,7 +1,7 @@
 """The barrier between two epochs: drain, restore if needed, begin.
 
-Started when every member is there and every lost process is dead. It ends with all members at one
-committed version and nothing of an older epoch running anywhere.
+A barrier starts when every member is here and every lost process is dead. When it ends, all members
+are at one committed version, and no work of an older epoch runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.shm.control import CommitRecord
 class Barrier(Activity):
     """Drain -> Restore (sometimes) -> Begin, as ``docs/INTERNALS.md`` numbers them.
 
-    ``finished_before``: the memory is empty, and the newest saved state is already the last one and
-    evaluated if it is to be, so there is nothing to restore it for.
+    ``finished_before``: memory is empty, and the newest saved state is the last step, evaluated if
+    due. So no restore is needed.
     """
 
     title = "restoring"
@@ -40,32 +40,40 @@ class Barrier(Activity):
         cause: str = "",
         saving: int = 0,
     ) -> None:
-        """``cause``: what all logs call the failure that led here. ``saving``: number of the save
-        that goes on meanwhile.
+        """Prepares a barrier. ``cause``: name of the failure in logs. ``saving``: number of the
+        save under way, 0 for none.
         """
         super().__init__(rules, mirror)
         self._cause = cause
         self.phase = RunPhase.DRAINING
         self.finished_before = False
         self.failure = ""
+        """Error that ends the run; empty for none."""
         self._saving = saving
         self._damaged: dict[str, str] = {}
+        """Damage of the saved state under restore, by the memoryd that found it."""
         self._reason = ""
+        """Reason of the restore from a saved state."""
         self._members = members
-        self._found = Holdings()
+        self._holdings = Holdings()
+        """Content of memory and replicas, as members drain."""
         self._refills: tuple[Refill, ...] = ()
+        """Memory under refill from partners; empty before and after."""
         self._bereft: frozenset[str] = frozenset()
+        """memoryds without the gradients of the committed version."""
         self._unfilled: list[str] = []
+        """memoryds that could not read a replica."""
         self._restoration: CommitRecord | None = None
+        """Record of the restore from a saved state or the initial weights, if one started."""
         self._daemons = (*rules.memoryds, *rules.optimizerds, *rules.mirrords)
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """Who fills memory, or brings a replica up to it; all else has a deadline."""
+        """Members that fill memory, or settle a replica. All other stages have a deadline."""
         return tuple(sorted(self.waiting)) if self.phase is RunPhase.RESTORING else ()
 
     def start(self, now_s: float) -> list[Effect]:
-        """Nodes take no part: they have no work to abandon."""
+        """Starts an epoch and drains all members but nodes, which have no work to drop."""
         journaled = self.mirror.begin_epoch(self._members.epochs_seen(), self._members.pids())
         self.waiting = {*self._daemons, *self.rules.workers}
         self.deadline_s = now_s + self.rules.deadlines.drain_s
@@ -80,23 +88,23 @@ class Barrier(Activity):
         if self.phase is not RunPhase.DRAINING:
             return []
         if self._members.role_of(member) is Role.MEMORYD:
-            self._found.memory[member] = body.memory
+            self._holdings.memory[member] = body.memory
         if self._members.role_of(member) is Role.MIRRORD:
-            self._found.replicas[member] = body.replica
+            self._holdings.replicas[member] = body.replica
         return self._fill_or_begin(now_s) if self.answered(member) else []
 
     def _fill_or_begin(self, now_s: float) -> list[Effect]:
         record, steps = self.mirror.record, self.rules.config.train.steps
-        self._found.forgetful = self._members.newcomers(self.rules.optimizerds)
-        self._found.tokens = self.mirror.tokens
-        unfit = self._found.unfit(self.rules, record, self.mirror.generations)
-        self._bereft = self._found.bereft(record)
+        self._holdings.forgetful = self._members.newcomers(self.rules.optimizerds)
+        self._holdings.tokens = self.mirror.tokens
+        unfit = self._holdings.unfit(self.rules, record, self.mirror.generations)
+        self._bereft = self._holdings.bereft(record)
         if not unfit:
             assert record is not None, "without a committed version no memory is fit"
-            tokens = self._found.recognisable(record)
+            tokens = self._holdings.recognisable(record)
             return [*self.mirror.recognised(record, tokens), *self._begin(now_s)]
         if self.mirror.saved is None or self.mirror.saved.version < steps:
-            self._refills = self._found.refills(self.rules, record, unfit)
+            self._refills = self._holdings.refills(self.rules, record, unfit)
         if self._refills:
             return self._present()
         return self._restore(next(iter(unfit.values())))
@@ -104,11 +112,11 @@ class Barrier(Activity):
     # ---- from partners ----
 
     def _present(self) -> list[Effect]:
-        """Partners first take the last commit in; then their replicas can be read."""
+        """Orders partners to apply the last commit to their replicas, which are read afterwards."""
         assert self.mirror.record is not None, "replicas are of what was committed"
         self.phase, self.deadline_s = RunPhase.RESTORING, None
         self.waiting = {refill.mirrord for refill in self._refills}
-        said = [
+        warnings = [
             LogLine(
                 text=f"{refill.memoryd} is filled from the replica of {refill.mirrord} at step"
                 f" {self.mirror.version}, so no step is lost: {refill.reason}",
@@ -121,7 +129,7 @@ class Barrier(Activity):
             version=self.mirror.version,
             record=record_message(self.mirror.record),
         )
-        return [*said, *send_all(sorted(self.waiting), pb.SchedulerMessage(settle=settle))]
+        return [*warnings, *send_all(sorted(self.waiting), pb.SchedulerMessage(settle=settle))]
 
     def _on_settled(self, member: str, body: pb.Settled, now_s: float) -> list[Effect]:
         presenting = self.phase is RunPhase.RESTORING and self._refills
@@ -129,8 +137,8 @@ class Barrier(Activity):
             return []
         assert self.mirror.record is not None, "replicas are of what was committed"
         self.waiting = {refill.memoryd for refill in self._refills}
-        # Journaled first: from now on memory of an older generation is never believed again.
-        tokens = self._found.recognisable(self.mirror.record)
+        # Journaled first: from now on, memory of an older generation is never accepted.
+        tokens = self._holdings.recognisable(self.mirror.record)
         effects: list[Effect] = [*self.mirror.recognised(self.mirror.record, tokens)]
         effects.append(self.mirror.replaced(self.waiting))
         for refill in self._refills:
@@ -186,7 +194,7 @@ class Barrier(Activity):
         ]
 
     def _lost(self, source: str, reason: str) -> list[Effect]:
-        """Committed steps that nobody saved are gone with the memory."""
+        """Returns a warning about committed steps that were lost with the memory, if any."""
         first, last = self.mirror.saved_version + 1, self.mirror.version
         if last < first:
             return []
@@ -211,19 +219,21 @@ class Barrier(Activity):
             return []
         if self._damaged:
             return self._find_older()
-        tokens = self.mirror.recognised(record, self._found.recognisable(record))
+        tokens = self.mirror.recognised(record, self._holdings.recognisable(record))
         return [*tokens, self.mirror.restored(record), *self._begin(now_s)]
 
     def _find_older(self) -> list[Effect]:
-        """What was to be restored is damaged; whoever found it so has not touched its memory."""
+        """Requests an older saved state: this one is damaged, and no memoryd wrote its memory."""
         assert self.mirror.saved is not None, "initial weights are no saved state"
         name, damage = sorted(self._damaged.items())[0]
         state = self.mirror.saved.directory
-        text = f"{damage} ({name}): {state} is left out, an older saved state is looked for"
+        text = f"{damage} ({name}): {state} is left out, an older saved state is searched"
         return [LogLine(text=text, warning=True), FindSaved(below=self.mirror.saved.version)]
 
     def found(self, event: SavedFound) -> list[Effect]:
-        """There is an older saved state, or none."""
+        """Restores the older saved state that the disk thread found, or ends the run without
+        one.
+        """
         if event.saved is None:
             self.failure, self.done = "; ".join([*self._damaged.values(), event.error]), True
             return []
@@ -266,7 +276,7 @@ class Barrier(Activity):
             self.done = True
             self._members.take_part()
             news = pb.SchedulerMessage(begin=self._begin_message())
-            return [  # nodes owe no answer: they hear that the run has got on
+            return [  # nodes owe no answer: they learn that the run goes on
                 *send_all(self.rules.nodes, news),
                 LogLine(
                     text=f"membership {self.mirror.epoch} begins at version {self.mirror.version}"
@@ -278,8 +288,8 @@ class Barrier(Activity):
         return self._begins(self.rules.workers)
 
     def _begins(self, members: Iterable[str]) -> list[Effect]:
-        """Each member hears of its own peers only, and of the plan by its digest: with all of them
-        and the plan itself Begins would grow with the square of the members.
+        """Returns Begins with each member's own peers, and the plan as a digest. With all addresses
+        and the plan, Begins would grow with the square of the number of members.
         """
         begins = {name: self._begin_message(self._members.endpoints(name)) for name in members}
         return [
@@ -298,7 +308,7 @@ class Barrier(Activity):
             next_attempt=self.mirror.next_attempt,
             next_evaluation=self.mirror.next_evaluation,
             bereft=sorted(self._bereft),
-            strange=self._found.strange(self.mirror.record),
+            strange=self._holdings.strange(self.mirror.record),
         )
 
     answers = {  # noqa: RUF012  # the base class says ClassVar

@@ -1,4 +1,4 @@
-"""What happens between attempts: evaluating the committed state, and the end."""
+"""Two activities: the evaluation of the committed version, and the end of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 class Evaluation(Activity):
     """A forward-only pass over held-out data at the committed version.
 
-    ``seconds``: how long it took, once it is done.
+    ``seconds``: its duration, once it is done.
     """
 
     title = "the evaluation"
@@ -41,7 +41,7 @@ class Evaluation(Activity):
         return tuple(worker for worker in self.rules.workers if worker in self.waiting)
 
     def start(self, now_s: float) -> list[Effect]:
-        """Only workers take part."""
+        """Sends Evaluate to the workers; no other member takes part."""
         self.waiting = set(self.rules.workers)
         evaluate = pb.Evaluate(
             epoch=self.mirror.epoch,
@@ -74,11 +74,11 @@ class Evaluation(Activity):
 
 
 class Shutdown(Activity):
-    """Leave word that the run is over, tell everyone to shut down, wait until they have gone (not
-    for long), exit. Nodes that were lost are waited for, too: they may come back, and hear it.
+    """The end: writes the run's result, sends Shutdown, waits until the members have left, exits.
 
-    ``error`` is empty for an end that was wanted. Members that join meanwhile are told too.
-    ``leave_by_s``: when to go at the latest, None for the usual patience.
+    Lost nodes are waited for, too: they may return and receive Shutdown. Members that join
+    meanwhile receive it as well. ``error`` is empty for a regular end. ``leave_by_s``: latest time
+    of the exit; None for the usual ``shutdown_s``.
     """
 
     title = "the end"
@@ -112,24 +112,24 @@ class Shutdown(Activity):
         self._hurried = False
 
     def start(self, now_s: float) -> list[Effect]:
-        """Nodes hear it together with their children, so that none is started again."""
+        """Sends Shutdown to nodes together with their children, so that no child is restarted."""
         self._exit_s = min(now_s + self.rules.deadlines.shutdown_s, self._leave_by_s)
-        said = LogLine(text=f"shutting down: {self.reason}", warning=bool(self.error))
+        line = LogLine(text=f"shutting down: {self.reason}", warning=bool(self.error))
         self.waiting = set(self._members.lost_nodes)
         # The note first: a scheduler that comes after this one must not go on with the run.
-        return [said, self._note, *send_all(self._members.present, self._message)]
+        return [line, self._note, *send_all(self._members.present, self._message)]
 
     def joined(self, member: str) -> list[Effect]:
-        """Somebody comes too late."""
+        """Sends Shutdown to a member that joins too late."""
         self.waiting.discard(member)
         return [Send(member=member, message=self._message)]
 
     def hurry(self) -> None:
-        """Do not wait for anyone."""
+        """Stops the wait for members."""
         self._hurried = True
 
     def look(self, now_s: float) -> list[Effect]:
-        """Exit when all have gone or the time is up."""
+        """Exits when all members have left or the time is over."""
         patient = not self._hurried and now_s < self._exit_s
         if self.done or ((self._members.present or self.waiting) and patient):
             return []

@@ -1,4 +1,4 @@
-"""A save: begun between attempts, written while the next ones run.
+"""A save: it starts between attempts, and is written while the next attempts run.
 
 ::
 
@@ -6,10 +6,10 @@
                                                         |
                                                         attempts go on
 
-Attempts wait until every memoryd has pinned the version, which takes a message each way; from then
-on no sweep overwrites what has not been read (:mod:`penstock.daemons.memory.pinning`). Version,
-position and last attempt of the saved state are those of its start. A broken epoch does not concern
-a save that is pinned, as long as its memoryds live and nothing is restored.
+Attempts wait until every memoryd has pinned the version, which takes one message each way. From
+then on, no sweep overwrites a block that is not read yet (:mod:`penstock.daemons.memory.pinning`).
+Version, position and last attempt of the saved state are those at the start of the save. A pinned
+save survives a broken epoch if its memoryds live and no memory is restored.
 """
 
 from __future__ import annotations
@@ -26,19 +26,14 @@ from penstock.daemons.scheduler.machine.states import SaveState
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 Processes = Mapping[str, tuple[int, int]]
-"""Name of a member -> pid and nonce of its process."""
+"""Pid and nonce of members' processes, by name."""
 
 Answer: TypeAlias = pb.Pinned | pb.Saved
-"""What memoryds say of a save. It is not of one epoch, as a save is not."""
+"""Answers of memoryds about a save. They outlive an epoch, as the save does."""
 
 
 class Save:
-    """One save; ``number`` tells the saves of a scheduler apart.
-
-    ``processes``: the memoryds that take part. ``tickets``: snapshot calls that it answers.
-    ``error``: why there is no saved state, once it is over. ``write_s``: how long the memoryd that
-    was last wrote, without what it waited for settling.
-    """
+    """One save. Members and the disk thread name it by ``number``."""
 
     def __init__(
         self,
@@ -50,14 +45,20 @@ class Save:
     ) -> None:
         assert mirror.position is not None, "only what is committed is saved"
         self.number = number
+        """Number of the save, unique within a scheduler process."""
         self.processes = processes
+        """Processes of the memoryds that take part."""
         self.tickets = tickets
+        """Snapshot calls that the save answers. :class:`Saves` moves them."""
         self.version = mirror.version
         self.directory = f"{rules.state_dir}/.tmp-step-{self.version:08d}"
         self.phase = SaveState.PREPARING
         self.error = ""
+        """Reason of a failed save."""
         self.write_s = 0.0
+        """Seconds that the slowest memoryd wrote, without its wait for settled blocks."""
         self.started_s = 0.0
+        """Time of :meth:`start`; 0 before."""
         self._position = mirror.position
         self._attempt = mirror.next_attempt - 1
         self.epoch = mirror.epoch
@@ -68,17 +69,17 @@ class Save:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes of it."""
+        """True if the save is done or has failed."""
         return self.phase in (SaveState.SAVED, SaveState.FAILED)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether attempts may go on."""
+        """True if the version is pinned, so that attempts may go on."""
         return self.phase not in (SaveState.PREPARING, SaveState.PINNING)
 
     @property
     def num_bytes(self) -> int:
-        """What was written so far."""
+        """Bytes written so far."""
         return sum(size for _, size, _ in self._files)
 
     @property
@@ -92,7 +93,7 @@ class Save:
         return [PrepareSave(number=self.number, directory=self.directory)]
 
     def prepared(self, error: str) -> list[Effect]:
-        """The directory is there, or cannot be made."""
+        """Sends Save to all memoryds; fails if the directory could not be made."""
         if error:
             self.fail(error)
             return []
@@ -107,18 +108,20 @@ class Save:
         return send_all(self._memoryds, pb.SchedulerMessage(save=save))
 
     def is_of(self, body: Answer) -> bool:
-        """Returns whether a memoryd speaks of this save."""
+        """Returns whether an answer is about this save."""
         return (body.epoch, body.number) == (self.epoch, self.number)
 
     def pinned(self, member: str) -> list[Effect]:
-        """A memoryd holds back whatever would overwrite the version."""
+        """Notes that a memoryd holds back all sweeps that would overwrite the version."""
         self._unpinned.discard(member)
         if self.phase is SaveState.PINNING and not self._unpinned:
             self.phase = SaveState.WRITING
         return []
 
     def saved(self, member: str, body: pb.Saved) -> list[Effect]:
-        """A memoryd has written its files, or could not; others may not even have pinned."""
+        """Notes a memoryd's files or its error, which may come before other memoryds have
+        pinned.
+        """
         if member not in self._waiting:
             return []
         self.pinned(member)
@@ -145,7 +148,7 @@ class Save:
         ]
 
     def finished(self, directory: str, error: str) -> SavedState | None:
-        """The effects are through: returns what is on disk for good, or None."""
+        """Ends the save; returns the durable saved state, or None after an error."""
         if self.phase is not SaveState.COMPLETING:
             return None
         if error:
@@ -157,7 +160,7 @@ class Save:
     def note(
         self, counters: Counters, history: EventHistory, mirror: JournalMirror, now_s: float
     ) -> None:
-        """Count it, and say what came of it, once it is over."""
+        """Adds the finished save to counters and history."""
         seconds = now_s - self.started_s
         counters.saved(self.num_bytes, seconds, error=self.error)
         if self.error:
@@ -167,15 +170,15 @@ class Save:
         history.add(Kind.SAVED, self.version, now_s, seconds=seconds, text=text)
 
     def fail(self, error: str) -> None:
-        """There will be no saved state."""
+        """Ends the save with an error."""
         self.phase, self.error = SaveState.FAILED, error
 
 
 class Saving(Activity):
-    """Attempts wait for a save: until it is pinned or, ``to_the_end``, until it is over.
+    """The wait of attempts for a save: until it is pinned or, ``to_the_end``, until it is over.
 
-    Nothing else makes the state catch up with the commit then, so it is settled. ``idle``: they do
-    not wait for the save, but for somebody to resume the run.
+    In the latter case no attempt moves the state to the commit, so optimizerds settle it. ``idle``:
+    the run is paused, and resuming it ends the wait.
     """
 
     title = "saving"
@@ -197,11 +200,11 @@ class Saving(Activity):
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """optimizerds that settle, then memoryds that write."""
+        """optimizerds that settle, and memoryds that write."""
         return (*sorted(self.waiting), *self.save.unfinished)
 
     def start(self, now_s: float) -> list[Effect]:
-        """State may lag the weights by one commit until it is settled."""
+        """Starts the save if needed, and settles the state, which may lag by one commit."""
         effects = [] if self.save.started_s else self.save.start(now_s)
         if self.to_the_end and self.save.version == self.mirror.version:
             self.phase, self.waiting = RunPhase.SETTLING, set(self.rules.optimizerds)
@@ -210,7 +213,7 @@ class Saving(Activity):
         return effects
 
     def look(self, *, paused: bool) -> None:
-        """Find out whether attempts may go on."""
+        """Ends the wait if attempts may go on."""
         going_on = self.idle and not paused
         self.done = self.save.over or (self.save.is_pinned and (not self.to_the_end or going_on))
 

@@ -1,4 +1,4 @@
-"""The scheduler's saves: which one is under way, and what the members and the disk say of it."""
+"""The scheduler's saves: the save under way, and answers of members and disk about it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Saves:
 
     def __init__(self, rules: Rules, mirror: JournalMirror, members: Membership) -> None:
         self.under_way: Save | None = None
+        """The save under way; None without one. Only this class replaces it."""
         self._rules = rules
         self._mirror = mirror
         self._members = members
@@ -37,17 +38,17 @@ class Saves:
 
     @property
     def version(self) -> int | None:
-        """The version that is being saved; None if none is. Initial weights are version 0."""
+        """Version of the save under way; None without one. Initial weights are version 0."""
         return None if self.under_way is None else self.under_way.version
 
     @property
     def number(self) -> int:
-        """What a barrier tells the members of a save that goes on; 0 if none does."""
+        """Number of the save under way, for Drain; 0 without one."""
         return 0 if self.under_way is None else self.under_way.number
 
     def activity(self, choice: Next, requests: Requests) -> Activity | None:
-        """Returns what attempts wait in, if the choice concerns a save. A new save takes the place
-        of the one under way.
+        """Returns the wait of attempts for a save, if the choice is about one. A new save replaces
+        the one under way.
         """
         if choice not in _TO_THE_END:
             return None
@@ -65,46 +66,48 @@ class Saves:
         return Saving(self._rules, self._mirror, save, to_the_end=to_the_end, idle=idle)
 
     def join(self, requests: Requests) -> None:
-        """Snapshot calls want the committed version: perhaps it is being saved already."""
+        """Adds waiting snapshot calls to the save under way, if it saves the committed version."""
         save = self.under_way
         if save is not None and not save.over and save.version == self._mirror.version:
             save.tickets += requests.take_tickets()
 
     def on_prepared(self, event: SavePrepared) -> list[Effect]:
-        """The disk has its directory, or has not."""
+        """Handles the answer of the disk thread about the directory."""
         save = self.under_way
         known = save is not None and save.number == event.number
         return save.prepared(event.error) if save is not None and known else []
 
     def on_finished(self, event: SaveFinished) -> SavedState | None:
-        """Returns the saved state that is on disk for good."""
+        """Returns the saved state that is durable now, if any."""
         save = self.under_way
         if save is None or save.number != event.number:
             return None
         return save.finished(event.directory, event.error)
 
     def on_answer(self, member: str, body: Answer) -> list[Effect]:
-        """A memoryd speaks of a save."""
+        """Handles a memoryd's answer about a save."""
         save = self.under_way
         if save is None or not save.is_of(body):
             return []
         return save.saved(member, body) if isinstance(body, pb.Saved) else save.pinned(member)
 
     def epoch_broke(self, requests: Requests) -> None:
-        """Nothing holds back sweeps for a save that is not pinned: it is begun anew."""
+        """Drops a save that is not pinned: no sweep waits for it. The next epoch starts it
+        again.
+        """
         save = self.under_way
         if save is not None and not save.is_pinned:
             requests.tickets += save.tickets
             self.under_way = None
 
     def leave(self, requests: Requests) -> None:
-        """The run ends, and nobody waits for the save under way: its callers are answered now."""
+        """Takes back the calls of the save under way: the run ends without waiting for it."""
         if self.under_way is not None:
             requests.tickets += self.under_way.tickets
             self.under_way.tickets = []
 
     def look(self, activity: Activity | None, *, live: bool) -> Save | None:
-        """Returns the save that is over, once."""
+        """Returns a save that is over, once."""
         save = self.under_way
         if save is None:
             return None
@@ -116,13 +119,13 @@ class Saves:
         return save
 
     def _look_at_members(self, save: Save, activity: Activity | None) -> None:
-        """Between epochs: memory that is filled anew has nothing to read, and a memoryd that was
-        started since knows of no save.
+        """Fails a save between epochs: memory under restore has lost the version, and a replaced
+        memoryd does not know the save.
         """
         if isinstance(activity, Barrier) and activity.phase is RunPhase.RESTORING:
             save.fail("the memory had to be restored")
         elif self._members.complete:
-            found = self._members.processes(self._rules.memoryds)
-            lost = [name for name, process in save.processes.items() if found[name] != process]
+            present = self._members.processes(self._rules.memoryds)
+            lost = [name for name, process in save.processes.items() if present[name] != process]
             if lost:
                 save.fail(f"{lost[0]} was lost while it saved")

@@ -1,6 +1,6 @@
 """One attempt as a transaction: collect what members report, decide, journal, announce.
 
-The rules and why they are so: the design's section "The step is a transaction".
+docs/INTERNALS.md has the rules and their reasons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the gradients of an attempt lead to. ``grad_norm`` is of unscaled gradients."""
+    """The decision about an attempt. ``grad_norm`` is the norm of the unscaled gradients."""
 
     decision: Decision
     coefficient: float
@@ -36,9 +36,9 @@ class Verdict:
 def judge(
     statuses: Sequence[pb.BlockStatus], loss_scale: float, clip_grad_norm: float | None
 ) -> Verdict:
-    """Decide about an attempt from the statuses of all trainable blocks, in block order.
+    """Decides about an attempt from the statuses of all trainable blocks, in block order.
 
-    The sum is taken in that order, in float64, so that the norm does not depend on who was first.
+    The float64 sum in that order does not depend on the order of messages.
     """
     total = 0.0
     for status in statuses:
@@ -54,11 +54,7 @@ def judge(
 
 
 class Transaction(Activity):
-    """One attempt, from RunAttempt to Commit or Skip.
-
-    ``seconds``: how long it took, once it is done. ``failure``: why no other may follow.
-    ``reports``: of workers, by name.
-    """
+    """One attempt, from RunAttempt to Commit or Skip."""
 
     title = "the attempt"
 
@@ -68,25 +64,36 @@ class Transaction(Activity):
         self.phase = RunPhase.RUNNING
         self.attempt = mirror.take_attempt()
         self.seconds = 0.0
+        """Duration, once the attempt is decided."""
         self.failure = ""
+        """Error that ends the run after this attempt; empty for none."""
         self._position = mirror.position
+        """Position before the attempt."""
         self._hold = rules.holds(mirror.position)
+        """True if the optimizer waits for the norm."""
         self._learning_rate = learning_rate(
             rules.config.optimizer, rules.config.train.steps, mirror.version + 1
         )
         self.reports: dict[str, pb.AttemptDone] = {}
+        """Reports of workers so far."""
         self._statuses: dict[int, pb.BlockStatus] = {}
+        """Statuses of blocks so far. The attempt is decided when all blocks have one."""
         self._reported_s: dict[str, float] = {}
+        """Time of each worker's report."""
         self._computed_s = 0.0
+        """Time of the last compute instruction of any worker."""
         self._decided: tuple[Verdict, CommitRecord] | None = None
+        """The decision. An amended or mirrored attempt has one before it is journaled."""
         self._unmirrored = set(rules.mirrords)
-        # Memory may be one commit behind and no more, also where no block is trained.
+        """Replicas without all gradients of the attempt. A commit waits until none is left."""
+        # Memory may be one commit behind and no more, even on a node that trains no block.
         self._unheard = set(rules.spectators)
+        """optimizerds without blocks that have not acknowledged the attempt."""
 
     @property
     def unfinished(self) -> tuple[str, ...]:
-        """Workers that have not reported, and optimizerds of blocks without a status, or that have
-        not heard of the attempt.
+        """Workers without a report, and optimizerds that owe statuses or an acknowledgement. After
+        the decision: members that owe a preview, a replica or a settled state.
         """
         if self._decided is not None:
             owing = self.waiting or self._unmirrored
@@ -102,7 +109,7 @@ class Transaction(Activity):
         )
 
     def start(self, now_s: float) -> list[Effect]:
-        """optimizerds first: they are to know of the attempt before its first gradients."""
+        """Sends RunAttempt, first to daemons: they must know the attempt before its gradients."""
         self.waiting = set(self.rules.workers)
         run = pb.RunAttempt(
             epoch=self.mirror.epoch,
@@ -154,10 +161,10 @@ class Transaction(Activity):
         return self._commit_when_mirrored(now_s) if self.phase is RunPhase.MIRRORING else []
 
     def _commit_when_mirrored(self, now_s: float) -> list[Effect]:
-        """A commit is journaled only when partners have the gradients that it needs: from then on
-        a lost node takes nothing of it along.
+        """Commits once partners have its gradients, so that no lost node can take them
+        along.
         """
-        assert self._decided is not None, "only what is decided is committed"
+        assert self._decided is not None, "a commit follows a decision"
         if self._unmirrored:
             self.phase = RunPhase.MIRRORING
             return []
@@ -193,7 +200,9 @@ class Transaction(Activity):
         )
 
     def _amend(self, record: CommitRecord) -> list[Effect]:
-        """Nothing is decided for good yet: if this breaks, the attempt is repeated."""
+        """Orders a second preview. Nothing is journaled yet: a broken epoch repeats the
+        attempt.
+        """
         self.phase = RunPhase.AMENDING
         self.waiting = set(self.rules.optimizerds)
         amend = pb.Amend(
@@ -208,7 +217,7 @@ class Transaction(Activity):
             member: pb.SchedulerMessage(commit=pb.Commit(epoch=epoch, record=sealed, **waits))
             for member, waits in self._waits(now_s).items()
         }
-        # Journal first: once somebody has heard of a commit, no crash may undo it.
+        # Journal first: once a member has received a commit, no crash may undo it.
         return [
             self.mirror.decide(record, line),
             *(Send(member=member, message=commit) for member, commit in commits.items()),
@@ -219,26 +228,28 @@ class Transaction(Activity):
         line = self._finish(verdict, record, now_s)
         journaled = self.mirror.decide(record, line)
         skips, limit = journaled.position.skips_in_a_row, self.rules.config.train.max_skips
-        # As long as the loss scale comes down, it may be all that is wrong.
+        # While the loss scale still falls, a too large scale may be the only reason.
         if skips > limit and self.rules.loss_scaling.lowest(self._position.loss_scale):
             self.failure = self._why_hopeless(skips, limit)
         epoch, attempt = self.mirror.epoch, self.attempt
-        told = {
+        messages = {
             member: pb.SchedulerMessage(skip=pb.Skip(epoch=epoch, attempt=attempt, **waits))
             for member, waits in self._waits(now_s).items()
         }
         effects: list[Effect] = [
             journaled,
-            *(Send(member=member, message=skip) for member, skip in told.items()),
+            *(Send(member=member, message=skip) for member, skip in messages.items()),
             AppendMetrics(metrics_json=line),
         ]
-        # A run that ends takes nothing back before: the next start does, as it does for a kill.
+        # A run that ends takes no step back: the next start does so, as after a kill.
         if self.rules.config.optimizer.rollback == "arithmetic" and not self.failure:
             effects += self._take_back()
         return effects
 
     def _take_back(self) -> list[Effect]:
-        """Steps in place are inverted with the gradients that the next attempt overwrites."""
+        """Orders optimizerds to invert steps in place, before the next attempt overwrites the
+        gradients.
+        """
         self.done, self.phase = False, RunPhase.SETTLING
         self.waiting = set(self.rules.optimizerds)
         settle = pb.Settle(epoch=self.mirror.epoch, version=self.mirror.version)
@@ -259,7 +270,7 @@ class Transaction(Activity):
         return (
             f"{skips} attempts in a row had infinite or undefined gradients, more than"
             f" train.max_skips = {limit}; the last{scale} was attempt {self.attempt} after step"
-            f" {self.mirror.version}: lower optimizer.lr, or look at the data from sample"
+            f" {self.mirror.version}: lower optimizer.lr, or check the data from sample"
             f" {self._position.data_position} on"
         )
 
@@ -287,8 +298,8 @@ class Transaction(Activity):
         )
 
     def _waits(self, now_s: float) -> dict[str, dict[str, float]]:
-        """Returns by member, in the order in which they are told, what a worker waited for since
-        its report: peers that computed, then the optimizer.
+        """Returns the waits of each member since its report, in the order of announcement. Workers
+        wait for computing peers, then for the optimizer.
         """
         daemons = (*self.rules.optimizerds, *self.rules.mirrords)
         waits: dict[str, dict[str, float]] = {name: {} for name in daemons}
