@@ -1,1 +1,1 @@
-"""Any Hugging Face decoder as a list of blocks over given memory, and what runs them with torch."""
+"""Any Hugging Face decoder as a list of blocks over given memory, and its execution with torch."""

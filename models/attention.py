@@ -72,10 +72,11 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Returns what ``F.scaled_dot_product_attention`` returns, by ``cudnn-flash``.
+    """Computes attention by ``cudnn-flash``, with the results of
+    ``F.scaled_dot_product_attention``.
 
     Raises:
-        ValueError: the two kernels have no common ground for the call; says why.
+        ValueError: one of the two kernels cannot compute the call; names the reason.
     """
     tensors = (query, key, value)
     if has_torch_function(tensors):
@@ -218,7 +219,7 @@ def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns (batch, heads, rows, size) that lies in memory as (batch, rows, heads, size)."""
+    """Returns (batch, heads, rows, size) in the memory order (batch, rows, heads, size)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -1,8 +1,8 @@
-"""Blocks over memory: leaf tensors that alias flat arrays, and the modules that they are put into.
+"""Blocks over memory: leaf tensors that alias flat arrays, and their modules.
 
 Nothing is copied: a leaf is a view of the weights, its ``.grad`` a view of the gradients. At the
 end of the file :func:`pack` and :func:`unpack` convert between a block's tensors by name and its
-two flat arrays, with NumPy alone. Where each tensor lies in them is :mod:`penstock.shm.table`'s.
+two flat arrays, with NumPy alone. :mod:`penstock.shm.table` has the offsets of tensors in them.
 """
 
 from __future__ import annotations
@@ -227,9 +227,9 @@ class BlockModules:
     ) -> Iterator[None]:
         """Puts the block's leaves into the modules while the context lasts.
 
-        ``prefix`` starts the names of this block's tensors; ``layer_index`` is what its modules
-        know as their number; ``constants`` are the model's. Blocks of one kind take turns: contexts
-        of one kind must not overlap.
+        ``prefix`` starts the names of this block's tensors; ``layer_index`` is the number that its
+        modules read; ``constants`` are the model's. Blocks of one kind take turns: contexts of one
+        kind must not overlap.
 
         Raises:
             ConfigError: the forward changed a constant.
@@ -238,7 +238,7 @@ class BlockModules:
         cut = len(prefix)
         for name, leaf in bound.leaves.items():
             for places, key in slots[name[cut:]]:
-                # Past nn.Module's __setattr__, which would refuse what is no nn.Parameter.
+                # Bypasses nn.Module's __setattr__, which refuses tensors that are no nn.Parameter.
                 places[key] = leaf  # type: ignore[assignment]
         for attributes, name in self._numbered:
             attributes[name] = layer_index
@@ -310,7 +310,7 @@ class SkeletonModules:
 
 
 def _prefixes(skeleton: Skeleton) -> tuple[str, ...]:
-    """Returns what each block's tensors' names start with and the module of its kind leaves out."""
+    """Returns the prefix of each block's tensor names, which the module of its kind leaves out."""
     layers = f"{skeleton.decoder_path}.{skeleton.layers_name}"
     return tuple(
         "" if part.layer_index is None else f"{layers}.{part.layer_index}."

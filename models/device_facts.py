@@ -1,6 +1,6 @@
-"""Software and hardware of a worker's device, which the bits of its layers depend on.
+"""Software and hardware of a worker's device that the bits of its layers depend on.
 
-A worker says these facts in its Hello, and the scheduler compares them with those of the process
+A worker sends these facts in its Hello, and the scheduler compares them with those of the process
 before.
 """
 

@@ -78,7 +78,7 @@ class _Calls:
 
 
 class _RefusedError(Exception):
-    """Kernels that cannot compute a call; says why."""
+    """The error of kernels that cannot compute a call; names the reason."""
 
 
 def observe_kernels(

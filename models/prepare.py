@@ -126,7 +126,7 @@ def _prepare_model(
     made = (directory / "config.json", run_dir / "table.json")
     if _recorded(directory / "meta.json") == fingerprint and all(p.is_file() for p in made):
         return
-    # Imported here: torch takes seconds, and a run that goes on needs none of it.
+    # Imported here: torch takes seconds, and a run that continues needs none of it.
     from penstock.models.checkpoints.constants import make_constants
     from penstock.models.checkpoints.folder import FolderWeights
     from penstock.models.surgery.hf import resolve_hf_config
@@ -136,7 +136,7 @@ def _prepare_model(
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
     # A plan needs no weights; a run is to be refused for them now, before it takes memory.
     path, source = config.model.path, None
-    # A run that has trained goes on with the files, the ties and the chunks that it had.
+    # A run that has trained keeps its files, its ties and its chunks.
     kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
     if path is not None and weights:
         if kept:
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--table-only", action="store_true", help="leave the data out")
     parser.add_argument("--config-only", action="store_true", help="read no data and no weights")
-    parser.add_argument("--review", action="store_true", help="only say what a new run would take")
+    parser.add_argument("--review", action="store_true", help="only report a new run's weights")
     parser.add_argument("--kernels", action="store_true", help="only note the kernels")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["HIDDEN", "Borrowed", "BoundBlock", "ModelRuntime", "StageOutput"]
 
 HIDDEN = "hidden"
-"""Name of the tensor that blocks hand on: (micro_batch, sequence, hidden)."""
+"""Name of the tensor between blocks: (micro_batch, sequence, hidden)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,8 @@ class ModelRuntime:
                     raise StateError(
                         f"{CONSTANTS} of the run lacks {name}; restore it as Penstock wrote it"
                     )
-                # What transformers has in the type of weights has the type of weights here.
+                # Constants that transformers loads in the type of weights have the type of weights
+                # here, too.
                 dtype = self._compute_dtype if value.dtype is stored else value.dtype
                 moved[name] = value.to(self._device, dtype)
                 module._buffers[attribute] = moved[name]
@@ -439,7 +440,7 @@ class ModelRuntime:
         self._products[spec.kind] = watch.products(output)
 
     def _as_trained(self, block: BoundBlock) -> BoundBlock:
-        """Returns the block over leaves of its own that require gradients where training does."""
+        """Returns the block over new leaves that require gradients where training does."""
         spec = self._table.blocks[block.index]
         tied = {name.local_name for name in spec.borrows}
         trained = {tensor.name for tensor in spec.tensors if tensor.trainable} | tied
@@ -493,10 +494,9 @@ class ModelRuntime:
         storage: ForwardStorage | None,
         output_read: bool,
     ) -> _Prepared:
-        """Returns what all blocks of the stage share.
-
-        Runs before the generator is seeded for a block: numbers that the decoder's own code draws
-        must not move those of a block.
+        """Returns the inputs that all blocks of the stage share. Runs before the generator is
+        seeded for a block: random numbers of the decoder's own code must not shift those of a
+        block.
         """
         mask, positions = batch.attention_mask, batch.position_ids
         tensors = BatchTensors(

@@ -28,7 +28,7 @@ Allocate = Callable[[int], torch.Tensor]
 
 
 class Arrival(Protocol):
-    """A point in a copy stream, behind all copies that were asked for before it."""
+    """A point in a copy stream, behind all copies issued before it."""
 
     def wait(self) -> None:
         """Orders later work of the compute stream after the copies."""
@@ -121,7 +121,7 @@ def host_memory(num_bytes: int) -> torch.Tensor:
 
 
 class HostDevice:
-    """A CPU as a :class:`TorchDevice`: what is asked for is done when the call returns."""
+    """A CPU as a :class:`TorchDevice`: each call returns after its work is done."""
 
     own_memory = False
     memory_bytes = inf

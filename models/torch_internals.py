@@ -126,7 +126,9 @@ def schema_of(kernel: OpOverload[..., Any]) -> torch.FunctionSchema:
 
 
 def innermost_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Returns the hooks that see first what autograd saves on this thread; None without any."""
+    """Returns the innermost hooks for tensors that autograd saves on this thread; None without
+    any.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -166,7 +168,7 @@ def num_compiled_graphs() -> int:
 
 
 def compilation_error() -> type[Exception]:
-    """Returns the base class of what ``torch.compile`` raises where a module is not one graph."""
+    """Returns the base class of ``torch.compile``'s errors for a module that is not one graph."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException

@@ -1,7 +1,6 @@
-"""One attempt, or one batch of an evaluation, on one device: what its instructions share.
+"""One attempt, or one batch of an evaluation, on one device: the shared state of its instructions.
 
-Everything that must be gone at its end is in :class:`Attempt`; what outlives it is in
-:class:`EpochContext`.
+:class:`Attempt` holds everything that must be gone at its end; :class:`EpochContext` outlives it.
 """
 
 from __future__ import annotations
@@ -108,9 +107,9 @@ class EpochContext:
 class Job:
     """One pass of a program over one global batch.
 
-    ``number`` is the attempt, or what keys the messages of an evaluation batch. ``data_position``
+    ``number`` is the attempt, or the key of an evaluation batch's messages. ``data_position``
     counts the samples consumed before it. ``counted_tokens`` is that of the global batch. ``step``
-    is where UPDATE leads; without one it does nothing.
+    is the step that UPDATE computes; without one UPDATE does nothing.
     """
 
     phase: JobPhase
@@ -263,7 +262,7 @@ class HeldTensors:
 class Attempt:
     """State of one job.
 
-    Tensors that a later instruction takes are kept by (what, stage, micro-batch): ``activation`` or
+    Tensors that a later instruction takes are kept by (kind, stage, micro-batch): ``activation`` or
     ``gradient`` of the stage that produced it, ``checkpoint`` of the backward stage that needs it.
     """
 

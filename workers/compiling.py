@@ -143,7 +143,7 @@ def try_compiling(run_dir: Path) -> None:
     """Compiles the layers of a prepared run as its first worker would.
 
     Raises:
-        ConfigError: they cannot be compiled; says why.
+        ConfigError: the layers cannot be compiled; names the reason.
     """
     files = RunDirectory(run_dir)
     config = files.config

@@ -52,12 +52,13 @@ class TokenDataset:
         objective: Objective | None = None,
         checksums: Checksums | None = None,
     ) -> None:
-        """Maps the file of little-endian ids of ``token_dtype``. With ``checksums`` what is read is
-        held against them; ``objective`` makes micro-batches, of next tokens by default. Pages are
-        read when a batch asks for them.
+        """Maps the file of little-endian ids of ``token_dtype``.
+
+        With ``checksums`` each read is compared with them; ``objective`` makes micro-batches, of
+        next tokens by default. Pages are read when a batch needs them.
 
         Raises:
-            StateError: the file is missing or shorter than promised.
+            StateError: the file is missing or too short.
             ConfigError: the file holds not even one sequence.
         """
         try:
@@ -165,10 +166,10 @@ def micro_batches(
 
 
 def _objective(config: Config, meta: dict[str, Any]) -> Objective:
-    """Returns what the configuration asks for; ``meta`` is the split's entry of ``meta.json``.
+    """Returns the configured objective; ``meta`` is the split's entry of ``meta.json``.
 
     Raises:
-        ConfigError: a function of the user's cannot be imported.
+        ConfigError: a function of the user cannot be imported.
     """
     data = config.data
     ends = end_ids(meta["eos"]) if data.document_masks else ()

@@ -257,7 +257,9 @@ class EpochBuilder:
         )
 
     def runtime(self) -> Runtime:
-        """Returns what computes blocks, without weights; made once, which takes seconds."""
+        """Returns the runtime that computes blocks, without weights; made once, which takes
+        seconds.
+        """
         if self._runtime is None:
             self._runtime = self._platform.runtime()
         return self._runtime

@@ -18,7 +18,9 @@ _EVENTS_IN_ERRORS = 5
 
 
 class InstructionError(PenstockError):
-    """Says which instruction failed, where in the run, and what ran before it."""
+    """The error of a failed instruction: names the instruction, its place in the run, and the
+    instructions before it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ def _execute(instruction: Instruction, attempt: Attempt, handler: Handler) -> No
     except Interrupted:
         raise
     except Exception as error:
-        # A handler may trip over what the abort tore down; then the abort is the reason.
+        # A handler may fail because the abort closed its parts; then the abort is the reason.
         attempt.context.abort.check()
         raise _failure(instruction, attempt, error) from error
     attempt.timeline.end(instruction, attempt.tally)

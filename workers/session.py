@@ -1,8 +1,8 @@
-"""The worker between messages: what it does when the scheduler says something.
+"""The worker between messages: its reactions to the scheduler's messages.
 
-Everything runs on the process's main thread, attempts included. Drain, Refused and Shutdown end an
-attempt under way because :func:`fence_listener` sees them on the stream's reading thread before
-they are queued.
+Everything runs on the process's main thread, attempts included. Drain, Refused and Shutdown end the
+current attempt: :func:`fence_listener` sees them on the stream's reading thread before they are
+queued.
 """
 
 from __future__ import annotations

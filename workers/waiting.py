@@ -22,7 +22,7 @@ _MAX_COUNTED_SLICE_S = 1.0
 
 
 class Interrupted(Exception):
-    """The attempt was aborted from outside; what it did so far means nothing."""
+    """The attempt was aborted from outside; its results are void."""
 
 
 class Abort:

@@ -137,7 +137,7 @@ class Checkpoint:
         )
 
     def _raw(self, name: str, file_name: str) -> torch.Tensor:
-        """Returns a tensor as it lies in the mapped file."""
+        """Returns a tensor over the mapped file."""
         try:
             value: torch.Tensor = self._file(file_name).get_tensor(name)
         except (OSError, SafetensorError) as error:

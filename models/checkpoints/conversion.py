@@ -50,7 +50,7 @@ class _Recipe:
         """Returns the model's tensors by name. ``read`` gives a tensor of the files, of its
         shape there.
         """
-        # Transforms keep what they collect: each use takes one of its own.
+        # Transforms keep collected tensors: each use takes a copy.
         transform = copy.deepcopy(self.transform)
         for pattern, name in self.sources:
             transform.add_tensor(self.target, name, pattern, read(name))
@@ -106,7 +106,7 @@ class Weights:
     def _apply(
         self, recipe: _Recipe, read: Callable[[str], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns what a recipe makes, under the names of the model that is trained."""
+        """Returns the tensors that a recipe makes, by their names in the trained model."""
         made = recipe.apply(self._model, read)
         if self._composite is None:
             return made
@@ -155,8 +155,8 @@ class Weights:
         return [pair for pair in self._tied_pairs() if not self._equal(*pair)]
 
     def untied(self) -> bool:
-        """Returns whether transformers would not tie what the configuration ties, because the files
-        have both tensors, and different ones.
+        """Returns whether transformers would not apply the configuration's ties, because the files
+        have both tensors, with different numbers.
 
         Raises:
             StateError: a file is damaged, or only some of several ties hold.
@@ -186,7 +186,7 @@ class Weights:
         }
 
     def check(self, table: BlockTable) -> None:
-        """Holds all that a model needs against what there is.
+        """Compares the model's tensors with those of the files.
 
         Raises:
             StateError: tensors are missing, or one is of another shape or type.
@@ -313,8 +313,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _ignored(model: Any) -> Callable[[str], bool]:
-    """Returns which names transformers leaves out of its list of unexpected tensors: buffers that
-    older versions saved, and what a type of model declares.
+    """Returns the names that transformers does not report as unexpected: buffers that older
+    versions saved, and names that a type of model declares.
     """
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]

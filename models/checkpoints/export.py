@@ -41,7 +41,7 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable, DType
 
 SHARD_BYTES = 2 * 2**30
-"""A shard ends with the block that reaches this size; it is what the export holds in memory."""
+"""Bytes at which a shard ends, with its last block; the export holds one shard in memory."""
 
 ReadBlock = Callable[[int], Mapping[str, NDArray[Any]]]
 """Block -> its own tensors by name: fp32, fp16, or bf16 as uint16 bits."""
@@ -226,8 +226,8 @@ def _flush(directory: Path) -> None:
 
 
 def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
-    """Returns what reads blocks of a saved state: master weights and frozen ones by name, widened
-    to fp32, in the table's shapes. Reading raises StateError where a file is damaged or missing.
+    """Returns a reader of blocks of a saved state: master weights and frozen ones by name, widened
+    to fp32, in the table's shapes. It raises StateError if a file is damaged or missing.
     """
 
     def read_block(block: int) -> dict[str, NDArray[Any]]:

@@ -68,7 +68,7 @@ def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.T
             old = module._parameters[attribute]
             assert old is not None
             placeholders.append((module, attribute, old))
-            # NaN shows below what the initialization left out.
+            # NaN marks numbers that the initialization does not set; checked below.
             tensors[name] = torch.full(old.shape, float("nan"))
             module._parameters[attribute] = nn.Parameter(tensors[name], requires_grad=False)
     digest = hashlib.blake2b(f"weights/{seed}/{block.index}".encode(), digest_size=8).digest()
@@ -80,7 +80,7 @@ def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.T
             for root, owner in _roots(skeleton, part):
                 _initialize(root, owner)
     finally:
-        # The skeleton goes on without memory for parameters: only the yielded block's lives.
+        # The skeleton continues without memory for parameters: only the yielded block's lives.
         for module, attribute, old in placeholders:
             module._parameters[attribute] = old
     for name, value in tensors.items():

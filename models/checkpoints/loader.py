@@ -73,7 +73,7 @@ def _processes(table: BlockTable, blocks: Sequence[int]) -> int:
 
 
 def _dealt(table: BlockTable, blocks: Sequence[int], count: int) -> list[list[int]]:
-    """Returns the blocks in so many shares, alike in size."""
+    """Returns the blocks in ``count`` shares of similar size."""
     shares: list[list[int]] = [[] for _ in range(count)]
     sizes = [0] * count
     for block in sorted(blocks, key=lambda block: -_elements(table, block)):

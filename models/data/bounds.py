@@ -1,8 +1,9 @@
-"""Bounds of time and memory for code that a model folder steers: tokenizers, regular expressions,
-and modules by the number.
+"""Bounds of time and memory for code that a model folder controls: tokenizers, regular expressions,
+and numbers of modules.
 
-Such code may never return to Python, or end the process from inside. The process says beforehand
-why it would die, in the words that its parent shows, and the system ends it.
+Such code may never return to Python, or end the process from inside. The process therefore states
+the possible cause of its death beforehand, in the words that its parent shows; then the system ends
+the process.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _LEAST_BYTES = 4 << 30
 
 @dataclass(slots=True)
 class Bounds:
-    """The bounds of a process. Those of one that is not ``alone`` only turn what other languages
-    raise into errors. ``last_words`` is the work that the process has named last.
+    """The bounds of a process. If it is not ``alone``, only errors of other languages become Python
+    errors. ``last_words`` is the work that the process has named last.
     """
 
     alone: bool = False
@@ -90,7 +91,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class BoundedTokenizer:
-    """A tokenizer that may take so long for each document."""
+    """A tokenizer with a bound of CPU seconds for each document."""
 
     inner: Tokenizer
     name: str

@@ -38,7 +38,7 @@ from penstock.protocol.run.token_cache import (
 )
 
 _FORMAT = 1
-"""Version of entries, and of what text becomes: a change gives every text another key."""
+"""Version of entries, and of the tokens made from a text: a change gives every text another key."""
 
 _READ_BYTES = 1 << 20
 _MOST_ENTRY_BYTES = 1 << 16
@@ -181,7 +181,7 @@ def _link(old: Path, new: Path) -> None:
 
 
 def _check_owned(path: Path) -> None:
-    """Refuses what is no file of this user.
+    """Refuses a path that is no file of this user.
 
     Raises:
         UntrustedError: it is a link, or belongs to another user.

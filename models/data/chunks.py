@@ -114,7 +114,7 @@ def _write(digests: bytes, sums: Path, file_bytes: int) -> dict[str, Any]:
     with sums.open("wb") as file:
         file.write(digests)
         file.flush()
-        # Before meta.json, which is written last and says that the checksums are whole.
+        # Before meta.json, which is written last and marks the checksums as complete.
         os.fsync(file.fileno())
     return {
         "path": sums.name,
@@ -143,7 +143,7 @@ class Checksums:
         them.
 
         Raises:
-            StateError: the checksums, or the size of the token file, are not what they were.
+            StateError: the checksums, or the size of the token file, have changed.
             OSError, KeyError, TypeError, ValueError: there are none, or the entry is damaged.
         """
         sums, num_bytes, chunk_bytes = (

@@ -57,7 +57,7 @@ def write_tokens(
                 file.write(content)
                 hasher.update(content)
                 begins = part.ends
-            # On disk before meta.json can say that it is whole.
+            # On disk before meta.json marks the file as complete.
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

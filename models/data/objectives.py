@@ -118,7 +118,7 @@ class Own:
     function: Callable[[NDArray[np.int64]], MicroBatch]
 
     def __call__(self, tokens: NDArray[np.int64], first_sample: int) -> MicroBatch:
-        """Returns what the function makes of the tokens."""
+        """Returns the result of the user's function for the tokens."""
         return self.function(tokens)
 
 

@@ -1,7 +1,7 @@
-"""The token files of a run: what they are made from, and making them.
+"""The token files of a run: their sources, and their creation.
 
 A token file that Penstock makes is on disk before it gets its name. ``data/meta.json``, which the
-caller writes last, has the entry of each split and says that all of it is there.
+caller writes last, has the entry of each split and marks all of them as complete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOT_IN_FILES = {
     "eos",
     "cache_limit",
 }
-"""Keys of ``data`` that say what becomes of tokens, and keys that fingerprints have as marks."""
+"""Keys of ``data`` that decide a text's tokens, and keys that fingerprints contain as marks."""
 
 
 class TokenSources:
@@ -214,7 +214,7 @@ class TokenSources:
                     cache.store(name, temporary, sums, made)
             else:
                 self._progress(f"data.{key}: takes tokens that were made from the same text before")
-            # The file is on disk before it gets its name; meta.json, last, says that all is there.
+            # The file is on disk before it gets its name; meta.json, last, marks all as complete.
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -274,7 +274,7 @@ class TokenSources:
         }
 
     def _split(self, whole: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Returns both splits' entries, with the last sequences held out; they lie in one file."""
+        """Returns both splits' entries, with the last sequences held out; both are in one file."""
         length = self._config.data.sequence_length
         sequences = max(0, whole["num_tokens"] - 1) // length
         held = max(1, round(sequences * self._config.data.eval_fraction))
@@ -286,8 +286,8 @@ class TokenSources:
 
 
 class _Pace:
-    """Counts bytes of text, and says every few seconds how many are read and how long the rest
-    takes at the same pace.
+    """Counts bytes of text, and reports every few seconds the bytes read and the remaining time at
+    this pace.
     """
 
     def __init__(self, name: str, source: Source, progress: Progress) -> None:

@@ -136,7 +136,7 @@ class JsonTokenizer:
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r}: not a tokenizer.json: {error}"
             ) from error
-        # A file may ask for documents to be cut or padded; training wants them whole.
+        # A file may request cut or padded documents; training needs whole ones.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = path.with_name(_SETTINGS)
@@ -199,10 +199,10 @@ class JsonTokenizer:
 
 
 def open_tokenizer(config: Config) -> Tokenizer | None:
-    """Returns the tokenizer that makes the tokens of a run; None where a token file has them.
+    """Returns the tokenizer that makes the tokens of a run; None for a token file.
 
     Raises:
-        ConfigError: there is none where the configuration says, or it cannot be used.
+        ConfigError: the configured tokenizer does not exist, or cannot be used.
     """
     name = config.tokenizer
     if name is None:

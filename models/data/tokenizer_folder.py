@@ -54,7 +54,7 @@ _HOW_TO_SET = (
 
 
 class FolderTokenizer:
-    """A tokenizer in a folder; ``config.json`` there may tell its class and its end token."""
+    """A tokenizer in a folder; its ``config.json`` may name class and end token."""
 
     def __init__(
         self, folder: Path, *, key: str, known_ends: Sequence[str], needs_end: bool = True

@@ -1,1 +1,1 @@
-"""Measures on this machine what blocks and copies take: the work of ``penstock profile``."""
+"""Measures the costs of blocks and copies on this machine: the work of ``penstock profile``."""

@@ -65,7 +65,9 @@ class Stopwatch:
         return self.median_after(lambda: None, lambda _: run())
 
     def median_after(self, prepare: Callable[[], _T], run: Callable[[_T], object]) -> float:
-        """Returns the seconds of ``run`` on what ``prepare`` made; the latter's are not counted."""
+        """Returns the seconds of ``run`` on the result of ``prepare``, without those of
+        ``prepare``.
+        """
         run(prepare())
         seconds: list[float] = []
         started = time.perf_counter()
@@ -102,7 +104,7 @@ class StageMeasure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorsMeasure:
     """The operators of a block for a micro-batch of ``tokens``: seconds of their forwards by name,
-    and what dropping them saves.
+    and the bytes saved by dropping them.
     """
 
     tokens: int
@@ -145,7 +147,7 @@ class BlockBench:
         self._arrays: dict[tuple[int, str], torch.Tensor] = {}
 
     def measure(self, blocks: range, micro_batch: int) -> StageMeasure:
-        """Returns all that is measured of a stage of these blocks, for micro-batches of so many
+        """Returns all measures of a stage of these blocks, for micro-batches of ``micro_batch``
         sequences.
         """
         batch, inputs = self._batch(micro_batch), self._inputs(blocks, micro_batch)
@@ -190,7 +192,9 @@ class BlockBench:
     def _of_graph(
         self, memory: MemoryMeasure, forward: RunForward, seeds: Mapping[str, torch.Tensor]
     ) -> MemoryMeasure:
-        """Returns the measure with what a compiled graph saves, and what BACKWARD_INPUT leaves."""
+        """Returns the measure with the tensors that a compiled graph saves, and those that
+        BACKWARD_INPUT leaves.
+        """
         output = forward(policy=SavedTensorPolicy(), split=True)
         stored = output.stored
         assert stored is not None and stored.activations is not None
@@ -231,7 +235,7 @@ class BlockBench:
         )
 
     def kept_bytes(self, block: int, micro_batch: int, drop: Iterable[str]) -> int:
-        """Returns what a forward of one block keeps of activations without some operators'
+        """Returns the activations that a forward of one block keeps without some operators'
         outputs.
         """
         with self._dropping(block, micro_batch, drop) as activations:
@@ -241,7 +245,7 @@ class BlockBench:
     def _dropping(
         self, block: int, micro_batch: int, drop: Iterable[str]
     ) -> Iterator[SavedActivations]:
-        """Runs a forward of one block; what it keeps lives as long as the context."""
+        """Runs a forward of one block; its kept tensors live as long as the context."""
         batch, inputs = (
             self._batch(micro_batch),
             self._inputs(range(block, block + 1), micro_batch),
@@ -444,7 +448,9 @@ def _kind(
         )
 
     def weight_s(measure: StageMeasure) -> float:
-        """Returns the seconds that the whole backward takes longer; without overhead of its own."""
+        """Returns the additional seconds of the whole backward, without the overhead of an
+        instruction.
+        """
         return max(0.0, measure.backward_s - measure.backward_input_s)
 
     single = [m for m in measures if m.num_blocks == 1]

@@ -24,9 +24,10 @@ _Sets = frozenset[frozenset[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropMeasure:
-    """Bytes of one micro-batch: ``saved`` by operator, what the backward reads of its outputs;
-    ``sources``, by operator and :data:`NeededBy`, what is kept of its outputs only to make dropped
-    ones again.
+    """Bytes of one micro-batch.
+
+    ``saved`` by operator: its outputs that the backward reads. ``sources`` by operator and
+    :data:`NeededBy`: its outputs that are kept only to make dropped ones again.
     """
 
     saved: Mapping[str, float]
@@ -34,9 +35,8 @@ class DropMeasure:
 
 
 def measure_drops(activations: SavedActivations, given: Iterable[int]) -> DropMeasure:
-    """Returns what dropping saves, from a forward of one block that has dropped all operators.
-
-    ``given`` are addresses of storages that the block got and did not make: its input.
+    """Returns the savings of dropping, from a forward of one block that has dropped all operators.
+    ``given`` are addresses of storages that the block received and did not make: its input.
     """
     needs = _needs(activations.kernels)
     addresses = frozenset(given)
@@ -55,7 +55,7 @@ def measure_drops(activations: SavedActivations, given: Iterable[int]) -> DropMe
 
 
 def _needs(kernels: list[RecordedKernel]) -> dict[StorageSlot, _Sets]:
-    """Returns the slots that kernels read, and the sets of operators that ask for each."""
+    """Returns the slots that kernels read, and the sets of operators that need each."""
     needs: dict[StorageSlot, _Sets] = {}
     for kernel in reversed(kernels):
         readers: set[frozenset[str]] = set()
@@ -77,12 +77,12 @@ def _made(kernel: RecordedKernel) -> Iterator[StorageSlot]:
 
 
 def _smallest(sets: set[frozenset[str]]) -> _Sets:
-    """Returns the sets that contain no other one: those ask for it already."""
+    """Returns the minimal sets: each has no proper subset among ``sets``."""
     return frozenset(one for one in sets if not any(other < one for other in sets))
 
 
 def _sorted(sets: _Sets, *, without: str) -> NeededBy:
-    """Returns the sets without an operator: what drops the source itself does not keep it."""
+    """Returns the sets without an operator: if the source itself is dropped, it is not kept."""
     return tuple(sorted(tuple(sorted(names)) for names in sets if without not in names))
 
 

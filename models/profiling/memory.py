@@ -28,8 +28,8 @@ class RunForward(Protocol):
     def __call__(
         self, *, autograd: bool = True, split: bool = False, policy: SavedTensorPolicy | None = None
     ) -> StageOutput:
-        """Runs the forward. ``split``: for a backward in two halves; ``policy``: what a store of
-        activations saves, None for autograd alone.
+        """Runs the forward. ``split``: for a backward in two halves; ``policy``: the policy of a
+        store of activations, None for autograd alone.
         """
 
 
@@ -81,7 +81,7 @@ def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, floa
         output = forward(autograd=autograd)
         output_bytes = _bytes(output.tensors)
         workspace_bytes = ledger.peak_bytes - ledger.live_bytes
-        # The output counts by itself; what remains live is what the graph saved.
+        # The output counts by itself; the live rest is what the graph saved.
         for tensor in output.tensors.values():
             release_values(tensor)
     kept_bytes = ledger.live_bytes

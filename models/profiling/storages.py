@@ -89,7 +89,7 @@ class StorageLedger:
 
     def _enter(self, storage: torch.UntypedStorage, use: str) -> None:
         key, num_bytes = key_of(storage), storage.nbytes()
-        # The callback runs when the last tensor over the storage goes, on whichever thread that is.
+        # The callback runs when the last tensor over the storage goes, on the thread that drops it.
         self._live[key] = weakref.ref(storage, partial(self._freed, key)), num_bytes, use
         self._add(use, num_bytes)
 
@@ -108,9 +108,7 @@ class StorageLedger:
 
 
 class StorageMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Counts what operators of this thread return in memory of their own, in ``ledger`` for
-    ``use``.
-    """
+    """Counts results of this thread's operators with new memory, in ``ledger`` for ``use``."""
 
     def __init__(self, ledger: StorageLedger, use: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's

@@ -217,7 +217,7 @@ def _container(kind: str, name: str, *, inner: bool) -> _RunningModule:
         return _RunningModule(role=_Role.EXPERTS, kind=kind)
     if any(part in kind for part in ("mlp", "feedforward", "ffn", "moe")):
         return _RunningModule(role=_Role.MLP, kind=kind)
-    # Around its children a layer only adds; what another module computes goes by its name.
+    # Around its children a layer only adds; other modules' own kernels have the module's name.
     around = not inner or any(part in kind for part in ("layer", "block", "output"))
     operator = None if around else plain_name(name or kind)
     return _RunningModule(role=_Role.AROUND, kind=kind, operator=operator)

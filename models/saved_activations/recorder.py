@@ -73,7 +73,7 @@ class _Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A kernel that has run: what it read, what it returned, and which of that is new memory."""
+    """A kernel that has run: its inputs, its outputs, and True for each output in new memory."""
 
     call: RecordedCall
     operator: str
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = list(tensors_in((args, kwargs)))
         device = inputs[0].device if inputs else torch.device("cpu")
         call = RecordedCall.of(func, args, kwargs, device=device, random=traits.random)
-        # Before the kernel runs where it changes what it reads.
+        # Before the kernel runs, if the kernel changes its input.
         reads = [self.view(tensor) for tensor in inputs] if changed else []
         result = func(*args, **kwargs)
         outputs = list(tensors_in(result))

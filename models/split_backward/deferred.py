@@ -122,8 +122,8 @@ class DeferredWeights:
     def product(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
     ) -> Receive:
-        """Returns what takes output gradient and input of the forward's next product: the sink of
-        compiled layers (:class:`penstock.models.split_backward.products.Sink`).
+        """Returns the receiver of output gradient and input of the forward's next product: the sink
+        of compiled layers (:class:`penstock.models.split_backward.products.Sink`).
         """
         records = [record_of_trained(leaf) for leaf in (weight, bias)]
         self._records += filter(None, records)

@@ -329,7 +329,7 @@ class AtOnce:
     def product(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
     ) -> Receive:
-        """Returns what adds the gradients of a product's parameters to ``.grad``."""
+        """Returns a receiver that adds the gradients of a product's parameters to ``.grad``."""
 
         def receive(gradient: torch.Tensor, rows: torch.Tensor) -> None:
             # New for each backward: the sums may have been bound since the forward.

@@ -36,7 +36,7 @@ class Sink(Protocol):
     def product(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
     ) -> Receive:
-        """Returns what takes output gradient and input of the next product of the forward.
+        """Returns the receiver of output gradient and input of the forward's next product.
 
         ``weight``, (outputs, inputs) or transposed, and ``bias``, (outputs,), are leaves; those
         that require no gradient get none.

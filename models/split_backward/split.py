@@ -333,7 +333,7 @@ class SplitMode(TorchFunctionMode):
         return leaf_tensor
 
     def _defer_from(self, own: _Own) -> Callable[[torch.Tensor], None]:
-        """Returns what takes the gradient of a derived tensor: from there on it is deferred."""
+        """Returns the receiver of a derived tensor's gradient, which defers the rest."""
         entry = GraphEntry(own.records, derived=True)
         entry.attach([_edge(own.tensor)])
         self._store.append(entry)

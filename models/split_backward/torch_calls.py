@@ -17,7 +17,7 @@ class Treatment(Enum):
     """The treatment of a function of parameters and activations in a split backward."""
 
     PRODUCT = "product"
-    """Weight gradients cost what input gradients cost: deferred."""
+    """Weight gradients cost as much as input gradients: deferred."""
     REDUCTION = "reduction"
     """Elementwise, or a norm. Weight gradients are sums over tensors that the input gradients read
     or make anyway. To defer them saves little time and keeps an input and a gradient.

@@ -1,1 +1,1 @@
-"""Takes a Hugging Face model apart into blocks, and says what each block holds."""
+"""Takes a Hugging Face model apart into blocks, and lists the tensors of each block."""

@@ -20,8 +20,8 @@ from penstock.models.surgery.probe import refused
 
 
 def text_part(hf_config: PretrainedConfig) -> PretrainedConfig | None:
-    """Returns the configuration of the text model inside of a composite one; None where the model
-    is no composite, or has no text model that transformers knows by itself.
+    """Returns the configuration of the text model inside of a composite one. None: the model is no
+    composite, or transformers does not know its text model alone.
     """
     inner: PretrainedConfig = hf_config.get_text_config(decoder=True)
     if inner.model_type == hf_config.model_type or type(inner) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -84,8 +84,8 @@ class DecoderParts:
         )
 
     def layer_calls(self, batch: BatchTensors) -> tuple[LayerCall, ...]:
-        """Returns what the decoder would pass to each layer for this batch: masks, positions,
-        rotary embeddings.
+        """Returns the arguments that the decoder would pass to each layer for this batch: masks,
+        positions, rotary embeddings.
 
         Runs the decoder around stubs, without a graph; needs no parameters.
 
@@ -238,8 +238,8 @@ class _FirstLayerReached(Exception):
 
 @cache
 def _decoder_output() -> type[Any]:
-    """Returns the class of what a decoder returns, in which every optional field that some model's
-    head passes on (router logits, cross attentions) is None.
+    """Returns the class of a decoder's result. Optional fields that a model's head passes on
+    (router logits, cross attentions) are None.
     """
     # Imported here: emulated workers import this module and need no transformers.
     from transformers.modeling_outputs import BaseModelOutputWithPast

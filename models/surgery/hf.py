@@ -52,14 +52,14 @@ _CONFIG_READ = re.compile(
 _COUNTS = re.compile(
     r"(^|_)(layers?|blocks|experts|heads|stages|groups|depths?)($|_per_)|^n_(layers?|heads?)$"
 )
-"""Keys of configurations that say how many modules there are, or how many parts of one."""
+"""Keys of configurations with numbers of modules, or of parts of one."""
 _MOST = 10_000
 
 _ADDED_LOSSES = {
     "output_router_logits": "a loss over the routers of all layers",
     "z_loss_coefficient": "a loss over the size of the logits",
 }
-"""Keys that make a type add to its loss while it trains, and what they add."""
+"""Keys that add to a type's loss during training, and the added loss."""
 
 
 def resolve_hf_config(
@@ -127,7 +127,7 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
 
     Raises:
         ConfigError: the file is missing, or is no configuration that transformers knows.
-        StateError: there is no regular file by that name, but something else.
+        StateError: ``config.json`` is no regular file.
     """
     path = directory / "config.json"
     if not is_file(path):
@@ -142,7 +142,7 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
         raise ConfigError(f"{path}: {reason(error)}") from error
     if isinstance(fields, dict):
         _check_counts(fields, lambda key: f"{key} of {path}")
-    # transformers would ask on the terminal whether to run code that the folder brings along.
+    # Otherwise transformers would ask on the terminal whether to run code of the folder.
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if model_type is not None and not known:
         raise ConfigError(
@@ -156,11 +156,11 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
 
 
 def load_run_config(run_dir: Path) -> PretrainedConfig:
-    """Returns the configuration in ``RUN_DIR/model/config.json``, which
-    ``penstock.models.prepare`` wrote.
+    """Returns the configuration in ``RUN_DIR/model/config.json``, which ``penstock.models.prepare``
+    wrote.
 
     Raises:
-        StateError: it is missing, damaged, or not what it was when the run was started.
+        StateError: it is missing, damaged, or has changed since the start of the run.
     """
     name = "model/config.json"
     import_modules(RunDirectory(run_dir).config)

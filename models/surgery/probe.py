@@ -261,7 +261,8 @@ class _Observation:
             )
         names = list(self._around)
         before = tuple(n for n in names if n in seen_before)
-        # What never ran without a cache or labels still has parameters; it travels with the head.
+        # Modules that never ran without a cache or labels still have parameters; they stay with the
+        # head.
         unseen = set(self._overrides) - {self._layers_name} - set(before)
         return Order(
             before=before,

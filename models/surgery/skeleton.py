@@ -29,7 +29,9 @@ EMBEDDING_KIND = "embedding"
 HEAD_KIND = "head"
 
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number")
-"""Attributes by which Hugging Face layers know their number; alone they make no other kind."""
+"""Attributes with a layer's number in Hugging Face layers; a different number alone makes no other
+kind.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Skeleton:
 
     def constants(self) -> dict[str, tuple[torch.Tensor, bool]]:
         """Returns the value of each persistent buffer in a new model, by name, and whether the
-        model says what it is.
+        model initializes it.
         """
         values = {}
         for part in self.parts:

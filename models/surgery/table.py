@@ -104,9 +104,8 @@ def _examples(names: Sequence[str]) -> Iterable[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ties:
-    """Tied parameters: ``borrows[block]`` lists those that lie in another block, and
-    ``contributions[block]`` counts the uses of a block's parameters, each with gradients of its
-    own.
+    """Tied parameters: ``borrows[block]`` lists those of other blocks, and ``contributions[block]``
+    counts the uses of a block's parameters, each with separate gradients.
     """
 
     borrows: dict[int, tuple[BorrowedTensor, ...]]

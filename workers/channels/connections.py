@@ -22,7 +22,9 @@ from penstock.protocol.wire.sockets import OPEN, Connection, SocketAccess
 QUEUED_MESSAGES = 4096
 """High-water mark per peer; plans stay far below it."""
 CONNECT_S = 2.0
-"""After so long another try to connect begins: the kernel's own pauses between tries grow."""
+"""Seconds before the next attempt to connect: the kernel's own pauses between attempts
+grow.
+"""
 RETRY_S = 0.1
 LOOK_S = 0.1
 SHORTEST_S = 1.0
@@ -31,12 +33,12 @@ SHORTEST_S = 1.0
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 Lost = Callable[[str], None]
-"""Called once, on the thread that listens, with what happened to which peer's connection."""
+"""Called once, on the listening thread, with the event and the peer of a lost connection."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A connection over TCP; libzmq says on its monitor how it is."""
+    """A connection over TCP; libzmq reports its events on a monitor."""
 
     peer: str
     address: str
@@ -127,7 +129,7 @@ class Connections:
                 return
 
     def _take_event(self, watched: _Watched) -> str:
-        """Returns what is lost by an event, an empty text if nothing is."""
+        """Returns a description of the loss in an event, an empty text without a loss."""
         event: Any = recv_monitor_message(watched.connection.monitor)
         watched.connection.note(event["event"])
         if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

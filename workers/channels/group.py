@@ -82,7 +82,7 @@ class _Incoming:
 class GroupChannel:
     """The :class:`penstock.workers.channels.base.Channel` over a wire; used by one thread.
 
-    ``_buffers`` holds what is posted and not taken: the wire may write into it at any time.
+    ``_buffers`` holds posted receives that are not taken: the wire may write into them at any time.
     """
 
     def __init__(
@@ -172,12 +172,12 @@ class GroupChannel:
         return self._wire.arrival_s(key) if known else self._others.arrival_s(key)
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """Returns what was posted, come or not, and not taken."""
+        """Returns the posted receives that were not taken, arrived or not."""
         posted = tuple(k for k in self._buffers if (k.phase, k.attempt) == (phase, attempt))
         return posted + self._others.leftovers(phase, attempt)
 
     def check(self) -> None:
-        """Asks the wire."""
+        """Checks the wire."""
         self._wire.check()
 
     def close(self) -> None:

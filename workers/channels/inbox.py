@@ -29,7 +29,7 @@ from penstock.workers.waiting import POLL_S, Abort, WaitBudget
 
 NamedTensors = dict[str, torch.Tensor]
 ShapeKey = tuple[int, str, str, int]
-"""Sender, phase, kind and stage: what all transfers of one shape have in common."""
+"""Sender, phase, kind and stage: the common key of all transfers of one shape."""
 _MAX_PORT = 65535
 _MAX_SHAPES = 1 << 14
 _RECEIVES: dict[type, str] = {
@@ -92,7 +92,7 @@ class Expected:
         first_attempt: int = 1,
         first_evaluation: int = 1,
     ) -> Expected:
-        """Returns what may arrive at a device by its programs, and what collectives bring
+        """Returns the transfers that may arrive at a device by its programs, and by collectives
         (:func:`penstock.workers.state.routing.collective_receives`).
         """
         train = {("train", *receive) for receive in _receives(program)}
@@ -161,7 +161,7 @@ class Inbox:
                 del self._arrivals[key]
 
     def refusal(self, header: Transfer) -> str | None:
-        """Returns why a message is not wanted, or None; asked before its tensors are copied."""
+        """Returns the reason to reject a message, or None; called before its tensors are copied."""
         key = TransferKey.of(header)
         with self._changed:
             if (header.run_id, header.epoch) != (self._run_id, self._epoch):
@@ -223,7 +223,7 @@ class Inbox:
             return self._arrivals.pop(key)
 
     def leftovers(self, phase: str, attempt: int) -> tuple[TransferKey, ...]:
-        """Returns what arrived for an attempt and was not taken."""
+        """Returns the transfers of an attempt that arrived and were not taken."""
         with self._changed:
             return tuple(k for k in self._tensors if (k.phase, k.attempt) == (phase, attempt))
 

@@ -1,7 +1,7 @@
-"""Makes the channel that ``cluster.transport`` names, for one epoch.
+"""Opens the channel that ``cluster.transport`` names, for one epoch.
 
-A transport is a row of :data:`penstock.config.platforms.TRANSPORTS`, and the module that
-the row names (:class:`GroupModule`); nothing here knows one of them.
+A transport is a row of :data:`penstock.config.platforms.TRANSPORTS`, and the module that the row
+names (:class:`GroupModule`). This module depends on no single transport.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def group_module(name: TransportName) -> GroupModule | None:
 def transport_of(
     config: Config, num_gpus: int, is_built: Callable[[TransportName], bool]
 ) -> TransportName:
-    """Returns the transport that ``cluster.transport`` comes to on a node with so many GPUs.
+    """Returns the transport that ``cluster.transport`` selects on a node with ``num_gpus`` GPUs.
 
     Raises:
-        ConfigError: the one that is asked for lacks its library, or a GPU for each worker.
+        ConfigError: the requested transport lacks its library, or a GPU for each worker.
     """
     cluster = config.cluster
 

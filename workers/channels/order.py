@@ -44,7 +44,7 @@ _RECEIVES: Mapping[type, TransferKind] = {
 _POSITION_BITS = 16
 _NUMBER_BITS = 14
 MAX_TRANSFERS = (1 << _POSITION_BITS) - 1
-"""A direction has at most so many transfers in one job."""
+"""Largest number of transfers that a direction may have in one job."""
 
 RESERVED_TAG = (1 << 31) - 1
 """A tag that no transfer has."""

@@ -167,5 +167,5 @@ def patiently(work: Callable[[], T], what: object, abort: Abort, timeout_s: floa
             raise outcome.error
         abort.check()
         budget.spend(f"{what} ({outcome.error})" if outcome.error else str(what))
-        if ended:  # a peer is gone; what ends this is the scheduler's abort, or the deadline
+        if ended:  # a peer is gone; the scheduler's abort, or the deadline, ends the wait
             time.sleep(POLL_S)

@@ -47,7 +47,7 @@ def to_frames(
     buffers = []
     headers = headers_of(tensors)
     for tensor in tensors.values():
-        # Detached, because NumPy refuses tensors that ask for gradients.
+        # Detached, because NumPy refuses tensors that require gradients.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         array: npt.NDArray[np.uint8] = flat.numpy()
         buffers.append(array.data)
@@ -152,7 +152,7 @@ class Packing:
 
 
 def _checked(header: TensorHeader) -> tuple[torch.dtype, int]:
-    """Returns type and bytes of a tensor that a peer describes; refuses what could exhaust
+    """Returns type and bytes of a tensor that a peer describes; refuses sizes that could exhaust
     memory.
     """
     dtype = DTYPES.get(header.dtype)

@@ -269,7 +269,8 @@ class Transport:
         budget, start_s = WaitBudget(timeout_s), world.monotonic()
         while True:
             abort.check()
-            # A socket belongs to one thread at a time; the lock hands it over, fences included.
+            # A socket belongs to one thread at a time; the lock passes it on, memory fences
+            # included.
             with self._lock:
                 connection = connections.get(target)
                 if connection is None:

@@ -25,13 +25,13 @@ from penstock.workers.state.weights import StageKey
 
 
 def forward(instruction: Forward, attempt: Attempt) -> None:
-    """Runs a forward stage; ``instruction.keep`` says what stays."""
+    """Runs a forward stage; ``instruction.keep`` names the tensors that stay."""
     _FORWARDS[instruction.keep](instruction, attempt)
 
 
 def recompute(instruction: Recompute, attempt: Attempt) -> None:
-    """Runs a backward stage forward, with autograd, from its checkpoint; or makes again only what
-    its forward dropped.
+    """Runs a backward stage forward, with autograd, from its checkpoint; or makes only the dropped
+    tensors of its forward again.
     """
     stage, m = instruction.stage, instruction.micro_batch
     if attempt.has_graph(stage, m):
@@ -85,7 +85,7 @@ def _backward(instruction: Backward | BackwardInput, attempt: Attempt) -> StageO
 
 
 def _make_again(instruction: Recompute, attempt: Attempt) -> None:
-    """Makes what the forward dropped from what it kept."""
+    """Makes the dropped tensors of a forward from its kept ones."""
     stage, m = instruction.stage, instruction.micro_batch
     attempt.await_others(instruction)
     _bind_anew(attempt, stage)

@@ -64,7 +64,7 @@ def release_weights(instruction: ReleaseWeights, attempt: Attempt) -> None:
 
 
 def swap_out(instruction: SwapOut, attempt: Attempt) -> None:
-    """Starts to copy a share of what a forward kept to host memory, or to a peer's."""
+    """Starts to copy a share of a forward's activations to host memory, or to a peer's."""
     swaps = attempt.swaps(instruction.peer)
     saved = attempt.saved_activations(instruction.stage, instruction.micro_batch)
     start = attempt.context.device.stamp()

@@ -107,7 +107,7 @@ def tensors_left(
 def collective_receives(
     plan: Plan, routing: TensorRouting, device: int, *, modelled: bool
 ) -> frozenset[Received]:
-    """Returns what collectives bring to a device: gradient sums, and, if it is ``modelled``,
+    """Returns the receives of a device from collectives: gradient sums, and, if it is ``modelled``,
     entries.
     """
     receives: set[Received] = {

@@ -200,7 +200,7 @@ def _result(future: Future[None], abort: Abort) -> None:
         try:
             return future.result(timeout=POLL_S)
         except TimeoutError:
-            if future.done():  # a TimeoutError of its own
+            if future.done():  # a TimeoutError of the work itself
                 raise
 
 
@@ -254,7 +254,7 @@ class NativePreviewer:
         """Does nothing: this device prepares nothing."""
 
     def fetch(self, block: int, scope: UpdateScope) -> None:
-        """Does nothing: the state is read where it lies."""
+        """Does nothing: the state is read in place."""
 
     def preview(self, block: int, scope: UpdateScope) -> PreviewedBlock:
         """Runs one sweep. A resident with an outdated copy and a flushed block take two. An abort

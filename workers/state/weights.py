@@ -240,7 +240,7 @@ class _StageFetch:
             try:
                 return future.result(timeout=POLL_S)
             except TimeoutError:
-                if future.done():  # a TimeoutError of its own
+                if future.done():  # a TimeoutError of the work itself
                     raise
 
     def _load(self, arrays: list[HostArray]) -> StageBuffer:

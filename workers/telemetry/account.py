@@ -93,8 +93,8 @@ class TimeAccount:
         self.turn(IdleCause.SCHEDULER)
 
     def seconds(self, running: Running | None) -> dict[str, float]:
-        """Returns the sums. With what is ``running`` in an attempt, by the host's clock; between
-        attempts that is known here.
+        """Returns the sums. ``running`` is the current activity in an attempt, by the host's clock;
+        between attempts the account knows it.
         """
         # In this order: a sum that grows meanwhile is missed, but nothing is counted twice.
         sums, until_s, cause = dict(self._sums), self._until_s, self._cause

@@ -19,8 +19,8 @@ from penstock.workers.telemetry.timing import Transferred
 
 
 class WorkerMetrics:
-    """The page of one worker. ``account`` has the device's time; of an attempt under way
-    ``progress`` says what it is at.
+    """The page of one worker. ``account`` has the device's time; ``progress`` has the activity of
+    the current attempt.
     """
 
     def __init__(self, registry: CollectorRegistry, progress: Progress | None = None) -> None:

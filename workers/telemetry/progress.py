@@ -61,8 +61,8 @@ class Progress:
         return Doing(activity=activity, waiting=awaited is not None, progress=count)
 
     def running(self) -> Running | None:
-        """Returns what the device computes or waits for in an attempt, and since when, as far as
-        the host knows; None between attempts.
+        """Returns the device's computation or wait in an attempt, and its start, as far as the host
+        knows; None between attempts.
         """
         under_way, awaited, since_s = self._under_way, self._awaited, self._since_s
         if under_way is None or not isinstance(under_way[0], Instruction):
@@ -73,7 +73,7 @@ class Progress:
 
 
 def busy_with(instruction: Instruction, phase: str) -> str:
-    """Returns what a device is busy with that executes an instruction, for its account of time."""
+    """Returns the kind of busy time of a device that executes an instruction, for its account."""
     if not isinstance(instruction, COMPUTES):
         return IdleCause.OVERHEAD
     return "evaluate" if phase == "eval" else instruction.opcode.name.lower()

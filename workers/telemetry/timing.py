@@ -20,7 +20,7 @@ from penstock.workers.telemetry.progress import busy_with
 from penstock.workers.telemetry.trace import TraceRing
 
 CATCH_UP_S = 2.0
-"""So often a long attempt is accounted for while it lasts."""
+"""Seconds between additions to the account during a long attempt."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class _Issued:
 
 
 class Timeline:
-    """The stamps of one attempt; what they amount to goes into ``account``, and to the trace."""
+    """The stamps of one attempt; their times go into ``account``, and to the trace."""
 
     def __init__(
         self, device: Device, ring: TraceRing, account: TimeAccount, phase: str, attempt: int

@@ -71,8 +71,9 @@ AttemptT = TypeVar("AttemptT", contravariant=True)
 
 
 class Meter(Protocol[AttemptT]):
-    """Measures the memory of a device in one attempt after the other. What is there is counted, so
-    that it can be compared with what a plan says (:mod:`penstock.planner.memory.footprint`).
+    """Measures the memory of a device in one attempt after the other. It counts actual memory, so
+    that a comparison with the plan's numbers is possible
+    (:mod:`penstock.planner.memory.footprint`).
     """
 
     def attempt(self) -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ from penstock.models.data.reading.records import Document
 
 Ids = NDArray[np.uint32]
 Guard = Callable[[int], AbstractContextManager[None]]
-"""Makes the bounds of a call of the library that encodes so many characters."""
+"""Makes the bounds of a call of the library that encodes this number of characters."""
 
 
 def unbounded(characters: int) -> AbstractContextManager[None]:

@@ -178,7 +178,7 @@ class _Parts:
         reach = reach_of(pattern["Regex"])
         self.reach += reach.atoms
         for atoms in reach.repeated:
-            # Without regard to case: the atom may stand in a group that asks for it.
+            # Case is ignored: the atom may be in a group that ignores case.
             covering = Regex(f"(?i:{'|'.join(atoms)})")
             self.repetitions.append(pre_tokenizers.Split(covering, behavior="removed"))
         if not reach.repeated:  # its matches are short, and still counted in breaks

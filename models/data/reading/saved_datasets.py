@@ -41,10 +41,10 @@ def kind_in_dataset(path: Path, top: Path) -> str | None:
 
 
 def check_complete(files: Sequence[Path], name: str) -> None:
-    """Refuses a saved dataset of which files with rows are missing.
+    """Refuses a saved dataset with missing files of rows.
 
     Raises:
-        ConfigError: fewer files are in the folder than their names tell; begins with ``name``.
+        ConfigError: the folder has fewer files than their names state; begins with ``name``.
     """
     counts: dict[tuple[Path, int], int] = {}
     for path in files:

@@ -44,7 +44,9 @@ class CpuPlatform:
         return self._site.model_runtime(self.device)
 
     def previewer(self, memory: NodeMemory, plan: Plan) -> NativePreviewer:
-        """Returns what updates blocks with optimizerd's kernel, on a share of the cores."""
+        """Returns the previewer that updates blocks with optimizerd's kernel, on a share of the
+        cores.
+        """
         site = self._site
         residents = residents_of(plan.programs[site.device_index])
         return NativePreviewer(

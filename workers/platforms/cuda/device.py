@@ -240,7 +240,7 @@ class CudaDevice:
             self._registrations.close()
 
     def start_clock(self) -> None:
-        """Waits for what an attempt before this one left on the device."""
+        """Waits for the work of an earlier attempt on the device."""
         self._gpu.make_current()
         self._clock.start(self._gpu.current_stream())
 
@@ -398,7 +398,7 @@ def gpu_of(worker: int) -> CudaGpu:
     share one.
 
     Raises:
-        ConfigError: there is no GPU; says why.
+        ConfigError: there is no GPU; names the reason.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus == 0:

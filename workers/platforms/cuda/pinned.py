@@ -28,7 +28,7 @@ Register = Callable[[int, int], int]
 """Makes (address, bytes) known to the driver; returns its error code, 0 if none."""
 
 Unregister = Callable[[int], int]
-"""The driver forgets what was registered at an address; returns its error code, 0 if none."""
+"""Unregisters the range at an address; returns the driver's error code, 0 if none."""
 
 _log = logging.getLogger(__name__)
 

@@ -43,10 +43,10 @@ _STATE = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """Room for one piece, and what must have happened before it is used again.
+    """Room for one piece, with the events to wait for before its reuse.
 
     ``arrived``: the copies issued last; ``consumed``: the arithmetic on them; ``left``: the copies
-    of the weights, and of the state where it goes back.
+    of the weights, and of the state if it goes back.
     """
 
     state: dict[str, torch.Tensor]
@@ -68,8 +68,8 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """One block: ``resident`` and what its copy lacks, where there is one; ``target``: where its
-    next state goes, if it is flushed.
+    """One block: ``resident`` and the missing part of its copy, if it is a resident; ``target``:
+    the place of its next state, if it is flushed.
     """
 
     arrays: BlockArrays

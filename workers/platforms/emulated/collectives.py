@@ -22,7 +22,9 @@ from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import POLL_S, WaitBudget
 
 _ENTERED = "entered"
-"""Name of the tensor that says when a device entered: (1,), the bits of an fp64 as int64."""
+"""Name of the tensor with the time at which a device entered: (1,), the bits of an fp64 as
+int64.
+"""
 
 
 def link_bandwidth(cluster: Cluster, source: int, target: int) -> float:

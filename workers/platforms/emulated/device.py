@@ -488,7 +488,7 @@ class EmulatedDevice:
 
 
 class _Publisher:
-    """Writes gradients once their copy would have ended, in order, on a thread of its own."""
+    """Writes gradients at the end of their modelled copy, in order, on a separate thread."""
 
     def __init__(self, publish: Callable[[_Publication], None]) -> None:
         self._publish = publish

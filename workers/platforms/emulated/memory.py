@@ -123,7 +123,7 @@ class EmulatedMeter:
         yield "lodged", _Entry(Use.ACTIVATIONS, self._device.lodged_bytes, None)
         yield "staging", _Entry(Use.WORKSPACE, self._device.staging_bytes, None)
         if not offloaded:
-            return  # weights and sums are part of what is there all the time
+            return  # weights and sums are part of the permanent memory
         for key in context.weights.in_use:
             arrays = arrays_of(table, attempt.stages.blocks(key))
             count = sum(num_elements(table, array) for array in arrays)
@@ -144,7 +144,7 @@ class EmulatedMeter:
             yield ("graph", *place), _Entry(Use.ACTIVATIONS, num_bytes, None)
         for place, deferred in device.deferred.items():
             num_bytes = sum(self._cost(block.index).deferred_bytes for block, _ in deferred)
-            # What is left of a graph: the two are never there side by side.
+            # The rest of a graph: the two never exist at the same time.
             yield ("graph", *place), _Entry(Use.DEFERRED, num_bytes, None)
 
     def _transfers(self, attempt: Attempt) -> Iterator[tuple[Hashable, _Entry]]:

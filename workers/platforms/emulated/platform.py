@@ -145,7 +145,9 @@ class EmulatedPreviewer:
         self._device.staging_bytes = self._device.state_bytes = 0.0
 
     def _lag(self, block: int, scope: UpdateScope) -> Lag:
-        """Returns what the device lacks of the block's state: all, but of residents."""
+        """Returns the part of the block's state that the device lacks: all of it, except for
+        residents.
+        """
         if block not in self._residents:
             return Lag(whole=True)
         return self._stored.residents.lag(block, scope.step.version - 1)
