@@ -476,7 +476,7 @@ def replaced() -> Iterator[None]:
         put(mirror_main, "_native", SimpleNamespace(Pool=_replica_pool))
         put(node_effects_module, "boot_id", lambda: here().process.machine.boot)
         put(node_effects_module, "ControlClient", SimControlClient)
-        put(scheduler_effects_module, "leave_word", _leave_word)
+        put(scheduler_effects_module, "write_run_result", _leave_word)
         put(home_module, "inventory", _inventory)
         put(inventory_module, "_mapped_names", frozenset)
         put(restore_module, "_cast", _cast)
