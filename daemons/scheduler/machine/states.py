@@ -203,7 +203,7 @@ EPOCHS = (
     ),
     Transition(
         (_E.GATHERING,),
-        ("Joined", "StreamClosed", "Tick"),
+        ("Joined", "StreamClosed", "Tick", "failed"),
         _E.FENCING,
         "A process must die before the next epoch: its predecessor, or a lost process.",
     ),
