@@ -95,9 +95,8 @@ docs: $(STAMP)
 	$(BIN)/python -m bench.site.commands > docs/COMMANDS.md
 	$(BIN)/python -m penstock.daemons.scheduler.state_page > docs/STATES.md
 
-## The documentation site, in build/site; warnings are errors. Installs what mkdocs.yml needs.
+## The documentation site, in build/site; warnings are errors.
 site: $(STAMP)
-	$(BIN)/pip install --quiet -e '.[docs]' '$(TORCH)'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ## Grafana's dashboards, after an edit of grafana/dashboards/.
