@@ -75,6 +75,7 @@ PLACES = {
     "RUN": "runs/tiny",
     "--open": "",
     "--faults 50": "--faults 2",
+    "train.steps=300": "train.steps=30",
     "deploy kubernetes --config run.yaml": "deploy kubernetes --config pods.yaml",
 }
 """Parts of commands, and their replacements in the test's folder."""
@@ -157,16 +158,22 @@ def test_quick_commands_run(text: str, folder: Path) -> None:
     execute(text, folder)
 
 
-@pytest.mark.slow
-def test_commands_of_a_run_run(folder: Path) -> None:
-    settings = ["train.steps=6", "observability.trace=true", "data.sequence_length=64"]
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """Returns the folder with two finished runs, of six traced steps each."""
+    settings = ("train.steps=6", "observability.trace=true", "data.sequence_length=64")
+    flags = " ".join(f"--set {setting}" for setting in settings)
     for name in ("tiny", "other"):
-        flags = " ".join(f"--set {setting}" for setting in settings)
         execute(f"penstock train examples/tiny.yaml {flags} --run-dir runs/{name}", folder)
-    for text in of(SLOW):
-        if text.startswith("penstock train"):
-            text += " --set train.steps=2 --run-dir runs/more"
-        execute(text, folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", of(SLOW))
+def test_commands_of_a_run_run(text: str, trained: Path) -> None:
+    if text.startswith("penstock train"):
+        text += " --set train.steps=2 --run-dir runs/more"
+    execute(text, trained)
 
 
 def test_the_page_of_commands_is_current() -> None:
