@@ -1,7 +1,9 @@
-"""What all daemons share.
+"""Code that all daemons share.
 
-``events`` holds the events and effects that several machines know, ``story`` remembers what a
-machine heard and decided, ``loop`` feeds a machine and has its effects carried out, ``messages``
-turns the scheduler's messages into events and effects into messages. What a daemon decides is in
-its own folder ``machine``.
+* ``events``: events and effects that several machines know.
+* ``loop``: feeds a machine with events and has its effects carried out.
+* ``story``: records the last events and effects of a machine.
+* ``messages``: turns the scheduler's messages into events, and effects into messages.
+
+The decisions of a daemon are in its own folder ``machine``.
 """

@@ -31,7 +31,7 @@ class BeginAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShutdownAsked:
-    """The scheduler ends the run, and every member hears it. ``code`` says how the run ended."""
+    """The scheduler ends the run for every member. ``code``: exit code of the run."""
 
     reason: str
     code: int = ExitCode.DONE
@@ -47,9 +47,9 @@ class RefusedByScheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked:
-    """A stop signal asks this process to stop; ``again``: somebody insists.
+    """A stop signal asks this process to stop. ``again``: a repeated signal insists.
 
-    ``within_s`` is how long the stop may take, None for as long as it takes.
+    ``within_s``: seconds that the stop may take; None for no limit.
     """
 
     again: bool = False
@@ -60,7 +60,7 @@ class StopAsked:
 class EffectFailed:
     """An effect could not be carried out, and those after it in its list did not happen.
 
-    ``code`` is what the error would end a process with.
+    ``code``: exit code for the error.
     """
 
     error: str
@@ -69,7 +69,7 @@ class EffectFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed; machines with deadlines hear it regularly."""
+    """Time has passed. Machines with deadlines receive it regularly."""
 
 
 # ---- effects ----
@@ -100,7 +100,7 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """Write to the log what an operator wants to read there; ``cause``: the failure it is about."""
+    """Writes a line for operators to the log. ``cause``: name of the failure under recovery."""
 
     text: str
     warning: bool = False

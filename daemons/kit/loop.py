@@ -1,7 +1,7 @@
-"""How a machine is fed: one event at a time, with its effects carried out before the next.
+"""The loop of a machine: one event at a time, with its effects carried out before the next event.
 
-Each daemon has a machine (a pure class of its folder ``machine``), effects (a class that acts) and
-a service, which waits for what comes from outside and feeds the :class:`Loop` with it.
+Each daemon has three parts. The machine is a pure class in the folder ``machine``. The effect
+runner is a class that acts. The service waits for input and feeds it to the :class:`Loop`.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ _log = logging.getLogger("penstock.story")
 
 
 class Machine(Protocol):
-    """What a daemon decides with: no threads, sockets, clocks or files."""
+    """The part of a daemon that decides: without threads, sockets, clocks or files."""
 
     def handle(self, event: Any, now_s: float) -> Sequence[Any]:
-        """React to ``event`` at ``now_s`` (any monotonic clock, seconds)."""
+        """Handles ``event`` at ``now_s`` (seconds of any monotonic clock)."""
 
     def validate(self) -> None:
         """Checks the invariants.
 
         Raises:
-            ValueError: naming what contradicts what.
+            ValueError: an invariant does not hold; names the values.
         """
 
 
 class EffectRunner(Protocol):
-    """What a daemon acts with. ``exit`` is set when an :class:`Exit` was carried out."""
+    """The part of a daemon that acts. ``exit`` is set once an :class:`Exit` was carried out."""
 
     exit: Exit | None
 
     def carry_out(self, effects: Sequence[Any]) -> Sequence[Any]:
-        """Carry out effects in order; returns the events that they led to at once.
+        """Runs effects in order; returns the events that they caused at once.
 
-        They are fed to the machine before anything that comes from outside.
+        These events are fed to the machine before any input.
         """
 
 
 class Loop:
-    """Feeds ``machine`` with events and has ``runner`` carry out what it decides, on one thread."""
+    """Feeds ``machine`` with events and has ``runner`` carry out its effects, on one thread."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class Loop:
 
     @property
     def exit(self) -> Exit | None:
-        """How the process is to end; None as long as it goes on."""
+        """The end of the process; None while it goes on."""
         return self._runner.exit
 
     def feed(self, event: Any) -> None:
-        """Handle one event and all that its effects lead to.
+        """Handles one event, and all events that its effects cause.
 
-        What follows an :class:`Exit` is dropped. An error of the machine, of its invariant or of an
-        effect writes the story to the log and is raised: the process must not go on with a state
-        that contradicts itself. Errors for the user are raised without the story.
+        Events after an :class:`Exit` are dropped. An error of the machine or of an effect is raised
+        after the flight record is logged: the process must not go on with a contradictory state.
+        Errors for the user are raised without the record.
         """
         pending = deque([(event, 0)])
         while pending and self.exit is None:
@@ -80,7 +80,7 @@ class Loop:
                 number, effects = self._decide(event, cause)
                 events = self._runner.carry_out(effects)
             except PenstockError:
-                raise  # says itself what the user can do
+                raise  # tells the user what to do
             except Exception as error:
                 self._tell(error)
                 raise
@@ -90,14 +90,14 @@ class Loop:
         now_s, effects = self._clock(), list[Any]()
         try:
             effects += self._machine.handle(event, now_s)
-            if effects:  # nothing is done on the word of a state that contradicts itself
+            if effects:  # no effect follows from a contradictory state
                 self._machine.validate()
-        finally:  # the event that led to an error is part of the story
+        finally:  # the record includes the event of an error
             number = self.story.add(event, effects, cause=cause, at_s=now_s)
         return number, effects
 
     def _tell(self, error: Exception) -> None:
-        told = list(self.story.tell())
-        _log.error("%r; the last %d stimuli led here", error, len(told))
-        for line in told:
+        lines = list(self.story.tell())
+        _log.error("%r; the last %d stimuli led here", error, len(lines))
+        for line in lines:
             _log.error("%s", line)

@@ -1,4 +1,4 @@
-"""The scheduler's messages as events, effects as messages, and a commit record as it travels."""
+"""Conversions: the scheduler's messages to events, effects and commit records to messages."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ COMMON_EVENTS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "refused": lambda m: RefusedByScheduler(reason=m.reason),
     }
 )
-"""Kind of a message that most members hear -> its event."""
+"""Constructors of events, by the kind of a message that most members receive."""
 
 
 def event_of(message: pb.SchedulerMessage, events: Mapping[str, Callable[[Any], E]]) -> E | None:
-    """Returns the event that a message is by the table of the member, None if it is for others."""
+    """Returns the event of a message by the table of a member; None if the table lacks its kind."""
     kind = message.WhichOneof("body") or ""
     build = events.get(kind)
     return None if build is None else build(getattr(message, kind))
@@ -44,7 +44,7 @@ def event_of(message: pb.SchedulerMessage, events: Mapping[str, Callable[[Any], 
 def answer(
     effect: SendDrained | SendReady | SendFailed, memory: pb.MemoryState | None = None
 ) -> pb.MemberMessage:
-    """Returns the message that an effect sends; a Drained says what is in the node's ``memory``."""
+    """Returns the message of an effect. Drained reports the content of the node's ``memory``."""
     if isinstance(effect, SendDrained):
         return pb.MemberMessage(drained=pb.Drained(epoch=effect.epoch, memory=memory))
     if isinstance(effect, SendReady):
@@ -54,7 +54,7 @@ def answer(
 
 
 def record_message(record: CommitRecord) -> pb.Record:
-    """Returns a commit record as it travels."""
+    """Returns a commit record as a message."""
     fields: dict[str, Any] = dict(zip(RECORD_FIELDS, record.values, strict=True))
     return pb.Record(**fields)
 
@@ -63,7 +63,7 @@ def record_of(message: pb.Record) -> CommitRecord:
     """Returns the commit record that a message carries.
 
     Raises:
-        ProtocolError: its decision is none.
+        ProtocolError: the decision is unknown.
     """
     try:
         return CommitRecord.of(getattr(message, name) for name in RECORD_FIELDS)

@@ -1,12 +1,12 @@
-"""What a machine heard and decided of late, kept in memory and told when it contradicts itself.
+"""The flight record of a machine: its last events and effects, logged after an internal error.
 
-A daemon's log says what changed; it does not say everything that led there. So each loop keeps a
-:class:`FlightRecorder`: the last few thousand stimuli with their effects. It is written to the log
-when the machine raises an error or breaks its invariant. A stimulus costs about a microsecond,
-because values are kept as they are and put into words only when the story is told.
+A daemon's log tells changes, and not every event that led to them. So each loop keeps a
+:class:`FlightRecorder` with the last few thousand events and their effects. The loop writes them to
+the log when the machine raises an error or breaks an invariant. A record costs about a microsecond:
+values are kept as they are, and become text only when they are logged.
 
-The values are small: machines see names, numbers and short texts, never tensors. A machine whose
-events hold something longer, such as a plan, says with ``abridged`` what is kept instead.
+The values are small: names, numbers and short texts, never tensors. A machine with long values in
+its events, such as a plan, passes ``abridged`` to keep short ones instead.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from typing import Any, NamedTuple
 
 MAX_STIMULI = 4000
 MAX_CHARACTERS = 300
-"""Of one event or effect, when the story is told."""
+"""Characters of one event or effect in the log."""
 MAX_EFFECTS = 20
-"""Of one stimulus, when the story is told."""
+"""Effects of one event in the log."""
 
 
 class Record(NamedTuple):
-    """One event and what the machine decided; a tuple, as it is made for every event.
-
-    ``cause`` is the number of the stimulus whose effects led to the event, 0 if it came from
-    outside; ``at_s`` is the time that the machine was told.
-    """
+    """One event with the effects of the machine; a tuple, since one is made for every event."""
 
     number: int
+    """Number of the record, counted from 1."""
     cause: int
+    """Number of the record with the effects that caused the event; 0 for an input."""
     at_s: float
+    """Time that the machine received."""
     event: object
     effects: Sequence[object]
 
 
 class FlightRecorder:
-    """The last :data:`MAX_STIMULI` stimuli of one machine.
+    """The last :data:`MAX_STIMULI` records of one machine.
 
-    Events that are ``routine`` are left out when they lead to nothing: they come many times a
-    second and would push out the others.
+    ``routine`` events without effects are left out: many of them arrive each second, and would push
+    out all other records.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class FlightRecorder:
         self._number = 0
 
     def add(self, event: object, effects: Sequence[object], *, cause: int, at_s: float) -> int:
-        """Remember a stimulus; returns its number, the cause of what its effects lead to."""
+        """Adds a record; returns its number, the cause of the events that its effects lead to."""
         self._number += 1
         if effects or not self._routine(event):
             kept = tuple(map(self._abridged, effects)) if effects else ()
@@ -66,11 +65,11 @@ class FlightRecorder:
 
     @property
     def stimuli(self) -> tuple[Record, ...]:
-        """All that is remembered, oldest first."""
+        """All records, oldest first."""
         return tuple(self._stimuli)
 
     def tell(self) -> Iterator[str]:
-        """Yields the story in words, a line a stimulus::
+        """Yields one line for each record::
 
         #812 <- #811 at 95.310 s: Started(name='memoryd.a', pid=7) => Kill(name='memoryd.a')
         """
@@ -79,8 +78,8 @@ class FlightRecorder:
             shown = [_in_words(effect) for effect in effects[:MAX_EFFECTS]]
             if len(effects) > MAX_EFFECTS:
                 shown.append(f"{len(effects) - MAX_EFFECTS} more")
-            told = "; ".join(shown) or "nothing"
-            yield f"#{number}{because} at {at_s:.3f} s: {_in_words(event)} => {told}"
+            decided = "; ".join(shown) or "nothing"
+            yield f"#{number}{because} at {at_s:.3f} s: {_in_words(event)} => {decided}"
 
 
 def _in_words(value: object) -> str:

@@ -1,1 +1,1 @@
-"""What the scheduler decides: pure, without clocks, files or sockets."""
+"""Decisions of the scheduler: pure code without clocks, files or sockets."""

@@ -1,6 +1,6 @@
-"""What goes into the scheduler's machine and what comes out of it: values, no behaviour.
+"""Events and effects of the scheduler's machine: values without behaviour.
 
-Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+Events and effects that other daemons share are in :mod:`penstock.daemons.kit.events`.
 
 Effects are carried out in the order of the list. Journal effects are durable before the next
 effect happens: that is what makes a commit safe to announce.
@@ -39,7 +39,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamClosed:
-    """A stream ended, whoever ended it."""
+    """A stream ended, by either side."""
 
     stream: int
 
@@ -58,7 +58,7 @@ class ControlCall(Enum):
 class ControlAsked:
     """A control client called; it is answered by :class:`Reply` or :class:`ReplyError`.
 
-    ``within_s``: how long a stop may take, None for as long as it takes.
+    ``within_s``: seconds that a stop may take; None for no limit.
     """
 
     ticket: int
@@ -68,7 +68,7 @@ class ControlAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePrepared:
-    """A :class:`PrepareSave` is through; without an error the directory is there."""
+    """A :class:`PrepareSave` is done; without an error, the directory is there."""
 
     number: int
     error: str = ""
@@ -76,7 +76,7 @@ class SavePrepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFinished:
-    """A :class:`CompleteSave` is through; without an error the state is on disk for good."""
+    """A :class:`CompleteSave` is done; without an error, the saved state is durable."""
 
     number: int
     version: int
@@ -86,7 +86,7 @@ class SaveFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFound:
-    """A :class:`FindSaved` is through; without an error there is an older saved state."""
+    """A :class:`FindSaved` is done; without an error, an older saved state exists."""
 
     saved: SavedState | None
     error: str = ""
@@ -110,7 +110,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """From now on ``member`` is reached on ``stream``."""
+    """Binds ``member`` to ``stream``: messages for the member go there."""
 
     stream: int
     member: str
@@ -118,7 +118,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """Tell a stream that its process must exit, and end it."""
+    """Refuses a stream: its process must exit."""
 
     stream: int
     reason: str
@@ -126,7 +126,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
-    """End a stream whose process is not believed any more."""
+    """Ends a stream: its process is not accepted any more."""
 
     stream: int
 
@@ -181,8 +181,8 @@ class JournalDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalGenerations:
-    """Durable before memory is filled from a partner: what the memoryds (by name) had before, of an
-    older generation of the same ``incarnation``, is never believed again.
+    """Durable before memory is filled from a partner. Older memory of these memoryds (by name), of
+    the same ``incarnation``, is never accepted again.
     """
 
     epoch: int
@@ -193,7 +193,7 @@ class JournalGenerations:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalTokens:
     """Durable before memory or a replica is filled or used: the tokens (hexadecimal) of members'
-    segments. In this ``incarnation`` no segments with other tokens are believed.
+    segments. No segment with another token is accepted in this ``incarnation``.
     """
 
     incarnation: int
@@ -203,7 +203,7 @@ class JournalTokens:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalNumerics:
     """Durable before a worker begins: the numerics recipe with ``digest`` holds from ``step`` on.
-    ``recipe``: its canonical JSON. ``devices``: the facts that each worker said of its device.
+    ``recipe``: its canonical JSON. ``devices``: each worker's facts about its device.
     """
 
     step: int
@@ -250,7 +250,7 @@ class CompleteSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindSaved:
-    """Look for the newest whole saved state older than ``below``; then :class:`SavedFound`."""
+    """Find the newest intact saved state older than ``below``; then :class:`SavedFound`."""
 
     below: int
 
@@ -273,7 +273,7 @@ class ReplyError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteEnd:
-    """Leave word of how the run ends, for members that come when the scheduler is gone."""
+    """Write the run's result, for members that start after the scheduler has exited."""
 
     reason: str
     code: ExitCode
@@ -304,21 +304,21 @@ Effect = (
     | Exit
 )
 
-# ---- what the story keeps ----
+# ---- values of the flight record ----
 
 LONG_MESSAGE_BYTES = 512
 
 
 def is_routine(event: Event) -> bool:
-    """Returns whether an event that leads to nothing says nothing: time passes, a member lives."""
+    """Returns whether an event without effects is not worth a record: a tick or a heartbeat."""
     if isinstance(event, Received):
         return bool(event.message.HasField("heartbeat"))
     return isinstance(event, Tick)
 
 
 def abridged(value: Event | Effect) -> object:
-    """Returns what stands for an event or effect in the story: of long messages (a plan, a status)
-    their size, so that thousands of them take little memory.
+    """Returns the value that the flight record keeps. Long messages are replaced by their size, so
+    that thousands of records take little memory.
     """
     match value:
         case Send(member=member, message=message) if message.ByteSize() > LONG_MESSAGE_BYTES:

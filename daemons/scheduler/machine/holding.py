@@ -1,12 +1,12 @@
 """The hold policy: when the optimizer waits for the norm instead of speculating that nothing is
 clipped.
 
-Speculation hides the update behind the backward, and pays for every clipped attempt with a second
-preview of all blocks. A holding attempt only looks at its gradients and takes the whole step, once,
-after the decision; its sweeps delay the next forward, more or less of which they overlap with.
-What is cheaper depends on the rate of clipping, on machine and schedule. The rate is counted in
-both modes: a holding attempt over the limit is an AMEND, too, only that nothing is done again. The
-rest is measured: until it is, a hold begins above one half.
+Speculation hides the update behind the backward. Each clipped attempt then costs a second preview
+of all blocks. A holding attempt only checks its gradients, and takes the whole step once, after the
+decision. Its sweeps delay the next forward, with which they overlap in part. The cheaper mode
+depends on the rate of clipping, the machine and the schedule. The rate is counted in both modes: a
+holding attempt over the limit is an AMEND, too, without a second preview. The times are measured.
+Before that, a hold begins above one half.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from dataclasses import dataclass
 from penstock.shm.control import Decision
 
 HOLD_WINDOW = 20
-"""Attempts that are looked at."""
+"""Last attempts that count."""
 HYSTERESIS = 4
-"""How many fewer clipped attempts end a hold than begin one: at a steady rate of clipping their
-number in the window moves by one, by chance by two or three.
+"""Clipped attempts between the beginning of a hold and its end. At a steady rate of clipping, their
+number in the window changes by one, by chance by two or three.
 """
 MIN_CLEAN, MIN_AMENDED, MIN_HELD = 2, 2, 5
-"""Attempts of each kind that are needed to judge what they take."""
+"""Attempts of each kind that are needed for an estimate of their durations."""
 REMEMBERED = 500
-"""Attempts in one mode after which what was measured in the other is too old."""
+"""Attempts in one mode after which measurements of the other mode are dropped."""
 NOTICEABLE = 0.05
+"""Share of a clean attempt above which an amendment is worth a trial of holding."""
 AMENDED = "a"
 """The letter of an attempt over the limit in a position's ``recent``."""
 
@@ -54,7 +55,7 @@ TO_SPECULATE = HoldLimits(enter=HOLD_WINDOW - MIN_CLEAN, leave=HOLD_WINDOW - MIN
 
 
 class AttemptCosts:
-    """How long attempts take, of late, in each mode; no part of the journal, as it belongs to a
+    """Durations of recent attempts in each mode. They are not journaled, since they depend on the
     machine and its load.
     """
 
@@ -66,10 +67,12 @@ class AttemptCosts:
         self._in_mode = 0
 
     def add(self, decision: Decision, seconds: float, *, held: bool) -> None:
-        """An attempt that ``held`` or speculated took ``seconds`` from the decision before it."""
+        """Notes the seconds of an attempt that ``held`` or speculated, since the decision
+        before.
+        """
         self._in_mode = self._in_mode + 1 if held is self._held else 0
         self._held = held
-        # The first attempt behind a change still pays for the mode before.
+        # The first attempt after a change still pays for the other mode.
         if self._in_mode and decision is not Decision.SKIP:
             amended = decision is Decision.AMEND
             (self._held_s if held else self._amended_s if amended else self._clean_s).append(
@@ -81,12 +84,12 @@ class AttemptCosts:
 
     @property
     def limits(self) -> HoldLimits:
-        """The limits at which holding costs what speculating costs.
+        """The limits at which holding costs as much as speculating.
 
-        With ``p`` clipped, speculated attempts take ``clean + p (amended - clean)`` on average.
-        Until that is known a hold, once measured, gives way as soon as clean attempts would show
-        it; until a hold is known, one is tried out if amending takes a noticeable time, and goes on
-        only if it would begin now.
+        With a share ``p`` of clipped attempts, speculated ones take ``clean + p (amended - clean)``
+        on average. Until both times are known, a measured hold ends as soon as clean attempts could
+        be measured. Until a hold is measured, one is tried if amending takes a noticeable time. It
+        goes on only if it would begin now.
         """
         held = len(self._held_s) >= MIN_HELD
         if len(self._clean_s) < MIN_CLEAN or len(self._amended_s) < MIN_AMENDED:

@@ -53,10 +53,10 @@ def attempt_line(
 
     ``bubble_ratio`` is the share of the workers' time, from the first instruction to the last of
     the slowest, in which they computed nothing. ``peak_device_bytes`` is that of the device that
-    held most, left out where none was measured. ``optimizer_tail_seconds`` runs from the end of the
-    last compute instruction of any worker, when the last gradient is there, to the decision: copies
-    to the host, sweeps, messages, amends. ``time`` is when it was decided, in seconds since 1970.
-    Values that are no finite number become null.
+    held most, left out where none was measured. ``optimizer_tail_seconds`` is the time from the
+    last compute instruction of any worker to the decision. It contains copies to the host, sweeps,
+    messages and amends. ``time`` is when it was decided, in seconds since 1970. Values that are no
+    finite number become null.
     """
     done = list(reports)
     tokens = sum(report.loss_tokens for report in done)
@@ -129,7 +129,7 @@ def _mark(emulated: bool) -> dict[str, bool]:
 
 
 def _mean_loss(reports: Iterable[pb.AttemptDone | pb.EvaluationDone], tokens: int) -> float | None:
-    # fsum: the same value in whatever order the workers reported.
+    # fsum: the value does not depend on the order of the reports.
     total = _fsum(report.loss_sum for report in reports)
     return total / tokens if tokens and math.isfinite(total) else None
 

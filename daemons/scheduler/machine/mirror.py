@@ -25,30 +25,34 @@ from penstock.shm.control import CommitRecord, Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalFacts:
-    """What a journal says when a scheduler starts; the defaults are those of an empty one.
-
-    ``record``: of the committed version. ``position``: after the last decision. ``pids``: processes
-    of the last epoch. ``evaluated``: newest version that was evaluated. ``generations``: of
-    memoryds whose memory was filled from a partner since the last restore. ``tokens``: of the
-    segments of memoryds and mirrords that have been filled since then, hexadecimal. ``numerics``:
-    the newest row of the recipe.
-    """
+    """Content of a journal when a scheduler starts. The defaults are those of an empty journal."""
 
     epoch: int = 0
+    """Number of the last epoch."""
     next_attempt: int = 1
+    """Lowest attempt number that no epoch has used."""
     record: CommitRecord | None = None
+    """Record of the committed version."""
     position: Position | None = None
+    """Position after the last decision."""
     pids: tuple[tuple[str, int], ...] = ()
+    """Processes of the last epoch."""
     evaluation: int = 0
+    """Number of the last evaluation."""
     evaluated: int = 0
+    """Newest version that was evaluated."""
     last_metrics_json: str = ""
+    """Last line of metrics."""
     generations: tuple[tuple[str, int], ...] = ()
+    """Generations of memory that was filled from partners since the last restore, by memoryd."""
     tokens: tuple[tuple[str, str], ...] = ()
+    """Tokens of segments that were filled since the last restore, hexadecimal, by member."""
     numerics: JournalNumerics | None = None
+    """Newest row of the numerics recipe."""
 
 
 class JournalMirror:
-    """Epoch, attempt, committed record and position, newest saved state."""
+    """The journal's content in memory: epoch, attempt, committed record, position, saved state."""
 
     def __init__(
         self,
@@ -60,25 +64,39 @@ class JournalMirror:
         self._rules = rules
         self._draw_incarnation = draw_incarnation
         self.epoch = facts.epoch
+        """Number of the present epoch. Grows with :meth:`begin_epoch`."""
         self.next_attempt = facts.next_attempt
+        """Number of the next attempt, higher than all used ones. Written by
+        :meth:`take_attempt`.
+        """
         self.record = facts.record
+        """Record of the committed version. Written by :meth:`decide` and :meth:`restored`."""
         self.position = facts.position
+        """Position after the last decision, of the same version as ``record``. Written with it."""
         self.evaluation = facts.evaluation
+        """Number of the last evaluation. Written by :meth:`take_evaluation`."""
         self.evaluated = facts.evaluated
+        """Newest evaluated version, at most the committed one. Written by :meth:`evaluate`."""
         self.last_metrics_json = facts.last_metrics_json
+        """Last line of metrics. Written by :meth:`decide` and :meth:`evaluate`."""
         self.generations = dict(facts.generations)
-        """How often a memoryd's memory was filled from a partner since the last restore."""
+        """Refills of each memoryd's memory since the last restore. Written by :meth:`replaced`."""
         self.tokens = dict(facts.tokens)
-        """Tokens that the segments of each member must bear; none for a member: an older Penstock
-        filled them.
+        """Tokens that each member's segments must bear, written by :meth:`recognised`. A member
+        without a token has segments of an older Penstock.
         """
         self.numerics = facts.numerics
+        """Newest row of the numerics recipe. Written by :meth:`follow`."""
         self.saved = saved
-        self._filled: int | None = None  # what this scheduler has had all memory filled with
+        """Newest saved state; None without one. Written when a save is done or a state is
+        damaged.
+        """
+        self._filled: int | None = None
+        """Version with which this scheduler has filled all memory; None if it has not."""
         self.blocks_missing: dict[str, int] = {}
-        """What replicas lacked at the last attempt, by mirrord; not journaled."""
+        """Blocks missing in each replica at the last attempt, by mirrord; not journaled."""
         self.costs = AttemptCosts()
-        """What the hold policy goes by; not journaled."""
+        """Measured times for the hold policy; not journaled."""
 
     @property
     def version(self) -> int:
@@ -92,35 +110,35 @@ class JournalMirror:
 
     @property
     def unsaved(self) -> bool:
-        """Whether there are commits that only the memory has."""
+        """True if memory alone has the last commits."""
         return self.record is not None and self.record.version != self.saved_version
 
     @property
     def untrained(self) -> bool:
-        """Whether memory holds nothing but what it was filled with: initial weights, or a saved
-        state that this scheduler has had restored.
+        """True if memory is as filled: with the initial weights, or with a saved state that this
+        scheduler has restored.
         """
         return self.version in (0, self._filled)
 
     def begin_epoch(
         self, claimed: Iterable[int], pids: tuple[tuple[str, int], ...]
     ) -> JournalEpoch:
-        """Take an epoch number above all that were journaled or that a member has seen."""
+        """Begins an epoch with a number above all journaled ones and all that members report."""
         self.epoch = max(self.epoch, *claimed) + 1
         return JournalEpoch(epoch=self.epoch, next_attempt=self.next_attempt, pids=pids)
 
     def take_attempt(self) -> int:
         """Returns the number of the next attempt.
 
-        Not journaled one by one: a scheduler that starts counts on from the last decided attempt,
-        plus one for the attempt that may have been under way, and from its epoch's first.
+        Single numbers are not journaled. A scheduler that starts counts on from the last decided
+        attempt and from its epoch's first. It skips one number for an attempt under way.
         """
         number = self.next_attempt
         self.next_attempt += 1
         return number
 
     def decide(self, record: CommitRecord, metrics_json: str) -> JournalDecision:
-        """An attempt has ended. For a SKIP, ``record.version`` is the version that stays."""
+        """Records a decision. For a SKIP, ``record.version`` is the version that stays."""
         assert self.position is not None
         self.position = self.position.after(
             record.decision,
@@ -170,7 +188,7 @@ class JournalMirror:
         return Position(version=0, data_position=0, loss_scale=start)
 
     def replaced(self, memoryds: Iterable[str]) -> JournalGenerations:
-        """Memory of these is going to be filled from partners: what they had before is void."""
+        """Records that partners will fill these memoryds' memory: its older content is void."""
         assert self.record is not None, "no replica is recorded"
         for name in memoryds:
             self.generations[name] = self.generations.get(name, 0) + 1
@@ -181,7 +199,7 @@ class JournalMirror:
         )
 
     def recognised(self, record: CommitRecord, tokens: Mapping[str, str]) -> list[JournalTokens]:
-        """Believes, from now on, only segments with these tokens in the record's incarnation."""
+        """Accepts only segments with these tokens in the record's incarnation from now on."""
         if self.record is None or record.incarnation != self.record.incarnation:
             self.tokens = {}
         changed = {name: text for name, text in tokens.items() if self.tokens.get(name) != text}
@@ -192,8 +210,9 @@ class JournalMirror:
         return [JournalTokens(incarnation=record.incarnation, tokens=rows)]
 
     def follow(self, devices: Mapping[str, Mapping[str, str]]) -> list[JournalNumerics]:
-        """Holds to the run's recipe from the next step on; returns the row, where the newest row is
-        of another recipe, of other devices, or of a later step. ``devices``: facts by worker.
+        """Returns the row of the run's recipe, to hold from the next step on. No row is needed if
+        the newest one has the same recipe and devices and no later step. ``devices``: facts by
+        worker.
         """
         recipe, step = self._rules.numerics, self.version + 1
         if recipe is None:
@@ -218,7 +237,7 @@ class JournalMirror:
         return self.evaluation + 1
 
     def evaluate(self, evaluation: int, metrics_json: str) -> JournalEvaluation:
-        """The committed version has been evaluated."""
+        """Records the evaluation of the committed version."""
         self.evaluated = self.version
         self.last_metrics_json = metrics_json
         return JournalEvaluation(
@@ -229,7 +248,7 @@ class JournalMirror:
         """Checks the conservation rules.
 
         Raises:
-            ValueError: naming what does not fit.
+            ValueError: an invariant does not hold; names the values.
         """
         if (self.record is None) != (self.position is None):
             raise ValueError(f"record {self.record} with position {self.position}")

@@ -1,4 +1,4 @@
-"""Where a run stands after a decision: what the next attempt and a resumed run go on from.
+"""The position of a run after a decision: the next attempt, or a resumed run, goes on from it.
 
 A position is stored with every journal row and, as the ``scheduler`` object, in every saved state.
 The learning rate is no part of it: :func:`learning_rate` derives it from the version.
@@ -20,17 +20,17 @@ GROWTH_FACTOR = 2.0
 BACKOFF_FACTOR = 0.5
 
 LIMIT = 2**53
-"""Counts stay below: no run gets there, and what does is damage."""
+"""Exclusive upper bound of counts: no run reaches it, so a higher count is damage."""
 
 _LETTERS = {Decision.COMMIT: "c", Decision.AMEND: AMENDED, Decision.SKIP: "s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaling:
-    """How the loss scale moves; ``dynamic`` only when weights are fp16, otherwise it stays 1.
+    """Rule of the loss scale: ``dynamic`` for fp16 weights, otherwise constant 1.
 
-    It doubles after ``growth_interval`` commits in a row, and halves with every skip as long as it
-    is above ``minimum``. Factors are powers of two: scaling and its inverse round nothing.
+    The scale doubles after ``growth_interval`` commits in a row, and halves with each skip while it
+    is above ``minimum``. The factors are powers of two, so that scaling and its inverse are exact.
     """
 
     dynamic: bool
@@ -54,20 +54,20 @@ class LossScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """After some decision: ``data_position`` samples are consumed, ``version`` commits are made.
-
-    ``clean_commits``: commits since the loss scale last changed. ``skips_in_a_row``: consecutive
-    skips. ``recent``: the last decisions, newest last, a letter each (c, a, s). ``hold``: whether
-    the next attempt waits for the norm, as the hold policy has it (:mod:`.holding`).
-    """
+    """Position after a decision."""
 
     version: int
+    """Commits so far."""
     data_position: int
+    """Samples consumed so far."""
     loss_scale: float
     clean_commits: int = 0
+    """Commits since the last change of the loss scale."""
     skips_in_a_row: int = 0
     recent: str = ""
+    """Letters of the last decisions (c, a, s), newest last."""
     hold: bool = False
+    """True if the next attempt waits for the norm (:mod:`.holding`)."""
 
     def after(
         self,
@@ -106,7 +106,7 @@ class Position:
 
     @classmethod
     def from_fields(cls, fields: Any, source: str) -> Position:
-        """Read a position; unknown keys are left alone.
+        """Reads a position; unknown keys are ignored.
 
         Raises:
             StateError: a field is missing or of another type; names ``source``.
@@ -127,10 +127,10 @@ class Position:
         return position
 
     def validate(self) -> None:
-        """Check ranges.
+        """Checks ranges.
 
         Raises:
-            ValueError: naming the field.
+            ValueError: a field is out of range; names the field.
         """
         for name in ("version", "data_position", "clean_commits", "skips_in_a_row"):
             if not 0 <= getattr(self, name) < LIMIT:

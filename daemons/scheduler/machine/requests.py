@@ -1,8 +1,8 @@
-"""What was asked of a run, how much time a stop leaves, and what comes next: pure choices.
+"""Requests to a run, the time that a stop leaves, and the choice of the next activity: pure code.
 
-A run that is told to stop may be killed from outside some time later. Nothing is lost by a save
-that is given up: memory keeps the state, and what was written has a temporary name. So a save is
-left out only when it cannot end in time; in doubt it is begun.
+A stopped run may be killed from outside some time later. A save that is dropped loses nothing:
+memory keeps the state, and the written files have a temporary name. So a save is left out only if
+it cannot end in time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from penstock.host.stopping import StopDeadline, reserve_s
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 FASTEST_BYTES_PER_S = 10e9
-"""No storage of a node takes checksummed state faster than this."""
+"""Bytes a second that no node exceeds when it writes state with checksums."""
 USUAL_BYTES_PER_S = 200e6
-"""What a save is expected to take as long as none was seen."""
+"""Bytes a second that a node is expected to write before the first save."""
 BARRIER_S = 2.0
-"""Dropping an attempt and beginning a new epoch, without which nothing can be saved."""
+"""Seconds for a dropped attempt and the barrier after it, before a save can start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """Of a stop. ``give_up_s``: from then on nothing is waited for but the members' farewell.
-    ``leave_by_s``: the scheduler leaves then, whoever is still there.
-    """
+    """Deadline of a stop."""
 
     give_up_s: float
+    """Time at which all work is dropped, and members receive Shutdown."""
     leave_by_s: float
+    """Time at which the scheduler exits, even if members are left."""
 
     @classmethod
     def of(cls, asked_s: float, within_s: float) -> Deadline:
@@ -48,7 +48,7 @@ class Deadline:
 
 
 class SavePace:
-    """How long saves of ``num_bytes`` take on ``num_nodes`` that write at the same time."""
+    """Expected duration of saves of ``num_bytes`` on ``num_nodes`` that write in parallel."""
 
     def __init__(self, num_bytes: int, num_nodes: int) -> None:
         self._share_bytes = num_bytes / num_nodes
@@ -56,20 +56,20 @@ class SavePace:
         self._last_s: float | None = None
 
     def finished(self, seconds: float) -> None:
-        """A save took so long, settling included."""
+        """Notes the seconds of a finished save."""
         self._last_s = seconds
         self._shortest_s = min(seconds, self._shortest_s or seconds)
 
     @property
     def least_s(self) -> float:
-        """No save takes less."""
+        """Seconds that each save takes at least."""
         if self._shortest_s is not None:
             return self._shortest_s / 2
         return self._share_bytes / FASTEST_BYTES_PER_S
 
     @property
     def expected_s(self) -> float:
-        """What the next save may well take."""
+        """Seconds that the next save is expected to take."""
         if self._last_s is not None:
             return self._last_s
         return self._share_bytes / USUAL_BYTES_PER_S
@@ -84,46 +84,48 @@ class SavePace:
 
 
 NOT_STARTING = "no attempt will start"
+"""Reply to a pause between attempts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requests:
-    """What control clients and signals asked for.
-
-    ``patience_s``: how long a stop waits for a live epoch, in which the state can be saved.
-    ``stop_reason``: empty while nobody asked to stop. ``stop_by_s``: without a live epoch the state
-    is not waited for any longer. ``deadline``: when the stop has to be over. ``tickets``: snapshot
-    calls to answer. ``save_failed_at``: version whose periodic save failed; it is not tried again.
-    """
+    """Requests of control clients and signals."""
 
     patience_s: float
+    """Seconds that a stop waits for a live epoch, in which the state can be saved."""
     paused: bool = False
+    """True between a pause and a resume: no attempt starts."""
     stop_reason: str = ""
+    """Reason of the stop; empty without one. The first reason stays."""
     stop_by_s: float | None = None
+    """Time at which a stop without a live epoch ends without a save; None in a live epoch."""
     deadline: Deadline | None = None
+    """Earliest deadline of a stop; None without one."""
     tickets: list[int] = field(default_factory=list)
+    """Snapshot calls without a save yet."""
     save_failed_at: int | None = None
+    """Version of the last failed periodic save, which is not retried."""
 
     def answer(self, event: ControlAsked, *, attempting: bool, now_s: float) -> list[Effect]:
-        """Take note of a call to pause, resume, stop or save, and say so; a call for a snapshot is
-        answered when there is one. ``attempting``: whether an attempt is under way.
+        """Notes a call to pause, resume, stop or save, and confirms it. A snapshot call is answered
+        when its save is done. ``attempting``: an attempt is under way.
         """
         match event.call:
             case ControlCall.PAUSE:
                 self.paused = True
-                said = "pausing after the attempt under way" if attempting else NOT_STARTING
+                message = "pausing after the attempt under way" if attempting else NOT_STARTING
             case ControlCall.RESUME:
-                said = "going on" if self.paused else "the run was not paused"
+                message = "going on" if self.paused else "the run was not paused"
                 self.paused = False
             case ControlCall.STOP:
                 self.stop("stopped on request", event.within_s, now_s)
-                said = "stopping: the attempt under way ends, then the state is saved"
+                message = "stopping: the attempt under way ends, then the state is saved"
             case ControlCall.SNAPSHOT:
                 self.tickets.append(event.ticket)
                 return []
             case ControlCall.STATUS:
                 raise ValueError("a status is no request")
-        return [Reply(ticket=event.ticket, reply=pb.ControlReply(message=said))]
+        return [Reply(ticket=event.ticket, reply=pb.ControlReply(message=message))]
 
     def stop(self, reason: str, within_s: float | None, now_s: float) -> None:
         """Stops the run. Of several reasons the first counts, of several deadlines the earliest."""
@@ -137,7 +139,7 @@ class Requests:
             self.deadline = deadline
 
     def epoch_broke(self, now_s: float) -> None:
-        """Wait for the next live epoch, if the run is to stop, with the full patience again."""
+        """Restarts the wait of a stop for a live epoch."""
         if self.stop_reason:
             self.stop_by_s = now_s + self.patience_s
 
@@ -156,12 +158,12 @@ class Requests:
         )
 
     def take_tickets(self) -> list[int]:
-        """Returns the snapshot calls that wait; somebody else answers them."""
+        """Returns the waiting snapshot calls; the caller answers them."""
         tickets, self.tickets = self.tickets, []
         return tickets
 
     def answer_snapshots(self, mirror: JournalMirror, error: str = "") -> list[Effect]:
-        """Answer all snapshot calls: with the newest saved state, or with an error."""
+        """Answers all snapshot calls with the newest saved state, or with an error."""
         return snapshot_answers(self.take_tickets(), mirror, error)
 
 
@@ -175,18 +177,21 @@ def snapshot_answers(tickets: list[int], mirror: JournalMirror, error: str) -> l
 
 
 class Next(Enum):
-    """What a live epoch does between attempts."""
+    """The next activity of a live epoch."""
 
     SAVE = "save"
-    """Begin to save, and go on when that is safe."""
+    """A save starts; attempts go on when the version is pinned."""
     SAVE_AND_WAIT = "save and wait"
+    """A save starts; attempts wait until it is over."""
     WAIT_FOR_SAVE = "wait for the save"
+    """Attempts wait until the save under way is over."""
     IDLE_SAVE = "save while idle"
-    """The run is paused: the save under way is helped to its end."""
+    """The run is paused: the state is settled for the save under way."""
     EVALUATE = "evaluate"
     ATTEMPT = "attempt"
     END = "end"
     WAIT = "wait"
+    """The run is paused."""
 
 
 def is_last(rules: Rules, mirror: JournalMirror) -> bool:
@@ -201,8 +206,8 @@ def is_finished(rules: Rules, mirror: JournalMirror) -> bool:
 
 
 def choose(rules: Rules, mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
-    """Returns what to do in a live epoch when nothing is going on. ``saving``: the version that is
-    being saved, None if none is.
+    """Returns the next activity of a live epoch. ``saving``: version of the save under way; None
+    without one.
     """
     if requests.stop_reason:
         return _last_save(mirror, requests, saving)
@@ -220,7 +225,9 @@ def choose(rules: Rules, mirror: JournalMirror, requests: Requests, saving: int 
 
 
 def _last_save(mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
-    """A save of an older version is waited for, unless time is short."""
+    """Returns how the last version is saved. A save of an older version ends first, if time
+    allows.
+    """
     if not mirror.unsaved:
         return Next.END
     if saving is None or (saving != mirror.version and requests.deadline is not None):

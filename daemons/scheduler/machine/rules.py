@@ -1,4 +1,4 @@
-"""What does not change while a scheduler lives: members, blocks, plan, configuration, deadlines."""
+"""Constants of a scheduler: members, blocks, plan, configuration, deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.shm.table import BlockTable, DType
 
 
 class Role(Enum):
-    """What a member does."""
+    """Role of a member."""
 
     NODE = "node"
     MEMORYD = "memoryd"
@@ -32,7 +32,7 @@ class Role(Enum):
 
 
 class RunPhase(Enum):
-    """What a run is doing, as ``penstock status`` shows it."""
+    """Phase of a run, as ``penstock status`` shows it."""
 
     GATHERING = "gathering"
     FENCING = "fencing"
@@ -63,11 +63,10 @@ class MemberSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """How long the scheduler waits before it acts on its own.
+    """Seconds that the scheduler waits for members.
 
-    Those of attempts, evaluations, restoring, settling and saving follow from
-    ``cluster.attempt_timeout_s`` and from how long attempts take. In them a member must make
-    progress and come to an end
+    Limits of attempts, evaluations, restores, settling and saves follow from
+    ``cluster.attempt_timeout_s`` and the duration of attempts
     (:class:`~penstock.daemons.scheduler.machine.activities.activity.HangDetector`).
     """
 
@@ -79,31 +78,35 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The run. ``blocks``: indexes of the blocks that have trainable parameters; ``owners``: the
-    optimizerd of every block; ``state_bytes``: of a saved state, over all nodes; ``since_1970_s``:
-    what to add to the machine's clock for seconds since 1970; ``contributors``: memoryd -> the
-    others in whose memory are gradients of its blocks; ``data_samples``: samples of one pass over
-    the training data, None where data are made up. ``numerics``: the recipe, None in a run without.
-    """
+    """Constants of the run."""
 
     run_id: str
     config: Config
     members: tuple[MemberSpec, ...]
+    """Members that each epoch needs."""
     blocks: tuple[int, ...]
+    """Indexes of the blocks with trainable parameters."""
     owners: tuple[str, ...]
+    """optimizerd of every block."""
     plan_digest: str
     plan_scheme: str
     state_dir: str
+    """Directory of the saved states."""
     state_bytes: int = 0
+    """Bytes of a saved state, over all nodes."""
     since_1970_s: float = 0.0
+    """Seconds to add to the machine's clock for seconds since 1970."""
     contributors: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Other memoryds with gradients of a memoryd's blocks in their memory, by memoryd."""
     deadlines: Deadlines = Deadlines()
     data_samples: int | None = None
+    """Samples of one pass over the training data; None for synthetic data."""
     numerics: Numerics | None = None
+    """Numerics recipe; None in a run without one."""
 
     @cached_property
     def loss_scaling(self) -> LossScaling:
-        """How the loss scale moves."""
+        """Rule of the loss scale."""
         return LossScaling(
             dynamic=self.config.model.dtype is DType.FP16,
             initial=self.config.optimizer.initial_loss_scale,
@@ -117,19 +120,17 @@ class Rules:
         return position.hold if speculate == "auto" else speculate == "never"
 
     def data_epochs(self, samples: int) -> float | None:
-        """Returns the passes over the training data that ``samples`` make; None where data are made
-        up.
-        """
+        """Returns the passes over the training data in ``samples``; None for synthetic data."""
         return samples / self.data_samples if self.data_samples else None
 
     @property
     def emulated(self) -> bool:
-        """Whether losses, norms and times are made up; lines of metrics say so."""
+        """True if losses, norms and times are simulated; lines of metrics then say so."""
         return self.config.cluster.platform.simulated_clock
 
     @cached_property
     def trainable(self) -> frozenset[int]:
-        """``blocks``, to be looked up."""
+        """``blocks`` as a set."""
         return frozenset(self.blocks)
 
     @cached_property
@@ -154,7 +155,7 @@ class Rules:
 
     @cached_property
     def spectators(self) -> frozenset[str]:
-        """optimizerds of nodes that train no block: no status of theirs says how far they are."""
+        """optimizerds of nodes that train no block, and so report no status of a block."""
         return frozenset(self.optimizerds) - {self.owners[block] for block in self.blocks}
 
     @cached_property

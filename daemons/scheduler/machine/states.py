@@ -94,7 +94,7 @@ IS_DUE = "is due"
 """The event that makes an attempt or a save: the live epoch has nothing else to do first."""
 
 ANY = "any event"
-"""The event of a transition whose time has come: each event brings the present time."""
+"""The event of a transition at a deadline: each event brings the present time."""
 DERIVED_EVENTS = frozenset((EPOCH_BEGINS, EPOCH_BREAKS, RUN_ENDS, IS_DUE, ANY))
 """Events that follow from another table or from the time. Every other event is the name of a class
 in :mod:`.events`, or of a member's message in ``protocol/scheduler.proto``.
