@@ -42,7 +42,7 @@ from penstock.daemons.fetch.service import FetchService
 from penstock.daemons.fetch.serving import Serving, draw_generation
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.server import BlockServer
-from penstock.protocol.metrics.fetch import FETCH
+from penstock.protocol.metrics.memory import FETCH
 from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.names import ipc_address
 from penstock.protocol.security.authority import make

@@ -1,5 +1,5 @@
-"""The sections that say how and where a model is trained: schedule, cluster, memory, emulation,
-observability. Keys are explained as in :mod:`penstock.config.training`.
+"""The sections about schedule and machines: schedule, cluster, memory, emulation, observability.
+Keys are explained as in :mod:`penstock.config.training`.
 """
 
 from __future__ import annotations

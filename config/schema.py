@@ -159,7 +159,7 @@ class Config(Section):
         return AUTO == self.schedule.scheme or self.train.micro_batch == CHOSEN_LATER
 
     def with_micro_batch(self, micro_batch: int) -> Config:
-        """Returns the configuration with micro-batches of so many sequences."""
+        """Returns the configuration with micro-batches of ``micro_batch`` sequences."""
         train = self.train.model_copy(update={"micro_batch": micro_batch})
         return self.model_copy(update={"train": train})
 

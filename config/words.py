@@ -1,8 +1,8 @@
 """The configuration in words: how values may be spelled, what each key accepts, what is wrong.
 
-pydantic says what it checked ("String should match pattern"); people want to know which key has
-which value, and what would do. All of that follows from the annotations of the sections: types,
-limits, choices, and :class:`~penstock.config.values.Accepts` where these say too little.
+pydantic reports its check ("String should match pattern"). Users need the key, its value, and
+accepted values. These follow from the annotations of the sections: types, limits, choices, and
+:class:`~penstock.config.values.Accepts` where types and limits are unclear.
 
 Keys given on the command line: ``section.key=value`` over a configuration's mapping.
 """
@@ -171,7 +171,7 @@ def _line(location: Place, lines: Mapping[Place, int]) -> str:
     """Returns ``line 3: `` for the innermost part of a location that is in ``lines``; nothing where
     that is 0.
 
-    The rest of a location says which member of a union, or which validator, objected.
+    The rest of a location names the member of a union, or the validator, that objected.
     """
     parts = (location[:length] for length in range(len(location), 0, -1))
     line = next((lines[part] for part in parts if part in lines), None)
@@ -197,7 +197,7 @@ def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:
 
 def _find(location: Sequence[str | int], root: type[BaseModel]) -> tuple[list[str | int], Form]:
     """Returns the key that a location of pydantic leads to, and its form. The rest of the location
-    says which member of a union, or which validator, objected.
+    names the member of a union, or the validator, that objected.
     """
     place: list[str | int] = []
     form = Form.of(root)

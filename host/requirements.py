@@ -78,7 +78,7 @@ def torch_objection(found: str | None) -> str | None:
 
 
 def check_torch() -> None:
-    """Refuses to go on where no model can be trained.
+    """Refuses to continue if no model can be trained.
 
     Raises:
         ConfigError: torch is missing, or of a version that Penstock was not tested with.

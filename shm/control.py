@@ -314,7 +314,7 @@ class ControlView:
         return self._load(_GENERATION)
 
     def set_generation(self, generation: int) -> None:
-        """Stores the number, before the incarnation, which says that the memory is complete."""
+        """Stores the number. The incarnation, stored later, marks the memory as complete."""
         self._store(_GENERATION, generation)
 
     @property
@@ -326,7 +326,7 @@ class ControlView:
         return self._load(_LOST_ATTEMPT)
 
     def set_lost_attempt(self, attempt: int) -> None:
-        """Stores the attempt, before the incarnation, which says that the memory is complete."""
+        """Stores the attempt. The incarnation, stored later, marks the memory as complete."""
         self._store(_LOST_ATTEMPT, attempt)
 
     @property

@@ -34,7 +34,7 @@ from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_
 
 
 class SegmentError(Exception):
-    """A segment cannot be used; the message names it and says what would help."""
+    """A segment cannot be used; the message names it and a remedy."""
 
 
 class SegmentMissingError(SegmentError):

@@ -26,7 +26,7 @@ from penstock.models.data.batch import MicroBatch
 from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
-from penstock.protocol.run.checksums import read_sealed
+from penstock.protocol.run.checksums import read_checked
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 6
@@ -90,7 +90,7 @@ class TokenDataset:
             StateError: there is no such split, or its files are damaged.
         """
         try:
-            meta = parse_json(read_sealed(data_dir.parent, f"{data_dir.name}/meta.json"))[split]
+            meta = parse_json(read_checked(data_dir.parent, f"{data_dir.name}/meta.json"))[split]
             path = data_dir / meta["path"]
             checksums = None
             if "sums" in meta:

@@ -14,7 +14,7 @@ from penstock.daemons.fetch.peers import Peers
 from penstock.daemons.fetch.service import FetchService
 from penstock.daemons.fetch.serving import SERVED, Serving, draw_generation
 from penstock.host.errors import LostMemberError
-from penstock.protocol.metrics.fetch import FETCH
+from penstock.protocol.metrics.memory import FETCH
 from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.run.names import fetchd_name, ipc_address, node_index
 from penstock.protocol.run.process import RunProcess, run_process

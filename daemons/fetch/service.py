@@ -20,7 +20,7 @@ from penstock.daemons.fetch.peers import AWAY_S, SILENT_S, Peer, Peers
 from penstock.daemons.fetch.reads import Read, StaleError, Step
 from penstock.daemons.fetch.serving import Serving
 from penstock.host.errors import PenstockError, ProtocolError
-from penstock.protocol.metrics.fetch import READ_BYTES, READS
+from penstock.protocol.metrics.memory import READ_BYTES, READS
 from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.protocol.wire.frames import ReadReply, ReadRequest, encode
 

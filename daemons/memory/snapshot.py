@@ -125,7 +125,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise StateError(
                 f"{path}: format {format_number!r}, this Penstock reads {MANIFEST_FORMAT}"
             )
-        if not _is_sealed(fields, path):
+        if not _has_checksum(fields, path):
             _log.warning(
                 "%s has no checksum of its own (saved by an older Penstock): the position in the"
                 " data is taken as it is",
@@ -327,7 +327,7 @@ def _check_tensors(
             )
 
 
-def _is_sealed(fields: Mapping[str, Any], path: Path) -> bool:
+def _has_checksum(fields: Mapping[str, Any], path: Path) -> bool:
     try:
         return check_object(fields, str(path))
     except StateError as error:

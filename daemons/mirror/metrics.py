@@ -1,10 +1,10 @@
-"""What a mirrord counts; names and meanings are in :mod:`penstock.protocol.metrics.mirror`."""
+"""What a mirrord counts; names and meanings are in :mod:`penstock.protocol.metrics.memory`."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from penstock.protocol.metrics.mirror import MIRROR
+from penstock.protocol.metrics.memory import MIRROR
 from penstock.protocol.metrics.registry import MetricRegistry
 from penstock.shm.memory import NodeMemory
 

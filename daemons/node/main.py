@@ -37,7 +37,7 @@ from penstock.daemons.preload.fork_request import PYTHON_MODULE
 from penstock.daemons.preload.preloaders import PLAIN, TORCH
 from penstock.host.errors import FAILURES, ConfigError, ExitCode
 from penstock.host.stopping import Grace
-from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.metrics_socket import serve_metrics
 from penstock.protocol.run.names import (
     OBSERVERD,
     SCHEDULERD,

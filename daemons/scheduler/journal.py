@@ -466,8 +466,8 @@ class Journal:
         fields = json.loads(text)
         source = f"{self.path}: decision about attempt {record.attempt}"
         position = Position.from_fields(fields, source)
-        sealed = {**fields, **_beside(epoch, record)}
-        if not check_object(sealed, source):
+        fields_to_check = {**fields, **_beside(epoch, record)}
+        if not check_object(fields_to_check, source):
             _log.warning("%s has no checksum (of an older Penstock): it is taken as it is", source)
         return record, position
 
@@ -475,7 +475,7 @@ class Journal:
         self._connection.execute(
             f"INSERT INTO decisions (epoch, position, {_RECORD_COLUMNS})"
             f" VALUES (?, ?{', ?' * len(RECORD_FIELDS)})",
-            (epoch, json.dumps(_sealed(epoch, position, record)), *record.values),
+            (epoch, json.dumps(_with_checksum(epoch, position, record)), *record.values),
         )
 
     def _append_line(self, line: str) -> None:
@@ -576,7 +576,7 @@ def _check_counts(epoch: Any, next_attempt: Any, evaluation: Any) -> None:
             raise ValueError(f"{number!r} is no number of an epoch, attempt or evaluation")
 
 
-def _sealed(epoch: int, position: Position, record: CommitRecord) -> dict[str, Any]:
+def _with_checksum(epoch: int, position: Position, record: CommitRecord) -> dict[str, Any]:
     """Returns the position as it is stored: with a checksum over the whole row."""
     fields = position.to_fields()
     whole = with_checksum({**fields, **_beside(epoch, record)})

@@ -38,9 +38,9 @@ from penstock.host.errors import ConfigError, ExitCode, PenstockError, StateErro
 from penstock.host.logs import Complaints
 from penstock.host.stopping import Demand, Grace, StopRequests
 from penstock.protocol.generated import scheduler_pb2 as pb
-from penstock.protocol.run.checksums import seal_digest
+from penstock.protocol.run.checksums import checksums_digest
 from penstock.protocol.run.data_size import TrainingData
-from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.metrics_socket import serve_metrics
 from penstock.protocol.run.names import (
     SCHEDULERD,
     expected_members,
@@ -283,7 +283,7 @@ def _open(
         metrics_file=metrics_file,
         metrics=metrics,
         myself=pb.MemberStatus(member=SCHEDULERD, state="ready", pid=world.pid()),
-        inputs=seal_digest(run.path) or "",
+        inputs=checksums_digest(run.path) or "",
         times=EffectTimes(metrics),
         trace=DecisionTrace(
             TraceLog.of_run(run.path, SCHEDULERD, run.config.observability.traced_every)

@@ -22,7 +22,7 @@ from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.conversion import Weights, folded
 from penstock.models.checkpoints.files import few
 from penstock.models.surgery.skeleton import Skeleton, loaded_dtypes
-from penstock.protocol.run.checksums import CONSTANTS, read_sealed
+from penstock.protocol.run.checksums import CONSTANTS, read_checked
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable, DType
 
@@ -102,7 +102,7 @@ def read_constants(run_dir: Path) -> dict[str, torch.Tensor]:
         StateError: the file is damaged, or was edited.
     """
     try:
-        return load(read_sealed(run_dir, CONSTANTS))
+        return load(read_checked(run_dir, CONSTANTS))
     except FileNotFoundError:
         return {}
     except (OSError, SafetensorError) as error:

@@ -19,8 +19,8 @@ from penstock.config.schema import Config
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.models.torch_device import TorchDevice, torch_device
+from penstock.protocol.plan.resources import PIECE_ELEMENTS
 from penstock.protocol.plan.step import OptimizerStep
-from penstock.protocol.plan.updating import PIECE_ELEMENTS
 from penstock.protocol.run.hardware.sweep_rates import OptimizerRates, median_seconds
 from penstock.shm.table import DType
 

@@ -26,7 +26,7 @@ from penstock.models.data.user_modules import import_hint, import_user_module
 from penstock.models.surgery.composite import Composite, text_part
 from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import predicts_masked
-from penstock.protocol.run.checksums import check_sealed
+from penstock.protocol.run.checksums import check_checksum
 from penstock.protocol.run.rundir import RunDirectory
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -165,7 +165,7 @@ def load_run_config(run_dir: Path) -> PretrainedConfig:
     name = "model/config.json"
     import_modules(RunDirectory(run_dir).config)
     try:
-        check_sealed(run_dir, name, (run_dir / name).read_bytes())
+        check_checksum(run_dir, name, (run_dir / name).read_bytes())
     except OSError as error:
         raise StateError(f"{run_dir / name}: cannot read it: {error}; start again") from error
     try:

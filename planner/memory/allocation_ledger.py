@@ -27,7 +27,16 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
-from penstock.protocol.plan.resources import PlanFacts, Resource, StateKind, TensorKind, boundary
+from penstock.protocol.plan.resources import (
+    RESIDENT_BYTES,
+    PlanFacts,
+    Resource,
+    StateKind,
+    TensorKind,
+    boundary,
+    residents_of,
+    staging_bytes,
+)
 from penstock.protocol.plan.semantics import (
     GRAPHS,
     Lane,
@@ -38,7 +47,6 @@ from penstock.protocol.plan.semantics import (
     side_of,
     takes,
 )
-from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

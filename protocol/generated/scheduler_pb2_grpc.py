@@ -143,7 +143,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """after the attempt under way
+        """after the current attempt
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,14 +156,14 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """save the committed state now (between attempts)
+        """saves the committed state, between attempts
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """finish the attempt, save, shut everything down
+        """finishes the attempt, saves, shuts down all processes
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,6 @@
-"""Metrics of memoryd: the shared memory of a node, and its clients."""
+"""Metrics of memoryd (a node's shared memory and its clients), mirrord (a replica of another node's
+state) and fetchd (one-sided reads of other nodes' memory).
+"""
 
 from __future__ import annotations
 
@@ -40,3 +42,34 @@ MEMORY: tuple[Metric, ...] = (
     ),
 )
 """All of memoryd's."""
+
+
+MIRROR: tuple[Metric, ...] = (
+    gauge("penstock_replica_bytes", "Shared memory of the replica."),
+    gauge(
+        "penstock_replica_blocks_missing",
+        "Blocks without mirrored state: if their node were lost now, the run would go"
+        " back to its newest saved state.",
+        absent="until an attempt was mirrored",
+    ),
+    gauge("penstock_replica_step", "Committed step that the replica knows of."),
+    counter(
+        "penstock_replica_read_bytes",
+        "Read for the replica: gradients of attempts, and state of blocks that were missing.",
+        {"what": ("gradients", "state")},
+    ),
+    counter("penstock_replica_served_bytes", "Sent to the other node, which had lost its memory."),
+    counter("penstock_replica_malformed_messages", "Messages that were no valid request."),
+    counter("penstock_replica_settle_seconds", "Spent on taking committed steps in."),
+)
+"""All of mirrord's."""
+
+
+READS = counter(
+    "penstock_fetchd_reads",
+    "Ranges that were asked for: read, not complete yet, written meanwhile, no way there.",
+    {"status": ("ok", "wait", "torn", "away")},
+)
+READ_BYTES = counter("penstock_fetchd_read_bytes", "Bytes read out of other nodes' memory.")
+FETCH: tuple[Metric, ...] = (READS, READ_BYTES)
+"""All of fetchd's."""

@@ -174,3 +174,15 @@ OWN: tuple[Metric, ...] = (BUILD, RUN, KEYS_EXPIRE, *RESOURCES)
 
 METRICSD: tuple[Metric, ...] = (*PROCESS, *OWN)
 """All of metricsd's."""
+
+
+LOG_DROPPED = counter(
+    "penstock_log_dropped", "Log lines that could not be written, mostly for a full disk."
+)
+METRICS_CPU = counter(
+    "penstock_metrics_cpu_seconds",
+    "CPU time of the thread that hands out this process's metrics: what being watched costs it. Of"
+    " metricsd, which does nothing else, see penstock_process_cpu_seconds_total.",
+)
+EVERY: tuple[Metric, ...] = (LOG_DROPPED, METRICS_CPU)
+"""Metrics in the registries of all processes."""

@@ -6,16 +6,12 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from penstock.protocol.metrics.every import EVERY
-from penstock.protocol.metrics.fetch import FETCH
-from penstock.protocol.metrics.memory import MEMORY
-from penstock.protocol.metrics.mirror import MIRROR
-from penstock.protocol.metrics.node import METRICSD, NODE
-from penstock.protocol.metrics.observer import OBSERVER
+from penstock.protocol.metrics.memory import FETCH, MEMORY, MIRROR
+from penstock.protocol.metrics.node import EVERY, METRICSD, NODE
+from penstock.protocol.metrics.observer import OBSERVER, TRACKERS
 from penstock.protocol.metrics.optimizer import OPTIMIZER
 from penstock.protocol.metrics.registry import Kind, Metric
 from penstock.protocol.metrics.scheduler import SCHEDULER
-from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.metrics.worker import WORKER
 
 PROCESSES: Mapping[str, Sequence[Metric]] = {

@@ -151,7 +151,7 @@ class MetricRegistry(Collector):
         self._of(name, ()).info(values)  # type: ignore[attr-defined]
 
     def ask(self, name: str, value: Callable[[], float], *labels: str) -> None:
-        """Makes a gauge say what ``value`` returns at the time."""
+        """Makes a gauge report the value of ``value()`` at each scrape."""
         self._of(name, labels).set_function(value)  # type: ignore[attr-defined]
 
     def forget(self, name: str) -> None:

@@ -37,7 +37,7 @@ class LinearFit:
     intercept: float = 0.0
 
     def at(self, tokens: float) -> float:
-        """Returns the value for so many tokens, not below 0."""
+        """Returns the value for ``tokens`` tokens, not below 0."""
         return max(0.0, self.slope * tokens + self.intercept)
 
     @classmethod

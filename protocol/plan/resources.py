@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from penstock.protocol.plan.instructions import Forward, Instruction, Keep, Phase
+from penstock.protocol.plan.instructions import Forward, Instruction, Keep, Phase, Program, Update
 from penstock.protocol.plan.layout import StageLayout
 
 
@@ -130,3 +130,33 @@ def boundary(layout: StageLayout, kind: TensorKind, stage: int) -> int:
     if kind is TensorKind.ACTIVATION:
         return layout.forward[stage].stop
     return layout.backward[stage].start
+
+
+PIECE_ELEMENTS = 1 << 22
+"""Parameters of a block that are brought to the device at a time, a multiple of 16."""
+
+PIECES = 2
+"""Pieces on the device at once: one arrives while the other is computed and leaves."""
+
+_BYTES_IN_PIECE = 28.0
+"""Per parameter: fp32 master, two moments, a contribution and the sum of gradients, the weight."""
+_BYTES_SHARED = 12.0
+"""Per parameter of one piece: an fp32 and an fp64 for intermediate results."""
+
+
+def staging_bytes(parameters: float) -> float:
+    """Returns the most bytes of device memory that UPDATE takes, for blocks with at most
+    ``parameters`` parameters.
+    """
+    return min(parameters, PIECE_ELEMENTS) * (PIECES * _BYTES_IN_PIECE + _BYTES_SHARED)
+
+
+RESIDENT_BYTES = 16.0
+"""Device memory per parameter of a static resident: fp32 master, two moments, and the sum of the
+gradients that are not committed yet.
+"""
+
+
+def residents_of(program: Program) -> frozenset[int]:
+    """Returns the blocks with state that stays on the device that runs the program."""
+    return frozenset(i.block for i in program if isinstance(i, Update) and i.resident)

@@ -128,8 +128,8 @@ def _kept_whole(swap: Any, facts: PlanFacts) -> bool:
 class InstructionRow:
     """Says what an opcode means.
 
-    ``lane``: ``None`` where nothing is occupied. ``side``: which list its stage, if it has one, is
-    numbered in; ``None`` where the instruction says so itself. ``makes``: in the order in which
+    ``lane``: ``None`` if the instruction occupies none. ``side``: the list that numbers its stage,
+    if it has a stage; ``None`` if the instruction has the side. ``makes``: in the order in which
     tensors are sent.
     """
 

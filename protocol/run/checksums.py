@@ -19,7 +19,7 @@ from penstock.host.errors import StateError
 CHECKSUM = "checksum"
 """Key of an object's own checksum."""
 
-SEAL = "inputs.json"
+CHECKSUMS = "inputs.json"
 FORMAT = 1
 
 MADE = ("table.json", "model/config.json", "data/meta.json")
@@ -28,7 +28,7 @@ MADE = ("table.json", "model/config.json", "data/meta.json")
 CONSTANTS = "model/constants.safetensors"
 """Made once, too, for models that have any: :mod:`penstock.models.checkpoints.constants`."""
 
-SEALED = (*MADE, CONSTANTS, "resolved.yaml", "plan.json", "numerics.json")
+CHECKED_FILES = (*MADE, CONSTANTS, "resolved.yaml", "plan.json", "numerics.json")
 """All files with recorded checksums; the last three are written at every start."""
 
 
@@ -53,20 +53,20 @@ def check_object(fields: Mapping[str, Any], source: str) -> bool:
     return True
 
 
-def seal_text(run_dir: Path, fixed: Mapping[str, Any]) -> str:
+def checksums_text(run_dir: Path, fixed: Mapping[str, Any]) -> str:
     """Returns the content of ``inputs.json``: the checksums of the existing files of
-    :data:`SEALED`, and the values of the configuration's keys that a resume must not change.
+    :data:`CHECKED_FILES`, and the values of the configuration's keys that a resume must not change.
     """
     files = {
         name: hashlib.sha256((run_dir / name).read_bytes()).hexdigest()
-        for name in SEALED
+        for name in CHECKED_FILES
         if (run_dir / name).is_file()
     }
     fields = with_checksum({"format": FORMAT, "files": files, "fixed": dict(fixed)})
     return json.dumps(fields, indent=1)
 
 
-def sealed_values(run_dir: Path) -> Mapping[str, Any] | None:
+def recorded_values(run_dir: Path) -> Mapping[str, Any] | None:
     """Returns the ``fixed`` values of ``inputs.json``; None where there is no such file.
 
     Raises:
@@ -76,17 +76,17 @@ def sealed_values(run_dir: Path) -> Mapping[str, Any] | None:
     return None if fields is None else fields["fixed"]
 
 
-def seal_digest(run_dir: Path) -> str | None:
+def checksums_digest(run_dir: Path) -> str | None:
     """Returns a checksum (64 hexadecimal digits) of ``inputs.json``, and so of all that was
     prepared for a start; None where there is no such file.
     """
     try:
-        return hashlib.sha256((run_dir / SEAL).read_bytes()).hexdigest()
+        return hashlib.sha256((run_dir / CHECKSUMS).read_bytes()).hexdigest()
     except OSError:
         return None
 
 
-def check_sealed(run_dir: Path, name: str, content: bytes) -> None:
+def check_checksum(run_dir: Path, name: str, content: bytes) -> None:
     """Compares the content of ``RUN_DIR/name`` with its checksum, if one is recorded.
 
     Raises:
@@ -104,20 +104,19 @@ def check_sealed(run_dir: Path, name: str, content: bytes) -> None:
     )
 
 
-def read_sealed(run_dir: Path, name: str) -> bytes:
+def read_checked(run_dir: Path, name: str) -> bytes:
     """Returns the content of ``RUN_DIR/name``, checked.
 
     Raises:
-        StateError: as :func:`check_sealed`.
-        OSError: it cannot be read.
+        StateError: see :func:`check_checksum`.
     """
     content = (run_dir / name).read_bytes()
     try:
-        check_sealed(run_dir, name, content)
+        check_checksum(run_dir, name, content)
     except StateError:
-        # It may be of before a start that has just sealed another one.
+        # The checksum may be older than a start that has just replaced it: read both again.
         content = (run_dir / name).read_bytes()
-        check_sealed(run_dir, name, content)
+        check_checksum(run_dir, name, content)
     return content
 
 
@@ -131,7 +130,7 @@ _REMEDIES = {
 
 
 def _read(run_dir: Path) -> dict[str, Any] | None:
-    path = run_dir / SEAL
+    path = run_dir / CHECKSUMS
     try:
         fields = json.loads(path.read_bytes())
         file_format = fields["format"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from penstock.protocol.run.checksums import read_sealed
+from penstock.protocol.run.checksums import read_checked
 from penstock.protocol.run.rundir import RunDirectory
 
 
@@ -29,7 +29,7 @@ class TrainingData:
         """
         if not (run.path / "data" / "meta.json").is_file():
             return None
-        split = json.loads(read_sealed(run.path, "data/meta.json"))["train"]
+        split = json.loads(read_checked(run.path, "data/meta.json"))["train"]
         tokens = int(split["num_tokens"])
         return cls(tokens=tokens, samples=max(0, (tokens - 1) // run.config.data.sequence_length))
 
@@ -40,7 +40,7 @@ class TrainingData:
         return None if data is None else data.samples
 
     def in_steps(self, steps: int, global_batch: int) -> str:
-        """Returns a line with the tokens, and with the epochs that so many steps make."""
+        """Returns a line with the tokens, and with the epochs of the given number of steps."""
         passes = epochs(steps * global_batch / self.samples) if self.samples else "no"
         return (
             f"data: {self.tokens:,} tokens; {steps:,} steps of {global_batch} sequences are"

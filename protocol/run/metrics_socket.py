@@ -17,10 +17,16 @@ import logging
 import os
 import socket
 import threading
+import time
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
-from penstock.host.logs import Complaints
+from penstock.host.logs import Complaints, dropped_lines
+from penstock.protocol.metrics.node import LOG_DROPPED, METRICS_CPU
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.token import peer_process, user_name
 
 LENGTH_BYTES = 8
@@ -125,3 +131,29 @@ def _owner(address: str) -> str:
         except OSError:
             return "another process"
     return f"process {pid} of {user_name(user)}"
+
+
+def serve_metrics(registry: CollectorRegistry, run: RunDirectory, member: str) -> MetricsServer:
+    """Hands the metrics of a process of ``run`` to metricsd whenever that asks.
+
+    What every process has is added: log lines that were dropped, and what this costs.
+    """
+    registry.register(DroppedLines())
+    registry.register(RenderTime())
+    return MetricsServer(registry, metrics_address(run.run_id, member))
+
+
+class DroppedLines(Collector):
+    """Counts the lines that the log files of this process dropped."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the count; called at every scrape."""
+        yield CounterMetricFamily(LOG_DROPPED.name, LOG_DROPPED.text, value=dropped_lines())
+
+
+class RenderTime(Collector):
+    """Counts the CPU time of the thread that asks; a page server has a thread for nothing else."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Reads the counters at each scrape."""
+        yield CounterMetricFamily(METRICS_CPU.name, METRICS_CPU.text, value=time.thread_time())

@@ -26,7 +26,7 @@ from penstock.host.errors import ExitCode, PenstockError
 from penstock.host.files import is_no_room, unforeseen
 from penstock.host.logs import open_log
 from penstock.host.stopping import StopSignal
-from penstock.protocol.run.metrics import serve_metrics
+from penstock.protocol.run.metrics_socket import serve_metrics
 from penstock.protocol.run.rundir import RunDirectory
 
 _PR_SET_PDEATHSIG = 1

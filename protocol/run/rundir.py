@@ -27,7 +27,7 @@ from penstock.host.files import (
 )
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
-from penstock.protocol.run.checksums import CONSTANTS, SEAL, read_sealed, seal_text
+from penstock.protocol.run.checksums import CHECKSUMS, CONSTANTS, checksums_text, read_checked
 from penstock.protocol.run.names import ownership, partner_of, replica_name, storage
 from penstock.protocol.run.numerics import KERNELS, NUMERICS, Numerics
 from penstock.protocol.security.token import TOKEN_FILE, ensure_token
@@ -44,7 +44,14 @@ MAX_OPTIMIZER_THREADS = 64
 
 _FILES = (
     *("run.json", "resolved.yaml", "table.json", "plan.json", "journal.sqlite", "metrics.jsonl"),
-    *("endpoint.json", TOKEN_FILE, SEAL, "data/meta.json", "model/config.json", "logs/console.txt"),
+    *(
+        "endpoint.json",
+        TOKEN_FILE,
+        CHECKSUMS,
+        "data/meta.json",
+        "model/config.json",
+        "logs/console.txt",
+    ),
     *("software.json", "journal.sqlite-count", "places.json", CONSTANTS),
     *(NUMERICS, KERNELS),
 )
@@ -81,7 +88,7 @@ def memory_spec(
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A prepared run directory. Attributes are read once, when first asked for."""
+    """A prepared run directory. Attributes are read once, at their first use."""
 
     path: Path
 
@@ -251,21 +258,21 @@ class RunDirectory:
             layout=replica_layout(self.table, owners, owner),
         )
 
-    def seal(self, fixed: Mapping[str, Any]) -> None:
+    def record_checksums(self, fixed: Mapping[str, Any]) -> None:
         """Records the present checksums of the files that decide the run's bytes."""
-        text = seal_text(self.path, fixed)
-        if not holds_text(self.path / SEAL, text):
-            write_atomically(self.path / SEAL, text)
+        text = checksums_text(self.path, fixed)
+        if not holds_text(self.path / CHECKSUMS, text):
+            write_atomically(self.path / CHECKSUMS, text)
 
-    def unseal(self) -> None:
+    def remove_checksums(self) -> None:
         """Removes the checksums, because files are about to change. A start that is interrupted
         leaves none, and the next start accepts the files as they are.
         """
-        (self.path / SEAL).unlink(missing_ok=True)
+        (self.path / CHECKSUMS).unlink(missing_ok=True)
 
     def _text(self, name: str) -> str:
         try:
-            return read_sealed(self.path, name).decode()
+            return read_checked(self.path, name).decode()
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{self.path / name} does not exist: start the run with penstock train or"

@@ -38,11 +38,13 @@ from penstock.host.files import append_whole
 
 FORMAT = 1
 MAX_EVENTS = 32768
-"""At most so many events are kept in memory. One more, and all are written, attempt or not."""
+"""Most events that are kept in memory. One more, and all are written, also during an attempt."""
 MAX_REMEMBERED = 32768
-"""So many starts of lines are remembered."""
+"""Starts of lines that are remembered."""
 MAX_FILE_BYTES = 64 << 20
-"""At most twice as many bytes of a process are on disk: the file, and the one before."""
+"""Bytes of a file; a process has at most twice as many on disk, because the previous file is
+kept.
+"""
 
 
 _log = logging.getLogger(__name__)
@@ -195,8 +197,8 @@ class TraceLog:
     """The trace of this process. Any thread may add to it."""
 
     def __init__(self, path: Path | None, member: str, every: int = 1) -> None:
-        """Appends to ``path``; without one nothing is kept. ``every``: of so many attempts one is
-        traced, those with a multiple of it for number; 1: all, and evaluations.
+        """Appends to ``path``; without a path, no event is kept. ``every``: one attempt in
+        ``every`` is traced, with a number that is a multiple of it; 1: all, and evaluations.
         """
         self._path = path if every else None
         self._member = member

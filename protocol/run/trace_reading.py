@@ -66,7 +66,7 @@ def read_traces(run_dir: Path) -> RunTrace:
     """Reads and merges all traces of a run.
 
     Raises:
-        ConfigError: it is no run directory, or has no trace; the message says how to get one.
+        ConfigError: the path is no run directory, or has no trace; the message names a remedy.
     """
     if not (run_dir / "run.json").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no run.json)")

@@ -109,7 +109,7 @@ class KeyFolder:
         """Returns what the files say, expired or not.
 
         Raises:
-            ConfigError: as :meth:`load` otherwise.
+            ConfigError: see :meth:`load`, except for the expiry.
         """
         stamps = self._look()
         if self._read is None or stamps != self._stamps:
@@ -189,7 +189,7 @@ def node_folder(keys: Path, run: str, node: str) -> KeyFolder:
     """Returns the keys of a node, which are there and are its own.
 
     Raises:
-        ConfigError: as :meth:`KeyFolder.load`, or they are those of another run or node.
+        ConfigError: see :meth:`KeyFolder.load`, or the keys are of another run or node.
     """
     return checked_folder(keys, Identity(run=run, role=Role.NODE, node=node))
 

@@ -64,7 +64,9 @@ def read_token(path: Path) -> str:
 
 
 def same_token(given: str, own: str) -> bool:
-    """Returns whether they are the same, in a time that does not say how much of it is."""
+    """Returns whether two tokens are equal, in a time that does not depend on the position of a
+    difference.
+    """
     return hmac.compare_digest(given.encode(errors="replace"), own.encode())
 
 

@@ -40,7 +40,7 @@ _POLL_INTERVAL_MS = 20
 _LEASE_POLL_MS = 100
 _RESEND_AFTER_S = 2.0
 _WINDOW = 4
-"""Ranges asked for at once: 8 MiB keep 25 Gbit/s busy over 2 ms."""
+"""Ranges requested at once: 8 MiB keep 25 Gbit/s busy over 2 ms."""
 
 
 class FetchCancelledError(PenstockError):
@@ -83,7 +83,7 @@ def attach(
     raise StateError(
         f"memory of node {spec.node_name} was removed from /dev/shm while the run is active: by"
         " the epilogue of another job, or by logind (RemoveIPC). Keep them away from"
-        " /dev/shm/penstock-*, and start again: it goes on from the newest saved state"
+        " /dev/shm/penstock-*, and start again: the run continues from the newest saved state"
     ) from missing
 
 
@@ -245,7 +245,7 @@ class BlockClient:
 
 
 class _Fetch:
-    """One array on its way: which ranges are to be asked for, asked for, and here."""
+    """One array in transfer: ranges to request, requested ranges, and received ranges."""
 
     def __init__(self, request: BlockRequest, view: memoryview) -> None:
         self._request = request
@@ -299,7 +299,7 @@ class _Fetch:
         if reply.block != self._request.block or reply.offset not in self._asked:
             raise ProtocolError(
                 f"{self.describe()}: got an answer for block {reply.block},"
-                f" offset {reply.offset}, which was not asked for"
+                f" offset {reply.offset}, which was not requested"
             )
         self._asked.remove(reply.offset)
         if reply.status == "wait":
@@ -336,7 +336,7 @@ def connect(
     """Returns a socket for requests to a memoryd, which need not be there yet.
 
     Raises:
-        ProtocolError: the address does not say what ``access`` needs.
+        ProtocolError: the address lacks the key that ``access`` needs.
     """
     socket = _dealer(context)
     try:

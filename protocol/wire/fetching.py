@@ -21,7 +21,7 @@ from penstock.protocol.wire.sockets import OPEN, SocketAccess
 from penstock.protocol.wire.staged import AwayError, StagedClient, socket_address
 
 RETRY_S = 1.0
-"""fetchd is tried again so long after there was no one-sided way to a peer."""
+"""Seconds after a failed one-sided read until fetchd is tried again."""
 
 _log = logging.getLogger(__name__)
 

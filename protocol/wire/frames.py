@@ -216,7 +216,7 @@ STATE_WORDS_BYTES = _STATE_WORDS.size
 class BlockReply:
     """``ok``: the range follows in frames of :data:`CHUNK_BYTES`; ``wait``: not there yet.
 
-    ``array_bytes`` is the size of the whole array. ``error`` says why a request is refused.
+    ``array_bytes`` is the size of the whole array. ``error`` has the reason of a refusal.
     """
 
     status: Literal["ok", "wait", "error"]
@@ -258,7 +258,7 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReply:
-    """The newest offer of a fetchd that lives, if there is one; else ``error`` says why not."""
+    """The newest offer of a living fetchd, if there is one; else ``error`` has the reason."""
 
     offers: tuple[AgentOffer, ...]
     error: str

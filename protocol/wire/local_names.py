@@ -29,7 +29,7 @@ from penstock.protocol.security.token import user_name
 PATIENCE_S = 2.0
 """Seconds to wait for a lock: a killed process may hold its lock a moment longer."""
 FOREIGN_PATIENCE_S = 60.0
-"""Seconds to wait for a folder that another user has taken while the run goes on."""
+"""Seconds to wait for a folder that another user has taken during the run."""
 _RETRY_S = 0.1
 _LOCK = ".lock"
 _NODE = "node"

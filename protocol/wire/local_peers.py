@@ -63,7 +63,8 @@ class LocalPeerFilter:
         receiving.
         """
         self._closing.set()
-        # First this: the thread waits for events, of which the last says that there are no more.
+        # Disable the monitor first: the thread waits for events, and the last event reports their
+        # end.
         self._socket.disable_monitor()
         self._thread.join()
         self._monitor.close(linger=0)

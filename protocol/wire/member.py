@@ -69,13 +69,13 @@ IDLE = Doing()
 class MemberLink:
     """One member's stream, kept open for as long as the process lives.
 
-    ``hello`` is called for every new stream, so that it can say the current epoch. ``listener`` is
-    called on the reading thread with every message except heartbeats, before the message is queued
-    for :meth:`receive`; it must not block. Messages of a stream that broke stay queued, in order,
-    before those of the next stream. ``doing`` is asked before every heartbeat, on the heartbeats'
-    thread. ``Refused`` is delivered like any message: the process is to
-    exit with :class:`~penstock.host.errors.RefusedError`. ``access`` is asked for each stream:
-    keys may be replaced while the process lives.
+    ``hello`` is called for every new stream, so that it can report the current epoch. ``listener``
+    is called on the reading thread with every message except heartbeats, before the message is
+    queued for :meth:`receive`; it must not block. Messages of a stream that broke stay queued, in
+    order, before those of the next stream. ``doing`` is called before every heartbeat, on the
+    heartbeats' thread. ``Refused`` is delivered like any message: the process must then exit with
+    :class:`~penstock.host.errors.RefusedError`. ``access`` connects each stream, because keys may
+    be replaced while the process lives.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ _ORDINARY = frozenset(("run_attempt", "evaluate"))
 
 
 def _follow_story(message: pb.SchedulerMessage) -> None:
-    """Logs name the failure from the Drain that it leads to until ordinary work goes on."""
+    """Assigns log records to the failure of a Drain until ordinary work continues."""
     kind = message.WhichOneof("body")
     if kind == "drain" and message.drain.cause:
         recover_from(message.drain.cause)

@@ -38,7 +38,7 @@ class Verdict(Enum):
 
 
 def sequence(words: CopiedWords, request: BlockRequest) -> int:
-    """Returns the sequence of the array that is asked for."""
+    """Returns the sequence of the requested array."""
     if request.array == "weights":
         return words.slot_sequences[request.version % 2]
     if request.array == "grads":

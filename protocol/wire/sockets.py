@@ -43,7 +43,7 @@ from penstock.protocol.security.token import (
 
 DOMAIN = b"penstock"
 ENCRYPTION_BYTES = 33
-"""A frame is so much longer on the wire when it is encrypted; ``MAXMSGSIZE`` counts them."""
+"""Bytes by which encryption makes a frame longer on the wire; ``MAXMSGSIZE`` counts them."""
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _POLL_MS = 100
@@ -90,7 +90,7 @@ class SocketAccess(Protocol):
         """Refuses an announced address on TCP that is not a place of ``node``.
 
         Raises:
-            ProtocolError: says why.
+            ProtocolError: names the reason.
         """
 
     def connect(self, socket: zmq.Socket[Any], address: str) -> None:
@@ -102,7 +102,7 @@ class SocketAccess(Protocol):
 
 
 class OpenAccess:
-    """Nothing is asked for and nothing shown: for sockets that are no run's."""
+    """No authentication: for sockets outside of runs."""
 
     encrypts = False
     pre_auth_reply_bytes: int | None = None

@@ -42,7 +42,7 @@ the network.
 
 
 class AwayError(PenstockError):
-    """There is no one-sided way to the peer now; the message says why."""
+    """The peer cannot be read one-sidedly now; the message has the reason."""
 
 
 def socket_address(run_id: str, node: str) -> str:
@@ -227,7 +227,7 @@ class _StagedFetch:
         if self._stamp is None:
             self._stamp = stamp
         if stamp != self._stamp:
-            # Written between two ranges: ranges still under way are asked for again as well.
+            # Written between two ranges: ranges in flight are requested again as well.
             under_way = self._asked
             self._asked = {}
             self._begin()

@@ -27,7 +27,7 @@ from penstock.host.files import (
     write_atomically,
 )
 from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog
-from penstock.protocol.run.metrics import DroppedLines
+from penstock.protocol.run.metrics_socket import DroppedLines
 from penstock.protocol.run.process import configure_logging
 
 

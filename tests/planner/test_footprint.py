@@ -12,7 +12,7 @@ from penstock.planner.schedule.layout import Residency, StageLayout
 from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.protocol.plan.instructions import Update, parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
-from penstock.protocol.plan.updating import staging_bytes
+from penstock.protocol.plan.resources import staging_bytes
 
 BLOCK = BlockCost(
     output_bytes=1.0,

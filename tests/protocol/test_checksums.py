@@ -10,11 +10,11 @@ import pytest
 from penstock.host.errors import StateError
 from penstock.host.files import write_atomically
 from penstock.protocol.run.checksums import (
-    SEAL,
+    CHECKSUMS,
+    check_checksum,
     check_object,
-    check_sealed,
-    read_sealed,
-    sealed_values,
+    read_checked,
+    recorded_values,
     with_checksum,
 )
 from penstock.protocol.run.rundir import RunDirectory
@@ -32,18 +32,18 @@ def test_an_object_carries_its_checksum_through_json() -> None:
 
 
 @pytest.fixture
-def sealed(tmp_path: Path) -> RunDirectory:
+def recorded(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory.create(tmp_path)
     (tmp_path / "model").mkdir()
     for name in ("table.json", "model/config.json", "plan.json", "resolved.yaml"):
         (tmp_path / name).write_text(f"this is {name}")
-    directory.seal({"run.seed": 7})
+    directory.record_checksums({"run.seed": 7})
     return directory
 
 
-def test_sealed_files_are_noticed_when_they_change(sealed: RunDirectory) -> None:
-    assert sealed_values(sealed.path) == {"run.seed": 7}
-    assert read_sealed(sealed.path, "table.json") == b"this is table.json"
+def test_recorded_files_are_noticed_when_they_change(recorded: RunDirectory) -> None:
+    assert recorded_values(recorded.path) == {"run.seed": 7}
+    assert read_checked(recorded.path, "table.json") == b"this is table.json"
     remedies = {
         "table.json": "Restore it; or delete it and start again",
         "model/config.json": "Restore it; or delete it and start again",
@@ -51,22 +51,22 @@ def test_sealed_files_are_noticed_when_they_change(sealed: RunDirectory) -> None
         "resolved.yaml": "make changes in your own configuration or with --set",
     }
     for name, remedy in remedies.items():
-        (sealed.path / name).write_text("this is another")
+        (recorded.path / name).write_text("this is another")
         with pytest.raises(StateError, match=f"{name}: is not what it was .* {remedy}"):
-            read_sealed(sealed.path, name)
+            read_checked(recorded.path, name)
     for attribute, name in (("table", "table.json"), ("plan", "plan.json"), ("config", "resolved")):
         with pytest.raises(StateError, match=rf"{name}.* is not what it was"):
-            getattr(sealed, attribute)
-    check_sealed(sealed.path, "data/meta.json", b"was not there")
-    sealed.seal({})
-    assert read_sealed(sealed.path, "plan.json") == b"this is another"
+            getattr(recorded, attribute)
+    check_checksum(recorded.path, "data/meta.json", b"was not there")
+    recorded.record_checksums({})
+    assert read_checked(recorded.path, "plan.json") == b"this is another"
 
 
-def test_without_a_seal_files_are_taken_as_they_are(sealed: RunDirectory) -> None:
-    (sealed.path / "plan.json").write_text("this is another")
-    sealed.unseal()
-    assert sealed_values(sealed.path) is None
-    assert read_sealed(sealed.path, "plan.json") == b"this is another"
+def test_without_checksums_files_are_taken_as_they_are(recorded: RunDirectory) -> None:
+    (recorded.path / "plan.json").write_text("this is another")
+    recorded.remove_checksums()
+    assert recorded_values(recorded.path) is None
+    assert read_checked(recorded.path, "plan.json") == b"this is another"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_without_a_seal_files_are_taken_as_they_are(sealed: RunDirectory) -> Non
         ('{"format": 1, "files": {}, "checksum": "00"}', "its checksum does not match"),
     ],
 )
-def test_a_damaged_seal_is_an_error(sealed: RunDirectory, content: str, message: str) -> None:
-    write_atomically(sealed.path / SEAL, content)
+def test_a_damaged_list_is_an_error(recorded: RunDirectory, content: str, message: str) -> None:
+    write_atomically(recorded.path / CHECKSUMS, content)
     with pytest.raises(StateError, match=rf"inputs\.json: .*{message}"):
-        read_sealed(sealed.path, "table.json")
+        read_checked(recorded.path, "table.json")

@@ -391,7 +391,7 @@ def prepare(shape: Shape, path: Path) -> RunDirectory:
     meta = {"train": train, "eval": held_out}
     (path / "data" / "meta.json").write_text(json.dumps(meta))
     run = RunDirectory(path)
-    run.seal(fixed_values(config))
+    run.record_checksums(fixed_values(config))
     return run
 
 

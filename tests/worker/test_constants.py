@@ -19,7 +19,7 @@ from penstock.models.prepare import prepare
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import load_run_config
 from penstock.models.surgery.skeleton import build_skeleton
-from penstock.protocol.run.checksums import CONSTANTS, SEAL, seal_text
+from penstock.protocol.run.checksums import CHECKSUMS, CONSTANTS, checksums_text
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 from tests.worker.causal_types import SIZES, reduced, save
@@ -98,7 +98,7 @@ def test_a_model_without_files_has_its_own(tmp_path: Path) -> None:
 def test_edited_constants_are_refused(folder: Path) -> None:
     run_dir = folder.parent / "run"
     configured(folder, run_dir)
-    (run_dir / SEAL).write_text(seal_text(run_dir, {}))
+    (run_dir / CHECKSUMS).write_text(checksums_text(run_dir, {}))
     constants = read_constants(run_dir)
     save_file({name: value + 1 for name, value in constants.items()}, run_dir / CONSTANTS)
     with pytest.raises(StateError, match=r"constants\.safetensors: is not what it was"):

@@ -28,8 +28,7 @@ from penstock.host.errors import ConfigError
 from penstock.host.logs import Complaints
 from penstock.host.stopping import StopSignal
 from penstock.protocol.metrics.node import KEYS_EXPIRE, OWN
-from penstock.protocol.run.metrics import DroppedLines
-from penstock.protocol.run.metrics_socket import render
+from penstock.protocol.run.metrics_socket import DroppedLines, render
 from penstock.protocol.run.names import (
     SCHEDULERD,
     devices_of_node,

@@ -14,8 +14,8 @@ from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path
 from penstock.daemons.preload.client import ChildProcess, spawn
 from penstock.daemons.preload.fork_request import PYTHON_MODULE
 from penstock.host.stopping import STOP_ORDER, StopSignal
+from penstock.protocol.metrics.observer import TRACKERS
 from penstock.protocol.metrics.registry import MetricRegistry
-from penstock.protocol.metrics.trackers import TRACKERS
 from penstock.protocol.run.rundir import RunDirectory
 
 LOOK_S = 0.5

@@ -35,7 +35,7 @@ from penstock.daemons.preload.starting import Starter
 from penstock.host.errors import ConfigError, ExitCode, LostMemberError
 from penstock.host.process_identity import start_ticks
 from penstock.host.requirements import check_torch
-from penstock.protocol.run.checksums import seal_digest
+from penstock.protocol.run.checksums import checksums_digest
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.run_result import EndWatch, RunEnd
 from penstock.protocol.run.rundir import SHARED
@@ -260,7 +260,7 @@ def wait_for_start(config: Config, node: str, scheduler: str | None, say: Say) -
         digest = None if address is None else _prepared_digest(config, node, address)
         if digest is not None:
             answered_s = answered_s or now_s
-            if digest == seal_digest(run_dir):
+            if digest == checksums_digest(run_dir):
                 return None
             if now_s - answered_s > LATE_FILES_S:
                 raise ConfigError(

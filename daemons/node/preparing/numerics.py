@@ -95,7 +95,7 @@ def write_numerics(
     )
     text = numerics.to_json()
     if not holds_text(directory.path / NUMERICS, text):
-        directory.unseal()
+        directory.remove_checksums()
         write_atomically(directory.path / NUMERICS, text)
     return numerics
 

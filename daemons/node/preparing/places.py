@@ -125,7 +125,7 @@ def move_tokens(directory: RunDirectory, tokens: Path) -> None:
     if any(split["path"] != str(tokens) for split in splits):
         for split in splits:
             split["path"] = str(tokens)
-        directory.unseal()
+        directory.remove_checksums()
         write_atomically(path, json.dumps(fields, indent=1))
 
 

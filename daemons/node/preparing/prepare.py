@@ -67,7 +67,7 @@ from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomicall
 from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.run.checksums import CONSTANTS, MADE, read_sealed, sealed_values
+from penstock.protocol.run.checksums import CONSTANTS, MADE, read_checked, recorded_values
 from penstock.protocol.run.hardware.cpus import check_cpus
 from penstock.protocol.run.hardware.placement import check_cores
 from penstock.protocol.run.rundir import RunDirectory
@@ -162,7 +162,7 @@ def _prepare(
             config, run_dir, previous, changes, progress, nodes, lock, starter, software
         )
         write_numerics(run, run.config, run.plan, software)
-        run.seal(fixed_values(run.config))
+        run.record_checksums(fixed_values(run.config))
         software.write(run_dir)
         return RunDirectory(run_dir)
 
@@ -194,13 +194,13 @@ def _make_ready(
     # Without a configuration the origin of existing inputs is unknown.
     makes_inputs = previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir)
     if makes_inputs:
-        directory.unseal()
+        directory.remove_checksums()
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         progress("preparing the model's block table and the data")
         if config.cluster.platform.builtin_model:
             write_model(Emulation.of(config), run_dir)
         run_models_prepare(config, run_dir, progress=progress, lock=lock, starter=starter)
-        directory.seal(fixed_values(config))
+        directory.record_checksums(fixed_values(config))
     elif config.model.path is not None and not _knows_its_weights(run_dir):
         run_models_prepare(
             config, run_dir, "--review", progress=progress, lock=lock, starter=starter
@@ -235,16 +235,16 @@ def _make_ready(
 
 
 def _write_plan(directory: RunDirectory, config: Config, plan: Plan) -> None:
-    """Writes configuration and plan where they changed, and seals what the run is made from."""
+    """Writes configuration and plan where they changed, and records the checksums of both."""
     _write(directory, config, {"resolved.yaml": config.to_yaml(), "plan.json": plan.to_json()})
 
 
 def _write(directory: RunDirectory, config: Config, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         if not holds_text(directory.path / name, text):
-            directory.unseal()
+            directory.remove_checksums()
             write_atomically(directory.path / name, text)
-    directory.seal(fixed_values(config))
+    directory.record_checksums(fixed_values(config))
 
 
 def warn_if_open(run_dir: Path, progress: Progress) -> None:
@@ -323,11 +323,11 @@ def _previous(run_dir: Path, progress: Progress) -> Config | None:
         # An older Penstock made the data: it put no token in front of documents.
         data = previous.data.model_copy(update={"bos": False})
         previous = previous.model_copy(update={"data": data})
-    fixed = sealed_values(run_dir)
+    fixed = recorded_values(run_dir)
     if fixed is not None:
         for name in (*MADE, CONSTANTS):
             if (run_dir / name).exists():
-                read_sealed(run_dir, name)
+                read_checked(run_dir, name)
         edited = edited_keys(fixed, previous)
         if edited and started:
             raise StateError(

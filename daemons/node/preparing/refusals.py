@@ -14,12 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.host.files import write_atomically
-from penstock.protocol.run.checksums import SEAL, SEALED
+from penstock.protocol.run.checksums import CHECKED_FILES, CHECKSUMS
 from penstock.protocol.run.numerics import KERNELS
 
 _DATA = "data/meta.json"
-_WRITTEN = (*SEALED, "model/meta.json", "places.json", KERNELS, "software.json", ".home", SEAL)
-"""Files in the order in which they are written back: the seal is of those before it."""
+_WRITTEN = (
+    *CHECKED_FILES,
+    "model/meta.json",
+    "places.json",
+    KERNELS,
+    "software.json",
+    ".home",
+    CHECKSUMS,
+)
+"""Files in the order in which they are written back: checksums follow their files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +51,10 @@ class _Before:
 
 @contextmanager
 def unchanged_if_refused(run_dir: Path) -> Iterator[None]:
-    """Writes the files of a prepared run back if the block raises. A directory without a seal has
-    no such files.
+    """Writes the files of a prepared run back if the block raises. A directory without checksums
+    has no such files.
     """
-    if not (run_dir / SEAL).is_file():
+    if not (run_dir / CHECKSUMS).is_file():
         yield
         return
     before = [_read(run_dir / name) for name in _WRITTEN]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class Engine:
     """Something that starts processes within limits. ``variable``: set in what it starts.
 
-    ``more_cpus`` (with ``{n}``), ``more_memory``, ``more_shm``: sentences that say how to get more.
+    ``more_cpus`` (with ``{n}``), ``more_memory``, ``more_shm``: sentences that name the option for
+    more.
     """
 
     name: str

@@ -192,7 +192,7 @@ def _num_left(config: Config, num_cores: int) -> int:
         return min(round(share * num_cores), num_cores - 1)
     if config.cluster.platform.cores is not CoreUse.FEED:
         return 0
-    # As many threads as asked for have cores of their own, as far as there are.
+    # As many of the requested threads as possible have their own core.
     return min(config.cluster.workers, num_cores // 2, max(num_cores - threads, 0))
 
 

@@ -31,7 +31,12 @@ from penstock.daemons.scheduler.journal_count import step_of
 from penstock.daemons.scheduler.rollback import line_attempt
 from penstock.host.errors import ExitCode, PenstockError
 from penstock.models.checkpoints.causes import quantization_of
-from penstock.protocol.run.checksums import read_sealed, seal_text, sealed_values, with_checksum
+from penstock.protocol.run.checksums import (
+    checksums_text,
+    read_checked,
+    recorded_values,
+    with_checksum,
+)
 from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog, NicReservations
 from penstock.protocol.run.hardware.peer_memory import PeerMemory
 from penstock.protocol.run.numerics import KERNELS as KERNELS_FILE
@@ -176,13 +181,13 @@ def _facts(folder: Path) -> object:
 
 
 def _sealed(folder: Path) -> None:
-    sealed_values(folder)
-    read_sealed(folder, "table.json")
+    recorded_values(folder)
+    read_checked(folder, "table.json")
 
 
 def _seals(folder: Path) -> list[bytes]:
     run_directory(folder)
-    text = seal_text(folder, {"run.seed": 1})
+    text = checksums_text(folder, {"run.seed": 1})
     fields = json.loads(text)
     fields["files"]["table.json"] = "0" * 64
     del fields["checksum"]
@@ -238,7 +243,7 @@ RUN_FILES = (
         "seal",
         "inputs.json",
         _sealed,
-        ("protocol.run.checksums._read", "protocol.run.checksums.read_sealed"),
+        ("protocol.run.checksums._read", "protocol.run.checksums.read_checked"),
         seeds=made(_seals),
         allowed=(PenstockError,),
     ),

@@ -17,7 +17,7 @@ from penstock.daemons.memory.snapshot import read_block, read_manifest
 from penstock.daemons.memory.tensorfile import read_header
 from penstock.daemons.mirror.sweeps import read_replica
 from penstock.daemons.optimizer.effects import read_facts, read_pins
-from penstock.daemons.scheduler.journal import Journal, _sealed
+from penstock.daemons.scheduler.journal import Journal, _with_checksum
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
@@ -122,7 +122,7 @@ def _recipes() -> list[bytes]:
 
 def _rows() -> list[bytes]:
     epoch, position, record = ROW
-    return dumped(_sealed(epoch, position, record), position.to_fields())
+    return dumped(_with_checksum(epoch, position, record), position.to_fields())
 
 
 def _journal(folder: Path) -> None:

@@ -8,7 +8,7 @@ from penstock.models.attention import choose_attention
 from penstock.models.runtime import ModelRuntime
 from penstock.models.torch_device import repeat_bits
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.updating import residents_of
+from penstock.protocol.plan.resources import residents_of
 from penstock.shm.memory import NodeMemory
 from penstock.workers.device import WorkerSite
 from penstock.workers.handlers import HANDLERS

@@ -14,7 +14,7 @@ from penstock.models.torch_device import repeat_bits
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.protocol.plan.instructions import Instruction
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.updating import residents_of
+from penstock.protocol.plan.resources import residents_of
 from penstock.shm.memory import NodeMemory
 from penstock.workers.attempt import Attempt
 from penstock.workers.device import WorkerSite

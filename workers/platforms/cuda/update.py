@@ -28,8 +28,8 @@ import torch
 from penstock.config.training import OptimizerConfig
 from penstock.models.gpu import Event, Gpu
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.protocol.plan.resources import PIECE_ELEMENTS, PIECES
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, StateArrays, SweepStatus
-from penstock.protocol.plan.updating import PIECE_ELEMENTS, PIECES
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import NodeMemory
 from penstock.workers.device import HostArray, as_tensor, storage_dtype

@@ -17,7 +17,7 @@ from penstock.host import world
 from penstock.planner.cost.catalogue import peak_flops_of
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.plan import Plan
-from penstock.protocol.plan.updating import RESIDENT_BYTES, residents_of, staging_bytes
+from penstock.protocol.plan.resources import RESIDENT_BYTES, residents_of, staging_bytes
 from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog, NicReservations
 from penstock.protocol.run.hardware.peer_memory import PeerMemory
 from penstock.protocol.run.names import node_of_device
