@@ -18,7 +18,7 @@ from rich.text import Text
 
 from penstock.client.views.run_view import PAST_BYTES, MetricsTail, RunView
 from penstock.client.views.screen.curve import Series, draw, short
-from penstock.client.views.screen.events import Events, Happened, Limits, Tone, told
+from penstock.client.views.screen.events import Events, Limits, RunEvent, Tone, texts_of
 from penstock.client.views.screen.layout import compose
 from penstock.client.views.screen.model import Facts, Model
 from penstock.client.views.screen.panels import ASCII, UNICODE, Glyphs, joined
@@ -143,13 +143,13 @@ def test_lanes_say_who_waits_who_is_lost_and_who_has_ended() -> None:
 
 def texts(events: Events) -> list[tuple[int, str, Tone]]:
     """Step, words, tone."""
-    return [(e.step, words, e.tone) for e, words in zip(events, told(events), strict=True)]
+    return [(e.step, words, e.tone) for e, words in zip(events, texts_of(events), strict=True)]
 
 
 def test_steps_that_were_not_simply_committed_are_explained() -> None:
     events = Events(Limits(clip=1.0))
-    events.hear(line(1, loss_scale=65536.0), None)
-    events.hear(line(2, decision="amend", grad_norm=3.2, loss_scale=65536.0), None)
+    events.add_line(line(1, loss_scale=65536.0), None)
+    events.add_line(line(2, decision="amend", grad_norm=3.2, loss_scale=65536.0), None)
     assert texts(events) == [
         (
             2,
@@ -157,10 +157,10 @@ def test_steps_that_were_not_simply_committed_are_explained() -> None:
             Tone.NOTE,
         )
     ]
-    events.hear(line(3, decision="amend", grad_norm=2.0, loss_scale=65536.0), None)
-    events.hear(line(3, phase="eval", loss=2.5, perplexity=12.18), None)
-    events.hear(line(3, decision="skip", loss=None, grad_norm=None, loss_scale=65536.0), None)
-    events.hear(line(4, loss_scale=32768.0), None)
+    events.add_line(line(3, decision="amend", grad_norm=2.0, loss_scale=65536.0), None)
+    events.add_line(line(3, phase="eval", loss=2.5, perplexity=12.18), None)
+    events.add_line(line(3, decision="skip", loss=None, grad_norm=None, loss_scale=65536.0), None)
+    events.add_line(line(4, loss_scale=32768.0), None)
     assert [words for _, words, _ in texts(events)] == [
         "gradient norm 2 over the limit 1: weights computed again, state untouched (2 times since"
         " step 2)",
@@ -168,7 +168,7 @@ def test_steps_that_were_not_simply_committed_are_explained() -> None:
         "gradients infinite or undefined: no step, the batch is left out; the loss scale was 65536",
     ]
     taken_back = Events(Limits(clip=1.0, arithmetic=True))
-    taken_back.hear(line(2, decision="amend", grad_norm=3.2), None)
+    taken_back.add_line(line(2, decision="amend", grad_norm=3.2), None)
     assert "taken back and made again" in texts(taken_back)[0][1]
 
 
@@ -177,17 +177,19 @@ def test_a_loss_is_told_when_it_begins_and_again_when_it_is_over() -> None:
     happening = pb.Happening(
         number=7, kind="broken", step=41, text="worker.1 was lost (killed by signal 9)"
     )
-    events.learn(status(happenings=[happening]), START_S)
+    events.add_status(status(happenings=[happening]), START_S)
     lost = "worker.1 was lost (killed by signal 9): all go back to step 41"
     assert texts(events) == [(41, f"{lost} when everybody is there", Tone.BAD)]
     happening.seconds = 2.1
-    events.learn(status(happenings=[happening]), START_S + 2)
+    events.add_status(status(happenings=[happening]), START_S + 2)
     assert [words for _, words, _ in texts(events)] == [f"{lost}, nothing is lost; 2.1 s"]
     happening.steps_lost, happening.step = 11, 30
-    events.learn(status(happenings=[happening]), START_S + 3)
+    events.add_status(status(happenings=[happening]), START_S + 3)
     assert "11 steps are computed again" in texts(events)[0][1]
     schedulerd = pb.MemberStatus(member="schedulerd", pid=99)
-    events.learn(status(schedulerd, happenings=[pb.Happening(number=1, kind="began")]), START_S)
+    events.add_status(
+        status(schedulerd, happenings=[pb.Happening(number=1, kind="began")]), START_S
+    )
     assert [tone for *_, tone in texts(events)] == [Tone.BAD, Tone.NOTE, Tone.GOOD]
 
 
@@ -250,7 +252,7 @@ def test_ascii_is_ascii() -> None:
 
 def test_what_others_wrote_cannot_steer_the_terminal() -> None:
     seen = model(Path("/"), message="\x1b[2J\x07 full", run_name="a\nb\x9b")
-    seen.events.add(Happened(at_s=None, step=1, text="x\x1b]0;title\x07y"))
+    seen.events.add(RunEvent(at_s=None, step=1, text="x\x1b]0;title\x07y"))
     text = drawn(seen, 120, 30)
     assert not [c for c in text if not c.isprintable() and c != "\n"]
 

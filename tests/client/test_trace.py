@@ -549,9 +549,9 @@ def test_attempts_that_are_not_of_the_plan_are_left_out(simple: FakeRun, tmp_pat
     [
         (["--attempt", "9"], "attempt 9 is not in the trace: traced are attempts 1 to 2"),
         (["--attempts", "5:"], "is not in the trace: traced are attempts 1 to 2"),
-        (["--attempts", "2:1"], "--attempts 2:1: ends before it begins"),
+        (["--attempts", "2:1"], "--attempts 2:1: the end is before the start"),
         (["--attempts", "two"], "--attempts two: expected A:B, such as 10:20, 10: or :20"),
-        (["--attempt", "1", "--attempts", "1:2"], "give one of them"),
+        (["--attempt", "1", "--attempts", "1:2"], "give only one of the two"),
         (["--attempt", "2"], "no complete attempt of the plan in plan.json to compare (1 broken"),
         (["--svg", "no/such/place.svg"], "no/such/place.svg: cannot write it"),
     ],

@@ -1,4 +1,4 @@
-"""What a page is made of: sections with paragraphs, tables, pictures, folded parts, code."""
+"""Parts of a page: sections with paragraphs, tables, pictures, folded parts, code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """A figure in large letters. ``note`` stands below it in small ones."""
+    """A figure in large letters, with a small ``note`` below."""
 
     name: str
     value: str
@@ -27,7 +27,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What a page does not know: why, and how to get it."""
+    """A missing fact: the reason, and the way to get the fact."""
 
     text: str
     kind: str = "unknown"
@@ -43,7 +43,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of texts. Columns from ``numbers`` on hold numbers: they end at one line."""
+    """Rows of texts. Columns from ``numbers`` on hold numbers and are right-aligned."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An inline SVG with a caption. ``paper``: its colours are for white paper."""
+    """An inline SVG with a caption. ``paper``: True if its colours need a white background."""
 
     image: Markup
     caption: str = ""
@@ -63,7 +63,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """What is shown when a reader asks for it."""
+    """A part that is hidden until a reader opens it."""
 
     title: str
     blocks: Sequence[Block]
@@ -75,7 +75,7 @@ Block = Words | Unknown | Code | Table | Picture | Folded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """A part of a page with a heading. ``name``: what links lead to."""
+    """A part of a page with a heading. ``name`` is the target of links."""
 
     name: str
     heading: str
@@ -84,7 +84,7 @@ class Chapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A whole page. ``state`` is a word about the run, such as ``running``."""
+    """A page. ``state`` is the state of the run, such as ``running``."""
 
     title: str
     subtitle: str

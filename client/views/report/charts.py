@@ -1,7 +1,7 @@
-"""Charts as inline SVG that take their colours from the page, so that they are dark where it is.
+"""Charts as inline SVG. The page's style sets the colours, also of a dark page.
 
-Curves of any length become one point for each few pixels: the mean of what lies there, and behind
-it a band from the least value to the greatest. Texts are escaped.
+A curve has one point for a few pixels: the mean of its values. A band from the least to the
+greatest value lies behind the curve. Texts are escaped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 14.0, 26.0, 28.0
 _BUCKETS = 320
 _TICKS = 5
 NUM_SERIES = 6
-"""Colours that the page has for series."""
+"""Number of colours for series in the page's style."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A curve: points ``(step, value)`` by step. ``dots``: each point is drawn, too."""
+    """A curve of points ``(step, value)`` in the order of steps. ``dots`` also draws each point."""
 
     name: str
     points: Sequence[Point]
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A vertical line at a step, and what a mouse that points at it is told."""
+    """A vertical line at a step, with a text that the mouse pointer shows."""
 
     step: float
     text: str
@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One row of a bar chart. ``value`` is drawn, ``text`` stands behind it."""
+    """A row of a bar chart: a bar of length ``value``, followed by ``text``."""
 
     name: str
     value: float
@@ -61,9 +61,9 @@ class _Bucket:
 def curves(
     series: Sequence[Series], unit: str, marks: Sequence[Mark] = (), *, from_zero: bool = False
 ) -> Markup:
-    """Returns curves over steps on one axis, whose numbers are in ``unit``; nothing without points.
+    """Returns curves over steps on an axis with numbers in ``unit``; nothing without points.
 
-    ``from_zero``: the axis begins at 0, so that heights may be compared.
+    ``from_zero``: the axis begins at 0, so that heights are comparable.
     """
     drawn = [one for one in series if one.points]
     if not drawn:
@@ -78,7 +78,7 @@ def curves(
 
 
 def bars(rows: Sequence[Bar]) -> Markup:
-    """Returns horizontal bars on one scale from 0, which fit any width; nothing without rows."""
+    """Returns horizontal bars on a scale from 0, for any width; nothing without rows."""
     longest = max((bar.value for bar in rows), default=0.0) or 1.0
     parts = []
     for bar in rows:
@@ -118,7 +118,7 @@ def _legend(names: Sequence[str]) -> Markup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """The axes: where a step and a value lie."""
+    """The axes, with the coordinates of steps and values."""
 
     first: float
     last: float
@@ -131,7 +131,8 @@ class _Frame:
         steps, values = [step for step, _ in points], [value for _, value in points]
         low, high = min(values), max(values)
         low = min(0.0, low) if from_zero else low
-        if high - low <= 1e-12 * max(abs(high), abs(low), 1e-300):  # one value: it is in the middle
+        # a single value: draw it in the middle
+        if high - low <= 1e-12 * max(abs(high), abs(low), 1e-300):
             room = abs(high) * 0.1 or 1.0
             low, high = low - room, high + room
         tick = _nice((high - low) / _TICKS)
@@ -168,7 +169,7 @@ class _Frame:
         yield f'<text class="unit" x="{_LEFT}" y="9">{escape(unit)}</text>'
 
     def _text(self, value: float) -> str:
-        """Returns a value of the axis with as many digits as tell it from its neighbours."""
+        """Returns a value of the axis with enough digits to distinguish neighbours."""
         if abs(self.high) >= 1e4 or abs(self.low) >= 1e4 or self.tick < 1e-4:
             return short(value)
         return f"{value:.{max(0, -math.floor(math.log10(self.tick) + 1e-9))}f}"
@@ -190,12 +191,12 @@ class _Frame:
         line = " ".join(f"{self.x(b.step):.1f},{self.y(b.mean):.1f}" for b in buckets)
         yield f'<polyline class="line s{colour}" points="{line}"/>'
         for bucket in buckets if series.dots or len(buckets) == 1 else ():
-            told = f"step {bucket.step:,.0f}: {bucket.mean:.5g}"
+            title = f"step {bucket.step:,.0f}: {bucket.mean:.5g}"
             yield f'<circle class="dot s{colour}" cx="{self.x(bucket.step):.1f}" cy='
-            yield f'"{self.y(bucket.mean):.1f}" r="3.5"><title>{escape(told)}</title></circle>'
+            yield f'"{self.y(bucket.mean):.1f}" r="3.5"><title>{escape(title)}</title></circle>'
 
     def _buckets(self, points: Sequence[Point]) -> list[_Bucket]:
-        """Returns the points, put together where several share a few pixels."""
+        """Returns the points, merged where several share a few pixels."""
         if len(points) <= _BUCKETS:
             return [_Bucket(step, value, value, value) for step, value in points]
         span = (self.last - self.first) or 1.0
@@ -203,12 +204,12 @@ class _Frame:
         def place(point: Point) -> int:
             return int((point[0] - self.first) / span * (_BUCKETS - 1))
 
-        found = []
+        buckets = []
         for _, group in groupby(sorted(points), key=place):
             steps, values = zip(*group, strict=True)
             mean = math.fsum(values) / len(values)
-            found.append(_Bucket(steps[len(steps) // 2], mean, min(values), max(values)))
-        return found
+            buckets.append(_Bucket(steps[len(steps) // 2], mean, min(values), max(values)))
+        return buckets
 
     def _marked_steps(self) -> list[float]:
         tick = max(1.0, _nice((self.last - self.first) / 6.0))
@@ -220,7 +221,7 @@ class _Frame:
 
 
 def _nice(least: float) -> float:
-    """Returns 1, 2 or 5 times a power of ten that is not below ``least``."""
+    """Returns the smallest 1, 2 or 5 times a power of ten that is not below ``least``."""
     if least <= 0.0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(least))

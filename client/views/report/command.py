@@ -1,4 +1,4 @@
-"""``penstock report``: reads one run or two, and writes the page."""
+"""``penstock report``: reads one or two runs, and writes the page."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from penstock.client.views.report.page import page_of, render
 
 
 def write_report(run: Path, output: Path | None, other: Path | None, *, show: bool) -> Path:
-    """Writes the report of ``run``, or of ``run`` and ``other`` beside each other, to ``output`` or
-    into the run's directory; returns where it is. ``show``: opens it in the browser.
+    """Writes the report of ``run``, or a comparison of ``run`` and ``other``; returns the path.
+
+    The page goes to ``output`` or into the run directory. ``show`` opens the page in a browser.
 
     Raises:
-        ConfigError: a directory is no run's, or the page cannot be written.
+        ConfigError: a path is no run directory, or the page cannot be written.
         StateError: files of a run are damaged.
     """
     facts = RunFacts.of(run)
     if other is None:
         name, page = "report.html", page_of(facts)
     else:
-        beside = RunFacts.of(other)
-        name, page = f"compared-{beside.run.run_id}.html", comparison_of(facts, beside)
+        second = RunFacts.of(other)
+        name, page = f"compared-{second.run.run_id}.html", comparison_of(facts, second)
     path = run / name if output is None else output
     write_file(path, render(page).encode())
     if show:

@@ -1,4 +1,4 @@
-"""Two runs side by side: configuration, curves in one chart, figures with their ratios."""
+"""A comparison of two runs: configurations, curves in one chart, figures with their ratios."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Figure = tuple[str, float | None, float | None, str]
 
 
 def comparison_of(first: RunFacts, second: RunFacts) -> Page:
-    """Returns everything that is said of two runs beside each other."""
+    """Returns the page that compares two runs."""
     names = _names(first, second)
     return Page(
         title=f"{names[0]} and {names[1]}",
-        subtitle=f"Run {first.run.run_id} ({first.state}) beside {second.run.run_id}"
+        subtitle=f"Run {first.run.run_id} ({first.state}) and run {second.run.run_id}"
         f" ({second.state})",
         state="compared",
         tiles=_tiles(first, second, names),
@@ -51,13 +51,13 @@ def _names(first: RunFacts, second: RunFacts) -> tuple[str, str]:
 
 
 def _tiles(first: RunFacts, second: RunFacts, names: tuple[str, str]) -> list[Tile]:
-    found = []
+    tiles = []
     for name, left, right, form in _rows(first, second):
         if left and right is not None and name in _HEADLINES:
             value = f"{right:{form}}"
             note = f"{right / left:.3g} times the {left:{form}} of {names[0]}"
-            found.append(Tile(name=name, value=value, note=note))
-    return found
+            tiles.append(Tile(name=name, value=value, note=note))
+    return tiles
 
 
 _HEADLINES = ("tokens a second", "loss", "loss on held-out data", "seconds a step")
@@ -75,7 +75,7 @@ def _differences(first: RunFacts, second: RunFacts, names: tuple[str, str]) -> C
         rows.append(("(fingerprint of the data)", *(str(f)[:12] for f in fingerprints)))
     table = Table(headings=("key", *names), rows=rows)
     return Chapter(
-        name="configuration", heading="What differs in the configuration", blocks=[table]
+        name="configuration", heading="Differences of the configurations", blocks=[table]
     )
 
 
@@ -128,7 +128,7 @@ def _rows(first: RunFacts, second: RunFacts) -> Iterator[Figure]:
 
 
 def _values(facts: RunFacts) -> Iterator[tuple[str, float | None, str]]:
-    """Yields a run's figures: medians over steps, and what stood at the end."""
+    """Yields the figures of a run: medians over steps, and last values."""
     readings, history, traced = facts.readings, facts.history, facts.traced
     yield "steps", float(readings.step), ",.0f"
     yield "epochs", readings.last("data_epoch"), ".4g"
@@ -139,7 +139,7 @@ def _values(facts: RunFacts) -> Iterator[tuple[str, float | None, str]]:
     yield "optimizer's tail, seconds", readings.median("optimizer_tail_seconds"), ".4g"
     yield "bubbles", readings.median("bubble_ratio"), ".1%"
     yield (
-        "most that a device held, bytes",
+        "peak of device memory, bytes",
         max(readings.values("peak_device_bytes"), default=None),
         ",.0f",
     )
@@ -154,7 +154,7 @@ def _values(facts: RunFacts) -> Iterator[tuple[str, float | None, str]]:
 def _software(first: RunFacts, second: RunFacts, names: tuple[str, str]) -> Chapter:
     heading = "Versions"
     if first.software is None or second.software is None:
-        text = "Versions are not known of both: one was prepared by an older Penstock."
+        text = "Versions of one run are unknown: an older Penstock prepared the run."
         return Chapter(name="versions", heading=heading, blocks=[Unknown(text)])
     left, right = first.software, second.software
     packages = dict.fromkeys((*left.packages, *right.packages))

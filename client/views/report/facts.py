@@ -1,7 +1,7 @@
-"""What is known of a run: everything that a page is made of, read once.
+"""Facts about a run for a page, each read once.
 
-What cannot be had (a trace that was not made, memory that nobody measured) is no error: the reason
-stands where it would be.
+A missing fact is no error, for example a trace or a measurement of memory that was not made. The
+page then shows the reason.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory
 
 MAX_TRACE_BYTES = 24 << 20
-"""Reading more takes longer than people wait; ``penstock trace`` does."""
+"""Largest trace to read for a page; ``penstock trace`` reads larger ones."""
 
 
 class State(StrEnum):
-    """How a run is, as far as its directory tells."""
+    """States of a run, from its directory."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -47,7 +47,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run, its metrics and its logs; the rest is read when it is asked for."""
+    """A run with its metrics and logs. Properties read further files on first use."""
 
     run: RunDirectory
     readings: Readings
@@ -58,8 +58,8 @@ class RunFacts:
         """Reads a run directory.
 
         Raises:
-            ConfigError: it is none.
-            StateError: its files are damaged.
+            ConfigError: the path is no run directory.
+            StateError: files of the run are damaged.
         """
         if not (directory / "run.json").exists():
             raise ConfigError(f"{directory}: no run directory (it has no run.json)")
@@ -80,7 +80,7 @@ class RunFacts:
 
     @cached_property
     def state(self) -> State:
-        """How it is. A run on another machine that has not ended passes for an interrupted one."""
+        """The state of the run. A run that trains on another machine counts as interrupted."""
         end, endpoint = RunEnd.read(self.run.path), read_endpoint(self.run.path)
         if endpoint is not None and start_ticks(endpoint.pid) is not None:
             return State.RUNNING
@@ -92,13 +92,13 @@ class RunFacts:
 
     @cached_property
     def ending(self) -> str:
-        """Why it ended, in words; empty while it has not."""
+        """The reason of the end, or an empty text."""
         end = RunEnd.read(self.run.path)
         return end.reason if end is not None else self.history.end or ""
 
     @cached_property
     def traced(self) -> TraceReport | str:
-        """Its trace beside a simulation, or why there is none and how to get it."""
+        """The comparison of its trace with a simulation, or the reason why it is missing."""
         size = sum(path.stat().st_size for path in (self.run.path / "trace").glob("*.jsonl"))
         if size > MAX_TRACE_BYTES:
             return (
@@ -108,49 +108,48 @@ class RunFacts:
         try:
             return make_trace_report(self.run.path, None, None, TraceOutputs())
         except PenstockError as error:
-            return f"Not known: {error}"
+            return f"Unknown: {error}"
 
     @cached_property
     def planned_memory(self) -> tuple[MemoryRow, ...] | str:
-        """What the plan needs, by place and use, or why that is not known."""
+        """The memory that the plan needs, by place and use, or the reason why it is unknown."""
         try:
             costs = config_prices(self.config, self.run.table).costs
             return memory_table(self.config, self.run.table, self.run.plan, costs)
         except PenstockError as error:
-            return f"Not known: {error}"
+            return f"Unknown: {error}"
 
     @cached_property
     def parameters(self) -> tuple[int, int]:
-        """How many parameters are trained, and how many are frozen; emulated runs store a share."""
+        """The numbers of trained and of frozen parameters. Emulated runs store a share of them."""
         blocks = self.run.table.blocks
         return sum(b.trainable_elements for b in blocks), sum(b.frozen_elements for b in blocks)
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Floating-point operations of the model for one token, forward and backward, without
-        recomputation.
-        """
+        """Floating-point operations of forward and backward for a token, without recomputation."""
         return 3.0 * sum(block.forward_flops for block in self.run.table.blocks)
 
     @cached_property
     def software(self) -> Software | None:
-        """With what the run was prepared; older ones do not say."""
+        """The versions that prepared the run, or None for a run of an older Penstock."""
         return Software.read(self.run.path)
 
     @cached_property
     def model(self) -> Mapping[str, Any]:
-        """The model's Hugging Face configuration; empty where it cannot be read."""
+        """The model's Hugging Face configuration, or an empty mapping."""
         return self._json("model/config.json")
 
     @cached_property
     def data(self) -> Mapping[str, Any]:
-        """What ``data/meta.json`` says; empty where it cannot be read."""
+        """The content of ``data/meta.json``, or an empty mapping."""
         return self._json("data/meta.json")
 
     @cached_property
     def epochs(self) -> str:
-        """Passes over the training data at the newest step, and those of all steps, as ``0.37 of
-        8.50``; empty where they are not known, or data are made up.
+        """Passes over the training data, made and planned, as ``0.37 of 8.50``.
+
+        Empty if unknown, or without data.
         """
         train, done = self.data.get("train"), self.readings.last("data_epoch")
         tokens = train.get("num_tokens") if isinstance(train, dict) else None
@@ -162,15 +161,15 @@ class RunFacts:
 
     @cached_property
     def created(self) -> str:
-        """When the directory was made: a time in ISO 8601."""
+        """The creation time of the directory, in ISO 8601."""
         return str(self._json("run.json").get("created", ""))
 
     def _json(self, name: str) -> Mapping[str, Any]:
         try:
-            found = parse_json((self.run.path / name).read_bytes())
+            content = parse_json((self.run.path / name).read_bytes())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
 
 def flat_config(config: Config) -> dict[str, Any]:
@@ -179,44 +178,44 @@ def flat_config(config: Config) -> dict[str, Any]:
 
 
 def changed_keys(config: Config) -> list[str]:
-    """Returns the keys that differ from their defaults; those without a default among them."""
+    """Returns the keys that differ from their defaults or have no default."""
     defaults = dict(_defaults(Config, ""))
     nothing = object()
     return [k for k, value in flat_config(config).items() if defaults.get(k, nothing) != value]
 
 
 def _values(section: BaseModel, prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            found += _values(value, f"{prefix}{name}.")
+            pairs += _values(value, f"{prefix}{name}.")
         else:
-            found += _leaves(f"{prefix}{name}", section.model_dump(mode="json")[name])
-    return found
+            pairs += _leaves(f"{prefix}{name}", section.model_dump(mode="json")[name])
+    return pairs
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns the keys below one whose value is a mapping, such as ``model.hf``; else itself."""
+    """Returns the keys below a key with a mapping, such as ``model.hf``; otherwise the key."""
     if not isinstance(value, dict) or not value:
         return [(key, value)]
     return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
 
 
 def _defaults(section: type[BaseModel], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found += _defaults(kind, f"{prefix}{name}.")
+            pairs += _defaults(kind, f"{prefix}{name}.")
         elif not field.is_required():
             value = field.get_default(call_default_factory=True)
-            found.append((f"{prefix}{name}", _plain(value)))
-    return found
+            pairs.append((f"{prefix}{name}", _plain(value)))
+    return pairs
 
 
 def _plain(value: Any) -> Any:
-    """Returns a default as JSON has it."""
+    """Returns a default as a value of JSON."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, (list, tuple)):

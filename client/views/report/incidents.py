@@ -1,9 +1,8 @@
-"""What happened to a run, told from the logs of its scheduler and its nodes.
+"""Incidents of a run, from the logs of its scheduler and nodes.
 
-Logs are of people's language already; here their lines are sorted by what they mean, and put into
-recoveries: what broke a membership, and how long it took until training went on. Lines of no known
-meaning stay as they are where they are warnings or errors. Only the last
-:data:`MAX_LOG_BYTES` of a log are read.
+Known log lines become incidents of a kind. Incidents form recoveries: the cause that broke a
+membership, and the time until training continued. Other warnings and errors keep their text. Only
+the last :data:`MAX_LOG_BYTES` of a log are read.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_LOG_BYTES = 2 << 20
 
 
 class IncidentKind(StrEnum):
-    """What a line is about."""
+    """Kinds of incidents."""
 
     START = "start"
     FAULT = "fault"
@@ -35,7 +34,7 @@ class IncidentKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Something that happened, in seconds since the epoch of Unix."""
+    """An event of a run at ``time_s`` (Unix time)."""
 
     time_s: float
     process: str
@@ -45,7 +44,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """The way from a fault to the next membership, ``epoch``. ``step``: where training went on."""
+    """A recovery from a fault to the membership ``epoch``. Training continued at ``step``."""
 
     time_s: float
     cause: str
@@ -56,10 +55,9 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Incidents in the order of time. ``cut``: some logs were longer than what was read.
+    """Incidents in the order of time. ``cut``: True if only the end of a log was read.
 
-    ``first_s``, ``last_s``: when the first and the last line of all logs was written; None without
-    logs.
+    ``first_s`` and ``last_s`` are the Unix times of the first and the last log line, or None.
     """
 
     incidents: tuple[Incident, ...]
@@ -69,19 +67,19 @@ class History:
     cut: bool
 
     def count(self, kind: IncidentKind) -> int:
-        """Returns how often something of a kind happened."""
+        """Returns the number of incidents of a kind."""
         return sum(incident.kind is kind for incident in self.incidents)
 
     @property
     def end(self) -> str | None:
-        """Why the run ended; None while it has not, as far as the logs say."""
+        """The reason of the end in the logs, or None."""
         ends = [i for i in self.incidents if i.kind in (IncidentKind.END, IncidentKind.START)]
         return ends[-1].text if ends and ends[-1].kind is IncidentKind.END else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """Lines that match ``pattern`` are of ``kind``, and are told with ``words``."""
+    """A rule: lines that match ``pattern`` become incidents of ``kind`` with the text ``words``."""
 
     pattern: re.Pattern[str]
     kind: IncidentKind
@@ -120,16 +118,16 @@ _ORDINARY = re.compile(
     r"restoring from initial weights: .*no committed version|no stream to the scheduler"
     r"|the run ends: |.* \(pid \d+\): stream ended"
 )
-"""What belongs to starts, ends and faults that other lines tell."""
+"""Lines that belong to starts, ends and faults with a better line."""
 
 
 def read_history(run_dir: Path) -> History:
-    """Reads the logs of a run. Without logs, or where they cannot be read, nothing happened."""
+    """Reads the logs of a run. Missing or unreadable logs give an empty history."""
     entries: list[dict[str, Any]] = []
     cut = False
     for path in sorted((run_dir / "logs").glob("*.jsonl")):
-        found, shortened = _entries(path)
-        entries += found
+        lines, shortened = _entries(path)
+        entries += lines
         cut = cut or shortened
     entries.sort(key=lambda entry: entry["time"])
     incidents = tuple(filter(None, map(_incident, entries)))
@@ -143,7 +141,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def _entries(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Returns the lines of a log's end, and whether there is more before them."""
+    """Returns the last lines of a log, and whether the log has earlier lines."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -151,15 +149,15 @@ def _entries(path: Path) -> tuple[list[dict[str, Any]], bool]:
             lines = file.read().split(b"\n")
     except OSError:
         return [], False
-    found = []
+    entries = []
     for line in lines:
         try:
             entry = parse_json(line)
         except ValueError:
-            continue  # half of a line, at either end
+            continue  # a partial line at either end
         if isinstance(entry, dict) and is_number(entry.get("time")):
-            found.append(entry)
-    return found, size > MAX_LOG_BYTES
+            entries.append(entry)
+    return entries, size > MAX_LOG_BYTES
 
 
 def _incident(entry: dict[str, Any]) -> Incident | None:
@@ -181,8 +179,8 @@ _STEP = re.compile(r".*membership (\d+)\): .*step (\d+)")
 
 
 def _recoveries(incidents: Iterable[Incident]) -> Iterator[Recovery]:
-    """Yields a recovery for each membership but the first; incidents since the membership before
-    are the cause.
+    """Yields a recovery for each membership after the first. The incidents since the previous
+    membership are the cause.
     """
     broken: list[Incident] = []
     warned: list[Incident] = []

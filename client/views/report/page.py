@@ -1,4 +1,4 @@
-"""A run's page: its tiles and sections, and the HTML that they become."""
+"""The page of a run: tiles and sections, rendered as HTML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.client.views.report.incidents import IncidentKind
 
 
 def page_of(facts: RunFacts) -> Page:
-    """Returns everything that is said of one run."""
+    """Returns the page of one run."""
     config = facts.config
     until = f": {facts.ending}" if facts.ending else ""
     return Page(
@@ -44,8 +44,8 @@ def _tiles(facts: RunFacts) -> list[Tile]:
     readings, steps = facts.readings, facts.config.train.steps
     tiles = [Tile(name="steps", value=f"{readings.step:,}", note=f"of {steps:,}")]
     if facts.epochs:
-        passes, _, of = facts.epochs.partition(" ")
-        tiles.append(Tile(name="epochs", value=passes, note=of))
+        passes, _, planned = facts.epochs.partition(" ")
+        tiles.append(Tile(name="epochs", value=passes, note=planned))
     loss, held_out = readings.last("loss"), readings.last("loss", evaluations=True)
     if loss is not None:
         note = "made up: emulated devices" if readings.emulated else ""
@@ -63,13 +63,13 @@ def _tiles(facts: RunFacts) -> list[Tile]:
         seconds = facts.history.last_s - facts.history.first_s
         tiles.append(Tile(name="from first to last", value=_duration(seconds)))
     faults = facts.history.count(IncidentKind.FAULT)
-    on = f"training went on {len(facts.history.recoveries):,} times" if faults else ""
+    on = f"training continued {len(facts.history.recoveries):,} times" if faults else ""
     tiles.append(Tile(name="processes lost", value=f"{faults:,}", note=on))
     return tiles
 
 
 def render(page: Page) -> str:
-    """Returns the page as one document of HTML that loads nothing. All texts are escaped."""
+    """Returns the page as an HTML document that loads no other file. All texts are escaped."""
     folder = files("penstock.client.views.report") / "templates"
     template = (folder / "page.html.j2").read_text(encoding="utf-8")
     style = (folder / "page.css").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""What ``metrics.jsonl`` says, of any length.
+"""Reads ``metrics.jsonl`` of any length.
 
-Up to :data:`WHOLE_LINES` lines are read as they are. Of more, all are counted, evaluations are read
-completely, and of the steps every so many-th is read: sums over steps are then estimates, which
-:attr:`Readings.exact` tells.
+Up to :data:`WHOLE_LINES` lines are parsed completely. In a longer file, all lines are counted, all
+evaluations are parsed, and only every n-th step is parsed. Sums over steps are then estimates, and
+:attr:`Readings.exact` is False.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.host.errors import StateError, reason
 from penstock.host.files import is_number, parse_json
 
 WHOLE_LINES = 40_000
-"""Reading so many takes a few tenths of a second."""
+"""Most lines to parse completely, which takes some tenths of a second."""
 
 _PIECE_BYTES = 16 << 20
 _SAMPLE_BYTES = 1 << 16
@@ -46,8 +46,8 @@ class Interval:
 class Readings:
     """The lines of a run, in the order of the file.
 
-    ``steps``: lines of decided attempts, or every ``every``-th of them, and the last one.
-    ``evaluations``: all. ``decisions``: how many attempts were decided how; exact.
+    ``steps`` holds every ``every``-th line of decided attempts, and the last line. ``evaluations``
+    holds all evaluations. ``decisions`` counts all attempts by decision.
     """
 
     steps: Sequence[Line]
@@ -57,7 +57,7 @@ class Readings:
 
     @property
     def exact(self) -> bool:
-        """Whether every line was read."""
+        """True if every line was parsed."""
         return self.every == 1
 
     @property
@@ -67,43 +67,44 @@ class Readings:
 
     @property
     def step(self) -> int:
-        """The newest step; 0 before the first."""
+        """The newest step, or 0."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     @property
     def emulated(self) -> bool:
-        """Whether losses are made up."""
+        """True if the run is emulated: its losses are made up."""
         return any(line.get("emulated") for line in self.steps[:1])
 
     def points(self, key: str, *, evaluations: bool = False) -> list[Point]:
         """Returns the finite values of a key over the steps."""
         lines = self.evaluations if evaluations else self.steps
-        found = ((line["step"], line.get(key)) for line in lines)
-        return [(float(step), value) for step, value in found if is_number(value)]
+        pairs = ((line["step"], line.get(key)) for line in lines)
+        return [(float(step), value) for step, value in pairs if is_number(value)]
 
     def values(self, key: str) -> list[float]:
         """Returns the finite values of a key."""
         return [value for _, value in self.points(key)]
 
     def last(self, key: str, *, evaluations: bool = False) -> float | None:
-        """Returns the newest finite value of a key, None without one."""
+        """Returns the newest finite value of a key, or None."""
         points = self.points(key, evaluations=evaluations)
         return points[-1][1] if points else None
 
     def total(self, key: str) -> float:
-        """Returns the sum over all steps; an estimate where not all were read."""
+        """Returns the sum over all steps; an estimate unless all were parsed."""
         values = self.values(key)
         return sum(values) if self.exact else sum(values) / len(values or [1]) * self.attempts
 
     def median(self, key: str) -> float | None:
-        """Returns the median over the steps that were read, None without any."""
+        """Returns the median over the parsed steps, or None."""
         values = self.values(key)
         return median(values) if values else None
 
     @cached_property
     def typical(self) -> Line | None:
-        """The line of the typical step, whose seconds are nearest to the median; None without any.
-        Runs with a trace have their typical step there.
+        """The line of the typical step, with the seconds nearest to the median, or None.
+
+        The page of a traced run takes the typical step of the trace instead.
         """
         usual_s = self.median("seconds")
         if usual_s is None:
@@ -113,18 +114,17 @@ class Readings:
 
     @cached_property
     def intervals(self) -> tuple[Interval, ...]:
-        """Memberships that lines were read of."""
-        found: dict[int, Interval] = {}
+        """Memberships in the parsed lines."""
+        intervals: dict[int, Interval] = {}
         for line in self.steps:
             epoch, step = line.get("epoch"), line.get("step")
-            if isinstance(epoch, int) and isinstance(step, int) and epoch not in found:
-                found[epoch] = Interval(epoch=epoch, first_step=step)
-        return tuple(found.values())
+            if isinstance(epoch, int) and isinstance(step, int) and epoch not in intervals:
+                intervals[epoch] = Interval(epoch=epoch, first_step=step)
+        return tuple(intervals.values())
 
 
 def read_metrics(run_dir: Path) -> Readings:
-    """Reads what a run has written so far; nothing before the first step. A line that a run is just
-    writing, and what is no line of metrics, are left out.
+    """Reads the metrics of a run, without an incomplete last line and lines that are no metrics.
 
     Raises:
         StateError: the file cannot be read.
@@ -144,7 +144,7 @@ def read_metrics(run_dir: Path) -> Readings:
                 evaluations += _parsed(line for line in lines if _EVALUATION in line)
                 lines = [line for line in lines if _EVALUATION not in line]
             steps += _parsed(lines[first::every])
-            if lines:  # the last one of all is read, whichever it is
+            if lines:  # the last line of all is always parsed
                 last = b"" if (len(lines) - 1 - first) % every == 0 else lines[-1]
             first = (first - len(lines)) % every
     except OSError as error:
@@ -155,7 +155,9 @@ def read_metrics(run_dir: Path) -> Readings:
 
 
 def _stride(path: Path) -> int:
-    """Returns of how many lines one is read, by the size of the file and of its first lines."""
+    """Returns n so that every n-th line is parsed, from the sizes of the file and its first
+    lines.
+    """
     with path.open("rb") as file:
         some = file.read(_SAMPLE_BYTES)
         size = file.seek(0, os.SEEK_END)
@@ -164,7 +166,7 @@ def _stride(path: Path) -> int:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """Yields whole lines, many at a time."""
+    """Yields complete lines in large pieces."""
     with path.open("rb") as file:
         rest = b""
         while piece := file.read(_PIECE_BYTES):
@@ -173,12 +175,12 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _parsed(lines: Iterable[bytes]) -> list[Line]:
-    found: list[Line] = []
+    parsed: list[Line] = []
     for text in lines:
         try:
             line = parse_json(text)
         except ValueError:
             continue
         if isinstance(line, dict) and is_number(line.get("step")):
-            found.append(line)
-    return found
+            parsed.append(line)
+    return parsed

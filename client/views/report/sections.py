@@ -1,4 +1,4 @@
-"""The sections of a run's page, each from :class:`~penstock.client.views.report.facts.RunFacts`."""
+"""The sections of a page, each from :class:`~penstock.client.views.report.facts.RunFacts`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SHOWN_STEPS = 12
 
 
 def trained(facts: RunFacts) -> Chapter:
-    """What was trained, on what, with what."""
+    """Returns the section about model, data, batch, optimizer and devices."""
     config, model = facts.config, facts.model
-    own, frozen = facts.parameters
+    trainable, frozen = facts.parameters
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     shape = ", ".join(f"{name.replace('_', ' ')} {model[name]}" for name in sizes if name in model)
     rows = [
         ("model", f"{model.get('model_type', 'unknown')} ({shape})" if shape else "unknown"),
-        ("parameters", f"{own:,} trained" + (f", {frozen:,} frozen" if frozen else "")),
+        ("parameters", f"{trainable:,} trained" + (f", {frozen:,} frozen" if frozen else "")),
         ("storage type", str(config.model.dtype.value)),
         ("data", str(config.data.path or config.data.tokens or "made up")),
         *_data_rows(facts),
@@ -74,11 +74,11 @@ def _data_rows(facts: RunFacts) -> Iterator[tuple[str, str]]:
     if passes := facts.epochs:
         yield "epochs (passes over the data)", passes
     for split, name in (("train", "tokens to train on"), ("eval", "tokens held out")):
-        found = facts.data.get(split)
-        if isinstance(found, dict) and "num_tokens" in found:
+        data = facts.data.get(split)
+        if isinstance(data, dict) and "num_tokens" in data:
             yield (
                 name,
-                f"{found['num_tokens']:,} (fingerprint {str(found.get('fingerprint'))[:12]})",
+                f"{data['num_tokens']:,} (fingerprint {str(data.get('fingerprint'))[:12]})",
             )
 
 
@@ -89,10 +89,10 @@ def _optimizer(facts: RunFacts) -> str:
 
 
 def result(facts: RunFacts) -> Chapter:
-    """Loss, evaluations, norm and learning rate over the steps."""
+    """Returns the section with loss, evaluations, gradient norm and learning rate."""
     readings, marks = facts.readings, list(restarts(facts))
     if not readings.steps:
-        text = "No step is decided yet: metrics.jsonl has no line."
+        text = "No step is complete yet: metrics.jsonl has no line."
         return Chapter(name="result", heading="Result", blocks=[Unknown(text)])
     loss = [
         Series(name="loss", points=readings.points("loss")),
@@ -109,7 +109,7 @@ def result(facts: RunFacts) -> Chapter:
         table = Table(headings=headings, rows=rows, numbers=0)
         blocks.append(Folded(title=f"{len(readings.evaluations)} evaluations", blocks=[table]))
     else:
-        blocks.append(Unknown("No evaluation: train.eval_every makes them."))
+        blocks.append(Unknown("No evaluation: train.eval_every sets the steps between two."))
     others = [
         Picture(image=curves([Series(name=name, points=readings.points(key))], name, marks))
         for key, name in (("grad_norm", "gradient norm"), ("lr", "learning rate"))
@@ -124,9 +124,12 @@ def _loss_words(facts: RunFacts) -> str:
     if not readings.exact:
         words.append(f"Every {readings.every}th of {readings.attempts:,} lines was read.")
     if len(readings.steps) > 320:
-        words.append("Lines are means of neighbouring steps, bands reach from least to greatest.")
+        words.append(
+            "Lines are means of neighbouring steps; bands reach from the least to the greatest"
+            " value."
+        )
     if readings.intervals[1:]:
-        words.append("Dashed lines: training went on after an interruption.")
+        words.append("Dashed lines: training continued after an interruption.")
     return " ".join(words)
 
 
@@ -138,7 +141,7 @@ def _evaluation(line: Any) -> tuple[str, ...]:
 
 
 def speed(facts: RunFacts) -> Chapter:
-    """Tokens a second, seconds a step, floating-point operations."""
+    """Returns the section with tokens per second, seconds per step, FLOP/s."""
     readings = facts.readings
     rates, seconds = readings.points("tokens_per_second"), readings.values("seconds")
     if not rates:
@@ -162,8 +165,8 @@ def speed(facts: RunFacts) -> Chapter:
     blocks: list[Block] = [picture, Table(headings=("", ""), rows=rows, numbers=1)]
     blocks.append(
         Unknown(
-            "Model FLOPs utilization is this over the peak of the device, which the run's files do"
-            " not name; Prometheus has it where the device is known"
+            "Model FLOPs utilization is this rate divided by the peak of the device. Files of the"
+            " run lack the peak; Prometheus has the peak of known devices"
             " (penstock_device_peak_flops_per_second)."
         )
     )
@@ -171,30 +174,30 @@ def speed(facts: RunFacts) -> Chapter:
 
 
 def memory(facts: RunFacts) -> Chapter:
-    """What devices held, beside the plan; shared memory."""
+    """Returns the section with measured and planned peaks of devices, and shared memory."""
     blocks: list[Block] = []
     traced, planned = facts.traced, facts.planned_memory
     peak = max(facts.readings.values("peak_device_bytes"), default=None)
     if not isinstance(traced, str) and traced.memory:
         rows = [
             (
-                f"device {found.device}",
-                format_bytes(found.measured.num_bytes),
-                format_bytes(found.planned_bytes),
-                f"{found.error:+.1%}",
-                found.measured.during,
+                f"device {device.device}",
+                format_bytes(device.measured.num_bytes),
+                format_bytes(device.planned_bytes),
+                f"{device.error:+.1%}",
+                device.measured.during,
             )
-            for found in traced.memory
+            for device in traced.memory
         ]
-        headings = ("peak of", "measured", "planned", "plan beside measured", "during")
+        headings = ("peak of", "measured", "planned", "plan over measured", "during")
         blocks.append(Table(headings=headings, rows=rows, numbers=1))
     elif peak is not None:
-        blocks.append(Words(f"The device that held most held {format_bytes(peak)}."))
+        blocks.append(Words(f"The largest peak of a device was {format_bytes(peak)}."))
     else:
         blocks.append(
             Unknown(
-                "Devices' memory was not measured: on CPUs observability.memory: true does it, and"
-                " a trace says when."
+                "Memory of devices was not measured: on CPUs, observability.memory: true measures"
+                " it; a trace names the instruction of each peak."
             )
         )
     if isinstance(planned, str):
@@ -210,12 +213,12 @@ def memory(facts: RunFacts) -> Chapter:
 
 
 def faults(facts: RunFacts) -> Chapter:
-    """Interruptions, decisions out of the ordinary, saves; then what the logs say, by time."""
+    """Returns the section with interruptions, special decisions and saves, and events of logs."""
     history, readings = facts.history, facts.readings
     amended, skipped = (readings.decisions.get(name, 0) for name in ("amend", "skip"))
     counts = [
         ("processes that died and were started again", f"{history.count(IncidentKind.FAULT):,}"),
-        ("interruptions from which training went on", f"{len(history.recoveries):,}"),
+        ("interruptions after which training continued", f"{len(history.recoveries):,}"),
         ("steps with the gradient norm over the limit (amended)", f"{amended:,}"),
         ("steps without finite gradients (skipped)", f"{skipped:,}"),
         ("saves", f"{history.count(IncidentKind.SAVE):,}"),
@@ -227,14 +230,16 @@ def faults(facts: RunFacts) -> Chapter:
             (_moment(r.time_s), r.cause, f"{r.step:,}", f"{r.seconds:.1f} s")
             for r in _ends(history.recoveries)
         ]
-        headings = ("when", "what happened", "on from step", "until training went on")
+        headings = ("when", "cause", "continued at step", "seconds until then")
         blocks.append(Table(headings=headings, rows=rows, numbers=2))
-        blocks.append(Words("Committed steps are never lost to these: see the steps' numbers."))
+        blocks.append(
+            Words("Such interruptions lose no committed step: see the numbers of the steps.")
+        )
     if amended:
         blocks.append(
             Words(
-                "An amended step is exact: weights are computed once more with the gradients scaled"
-                " down, and the optimizer's state was not touched before."
+                "An amended step is exact: weights are computed again with scaled-down gradients,"
+                " from an unchanged optimizer state."
             )
         )
     blocks += _log_blocks(facts)
@@ -252,11 +257,11 @@ def _log_blocks(facts: RunFacts) -> Iterator[Block]:
     some = f", {len(shown)} of them" if len(shown) < len(history.incidents) else ""
     yield Folded(title=f"{len(history.incidents):,} events{some}", blocks=[table])
     if history.cut:
-        yield Unknown("Of long logs only the end was read, so these counts are too small.")
+        yield Unknown("Only the end of long logs was read, so these counts are too small.")
 
 
 def configuration(facts: RunFacts) -> Chapter:
-    """What differs from the defaults, then everything."""
+    """Returns the section with changed keys, and all keys."""
     values, changed = flat_config(facts.config), changed_keys(facts.config)
     blocks: list[Block] = [
         Words("Keys that differ from their defaults; penstock config KEY explains each."),
@@ -272,20 +277,24 @@ def configuration(facts: RunFacts) -> Chapter:
 
 
 def reproduction(facts: RunFacts) -> Chapter:
-    """Versions, machine, and how to train the same again."""
+    """Returns the section with versions, machine, and a configuration that repeats the run."""
     blocks: list[Block] = []
     if facts.software is None:
-        text = "Versions are not known: this run was prepared by an older Penstock."
+        text = "Versions are unknown: an older Penstock prepared this run."
         blocks.append(Unknown(text))
     else:
-        found = facts.software
-        rows = [*found.packages.items(), ("system", found.system), ("processor", found.processor)]
-        rows.append(("CPUs", str(found.cpus)))
-        rows.append(("memory", format_bytes(found.memory_bytes)))
+        software = facts.software
+        rows = [
+            *software.packages.items(),
+            ("system", software.system),
+            ("processor", software.processor),
+        ]
+        rows.append(("CPUs", str(software.cpus)))
+        rows.append(("memory", format_bytes(software.memory_bytes)))
         blocks.append(Table(headings=("with what it was prepared", ""), rows=rows))
     values = flat_config(facts.config)
     kept = {key: values[key] for key in changed_keys(facts.config) if key != "run.dir"}
-    # The name decides the run directory: the old one would go on with the old run.
+    # A new name gives a new run directory: the same command would resume the old run.
     kept["run.name"] = another_name(facts.config.run.name)
     blocks += [
         Words(
@@ -298,7 +307,7 @@ def reproduction(facts: RunFacts) -> Chapter:
 
 
 def another_name(name: str) -> str:
-    """Returns the name of a repetition: ``x-again`` of x, ``x-again2`` of that, and so on."""
+    """Returns the name of a repetition: ``x-again`` for x, then ``x-again2``, and so on."""
     repetition = _REPETITION.fullmatch(name)
     base, number = (name, 1) if repetition is None else (repetition[1], int(repetition[2] or 1) + 1)
     suffix = "-again" if number == 1 else f"-again{number}"
@@ -309,7 +318,7 @@ _REPETITION = re.compile(r"(.*)-again([1-9]\d{0,3})?")
 
 
 def _as_yaml(values: Mapping[str, Any]) -> str:
-    """Returns the text of a configuration that has these keys."""
+    """Returns the YAML of a configuration with these keys."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
         *path, name = key.split(".")
@@ -321,10 +330,10 @@ def _as_yaml(values: Mapping[str, Any]) -> str:
 
 
 def restarts(facts: RunFacts) -> Iterator[Mark]:
-    """Yields a mark at the first step of every membership but the first."""
-    told = {recovery.epoch: recovery.cause for recovery in facts.history.recoveries}
+    """Yields a mark at the first step of each membership after the first."""
+    causes = {recovery.epoch: recovery.cause for recovery in facts.history.recoveries}
     for interval in islice(facts.readings.intervals, 1, 101):
-        cause = told.get(interval.epoch, "training went on")
+        cause = causes.get(interval.epoch, "training continued")
         yield Mark(step=interval.first_step, text=f"step {interval.first_step}: {cause}")
 
 
@@ -334,7 +343,7 @@ def as_text(value: Any) -> str:
 
 
 def number(value: Any, form: str) -> str:
-    """Returns a number, or a dash for what is none."""
+    """Returns a number, or a dash for another value."""
     return format(value, form) if isinstance(value, (int, float)) else "-"
 
 
@@ -343,6 +352,6 @@ def _moment(time_s: float) -> str:
 
 
 def _ends(items: Sequence[Any], at_most: int = 2 * SHOWN_STEPS) -> Sequence[Any]:
-    """Returns the first and the last items of many."""
+    """Returns the first and the last items, at most ``at_most``."""
     half = at_most // 2
     return items if len(items) <= at_most else [*items[:half], *items[-half:]]

@@ -1,8 +1,8 @@
-"""Where the time of a run went: the typical step, of a trace or else of the metrics.
+"""Sections about the time of the typical step, from a trace or from the metrics.
 
-A page has one typical step, whose time is nearest to the median
+The typical step has the time nearest to the median
 (:func:`~penstock.client.views.trace.trace_report.typical_of`). Bars, critical path, table and
-picture all show that step.
+picture all show this step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock.planner.render.as_files import compared_svg
 from penstock.planner.traces.dependency_graph import Resource
 
 MAX_PICTURE_BYTES = 3 << 20
-"""Pages with larger pictures are slow to open."""
+"""Largest picture on a page; larger ones are slow to open."""
 
 
 def where_time_went(facts: RunFacts) -> Chapter:
-    """Computing, bubbles and the optimizer's tail of the typical step, then its critical path."""
+    """Returns the section with bubbles, optimizer tail and critical path of the typical step."""
     traced = facts.traced
     if isinstance(traced, str):
-        by_instruction = Unknown("By instruction: a trace says it; see the next section.")
+        by_instruction = Unknown("Times of instructions need a trace; see the next section.")
         blocks = [*_untraced(facts), by_instruction]
     else:
         blocks = [*_traced(traced, facts), *_critical(traced), *_instructions(traced)]
@@ -45,9 +45,9 @@ def where_time_went(facts: RunFacts) -> Chapter:
 
 
 def simulated(facts: RunFacts) -> Chapter:
-    """The typical step beside its simulation, in figures and as a picture."""
+    """Returns the section that compares the typical step with its simulation."""
     traced = facts.traced
-    heading = "Simulated beside measured"
+    heading = "Simulated and measured"
     if isinstance(traced, str):
         return Chapter(name="simulated", heading=heading, blocks=[Unknown(traced)])
     return Chapter(
@@ -62,7 +62,7 @@ _BUBBLES = (
 
 
 def _traced(traced: TraceReport, facts: RunFacts) -> list[Block]:
-    """Shares of the typical step of a trace; all later figures are of the same step."""
+    """Returns shares of the typical step of a trace."""
     step = traced.typical
     shares = (
         ("devices compute", step.pipeline_s * (1.0 - step.bubble_ratio)),
@@ -71,8 +71,8 @@ def _traced(traced: TraceReport, facts: RunFacts) -> list[Block]:
         ("between attempts", traced.typical_between_s),
     )
     words = (
-        f"Of {len(traced.chosen)} traced steps the typical step is the one whose time is nearest"
-        f" to the median: attempt {step.number}. The step takes {_time(traced.typical_step_s)}."
+        f"Of {len(traced.chosen)} traced steps, the typical step has the time nearest to the"
+        f" median: attempt {step.number}. The step takes {_time(traced.typical_step_s)}."
         f" {_BUBBLES}; the tail runs from the last computation to the last sweep or copy. Between"
         " attempts are messages, decision, journal and the next batch."
     )
@@ -82,10 +82,10 @@ def _traced(traced: TraceReport, facts: RunFacts) -> list[Block]:
 
 
 def _untraced(facts: RunFacts) -> list[Block]:
-    """Shares of the typical step, by the line of metrics of that step."""
+    """Returns shares of the typical step from its line of metrics."""
     line = facts.readings.typical
     if line is None:
-        return [Unknown("No step is decided yet.")]
+        return [Unknown("No step is complete yet.")]
     seconds = float(line["seconds"])
     tail, bubble = (
         line[key] if is_number(line.get(key)) else 0.0
@@ -98,7 +98,7 @@ def _untraced(facts: RunFacts) -> list[Block]:
         ("optimizer's tail", min(tail, seconds)),
     )
     words = (
-        "The typical step is the one whose time is nearest to the median of all steps: step"
+        "The typical step has the time nearest to the median of all steps: step"
         f" {line['step']}. The step takes {_time(seconds)}. {_BUBBLES}; the tail runs from the last"
         " gradient to the commit."
     )
@@ -122,13 +122,13 @@ def _time(seconds: float) -> str:
 
 
 def _critical(traced: TraceReport) -> list[Block]:
-    """Every second of the typical step on one resource, and what the step would be without it."""
+    """Returns the critical path of the typical step by resource, and savings without each."""
     path, saved = traced.step.path, traced.step.saved
     parts = sorted(path.seconds.items(), key=lambda item: -item[1])
     parts = [(resource, seconds) for resource, seconds in parts if seconds > 0.0]
     caption = (
-        "Each second of the typical step belongs to what held the step up in the end: the critical"
-        f" path, whose parts add up to the step's {_time(path.step_s)}."
+        "Each second of the typical step belongs to the resource that the step waited for. These"
+        f" parts of the critical path add up to {_time(path.step_s)}."
     )
     drawn = _share_bars([(_RESOURCES[r], s) for r, s in parts], path.step_s, caption)
     rows = [(_RESOURCES[r], _time(saved.seconds[r])) for r, _ in parts]
@@ -137,8 +137,7 @@ def _critical(traced: TraceReport) -> list[Block]:
         rows.append((f"{names}: together", _time(saved.together_s)))
     headings = ("if this took no time", "the typical step would be shorter by (simulated)")
     words = (
-        "These do not add up: another chain of work may be nearly as long as the one that is taken"
-        " away."
+        "Savings do not add up: another chain of work may be nearly as long as the critical path."
     )
     table = Table(headings=headings, rows=rows, numbers=1)
     return [drawn, Folded(title="What would be saved", blocks=[table, Words(words)])]
@@ -207,8 +206,8 @@ def _figures(traced: TraceReport) -> list[Block]:
             blocks=[
                 Table(headings=("", "measured", "simulated"), rows=devices, numbers=1),
                 Unknown(
-                    "What each device waited for in all steps is counted for Prometheus"
-                    " (penstock_device_idle_seconds_total, by cause)."
+                    "Prometheus has the waiting times of each device in all steps by cause"
+                    " (penstock_device_idle_seconds_total)."
                 ),
             ],
         ),
@@ -221,8 +220,8 @@ def _picture(traced: TraceReport, facts: RunFacts) -> list[Block]:
         command = f"penstock trace {facts.run.path} --svg picture.svg"
         return [Unknown(f"The picture of the typical step is too large for this page: {command}")]
     caption = (
-        "The typical step as it was, above its simulation. Point at a box to see what it is. Rows"
-        " are devices, thin ones their copies and sends; the optimizer follows."
+        "The typical step above its simulation. Point at a box for its name. Rows are devices; thin"
+        " rows are copies and sends. The optimizer follows."
     )
     return [Picture(image=Markup(image), caption=caption, paper=True)]
 

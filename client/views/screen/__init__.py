@@ -1,1 +1,1 @@
-"""The screen of ``penstock train`` and ``penstock watch``: a run on a terminal, in words."""
+"""The screen of ``penstock train`` and ``penstock watch`` on a terminal."""

@@ -1,4 +1,4 @@
-"""What keys ask of the scheduler: one call at a time, on a thread of its own."""
+"""Calls to the scheduler that keys trigger: one at a time, on a separate thread."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ def _save(client: ControlClient) -> str:
 
 _CALLS: MappingProxyType[str, tuple[str, Callable[[ControlClient], str]]] = MappingProxyType(
     {
-        "pause": ("asking for a pause", ControlClient.pause),
-        "resume": ("asking to go on", ControlClient.resume),
-        "save": ("saving after the step under way", _save),
+        "pause": ("requesting a pause", ControlClient.pause),
+        "resume": ("requesting to continue", ControlClient.resume),
+        "save": ("saving after the current step", _save),
     }
 )
 
 
 class Commands:
-    """Calls over a connection that ``connect`` makes when it is needed first. ``tell`` is called
-    with what is to be shown, on any thread.
+    """Calls over a connection that ``connect`` makes for the first call. ``tell`` gets messages
+    for the user, on any thread.
     """
 
     def __init__(
-        self, connect: Callable[[], ControlClient], tell: Callable[[str], None] = lambda said: None
+        self,
+        connect: Callable[[], ControlClient],
+        tell: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._connect = connect
         self.tell = tell
@@ -39,9 +41,9 @@ class Commands:
         self._thread: threading.Thread | None = None
 
     def ask(self, name: str) -> None:
-        """Start a call; while one is under way, only say so."""
+        """Starts a call, or reports that the previous call has no answer yet."""
         if self._thread is not None and self._thread.is_alive():
-            self.tell("one thing at a time: the last request is not answered yet")
+            self.tell("wait: the last request has no answer yet")
             return
         words, call = _CALLS[name]
         self.tell(f"{words} …")
@@ -51,7 +53,7 @@ class Commands:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends a call that is under way."""
+        """Closes the connection, which ends a pending call."""
         if self._client is not None:
             self._client.close()
         if self._thread is not None:

@@ -13,13 +13,13 @@ _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille character by column and row: two columns of four dots."""
 _GUTTER = 8
-"""Columns of the numbers beside the curve, with its axis."""
+"""Columns of the numbers and the axis on the left."""
 
 
 @dataclass(slots=True)
 class Series:
-    """Points of a curve, of which there may be any number: neighbours are averaged when there are
-    too many, so that memory and drawing stay small.
+    """Points of a curve. Above ``limit`` points, neighbours are averaged, which bounds memory and
+    drawing time.
     """
 
     limit: int = 4096
@@ -41,7 +41,7 @@ class Series:
 
     @property
     def points(self) -> Sequence[Point]:
-        """All points, with those that are not averaged yet."""
+        """All points, with the mean of points that are not averaged yet."""
         return [*self._points, _mean(self._pending)] if self._pending else self._points
 
 
@@ -68,8 +68,8 @@ def draw(
     *,
     ascii_only: bool = False,
 ) -> list[list[Cell]]:
-    """Returns ``height`` lines of ``width`` cells in all: numbers, axis, and the curve through
-    ``points`` with ``marks`` on it. Without a point the lines are empty.
+    """Returns ``height`` lines of ``width`` cells: numbers, axis, the curve through ``points``, and
+    ``marks``. Without points the lines are empty.
     """
     columns, rows = width - _GUTTER, height - 1
     if columns < 8 or rows < 2 or not points:
@@ -102,7 +102,7 @@ class _Plot:
         self._low, self._high = low - room, high + room
 
     def _averaged(self, points: Sequence[Point], bins: int) -> list[Point]:
-        """Returns the mean point of each bin that has some."""
+        """Returns the mean point of each bin with points."""
         groups: dict[int, list[Point]] = {}
         for point in points:
             place = (point[0] - self._first) / (self._last - self._first)
@@ -116,7 +116,7 @@ class _Plot:
         return round(x * (columns - 1)), min(rows - 1, max(0, round(y * (rows - 1))))
 
     def _track(self, columns: int, rows: int) -> set[tuple[int, int]]:
-        """Returns the places that the curve goes through, joined."""
+        """Returns the cells of the curve, without gaps."""
         track: set[tuple[int, int]] = set()
         before: tuple[int, int] | None = None
         for point in self._path:
@@ -148,7 +148,7 @@ class _Plot:
         return [self._at(mark, self._columns, self._rows) for mark in self._marks]
 
     def label(self, row: int) -> str:
-        """Returns the number beside a row; empty for rows without."""
+        """Returns the number of a row, or an empty text."""
         every = max(1, (self._rows - 1) // max(1, min(4, (self._rows - 1) // 2)))
         if row % every and row != self._rows - 1:
             return ""
@@ -158,7 +158,7 @@ class _Plot:
         return short(self._high - share * (self._high - self._low))
 
     def steps(self) -> str:
-        """Returns the line below: the first step, the middle, the last."""
+        """Returns the line of steps: first, middle, last."""
         first, last = f"step {round(self._first)}", f"{round(self._last)}"
         middle = f"{round((self._first + self._last) / 2)}"
         gap = self._columns - len(first) - len(last)
@@ -168,7 +168,7 @@ class _Plot:
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Returns the places from ``start`` to ``end``, without gaps."""
+    """Returns the cells from ``start`` to ``end``, without gaps."""
     (x0, y0), (x1, y1) = start, end
     steps = max(abs(x1 - x0), abs(y1 - y0), 1)
     return [

@@ -1,4 +1,4 @@
-"""What happened in a run, in words: from lines of metrics, and from the scheduler's happenings."""
+"""Events of a run as texts: from lines of metrics, and from the scheduler's status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT = 200
 
 
 class Tone(Enum):
-    """How an event is to be taken."""
+    """Importance of an event."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -25,11 +25,11 @@ class Tone(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happened:
-    """An event. ``at_s``: when, in seconds since 1970; None where only the step is known.
+class RunEvent:
+    """An event. ``at_s`` is its Unix time, or None if only the step is known.
 
-    ``key``: a later event with the same key takes its place. ``times``: how often it happened, the
-    first time at step ``since`` and ``at_s``.
+    A later event with the same ``key`` replaces the event. ``times`` counts repetitions; the first
+    was at step ``since`` and at ``at_s``.
     """
 
     at_s: float | None
@@ -43,29 +43,32 @@ class Happened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the configuration says about steps. ``clip``: limit of the gradients' norm."""
+    """Settings that event texts mention. ``clip`` is the limit of the gradient norm, or None.
+
+    ``arithmetic``: True with ``optimizer.rollback: arithmetic``.
+    """
 
     clip: float | None = None
     arithmetic: bool = False
 
 
 class Events:
-    """The last :data:`KEPT` events of a run, oldest first; those whose time nobody knows before."""
+    """The last :data:`KEPT` events of a run, oldest first; events without a time come first."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._kept: deque[Happened] = deque(maxlen=KEPT)
+        self._kept: deque[RunEvent] = deque(maxlen=KEPT)
         self._scale: float | None = None
         self._scheduler = 0
 
-    def __iter__(self) -> Iterator[Happened]:
+    def __iter__(self) -> Iterator[RunEvent]:
         return iter(sorted(self._kept, key=lambda event: event.at_s or 0.0))
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, event: Happened) -> None:
-        """Adds an event, or changes the one with its key."""
+    def add(self, event: RunEvent) -> None:
+        """Adds an event, or replaces the event with the same key."""
         if event.key:
             for index, known in enumerate(self._kept):
                 if known.key == event.key:
@@ -73,8 +76,8 @@ class Events:
                     return
         self._kept.append(event)
 
-    def hear(self, line: Metrics, now_s: float | None) -> None:
-        """A line of metrics; ``now_s``: None where it is an old one."""
+    def add_line(self, line: Metrics, now_s: float | None) -> None:
+        """Adds the events of a line of metrics. ``now_s`` is None for an old line."""
         if line["phase"] == "eval":
             self.add(_evaluated(line, now_s))
             return
@@ -86,19 +89,19 @@ class Events:
             self._repeat("amend", line, now_s, self._amended(line))
         if before is not None and self._scale is not None and self._scale > before:
             text = f"loss scale {before:g} -> {self._scale:g}: no overflow for many steps"
-            self.add(Happened(at_s=now_s, step=line["step"], text=text))
+            self.add(RunEvent(at_s=now_s, step=line["step"], text=text))
 
-    def learn(self, status: pb.StatusReply, now_s: float) -> None:
-        """A status of the scheduler, which carries its last happenings."""
+    def add_status(self, status: pb.StatusReply, now_s: float) -> None:
+        """Adds the events in a status of the scheduler."""
         mine = next((m.pid for m in status.members if m.member == "schedulerd"), 0)
         if self._scheduler and mine != self._scheduler:
-            text = "another scheduler has taken over: it goes on from its journal, nothing is lost"
-            self.add(Happened(at_s=now_s, step=status.version, text=text, tone=Tone.NOTE))
+            text = "another scheduler has taken over from the journal: nothing is lost"
+            self.add(RunEvent(at_s=now_s, step=status.version, text=text, tone=Tone.NOTE))
         self._scheduler = mine or self._scheduler
         for happening in status.happenings:
-            text, tone = _told(happening)
+            text, tone = _text_and_tone(happening)
             self.add(
-                Happened(
+                RunEvent(
                     at_s=now_s - happening.age_seconds,
                     step=happening.step,
                     text=text,
@@ -108,16 +111,16 @@ class Events:
             )
 
     def _repeat(self, what: str, line: Metrics, now_s: float | None, text: str) -> None:
-        """The same again and again is one event, which says how often."""
+        """Adds an event, or counts it as a repetition of the last one."""
         last = self._kept[-1] if self._kept else None
         if last is not None and last.key == what:
             self._kept[-1] = replace(last, step=line["step"], times=last.times + 1, text=text)
             return
-        if last is not None:  # the one before is over: it keeps its place
+        if last is not None:  # earlier repetitions stay as a separate event
             self._close(what)
         tone = Tone.BAD if what == "skip" else Tone.NOTE
         step = line["step"]
-        event = Happened(at_s=now_s, step=step, text=text, tone=tone, key=what, since=step)
+        event = RunEvent(at_s=now_s, step=step, text=text, tone=tone, key=what, since=step)
         self._kept.append(event)
 
     def _close(self, what: str) -> None:
@@ -140,15 +143,15 @@ class Events:
         return f"gradients infinite or undefined: no step, the batch is left out{lower}"
 
 
-def _evaluated(line: Metrics, now_s: float | None) -> Happened:
+def _evaluated(line: Metrics, now_s: float | None) -> RunEvent:
     loss, perplexity = _number(line.get("loss")), _number(line.get("perplexity"))
     more = "" if perplexity is None else f" (perplexity {perplexity:,.1f})"
     text = f"evaluation after step {line['step']}: loss {_text(loss, '.4f')}{more}"
-    return Happened(at_s=now_s, step=line["step"], text=text, tone=Tone.GOOD)
+    return RunEvent(at_s=now_s, step=line["step"], text=text, tone=Tone.GOOD)
 
 
-def _told(happening: pb.Happening) -> tuple[str, Tone]:
-    """Returns the words for a happening."""
+def _text_and_tone(happening: pb.Happening) -> tuple[str, Tone]:
+    """Returns text and tone of a happening."""
     took = f"; {happening.seconds:.1f} s" if happening.seconds else ""
     match happening.kind:
         case Kind.BEGAN:
@@ -166,8 +169,8 @@ def _told(happening: pb.Happening) -> tuple[str, Tone]:
             place = PurePath(happening.text).name or "the run's directory"
             return f"step {happening.step} is saved in {place}{took}", Tone.GOOD
         case Kind.SAVE_FAILED:
-            said = f"saving step {happening.step} failed: {happening.text}; training goes on"
-            return said, Tone.BAD
+            text = f"saving step {happening.step} failed: {happening.text}; training goes on"
+            return text, Tone.BAD
         case Kind.PAUSED:
             return "paused on request, after the step under way", Tone.NOTE
         case Kind.RESUMED:
@@ -177,8 +180,8 @@ def _told(happening: pb.Happening) -> tuple[str, Tone]:
     return f"{happening.kind} {happening.text}".strip(), Tone.PLAIN
 
 
-def told(events: Iterable[Happened]) -> list[str]:
-    """Returns each event's words, and how often it happened."""
+def texts_of(events: Iterable[RunEvent]) -> list[str]:
+    """Returns the text of each event with its number of repetitions."""
     return [
         f"{event.text} ({event.times} times since step {event.since})"
         if event.times > 1

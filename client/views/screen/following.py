@@ -1,4 +1,4 @@
-"""``penstock watch``: follows a run that somebody else started, until it ends."""
+"""``penstock watch``: shows a run that another process started, until the run ends."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.wire.control import ControlClient, is_stale
 
 WATCH_INTERVAL_S = 1.0
-"""A status takes the scheduler some milliseconds."""
+"""Seconds between two requests; a status takes the scheduler some milliseconds."""
 WATCH_PATIENCE_S = 30.0
-"""A scheduler that is being replaced answers again within this time."""
+"""Seconds to wait for an answer: a replaced scheduler answers earlier."""
 
 
 def facts_of(config: Config, run_dir: Path, *, leaves: bool) -> Facts:
-    """Returns what the screen is to know of a run on this machine."""
+    """Returns the facts of a run on this machine for the screen."""
     limits = Limits(
         clip=config.train.clip_grad_norm, arithmetic=config.optimizer.rollback == "arithmetic"
     )
@@ -41,11 +41,10 @@ def facts_of(config: Config, run_dir: Path, *, leaves: bool) -> Facts:
 
 
 def facts_for(run_dir: Path | None) -> Facts:
-    """Returns what the screen is to know of a run that is watched. ``run_dir``: None for one
-    elsewhere.
+    """Returns the facts of a watched run. ``run_dir`` is None for a run on another machine.
 
     Raises:
-        PenstockError: its configuration cannot be read.
+        PenstockError: the configuration of the run cannot be read.
     """
     if run_dir is None:
         return Facts(run_dir=None)
@@ -53,14 +52,14 @@ def facts_for(run_dir: Path | None) -> Facts:
 
 
 def watch(client: ControlClient, display: Display, run_dir: Path | None) -> int:
-    """Shows the status again and again until the run ends. Returns 0 when it is finished, 5 when it
-    was stopped before its last step, 4 when it failed, and 0 when the user leaves before.
+    """Shows the status until the run ends.
 
-    With ``run_dir`` its endpoint file tells an end from a scheduler that is being replaced, and its
-    metrics are shown from the first on.
+    Returns 0 for a finished run, or if the user leaves. Returns 5 for a run stopped before its last
+    step, and 4 for a failed run. With ``run_dir``, the endpoint file distinguishes the end of a run
+    from a replaced scheduler, and all metrics are shown.
 
     Raises:
-        LostMemberError: there was no answer for :data:`WATCH_PATIENCE_S`.
+        LostMemberError: the scheduler gave no answer for :data:`WATCH_PATIENCE_S`.
     """
     follower = _Follower(client, run_dir, past=display.wants_past)
     try:
@@ -80,7 +79,7 @@ def watch(client: ControlClient, display: Display, run_dir: Path | None) -> int:
 
 
 class _Follower:
-    """Looks at a run over a connection that is there already. ``status``: the last one."""
+    """Polls a run over an open connection. ``status`` is the last status."""
 
     def __init__(self, client: ControlClient, run_dir: Path | None, *, past: bool) -> None:
         self._client = client
@@ -92,10 +91,10 @@ class _Follower:
         self.status = pb.StatusReply()
 
     def look(self) -> RunView | None:
-        """Returns the run now; None when it has ended.
+        """Returns the current view of the run, or None after the end.
 
         Raises:
-            LostMemberError: there was no answer for :data:`WATCH_PATIENCE_S`.
+            LostMemberError: the scheduler gave no answer for :data:`WATCH_PATIENCE_S`.
         """
         answer: pb.StatusReply | None = None
         try:
@@ -118,7 +117,7 @@ class _Follower:
         )
 
     def _fresh(self) -> tuple[dict[str, object], ...]:
-        """Returns lines of metrics since the last look; without the file, the last at most."""
+        """Returns new lines of metrics; without the file, at most the last line."""
         if self._tail is not None:
             return self._tail.read()
         line = self.status.last_metrics_json
@@ -129,7 +128,7 @@ class _Follower:
 
 @contextmanager
 def _terminations_raised() -> Iterator[None]:
-    """SIGTERM ends what is inside as an exception would: the terminal is given back then."""
+    """Makes SIGTERM raise SystemExit inside the block, so that the terminal is restored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,9 +144,7 @@ def _terminations_raised() -> Iterator[None]:
 
 
 def _end_code(last: pb.StatusReply, run_dir: Path | None) -> int:
-    """Returns what the last status says about how the run ended; what came after it, saved states
-    say.
-    """
+    """Returns the exit code from the last status, and from states saved after that status."""
     if last.phase == "failed":
         return int(ExitCode.LOST_MEMBERS)
     saved = [state.version for state in saved_states(run_dir)] if run_dir is not None else []

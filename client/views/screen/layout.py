@@ -1,8 +1,7 @@
 """Arranges the panels on a terminal of any size.
 
-Below :data:`WIDE` columns there is one column, else there are two. Where the lines do not suffice,
-panels are left out from the end of :data:`ORDER`; what is left over goes to the panels that can use
-it.
+A terminal with :data:`WIDE` columns gets two columns of panels, a narrower one gets one. Without
+enough lines, panels are dropped from the end of :data:`ORDER`. Spare lines go to flexible panels.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from penstock.client.views.screen.words import GLOSSARY
 WIDE = 110
 ORDER = (EVENTS, LANES, LOSS, DIVISION, MEMORY, WORDS)
 GROWTH = (LOSS, LANES, EVENTS, DIVISION, MEMORY, WORDS)
-"""Who gets lines first, and who gets more of them."""
+"""Panels in the order in which they get their first lines (ORDER) and further lines (GROWTH)."""
 ONE_COLUMN = (LOSS, DIVISION, LANES, MEMORY, EVENTS, WORDS)
 UPPER, LOWER = ((LOSS,), (DIVISION, MEMORY)), ((EVENTS,), (WORDS,))
-"""Left and right, above and below the lanes, where there is room for two columns."""
+"""Panels of two columns, left and right: above the lanes and below."""
 
 
 def compose(
     model: Model, glyphs: Glyphs, width: int, height: int, footer: Text, page: str = ""
 ) -> list[Text]:
-    """Returns ``height`` lines of ``width`` cells each: the whole screen, with ``footer`` last.
+    """Returns the screen: ``height`` lines of ``width`` cells each, with ``footer`` last.
 
-    ``page``: ``help`` or ``events`` in place of the panels.
+    ``page`` is ``help`` or ``events`` to show that page in place of the panels.
     """
     width, height = max(1, width), max(1, height)
     top = head(model, glyphs, width)[: max(0, height - 1)]
@@ -63,7 +62,7 @@ def compose(
 
 
 def _two_columns(model: Model, glyphs: Glyphs, width: int, room: int) -> list[Text]:
-    """Returns two columns, the lanes below them over the whole width, and two columns again."""
+    """Returns two columns, then the lanes over the whole width, then two columns again."""
     left, right = width - width * 4 // 9 - 2, width * 4 // 9
     lanes = min(LANES.most(model, width), max(LANES.least(model), room // 3)) + 1
     lower = min(max(EVENTS.least(model) + 1, (room - lanes) * 2 // 5), room - lanes)
@@ -107,7 +106,7 @@ def _column(
 
 
 def heights(panels: Sequence[Panel], model: Model, width: int, room: int) -> dict[Panel, int]:
-    """Returns how many lines each panel gets below its title; those without room are left out."""
+    """Returns the number of lines of each panel below its title, without dropped panels."""
     chosen: dict[Panel, int] = {}
     for panel in (panel for panel in ORDER if panel in panels):
         least = panel.least(model)
@@ -136,7 +135,7 @@ def _titled(title: str, lines: Sequence[Text], width: int, glyphs: Glyphs) -> li
 
 
 _KEYS = (
-    ("p", "pause after the step under way, or go on after a pause"),
+    ("p", "pause after the current step, or continue after a pause"),
     ("s", "save the committed step now"),
     ("e", "all events"),
     ("h ?", "this page"),
@@ -148,7 +147,7 @@ def _help(width: int) -> list[Text]:
     lines.append(joined(("    q  ", "bold"), "leave the screen (watch), or stop the run (train)"))
     lines.append(Text(end=""))
     for word, meaning in GLOSSARY.items():
-        said = wrapped(f"{word}: {meaning}", width)
-        said[0].stylize("bold", 0, len(word) + 1)
-        lines += said
+        wrapped_lines = wrapped(f"{word}: {meaning}", width)
+        wrapped_lines[0].stylize("bold", 0, len(word) + 1)
+        lines += wrapped_lines
     return lines

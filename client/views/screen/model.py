@@ -1,4 +1,4 @@
-"""What the screen knows of a run: gathered from one view after the other, drawn by the panels."""
+"""The model of the screen: gathers views of a run for the panels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 LANE_SAMPLES = 120
 RESOURCES_EVERY_S = 2.0
 STEPS_AVERAGED = 0.9
-"""One more step leaves this share of the averaged division of a step."""
+"""Share of the old average in the division of a step after one more step."""
 
 RESOURCES = MappingProxyType(
     {
@@ -35,13 +35,14 @@ RESOURCES = MappingProxyType(
         "overhead": "the rest",
     }
 )
-"""Resources of the critical path, in words."""
+"""Names of the resources of the critical path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What does not change while a run is watched. ``run_dir``: None for a run elsewhere, of which
-    only the scheduler tells. ``leaves``: what ``q`` does: leave the screen, or stop the run.
+    """Constants of a run. ``run_dir`` is None for a run on another machine.
+
+    ``leaves``: True if the key ``q`` leaves the screen, False if it stops the run.
     """
 
     run_dir: Path | None
@@ -51,9 +52,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Where a step goes: seconds by part, in the order in which they are shown. ``critical``:
-    along the critical path of an analysed attempt; else means over the devices. ``savings``:
-    seconds by which a step would be shorter without a part.
+    """Seconds of a step by part, in the order on the screen.
+
+    ``critical``: True for parts of the critical path of an analysed attempt, False for means over
+    devices. ``savings`` are the seconds that a step would be shorter without a part.
     """
 
     parts: dict[str, float]
@@ -63,18 +65,18 @@ class Division:
 
     @property
     def seconds(self) -> float:
-        """The step's length."""
+        """The duration of the step."""
         return sum(self.parts.values())
 
 
 class Model:
-    """Feed :meth:`take` with views; panels read the attributes."""
+    """The data of the panels; :meth:`take` adds a view."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.view: RunView | None = None
         self.status = pb.StatusReply(eta_seconds=-1.0)
-        """The last one that there was."""
+        """The last status of the scheduler."""
         self.last: Metrics | None = None
         self.losses, self.evaluations = Series(), Series(limit=256)
         self.smoothed = Smoothed()
@@ -93,29 +95,29 @@ class Model:
 
     @property
     def silent(self) -> bool:
-        """Whether the scheduler does not answer just now."""
+        """True while the scheduler does not answer."""
         return self.view is None or self.view.status is None
 
     def take(self, view: RunView, now_s: float) -> None:
-        """The run as it is at ``now_s``, seconds since 1970."""
+        """Adds the view of the run at ``now_s`` (Unix time)."""
         self.view = view
         self.started_s = now_s if self.started_s is None else self.started_s
         for line in view.past:
-            self._hear(line, next(iter(numbers([line.get("time")])), None))
+            self._add_line(line, next(iter(numbers([line.get("time")])), None))
         for line in view.fresh:
-            self._hear(line, next(iter(numbers([line.get("time")])), now_s))
+            self._add_line(line, next(iter(numbers([line.get("time")])), now_s))
         if view.status is not None:
             self.status = view.status
-            self.events.learn(view.status, now_s)
-            self._look_at_members(view.status)
+            self.events.add_status(view.status, now_s)
+            self._add_members(view.status)
         if now_s >= self._due_s:
             self._due_s = now_s + RESOURCES_EVERY_S
             here = machine(self.status.run_id, self.facts.run_dir)
             self.amounts = [*devices(self.status), *here]
             self._divide()
 
-    def _hear(self, line: Metrics, now_s: float | None) -> None:
-        self.events.hear(line, now_s)
+    def _add_line(self, line: Metrics, now_s: float | None) -> None:
+        self.events.add_line(line, now_s)
         series = self.evaluations if line["phase"] == "eval" else self.losses
         for loss in numbers([line.get("loss")]):
             series.add(line["step"], loss)
@@ -123,7 +125,7 @@ class Model:
             self.last = line
             self.smoothed.add(line.get("loss"))
 
-    def _look_at_members(self, status: pb.StatusReply) -> None:
+    def _add_members(self, status: pb.StatusReply) -> None:
         self.lanes = {
             member.member: lane(member, status.phase, status.epoch)
             for member in status.members
@@ -134,20 +136,20 @@ class Model:
             samples.append(seen.doing)
 
     def _divide(self) -> None:
-        """Finds out where a step goes: from an analysis if there is one, else from reports."""
+        """Updates the division of a step, from an analysis or from reports of workers."""
         directory = self.facts.run_dir
         left = None if directory is None else Analysed.read(directory)
         critical = None if left is None else analysed(left)
         if critical is not None:
             self.division = critical
             return
-        found = reported(self.status, self.last)
-        if found is not None:
-            self.division = _blended(self.division, found)
+        division = reported(self.status, self.last)
+        if division is not None:
+            self.division = _blended(self.division, division)
 
 
 def reported(status: pb.StatusReply, last: Metrics | None) -> Division | None:
-    """Returns where the last step went, by what workers reported."""
+    """Returns the division of the last step from reports of workers."""
     reports = [m.report for m in status.members if m.report.wall_seconds > 0]
     figures = [] if last is None else numbers([last.get("seconds")])
     if not reports or not figures:
@@ -175,13 +177,13 @@ def _blended(before: Division | None, now: Division) -> Division:
     return Division(parts=parts, critical=False)
 
 
-def analysed(found: Analysed) -> Division | None:
-    """Returns where an analysed step went, in words; None if it took no time."""
-    critical = _in_words(found.critical_s)
+def analysed(analysis: Analysed) -> Division | None:
+    """Returns the division of an analysed step, or None if it took no time."""
+    critical = _in_words(analysis.critical_s)
     if not critical:
         return None
-    savings = _in_words(found.savings_s)
-    return Division(parts=critical, critical=True, savings=savings, attempt=found.attempt)
+    savings = _in_words(analysis.savings_s)
+    return Division(parts=critical, critical=True, savings=savings, attempt=analysis.attempt)
 
 
 def _in_words(seconds: Mapping[str, float]) -> dict[str, float]:

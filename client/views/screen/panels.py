@@ -1,7 +1,7 @@
-"""The parts of the screen: each makes lines of text from what is known of the run.
+"""The panels of the screen, which draw the model as lines of text.
 
-A panel says how many lines it needs at least, and how many it would fill, and then makes as many as
-it is given; every line is as wide as it is told at most.
+A panel has a least and a largest number of lines. It draws at most the number of lines and columns
+that the layout assigns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.text import Text
 from penstock.client.views.display import duration, epochs_of_run
 from penstock.client.views.run_view import ABSENCE_S, numbers
 from penstock.client.views.screen.curve import draw
-from penstock.client.views.screen.events import Tone, told
+from penstock.client.views.screen.events import Tone, texts_of
 from penstock.client.views.screen.model import Model
 from penstock.client.views.screen.resources import Amount, fullest, short_bytes
 from penstock.client.views.screen.words import GLOSSARY, PHASES, Doing
@@ -84,8 +84,9 @@ Draw = Callable[[Model, Glyphs, int, int], list[Text]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """``title``: on the rule above; ``least`` and ``most``: lines below it. ``flexible``: it fills
-    whatever is left.
+    """A panel. ``title`` stands on the rule above; ``least`` and ``most`` are its numbers of lines.
+
+    ``flexible`` is its weight for spare lines, 0 for none.
     """
 
     title: Callable[[Model, Glyphs], str]
@@ -96,7 +97,7 @@ class Panel:
 
 
 def joined(*parts: tuple[str, str] | str) -> Text:
-    """Returns a line from parts with a style each; control characters do not get through."""
+    """Returns a line of parts with a style each, without control characters."""
     text = Text(no_wrap=True, end="")
     for part in parts:
         words, style = part if isinstance(part, tuple) else (part, "")
@@ -110,7 +111,7 @@ def _printable(words: str) -> str:
 
 
 def fitted(text: Text, width: int, glyphs: Glyphs) -> Text:
-    """Returns the line with exactly ``width`` cells."""
+    """Returns the line, cut or padded to ``width`` cells."""
     if text.cell_len > width:
         text = text.copy()
         text.truncate(max(0, width - 1))
@@ -121,7 +122,7 @@ def fitted(text: Text, width: int, glyphs: Glyphs) -> Text:
 
 
 def wrapped(words: str, width: int, style: str = "") -> list[Text]:
-    """Returns words on as many lines as they take."""
+    """Returns the words, wrapped to lines."""
     lines, line = [], ""
     for word in words.split():
         if line and len(line) + 1 + len(word) > width:
@@ -136,7 +137,7 @@ def wrapped(words: str, width: int, style: str = "") -> list[Text]:
 
 
 def head(model: Model, glyphs: Glyphs, width: int) -> list[Text]:
-    """Returns the lines that are always there: name and phase, progress, figures of the step."""
+    """Returns the first lines of every screen: name and phase, progress, figures of the step."""
     return [_name(model, width), _progress(model, glyphs, width), _figures(model, width)]
 
 
@@ -161,7 +162,7 @@ def _name(model: Model, width: int) -> Text:
 
 
 def _machinery(model: Model) -> str:
-    """Says what the run runs on."""
+    """Returns scheme, devices and membership of the run."""
     workers = sum(m.member.startswith("worker.") for m in model.status.members)
     if not workers:
         return ""
@@ -254,17 +255,17 @@ def _division(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]
 
 
 def _hints(model: Model, width: int) -> list[Text]:
-    """Says what the words mean, and what would help."""
+    """Returns explanations of the division, or the largest savings."""
     division = model.division
     assert division is not None
     if division.critical:
         best = sorted(division.savings.items(), key=lambda item: -item[1])[:2]
-        said = [f"{_milliseconds(seconds)} without '{name}'" for name, seconds in best]
+        savings = [f"{_milliseconds(seconds)} without '{name}'" for name, seconds in best]
         text = (
-            f"what attempt {division.attempt} had to wait for, one thing after the other (its"
-            f" critical path). Simulated, a step would be shorter by {' and by '.join(said)}."
+            f"resources that attempt {division.attempt} waited for, one after the other (its"
+            f" critical path). Simulated, a step would be shorter by {' and by '.join(savings)}."
         )
-        if not said:
+        if not savings:
             text = text.partition(" Simulated")[0]
         return wrapped(text, width, "dim")
     words = [w for w in ("bubble", "optimizer tail") if w in division.parts]
@@ -303,7 +304,7 @@ def _lanes(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]:
 
 
 def _urgency(model: Model, name: str) -> tuple[bool, int]:
-    """Returns whom to show first: who is lost, then who waits, optimizers after devices."""
+    """Orders members: lost, then waiting; devices before optimizers."""
     order = (Doing.AWAY, Doing.WAITING, Doing.WORKING, Doing.NOTHING)
     doing = model.lanes[name].doing
     return doing is not Doing.AWAY and name.startswith("optimizerd"), order.index(doing)
@@ -311,15 +312,15 @@ def _urgency(model: Model, name: str) -> tuple[bool, int]:
 
 def _others(model: Model, names: Sequence[str]) -> Text:
     count = Counter(model.lanes[name].doing for name in names)
-    said = ", ".join(f"{number} {doing.value}" for doing, number in count.items())
-    return joined((f"and {len(names)} others: {said}", "dim"))
+    counts = ", ".join(f"{number} {doing.value}" for doing, number in count.items())
+    return joined((f"and {len(names)} others: {counts}", "dim"))
 
 
 def _lane(model: Model, name: str, glyphs: Glyphs, width: int) -> Text:
-    """Returns one line: who, how busy in the last step, the last samples, what it is at."""
+    """Returns the line of a member: name, busy share of the last step, last samples, activity."""
     now = model.lanes[name]
     role, _, number = name.partition(".")
-    who = f"device {number}" if role == "worker" else f"optimizer {number}"
+    label = f"device {number}" if role == "worker" else f"optimizer {number}"
     member = next((m for m in model.status.members if m.member == name), None)
     busy = ""
     if role == "worker" and member is not None and member.report.wall_seconds > 0:
@@ -327,7 +328,7 @@ def _lane(model: Model, name: str, glyphs: Glyphs, width: int) -> Text:
         busy = f"{share:.0%}"
     room = max(6, min(60, (width - 68) // 2 + 10))
     samples = list(model.samples.get(name, ()))[-room:]
-    text = joined(f"{who[:14]:<12} ", (f"{busy:>4} ", "dim"))
+    text = joined(f"{label[:14]:<12} ", (f"{busy:>4} ", "dim"))
     for doing, same in groupby(samples):
         text.append(glyphs.doing[doing] * len(list(same)), style=DOING_STYLES[doing])
     text.append(" " * (room - len(samples) + 1))
@@ -348,7 +349,7 @@ def _lanes_title(model: Model, glyphs: Glyphs) -> str:
 def _memory(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]:
     amounts = model.amounts
     if not amounts:
-        return [joined(("not known from here", "dim"))]
+        return [joined(("unknown for a run on another machine", "dim"))]
     columns = max(1, width // 38)
     if -(-len(amounts) // columns) > rows:
         amounts = fullest(amounts)
@@ -371,20 +372,20 @@ def _full_style(amount: Amount) -> str:
 
 
 def _share(amount: Amount) -> Text:
-    """Returns how full something is, where there is no room for a bar."""
+    """Returns the used share as text, without a bar."""
     share = "" if amount.share is None else f"{amount.share:.0%}"
     return joined(f"{amount.name} ", (share or amount.words, _full_style(amount)))
 
 
 def _amount(amount: Amount, glyphs: Glyphs, width: int) -> Text:
-    share, said = amount.share, amount.words
-    room = min(30, width - 12 - len(said))
+    share, amount_text = amount.share, amount.words
+    room = min(30, width - 12 - len(amount_text))
     text = joined(f"{amount.name[:11]:<11} ")
     if share is not None and room >= 4:
         full = min(room, max(1, round(share * room)))
         text.append(glyphs.full * full, style=_full_style(amount))
         text.append(glyphs.empty * (room - full) + " ", style="dim")
-    text.append(said)
+    text.append(amount_text)
     note = "" if amount.ours is None else f", {short_bytes(amount.ours)} are this run's"
     if text.cell_len + len(note) <= width:
         text.append(note, style="dim")
@@ -395,16 +396,16 @@ def _amount(amount: Amount, glyphs: Glyphs, width: int) -> Text:
 
 
 def _events(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]:
-    """Returns the last events that there is room for; the newest is the last, and whole."""
+    """Returns the last events that fit; the newest comes last and is complete."""
     events = list(model.events)
     lines: list[Text] = []
-    for event, words in zip(reversed(events), reversed(told(events)), strict=True):
+    for event, words in zip(reversed(events), reversed(texts_of(events)), strict=True):
         when = f"step {event.step}"
         if event.at_s is not None:
             when = time.strftime("%H:%M:%S", time.localtime(event.at_s))
-        said = wrapped(words, width - 10, TONES[event.tone])
-        whole = [joined((f"{when[:9]:<10}", "dim")).append_text(said[0])]
-        whole += [joined(" " * 10).append_text(line) for line in said[1:]]
+        text_lines = wrapped(words, width - 10, TONES[event.tone])
+        whole = [joined((f"{when[:9]:<10}", "dim")).append_text(text_lines[0])]
+        whole += [joined(" " * 10).append_text(line) for line in text_lines[1:]]
         if lines and len(lines) + len(whole) > rows:
             break
         lines = whole + lines
@@ -414,11 +415,11 @@ def _events(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]:
 def _words(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]:
     lines: list[Text] = []
     for word in words_shown(model):
-        said = wrapped(f"{word}: {GLOSSARY[word]}", width)
-        if len(lines) + len(said) > rows:
+        text_lines = wrapped(f"{word}: {GLOSSARY[word]}", width)
+        if len(lines) + len(text_lines) > rows:
             break
-        said[0].stylize("bold", 0, len(word) + 1)
-        lines += said
+        text_lines[0].stylize("bold", 0, len(word) + 1)
+        lines += text_lines
     return lines
 
 
@@ -431,12 +432,12 @@ _SIGNS = MappingProxyType(
         "optimizerd.": "processes",
     }
 )
-"""What shows that a word of the glossary is of interest, beside the word itself."""
+"""Parts of event texts that call for a term of the glossary."""
 
 
 def words_shown(model: Model) -> list[str]:
-    """Returns the words of the glossary that are on the screen, what is rarest first."""
-    shown = " ".join([*told(model.events), *(seen.text for seen in model.lanes.values())])
+    """Returns terms of the glossary, first those on the screen, rare ones before common ones."""
+    shown = " ".join([*texts_of(model.events), *(seen.text for seen in model.lanes.values())])
     first = [word for sign, word in _SIGNS.items() if sign in shown]
     others = [word for word in GLOSSARY if word in shown]
     return list(dict.fromkeys([*first, *others, "micro-batch", "stage", "step", *GLOSSARY]))
@@ -453,7 +454,7 @@ def _milliseconds(value: object) -> str:
 
 
 def _flow(entries: Sequence[Text], width: int) -> list[Text]:
-    """Returns entries side by side, on as many lines as they take."""
+    """Returns entries in a row, wrapped to lines."""
     lines: list[Text] = []
     for entry in entries:
         if lines and lines[-1].cell_len + 3 + entry.cell_len <= width:

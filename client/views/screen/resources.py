@@ -1,4 +1,4 @@
-"""Memory and disks of this machine, as far as a run uses them: what the screen's bars show."""
+"""Memory and disks that a run uses, for the bars of the screen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.shm.segment import SHM_ROOT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """So much of something is used, of so much; ``limit`` None: nobody knows. Bytes.
+    """Used bytes of a resource. ``limit`` is its size in bytes, or None if unknown.
 
-    ``ours``: what of it this run has, where that is known.
+    ``ours`` are the bytes that this run uses, or None if unknown.
     """
 
     name: str
@@ -27,13 +27,13 @@ class Amount:
 
     @property
     def words(self) -> str:
-        """Says how much that is, in few characters."""
-        of = "" if self.limit is None else f" of {short_bytes(self.limit)}"
-        return f"{short_bytes(self.used)}{of}"
+        """Returns the amount as a short text."""
+        limit = "" if self.limit is None else f" of {short_bytes(self.limit)}"
+        return f"{short_bytes(self.used)}{limit}"
 
     @property
     def share(self) -> float | None:
-        """How much of it is used, 0 to 1."""
+        """The used share, from 0 to 1, or None."""
         return None if not self.limit else min(1.0, self.used / self.limit)
 
 
@@ -45,7 +45,7 @@ def short_bytes(num_bytes: float) -> str:
 
 
 def devices(status: pb.StatusReply) -> list[Amount]:
-    """Returns the memory of each device at its peak in the last attempt, where it was measured."""
+    """Returns the measured peak memory of each device in the last attempt."""
     return [
         Amount(
             name=f"device {member.member.partition('.')[2]}",
@@ -58,7 +58,7 @@ def devices(status: pb.StatusReply) -> list[Amount]:
 
 
 def fullest(amounts: list[Amount]) -> list[Amount]:
-    """Returns the amounts with one in place of all devices: that of the fullest."""
+    """Returns the amounts with the fullest device in place of all devices."""
     of_devices = [amount for amount in amounts if amount.name.startswith("device ")]
     others = [amount for amount in amounts if amount not in of_devices]
     if not of_devices:
@@ -68,8 +68,8 @@ def fullest(amounts: list[Amount]) -> list[Amount]:
 
 
 def machine(run_id: str, run_dir: Path | None) -> list[Amount]:
-    """Returns this machine's shared memory, memory and disk. ``run_dir``: None where the run is on
-    another machine, of which nothing is known here then.
+    """Returns this machine's shared memory, memory and disk; nothing for a run elsewhere
+    (``run_dir`` None).
     """
     if run_dir is None:
         return []
@@ -78,10 +78,10 @@ def machine(run_id: str, run_dir: Path | None) -> list[Amount]:
 
 
 def _shared(run_id: str) -> Amount | None:
-    found = _file_system(SHM_ROOT)
-    if found is None:
+    sizes = _file_system(SHM_ROOT)
+    if sizes is None:
         return None
-    size, free = found
+    size, free = sizes
     return Amount(name="/dev/shm", used=size - free, limit=size, ours=held_bytes(run_id))
 
 
@@ -95,17 +95,17 @@ def _host() -> Amount | None:
 
 
 def _disk(run_dir: Path) -> Amount | None:
-    found = _file_system(run_dir)
-    if found is None:
+    sizes = _file_system(run_dir)
+    if sizes is None:
         return None
-    size, free = found
+    size, free = sizes
     return Amount(name="run's disk", used=size - free, limit=size)
 
 
 def _file_system(path: Path) -> tuple[int, int] | None:
-    """Returns size and free bytes of the file system that has ``path``."""
+    """Returns size and free bytes of the file system of ``path``."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
-    return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+    return status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail

@@ -1,8 +1,7 @@
-"""The screen: takes views, draws them on a thread of its own, and listens to keys.
+"""The screen: draws views on a separate thread, and handles keys.
 
-Supervision goes on whatever the terminal does: one that takes no output (Ctrl-S, a connection that
-hangs) holds up the screen's thread only, and a screen that cannot be drawn is replaced by plain
-lines.
+A terminal that accepts no output (Ctrl-S, a hung connection) blocks only the screen's thread, never
+the supervision. If drawing fails, plain lines replace the screen.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rich.text import Text
 from penstock.client.views.display import Display, Plain, describe
 from penstock.client.views.run_view import RunView
 from penstock.client.views.screen.commands import Commands
-from penstock.client.views.screen.events import Happened, Tone, told
+from penstock.client.views.screen.events import RunEvent, Tone, texts_of
 from penstock.client.views.screen.layout import compose
 from penstock.client.views.screen.model import Facts, Model
 from penstock.client.views.screen.panels import ASCII, UNICODE, joined
@@ -32,21 +31,21 @@ from penstock.client.views.screen.terminal import Terminal, speaks_unicode, usab
 from penstock.protocol.wire.control import ControlClient
 
 MESSAGE_S = 8.0
-"""An answer is shown for so long."""
+"""Seconds to show an answer."""
 LAST_EVENTS = 12
-"""Events that stay on the terminal after the screen has gone."""
+"""Number of events to print after the screen is closed."""
 NICENESS = 19
-"""Drawing takes no time from training."""
+"""Niceness of the drawing thread: the lowest priority."""
 END_TIMEOUT_S = 1.0
 FOREGROUND_S = 1.0
-"""A process in the background looks so often whether it is in the foreground again."""
+"""Seconds between two checks whether a background process is in the foreground again."""
 
 _log = logging.getLogger(__name__)
 
 
 class Screen:
-    """A :class:`~penstock.client.views.display.Display` that takes the whole terminal from the
-    first view on. Make it, and call its methods, in one thread.
+    """A :class:`~penstock.client.views.display.Display` that uses the whole terminal from the first
+    view on. One thread must construct it and call all methods.
     """
 
     wants_past = True
@@ -58,7 +57,7 @@ class Screen:
         self._commands = commands
         self._commands.tell = self._tell
         self._read, self._written = os.pipe()
-        os.set_blocking(self._written, False)  # a screen that hangs holds up nobody
+        os.set_blocking(self._written, False)  # a hung screen must block no other thread
         self._terminal = Terminal(sys.stdout.fileno(), self._wake)
         self._stack = ExitStack()
         self._thread: threading.Thread | None = None
@@ -75,7 +74,7 @@ class Screen:
     # ---- display ----
 
     def say(self, message: str) -> None:
-        """Writes a line; while the screen is there, as an event, and on the terminal afterwards."""
+        """Shows a line as an event on the screen; without the screen, prints the line."""
         if self._plain is not None:
             self._plain.say(message)
             return
@@ -86,7 +85,7 @@ class Screen:
         self._wake()
 
     def show(self, view: RunView) -> None:
-        """Draws the run as it is now."""
+        """Draws the current state of the run."""
         if self._plain is not None:
             self._plain.show(view)
             return
@@ -99,11 +98,11 @@ class Screen:
         self._wake()
 
     def wait(self, seconds: float) -> bool:
-        """Waits, or until the user wants to leave."""
+        """Waits up to ``seconds``, or until the user leaves."""
         return self._left.wait(seconds)
 
     def close(self) -> None:
-        """Gives the terminal back, and writes what is to stay on it; once."""
+        """Restores the terminal and prints the last events; further calls do nothing."""
         if self._closing:
             return
         self._closing = True
@@ -120,12 +119,12 @@ class Screen:
         if self._plain is not None:
             self._plain.close()
         elif started:
-            self._look()
-            self._leave_words()
+            self._drain()
+            self._print_last()
 
-    def _leave_words(self) -> None:
+    def _print_last(self) -> None:
         events = list(self._model.events)[-LAST_EVENTS:]
-        for event, words in zip(events, told(events), strict=True):
+        for event, words in zip(events, texts_of(events), strict=True):
             if event.at_s is not None:
                 when = time.strftime("%H:%M:%S", time.localtime(event.at_s))
                 self._console.print(f"{when}  {words}", markup=False, highlight=False)
@@ -140,7 +139,7 @@ class Screen:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             while not self._closing:
-                self._look()
+                self._drain()
                 self._terminal.take()
                 if self._terminal.lent:
                     self._draw()
@@ -152,18 +151,18 @@ class Screen:
             self._terminal.give_back()
             self._plain = Plain(self._console.file)
 
-    def _look(self) -> None:
-        """Takes what there is to be shown."""
+    def _drain(self) -> None:
+        """Adds queued views and messages to the model."""
         while not self._views.empty():
             item, now_s = self._views.get()
             if isinstance(item, RunView):
                 self._model.take(item, now_s)
                 continue
             step = self._model.status.version
-            self._model.events.add(Happened(at_s=now_s, step=step, text=item, tone=Tone.NOTE))
+            self._model.events.add(RunEvent(at_s=now_s, step=step, text=item, tone=Tone.NOTE))
 
     def _draw(self) -> None:
-        """Writes the lines that changed."""
+        """Writes the changed lines."""
         width, height = self._terminal.size
         lines = compose(self._model, self._glyphs, width, height, self._footer(), self._page)
         rows = rendered(lines, self._console, width)
@@ -180,7 +179,7 @@ class Screen:
         if self._asking:
             return joined(
                 ("stop the run? ", "bold yellow"),
-                "the step ends, the state is saved, the same command goes on.  ",
+                "the step ends, the state is saved, the same command resumes.  ",
                 ("y", "bold"),
                 " yes, other keys: no",
             )
@@ -190,7 +189,7 @@ class Screen:
         return keys_line(self._model)
 
     def _listen(self) -> None:
-        """Waits for keys, for a view, or until an answer has been shown for long enough."""
+        """Waits for keys, for a view, or until the answer disappears."""
         watched = [self._read, 0] if self._terminal.lent else [self._read]
         ready, _, _ = select.select(watched, [], [], self._patience_s())
         if self._read in ready:
@@ -237,7 +236,7 @@ class Screen:
             self._asking = True
 
     def _stop(self) -> None:
-        """Asks for a clean stop, as Ctrl-C does."""
+        """Requests a clean stop, like Ctrl-C."""
         os.kill(os.getpid(), signal.SIGINT)
 
     def _tell(self, words: str) -> None:
@@ -259,10 +258,10 @@ class Screen:
 
 
 def keys_line(model: Model) -> Text:
-    """Returns the keys, and what they do now."""
+    """Returns the line of keys and their actions."""
     paused = model.status.pausing or model.phase == "paused"
     keys = [
-        ("p", "go on" if paused else "pause"),
+        ("p", "continue" if paused else "pause"),
         ("s", "save now"),
         ("e", "events"),
         ("h", "help"),
@@ -275,10 +274,10 @@ def keys_line(model: Model) -> Text:
 
 
 def changes(rows: Sequence[str], drawn: Sequence[str] | None) -> str:
-    """Returns the output that replaces the rows ``drawn`` by ``rows``; None clears the terminal.
+    """Returns the output that replaces the rows ``drawn`` by ``rows``. None clears the terminal.
 
-    Rows fill the terminal's width. An erase behind a full row would erase its last column, since
-    the cursor of xterm and tmux stays on that column.
+    Rows fill the terminal's width. An erase after a full row would delete its last column, where
+    the cursor of xterm and tmux stays.
     """
     before = [""] * len(rows) if drawn is None else drawn
     changed = [
@@ -290,7 +289,7 @@ def changes(rows: Sequence[str], drawn: Sequence[str] | None) -> str:
 
 
 def rendered(lines: list[Text], console: Console, width: int) -> list[str]:
-    """Returns each line with its colours as the console writes them."""
+    """Returns each line with the console's escape sequences for colours."""
     with console.capture() as capture:
         for line in lines:
             console.print(line, end="\n", soft_wrap=True, width=width, highlight=False)
@@ -300,7 +299,7 @@ def rendered(lines: list[Text], console: Console, width: int) -> list[str]:
 def choose_display(
     facts: Facts, connect: Callable[[], ControlClient], console: Console | None = None
 ) -> Display:
-    """Returns a screen if this process may have its terminal, else lines."""
+    """Returns a screen if this process can use its terminal, otherwise plain lines."""
     console = Console() if console is None else console
     if console.is_terminal and console.file is sys.stdout and usable():
         return Screen(facts, Commands(connect), console)

@@ -1,8 +1,8 @@
-"""A terminal that is lent to the screen, and given back as it was whatever happens.
+"""Takes the terminal for the screen, and restores it in every case.
 
-While it is lent, keys come one by one and are not shown, the cursor is hidden, and another screen
-buffer is in front, so that what was on the terminal is there again afterwards. Ctrl-C and Ctrl-Z
-work as ever: for the time that the process is stopped the terminal is given back, too.
+Meanwhile keys arrive one by one without echo, and the cursor is hidden. The alternate screen buffer
+is active, so that the old content returns afterwards. Ctrl-C and Ctrl-Z work as usual: a stop by
+Ctrl-Z restores the terminal, too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from types import FrameType
 from typing import Any
 
 _ENTER = b"\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
-"""Other buffer, no cursor, no wrapping at the last column, empty."""
+"""Alternate buffer, hidden cursor, no wrapping at the last column, clear."""
 _LEAVE = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
 LOCK_TIMEOUT_S = 0.5
-"""Who gives the terminal back waits so long for one that draws: the terminal may take nothing."""
+"""Seconds to wait for a draw in progress before the terminal is restored."""
 
 
 def usable() -> bool:
-    """Returns whether this process may have its terminal: output and input are one, it can more
-    than a printer, and the process is in its foreground.
+    """Returns whether this process can draw on its terminal.
+
+    Output and input must be terminals, the terminal must not be dumb, and the process must be in
+    the foreground.
     """
     if os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
         return False
@@ -40,8 +42,8 @@ def usable() -> bool:
 
 
 def speaks_unicode() -> bool:
-    """Returns whether the terminal shows blocks and braille: by the locale, as far as it says, and
-    not on the console of Linux, whose fonts do not have them.
+    """Returns whether the terminal shows blocks and braille, judging by the locale. Fonts of the
+    Linux console lack these characters.
     """
     chosen = next((v for name in ("LC_ALL", "LC_CTYPE", "LANG") if (v := os.environ.get(name))), "")
     known = "utf" in chosen.lower() or not chosen
@@ -50,9 +52,9 @@ def speaks_unicode() -> bool:
 
 
 class Terminal:
-    """The terminal of this process: ``output`` to draw on, descriptor 0 for keys.
+    """The terminal of this process: ``output`` for drawing, descriptor 0 for keys.
 
-    ``wake`` is called when there is something to do: after a resize, and when it is lent again.
+    ``wake`` is called after a resize, and when the terminal is taken again.
     """
 
     def __init__(self, output: int, wake: Callable[[], None]) -> None:
@@ -60,19 +62,19 @@ class Terminal:
         self._wake = wake
         self._modes: list[Any] | None = None
         self._lent = False
-        self._barred = False  # this process is about to be stopped
-        self._lock = threading.Lock()  # of what is written; held while the terminal takes it
+        self._barred = False  # True while this process is stopped
+        self._lock = threading.Lock()  # held during a write to the terminal
         self.resumed = False
-        """Whether it has to be drawn anew, since others wrote on it."""
+        """True if another program wrote on the terminal, so that all lines must be drawn."""
 
     @property
     def lent(self) -> bool:
-        """Whether it may be drawn on."""
+        """True while the screen may draw."""
         return self._lent
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines."""
+        """Columns and lines of the terminal."""
         try:
             columns, lines = os.get_terminal_size(self._output)
         except OSError:
@@ -81,7 +83,7 @@ class Terminal:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Handles stops, continuations and resizes inside the block; in the main thread only."""
+        """Handles stop, continue and resize signals inside the block, in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -98,8 +100,8 @@ class Terminal:
                 signal.signal(number, handler)
 
     def take(self) -> None:
-        """Borrow the terminal, if this process is in its foreground; else it is tried again by
-        whoever calls next.
+        """Takes the terminal if this process is in the foreground. Otherwise a later call tries
+        again.
         """
         with self._locked():
             if self._lent or self._barred:
@@ -115,20 +117,20 @@ class Terminal:
             self._modes, self._lent, self.resumed = modes, True, True
 
     def give_back(self) -> None:
-        """Makes the terminal what it was."""
+        """Restores the terminal."""
         with self._locked():
             if not self._lent:
                 return
             self._lent = False
             with suppress(OSError):
-                # A terminal that takes nothing (Ctrl-S, a connection that hangs) is not waited for
+                # Does not wait for a terminal that accepts no output (Ctrl-S, a hung connection).
                 if select.select([], [self._output], [], LOCK_TIMEOUT_S)[1]:
                     os.write(self._output, _LEAVE)
             with suppress(OSError, termios.error):
                 termios.tcsetattr(0, termios.TCSANOW, self._modes or termios.tcgetattr(0))
 
     def write(self, data: bytes) -> None:
-        """Draw.
+        """Writes output to the terminal.
 
         Raises:
             OSError: the terminal is gone.
@@ -138,7 +140,7 @@ class Terminal:
                 data = data[os.write(self._output, data[:4096]) :]
 
     def keys(self) -> str:
-        """Returns what was typed, without arrows and their like; empty if nothing was.
+        """Returns the typed keys, without escape sequences such as arrows.
 
         Raises:
             OSError: the terminal is gone.
@@ -152,7 +154,7 @@ class Terminal:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock, or goes on without it when it cannot be had soon."""
+        """Holds the lock, or continues without the lock after a timeout."""
         held = self._lock.acquire(timeout=LOCK_TIMEOUT_S)
         try:
             yield

@@ -1,4 +1,4 @@
-"""What members say of themselves and what phases mean, in words; and the words that need some."""
+"""Texts of the screen: phases of a run, activities of members, and a glossary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PHASES = MappingProxyType(
         "no_answer": "no answer from the scheduler",
     }
 )
-"""What a run does, by phase."""
+"""Texts of phases."""
 
 GLOSSARY = MappingProxyType(
     {
@@ -50,7 +50,7 @@ GLOSSARY = MappingProxyType(
         "bubble": "time in which a device has nothing to compute, because what it needs is not"
         " there yet.",
         "processes": "worker.0 is the process that computes on device 0. memoryd.a has the model's"
-        " state in shared memory on node a, optimizerd.a updates it, node.a looks after them.",
+        " state in shared memory on node a, optimizerd.a updates the state, node.a starts both.",
         "settle": "to take a committed step into the optimizer's state, while others compute.",
         "preview": "to compute the next weights without touching the optimizer's state.",
         "advance": "to settle the last step and preview the next one in one sweep over memory.",
@@ -64,11 +64,11 @@ GLOSSARY = MappingProxyType(
         " overflow.",
     }
 )
-"""Words that somebody who trains models need not know, each with a sentence."""
+"""Terms of Penstock, each with an explanation."""
 
 
 class Doing(Enum):
-    """What a member spends its time with at this moment, roughly."""
+    """Kinds of activities of a member."""
 
     WORKING = "working"
     WAITING = "waiting"
@@ -78,7 +78,7 @@ class Doing(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What a member is at, in words."""
+    """The activity of a member, with a text."""
 
     doing: Doing
     text: str
@@ -115,9 +115,9 @@ _SWEEPS = MappingProxyType(
         "settle": "last step into the state of block {block} (settle)",
         "advance": "state and next weights of block {block} (advance)",
         "hold": "updates block {block}",
-        "finish": "repairs block {block}, which a crash cut short",
+        "finish": "repairs block {block} after a crash",
         "invert": "takes the step back from block {block}",
-        "gradient_status": "looks at gradients of block {block}",
+        "gradient_status": "checks gradients of block {block}",
         "cast": "writes weights of block {block}",
     }
 )
@@ -128,7 +128,7 @@ _FROM = re.compile(r".* from worker\.(?P<peer>\d+)")
 
 
 def lane(member: pb.MemberStatus, phase: str, epoch: int) -> Lane:
-    """Says what a member is at. ``phase``, ``epoch``: of the run; 0: it was never complete."""
+    """Returns the activity of a member. ``epoch`` is 0 until all processes were ready once."""
     if member.state in ("missing", "fencing"):
         if phase in ENDED_PHASES:
             return Lane(doing=Doing.NOTHING, text="has ended")
@@ -154,7 +154,7 @@ def _idle(role: str, phase: str) -> str:
 
 
 def worker_words(activity: str) -> str:
-    """Returns the activity of a worker's heartbeat in words; what is not known, as it is."""
+    """Returns the text of a worker's activity from its heartbeat; unknown ones unchanged."""
     what, _, awaited = activity.partition(", waiting for ")
     match = _ATTEMPT.fullmatch(what)
     what = match["what"] if match else what
@@ -172,14 +172,14 @@ def worker_words(activity: str) -> str:
 
 
 class _Known(dict[str, object]):
-    """Values by name; a question mark for others."""
+    """Values by name, with a question mark for missing names."""
 
     def __missing__(self, key: str) -> str:
         return "?"
 
 
 def _waits(awaited: str, text: str) -> str:
-    """Says what is waited for; ``text``: the instruction that waits, in words."""
+    """Returns the text of a wait for ``awaited``; ``text`` describes the waiting instruction."""
     peer = _FROM.fullmatch(awaited)
     source = f" from device {peer['peer']}" if peer else ""
     key = _KEY.fullmatch(awaited)
@@ -194,7 +194,7 @@ def _waits(awaited: str, text: str) -> str:
 
 
 def optimizer_words(activity: str) -> str:
-    """Returns the activity of an optimizerd's heartbeat in words."""
+    """Returns the text of an optimizerd's activity from its heartbeat."""
     sweep = _SWEEP.fullmatch(activity)
     if sweep and sweep["name"] in _SWEEPS:
         return _SWEEPS[sweep["name"]].format(block=sweep["block"])

@@ -1,12 +1,15 @@
 """A traced run as Chrome-trace JSON, for Perfetto and chrome://tracing.
 
-One process for each device, each node's optimizer and the scheduler; a thread for each lane. Arrows
-lead from an attempt's announcement to the first instruction of each device, from a send to the
-tensor's way and on to the instruction that takes it, from published gradients to the sweep over
-their block, and from sweeps to the weights that the next attempt loads. Times are microseconds
-since the first event.
+A process stands for each device, each node's optimizer and the scheduler; a thread for each lane.
+Arrows lead
 
-The format: "Trace Event Format", complete (``X``), metadata (``M``) and flow (``s``, ``f``) events.
+* from the announcement of an attempt to the first instruction of each device,
+* from a send to the transfer of the tensor, and to the instruction that takes the tensor,
+* from published gradients to the sweep over their block,
+* from sweeps to the loads of weights in the next attempt.
+
+Times are microseconds since the first event. The format is "Trace Event Format" with complete
+(``X``), metadata (``M``) and flow (``s``, ``f``) events.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _SCHEDULER = 2000
 
 
 class _Thread(IntEnum):
-    """Lanes of a device, in the order in which they are shown; links follow, by peer."""
+    """Lanes of a device in the order on the screen. Links follow, by peer."""
 
     COMPUTE = 1
     ISSUE = 2
@@ -74,7 +77,7 @@ _COPIES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Attempts from ``first`` to ``last``. Evaluations and what lies between come along."""
+    """Attempts from ``first`` to ``last``, with everything between."""
 
     first: int
     last: int
@@ -86,8 +89,8 @@ class Range:
 def chrome_trace(
     run: TracedRun, node_names: tuple[str, ...], attempts: Range | None, plan: Plan
 ) -> str:
-    """Returns the JSON text of all attempts, or of a range of them; ``plan`` says which blocks'
-    weights a stage loads.
+    """Returns the JSON of all attempts, or of a range. ``plan`` has the blocks that a stage
+    loads.
     """
     maker = _ChromeTrace(run, attempts)
     events = [*maker.names(node_names), *maker.devices(), *maker.sweeps(), *maker.scheduled()]
@@ -136,12 +139,12 @@ class _ChromeTrace:
         yield from _named(_SCHEDULER, "scheduler")
         yield _thread_name(_SCHEDULER, 1, "decisions")
 
-    # ---- what happened ----
+    # ---- events ----
 
     def devices(self) -> Iterator[Event]:
         for trace in self._attempts:
-            for device, own in sorted(trace.devices.items()):
-                yield from self._of_device(trace, device, own)
+            for device, device_trace in sorted(trace.devices.items()):
+                yield from self._of_device(trace, device, device_trace)
             yield from self._links(trace)
 
     def sweeps(self) -> Iterator[Event]:
@@ -164,9 +167,9 @@ class _ChromeTrace:
             source = announced.get(trace.number)
             if source is None or trace.phase != "train":
                 continue
-            for device, own in sorted(trace.devices.items()):
-                firsts = [(_Thread.COMPUTE, work) for work in own.computed[:1]]
-                firsts += [(_Thread.ISSUE, work) for work in own.issued[:1]]
+            for device, device_trace in sorted(trace.devices.items()):
+                firsts = [(_Thread.COMPUTE, work) for work in device_trace.computed[:1]]
+                firsts += [(_Thread.ISSUE, work) for work in device_trace.issued[:1]]
                 if firsts:
                     thread, work = min(firsts, key=lambda first: first[1].ready_s)
                     target = device + 1, thread, work.ready_s
@@ -174,27 +177,27 @@ class _ChromeTrace:
                     yield from self._flow(start, target, "announcement")
 
     def loads(self, plan: Plan) -> Iterator[Event]:
-        """Yields arrows from the last sweep over a stage's blocks in the attempt before to the
-        stage's load.
+        """Yields arrows to the load of a stage from the last sweep over its blocks in the previous
+        attempt.
         """
         swept = self._last_sweeps()
         for trace in self._attempts:
-            for device, own in trace.devices.items() if trace.phase == "train" else ():
-                lanes = (_Thread.COMPUTE, own.loads), (_Thread.FETCH, own.fetches)
+            for device, device_trace in trace.devices.items() if trace.phase == "train" else ():
+                lanes = (_Thread.COMPUTE, device_trace.loads), (_Thread.FETCH, device_trace.fetches)
                 for thread, work in ((thread, work) for thread, works in lanes for work in works):
                     blocks = _loaded_blocks(work.instruction, plan)
-                    found = (swept.get((trace.number - 1, block)) for block in blocks)
-                    before = [sweep for sweep in found if sweep and sweep[0] <= work.ready_s]
+                    sweeps = (swept.get((trace.number - 1, block)) for block in blocks)
+                    before = [sweep for sweep in sweeps if sweep and sweep[0] <= work.ready_s]
                     if before:
                         _, start_s, pid = max(before)
                         target = device + 1, thread, work.ready_s
                         yield from self._flow((pid, 1, start_s), target, "weights")
 
     def _last_sweeps(self) -> dict[tuple[int, int], tuple[float, float, int]]:
-        """Returns end, start and process of the sweep that made a block's weights, by attempt and
-        block, of those that are shown.
+        """Returns end, start and process of the shown sweep that wrote a block's weights, by
+        attempt and block.
         """
-        found: dict[tuple[int, int], tuple[float, float, int]] = {}
+        sweeps: dict[tuple[int, int], tuple[float, float, int]] = {}
         for node, events in self._run.sweeps.items():
             for event in events:
                 name, _, block = event.text.partition(" ")
@@ -202,29 +205,31 @@ class _ChromeTrace:
                 if shown and block.isdigit() and name not in _SETTLING:
                     sweep = event.end_s, event.start_s, _OPTIMIZERS + node
                     key = event.attempt, int(block)
-                    found[key] = max(found.get(key, sweep), sweep)
-        return found
+                    sweeps[key] = max(sweeps.get(key, sweep), sweep)
+        return sweeps
 
-    def _of_device(self, trace: AttemptTrace, device: int, own: DeviceTrace) -> Iterator[Event]:
+    def _of_device(
+        self, trace: AttemptTrace, device: int, device_trace: DeviceTrace
+    ) -> Iterator[Event]:
         pid = device + 1
-        for work in own.computed:
-            yield from self._waits(pid, work, own.loads)
+        for work in device_trace.computed:
+            yield from self._waits(pid, work, device_trace.loads)
             yield self._work(pid, _Thread.COMPUTE, work)
-        for work in own.loads:
+        for work in device_trace.loads:
             yield self._work(pid, _Thread.COMPUTE, work)
-        for work in own.issued:
+        for work in device_trace.issued:
             yield self._work(pid, _Thread.ISSUE, work)
-        for work in own.fetches:
+        for work in device_trace.fetches:
             yield self._work(pid, _Thread.FETCH, work)
-        for work in own.copies:
+        for work in device_trace.copies:
             yield self._work(pid, _COPIES[work.instruction.opcode], work)
-        yield from self._publications(pid, own)
+        yield from self._publications(pid, device_trace)
 
-    def _publications(self, pid: int, own: DeviceTrace) -> Iterator[Event]:
-        """Yields the moments of publications. Each is drawn until the next, a tenth of a
-        millisecond at most. Evaluations have none, nor have attempts that were broken off before.
+    def _publications(self, pid: int, device_trace: DeviceTrace) -> Iterator[Event]:
+        """Yields the publications of gradients. A box ends at the next publication, at most 0.1 ms
+        later. Evaluations and attempts that broke earlier have no publications.
         """
-        moments = sorted((moment, key) for key, moment in own.published.items())
+        moments = sorted((moment, key) for key, moment in device_trace.published.items())
         following = (moment for moment, _ in moments[1:])
         for moment, (block, contribution) in moments:
             end_s = min(moment + 1e-4, next(following, inf))
@@ -270,7 +275,7 @@ class _ChromeTrace:
                 )
 
     def _flow_of_gradients(self, pid: int, event: TraceEvent) -> Iterator[Event]:
-        """Yields an arrow from the last publication of a block to its sweep, once each."""
+        """Yields an arrow from the last publication of a block to its sweep, once for each."""
         name, _, block = event.text.partition(" ")
         waiting = self._published.get(int(block), []) if block.isdigit() else []
         before = [item for item in waiting if item[0] <= event.start_s]
@@ -285,8 +290,8 @@ class _ChromeTrace:
     def _flow(
         self, source: tuple[int, int, float], target: tuple[int, int, float], name: str
     ) -> Iterator[Event]:
-        """Yields both ends of an arrow; none against time, which emulated clocks have where Python
-        was late to say what had happened already.
+        """Yields both ends of an arrow, unless it leads back in time. Emulated clocks have such
+        pairs, since Python may record an event late.
         """
         if target[2] < source[2]:
             return
@@ -343,39 +348,39 @@ class _ChromeTrace:
 
 
 def _firsts(run: TracedRun) -> Iterator[TraceEvent]:
-    """Yields the first events of everybody but the scheduler."""
+    """Yields the first events of devices and optimizers."""
     for trace in run.attempts.values():
-        for own in trace.devices.values():
-            for work in (*own.computed[:1], *own.issued[:1]):
+        for device_trace in trace.devices.values():
+            for work in (*device_trace.computed[:1], *device_trace.issued[:1]):
                 yield work.event
     for events in run.sweeps.values():
         yield from events[:1]
 
 
 def _takers(trace: AttemptTrace) -> dict[tuple[int, Tensor], TracedInstruction]:
-    """Returns, by device and tensor, the first instruction that takes it."""
-    found: dict[tuple[int, Tensor], TracedInstruction] = {}
-    for device, own in trace.devices.items():
-        for work in own.computed:
+    """Returns the first instruction that takes a tensor, by device and tensor."""
+    takers: dict[tuple[int, Tensor], TracedInstruction] = {}
+    for device, device_trace in trace.devices.items():
+        for work in device_trace.computed:
             tensor = taken_by(work.instruction)
             if tensor is not None:
-                found.setdefault((device, tensor), work)
-    return found
+                takers.setdefault((device, tensor), work)
+    return takers
 
 
 def _senders(trace: AttemptTrace) -> dict[tuple[Tensor, int], TracedInstruction]:
-    """Returns, by tensor and target, the instruction that sends it."""
+    """Returns the instruction that sends a tensor, by tensor and target."""
     return {
         (transferred(work.instruction), work.instruction.peer): work
-        for own in trace.devices.values()
-        for work in own.issued
+        for device_trace in trace.devices.values()
+        for work in device_trace.issued
         if isinstance(work.instruction, SENDS)
     }
 
 
 def _loaded_blocks(instruction: Instruction, plan: Plan) -> range:
-    """Returns the blocks whose weights a FETCH_WEIGHTS of ``plan`` loads; those of another plan may
-    name stages that are not there.
+    """Returns the blocks that a FETCH_WEIGHTS loads; none for a stage that ``plan`` lacks, since
+    the instruction may belong to another plan.
     """
     if not isinstance(instruction, FetchWeights):
         return range(0)

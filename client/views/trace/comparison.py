@@ -1,9 +1,9 @@
-"""``penstock trace``: what a run did when, beside what a simulation of its plan says.
+"""``penstock trace``: compares a traced run with a simulation of its plan.
 
-The simulation takes its costs from the trace itself (:mod:`penstock.planner.traces.fitted`), so
-that it is the schedule that is judged, or from a profile. Runs on emulated devices are simulated
-with the costs that they ran on, and shown in the cluster's seconds (``emulation.time_scale``). How
-traces are made: :mod:`penstock.protocol.run.trace`.
+The simulation takes its costs from the trace (:mod:`penstock.planner.traces.fitted`), so that the
+comparison judges the schedule, or from a profile. Runs on emulated devices are simulated with the
+emulated costs, and shown in seconds of the cluster (``emulation.time_scale``).
+:mod:`penstock.protocol.run.trace` writes traces.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace_reading import read_traces
 
 WARM_UP = 3
-"""Figures leave out so many attempts at the start of a trace: they fault pages in and fill
-caches.
-"""
+"""Number of first attempts that figures leave out, since they fault pages in and fill caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOutputs:
-    """The files to write; ``None``: it is not written."""
+    """Files to write, or None."""
 
     chrome: Path | None = None
     svg: Path | None = None
@@ -44,38 +42,37 @@ class TraceOutputs:
 
 
 def parse_attempts(attempt: int | None, attempts: str | None) -> Range | None:
-    """Returns the range of ``--attempt`` or ``--attempts A:B``, either end of which may be left
-    out.
+    """Returns the range of ``--attempt`` or ``--attempts A:B``. Either end may be missing.
 
     Raises:
-        ConfigError: both are given, or what is given is no range.
+        ConfigError: both options are given, or the value is no range.
     """
     if attempt is not None and attempts is not None:
-        raise ConfigError("--attempt and --attempts: give one of them")
+        raise ConfigError("--attempt and --attempts: give only one of the two")
     if attempt is not None:
         return Range(first=attempt, last=attempt)
     if attempts is None:
         return None
-    found = re.fullmatch(r"(\d{0,18}):(\d{0,18})", attempts, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", attempts, re.ASCII)
+    if match is None:
         raise ConfigError(f"--attempts {attempts}: expected A:B, such as 10:20, 10: or :20")
-    first, last = found.groups()
+    first, last = match.groups()
     chosen = Range(first=int(first or 0), last=int(last) if last else 2**62)
     if chosen.last < chosen.first:
-        raise ConfigError(f"--attempts {attempts}: ends before it begins")
+        raise ConfigError(f"--attempts {attempts}: the end is before the start")
     return chosen
 
 
 def make_trace_report(
     run_dir: Path, wanted: Range | None, profile: Path | None, outputs: TraceOutputs
 ) -> TraceReport:
-    """Reads a run's traces, writes the files that were asked for, and compares.
+    """Reads the traces of a run, writes the files in ``outputs``, and returns the comparison.
 
-    The Chrome trace comes first: it needs no complete attempt.
+    Writes the Chrome trace first, since it needs no complete attempt.
 
     Raises:
-        ConfigError: there is no run directory, no trace in it, no such attempt, or none that is
-            complete; or a file cannot be read or written.
+        ConfigError: the path is no run directory, or has no trace. Or no wanted attempt is traced
+            and complete, or a file cannot be read or written.
     """
     run, trace = RunDirectory(run_dir), read_traces(run_dir)
     if run.config.cluster.platform.simulated_clock:
@@ -113,7 +110,7 @@ def _check_wanted(traced: TracedRun, wanted: Range | None, every: int) -> None:
 
 
 def _rarely(every: int) -> str:
-    """Returns how to have more attempts traced; empty where all are."""
+    """Returns the setting that traces more attempts; empty if all are traced."""
     if every == 1:
         return ""
     rate = f"one of {every} (observability.sample_every)" if every else "sample_every is 0"
@@ -123,8 +120,8 @@ def _rarely(every: int) -> str:
 def _choose(
     measurement: Measurement, wanted: Range | None, every: int
 ) -> tuple[MeasuredAttempt, ...]:
-    """Returns the attempts that are wanted. If all are, it leaves out the first ones where enough
-    others are there.
+    """Returns the attempts in the range. Without a range, leaves out the first ones if enough
+    attempts remain.
     """
     if wanted is not None:
         chosen = tuple(a for a in measurement.attempts if a.number in wanted)
@@ -149,7 +146,7 @@ def _simulate(run: RunDirectory, fit: Fit, profile: Path | None) -> Simulation:
 
 
 def panels(report: TraceReport) -> tuple[Panel, Panel]:
-    """Returns what to draw: the typical step, and its simulation."""
+    """Returns the two panels of the picture: the typical step and its simulation."""
     name = f"measured, {report.typical_name}: {heading(report.fit.plan)}"
     costs = report.costs or "its own costs"
     return (

@@ -1,4 +1,4 @@
-"""Where a step went, as ``penstock trace`` tells it."""
+"""The critical path of one step, for ``penstock trace``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORST_PLACES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One attempt's step."""
+    """The step of one attempt: critical path, and savings without each resource."""
 
     attempt: int
     path: CriticalPath
@@ -27,7 +27,7 @@ class StepReport:
 
     @classmethod
     def of(cls, run: RunDirectory, attempt: MeasuredAttempt) -> StepReport:
-        """Judges an attempt of a run.
+        """Returns the report of an attempt.
 
         Raises:
             ConfigError: a configured profile cannot be read.
@@ -36,7 +36,7 @@ class StepReport:
         return cls(attempt=attempt.number, path=path, saved=saved)
 
     def lines(self) -> Iterator[str]:
-        """Yields the rows of a table for people: resources on the path, or that would save much."""
+        """Yields the rows of a table: resources on the path, or with large savings."""
         yield f"{f'where step {self.attempt} went':<22}{'critical':>12}{'share':>8}{'saved':>12}"
         seconds = self.path.seconds
         for resource in sorted(Resource, key=lambda r: -seconds[r]):
@@ -49,14 +49,14 @@ class StepReport:
                 f"{seconds[resource] / self.path.step_s:>8.1%}"
                 f"{SECONDS.format(saved_s, digits=3):>12}   {self._places(resource)}".rstrip()
             )
-        named = ", ".join(r.value.replace("_", " ") for r in self.saved.critical) or "nothing"
+        resources = ", ".join(r.value.replace("_", " ") for r in self.saved.critical) or "nothing"
         yield (
             f"{'  all of it':<22}{SECONDS.format(self.path.step_s, digits=3):>12}{1:>8.1%}"
-            f"{SECONDS.format(self.saved.together_s, digits=3):>12}   without {named}, together"
+            f"{SECONDS.format(self.saved.together_s, digits=3):>12}   without {resources}, together"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the same for ``--json``."""
+        """Returns the report for ``--json``."""
         return {
             "attempt": self.attempt,
             "step_seconds": self.path.step_s,
@@ -71,14 +71,14 @@ class StepReport:
         }
 
     def _places(self, resource: Resource) -> str:
-        """Where most of it was."""
-        found = sorted(
+        """Returns the places with the most critical seconds of a resource."""
+        places = sorted(
             ((s, place) for (r, place), s in self.path.places.items() if r is resource),
             reverse=True,
         )
-        if not found or found[0][1] == resource.value:
+        if not places or places[0][1] == resource.value:
             return ""
         return ", ".join(
             f"{place} {SECONDS.format(seconds, digits=3)}"
-            for seconds, place in found[:_WORST_PLACES]
+            for seconds, place in places[:_WORST_PLACES]
         )

@@ -1,6 +1,6 @@
-"""What ``penstock trace`` reports: figures of a traced run beside those of its simulation.
+"""The report of ``penstock trace``: figures of a traced run and of its simulation.
 
-Beside times there is memory: the most that devices held, beside what the plan reckons.
+The report also compares the measured peaks of device memory with those of the plan.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from penstock.protocol.run.trace_reading import RunTrace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What is compared, in seconds and shares. Overlaps are ``None`` where there is nothing to
-    hide.
+    """Figures of an attempt, in seconds and shares.
 
-    ``copies_hidden``: of the devices' copies and sends, the share while the device computes.
-    ``optimizer_hidden``: of the optimizer's sweeps, the share while a device of the node computes.
+    ``copies_hidden`` is the share of the devices' copies and sends during computation.
+    ``optimizer_hidden`` is the share of the optimizer's sweeps during computation of a device of
+    the node. A share is None without copies or sweeps.
     """
 
     makespan_s: float
@@ -63,7 +63,7 @@ class Figures:
 
     @classmethod
     def median_of(cls, figures: Sequence[Figures]) -> Figures:
-        """Returns the median of each figure by itself."""
+        """Returns the median of each figure."""
         return cls(
             makespan_s=median(f.makespan_s for f in figures),
             pipeline_s=median(f.pipeline_s for f in figures),
@@ -90,10 +90,10 @@ class Figures:
 
 
 def typical_of(attempts: Sequence[MeasuredAttempt]) -> MeasuredAttempt:
-    """Returns the typical step: the attempt whose step takes the time nearest to the median.
+    """Returns the typical step: the attempt with the step time nearest to the median.
 
-    A step runs from its announcement to the next one. Attempts without a next one, before a save
-    for example, count only where all are so; their makespans are compared then.
+    A step runs from its announcement to the next announcement. Attempts without a next one, for
+    example before a save, count only if no attempt has one. Their makespans are compared then.
     """
     followed = [attempt for attempt in attempts if attempt.step_s is not None]
     seconds = {
@@ -111,9 +111,7 @@ def _median_of_known(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpcodeTimes:
-    """One opcode: how often it runs in an attempt, its seconds and the seconds that it waits
-    (medians).
-    """
+    """Times of an opcode: count in an attempt, and medians of its seconds and waiting seconds."""
 
     opcode: Opcode
     count: int
@@ -123,11 +121,11 @@ class OpcodeTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceReport:
-    """A traced run beside a simulation.
+    """A comparison of a traced run with a simulation.
 
-    ``between_s`` is what no plan knows of: messages, the decision, the journal, the next batch. It
-    is measured, and counted in both steps. ``costs``: whose costs the simulation takes, ``None``
-    for those fitted to the trace.
+    ``between_s`` is the part of a step outside the plan: messages, decision, journal, next batch.
+    The measured value counts in both steps. ``costs`` names the costs of the simulation; None means
+    costs fitted to the trace.
     """
 
     run_dir: Path
@@ -153,20 +151,22 @@ class TraceReport:
 
     @cached_property
     def between_s(self) -> float:
-        """Median over attempts that another follows at once, 0 without one."""
+        """Median over attempts with an immediate successor, or 0."""
         values = [a.between_s for a in self.chosen if a.between_s is not None]
         return median(values) if values else 0.0
 
     @property
     def step_s(self) -> float:
-        """The measured attempt, and what lies between two. It is never less than the attempt, as a
-        median over the attempts that another follows could be.
+        """Seconds of the measured attempt and of the time between two attempts.
+
+        The sum of both medians is never less than the attempt. A median over attempts with a
+        successor could be.
         """
         return self.measured.makespan_s + self.between_s
 
     @property
     def simulated_step_s(self) -> float:
-        """The simulated attempt, and what lies between two."""
+        """Seconds of the simulated attempt and of the time between two attempts."""
         return self.simulated.makespan_s + self.between_s
 
     @property
@@ -176,7 +176,7 @@ class TraceReport:
 
     @cached_property
     def typical(self) -> MeasuredAttempt:
-        """The typical step (:func:`typical_of`): the one that is drawn above the simulation."""
+        """The typical step (:func:`typical_of`), drawn above the simulation."""
         return typical_of(self.chosen)
 
     @cached_property
@@ -186,7 +186,7 @@ class TraceReport:
 
     @property
     def typical_name(self) -> str:
-        """The typical step in words."""
+        """The name of the typical step in texts."""
         among = f", the typical one of {len(self.chosen)}" if len(self.chosen) > 1 else ""
         return f"attempt {self.typical.number}{among}"
 
@@ -197,17 +197,17 @@ class TraceReport:
 
     @property
     def typical_between_s(self) -> float:
-        """Seconds of the typical step that no plan knows of."""
+        """Seconds of the typical step outside the plan."""
         return self.typical_step_s - self.typical.makespan_s
 
     @property
     def simulated_typical_s(self) -> float:
-        """The simulated attempt, and what lies between the typical step and the next one."""
+        """Seconds of the simulated attempt, and of the time after the typical step."""
         return self.simulation.makespan_s + self.typical_between_s
 
     @property
     def typical_error(self) -> float:
-        """The simulated attempt relative to the measured one above it, minus 1."""
+        """The simulated attempt relative to the typical measured one, minus 1."""
         return self.simulation.makespan_s / self.typical.makespan_s - 1.0
 
     @cached_property
@@ -273,7 +273,7 @@ class TraceReport:
         }
 
     def to_text(self) -> str:
-        """Returns the report for people."""
+        """Returns the report as text."""
         memory, opcodes = memory_lines(self.memory), self._opcode_lines()
         tables = self._header(), self._table(), self.step.lines(), memory, opcodes
         return "\n\n".join(text for table in tables if (text := "\n".join(table)))
@@ -295,8 +295,8 @@ class TraceReport:
             lines.append("left out: " + "; ".join(out))
         if self.trace.machines > 1:
             lines.append(
-                f"written on {self.trace.machines} machines: times of different machines are as"
-                " comparable as their clocks"
+                f"written on {self.trace.machines} machines: times of different machines are only"
+                " as exact as their clocks"
             )
         return [*lines, self._costs_line()]
 
@@ -352,7 +352,7 @@ def _shares(name: str, measured: float | None, simulated: float | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """One device: the greatest of its measured peaks, and the planned one, in bytes."""
+    """The largest measured peak of a device and the planned peak, in bytes."""
 
     device: int
     measured: Peak
@@ -377,7 +377,7 @@ class DeviceMemory:
 def compare_memory(
     run: RunDirectory, attempts: Sequence[MeasuredAttempt], profile: Path | None
 ) -> tuple[DeviceMemory, ...]:
-    """Returns the peaks of the devices whose memory was measured.
+    """Returns the peaks of the devices with measured memory.
 
     Raises:
         ConfigError: the profile is of another model.
@@ -397,20 +397,20 @@ def compare_memory(
 
 def _greatest(attempts: Sequence[MeasuredAttempt], device: int) -> Peak | None:
     peaks = (attempt.trace.devices[device].peak for attempt in attempts)
-    found = [peak for peak in peaks if peak is not None and peak.num_bytes]
-    return max(found, key=lambda peak: peak.num_bytes, default=None)
+    measured = [peak for peak in peaks if peak is not None and peak.num_bytes]
+    return max(measured, key=lambda peak: peak.num_bytes, default=None)
 
 
 def memory_lines(devices: Sequence[DeviceMemory]) -> Iterator[str]:
-    """Yields the rows of a table for people; none where nothing was measured."""
+    """Yields the rows of a table; nothing without measurements."""
     if not devices:
         return
     yield f"{'peak of memory':<22}{'measured':>12}{'planned':>12}"
-    for found in devices:
-        texts = map(format_bytes, (found.measured.num_bytes, found.planned_bytes))
-        during = f"   ({found.measured.during})" if found.measured.during else ""
+    for memory in devices:
+        texts = map(format_bytes, (memory.measured.num_bytes, memory.planned_bytes))
+        during = f"   ({memory.measured.during})" if memory.measured.during else ""
         yield (
-            f"{f'  device {found.device}':<22}"
+            f"{f'  device {memory.device}':<22}"
             + "".join(f"{text:>12}" for text in texts)
-            + f"   error {found.error:+.1%}{during}"
+            + f"   error {memory.error:+.1%}{during}"
         )
