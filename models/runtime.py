@@ -259,15 +259,13 @@ class ModelRuntime:
         """Runs consecutive blocks on one micro-batch.
 
         ``inputs`` are the named tensors of the block before: (micro_batch, sequence, hidden) in the
-        compute dtype (none for block 0). ``training`` switches dropout on. Its random numbers
+        compute dtype (none for block 0). ``training`` switches dropout on; its random numbers
         follow from seed, ``data_position``, ``micro_batch_index`` and block. ``loss_weight``
         multiplies the summed loss. ``autograd``: record a graph for :meth:`backward`; by default if
-        a bound block collects gradients. ``checkpoints_at``: blocks (numbers in the model) with
-        requested inputs.
-
-        ``storage``: the way to save tensors for the backward; with a store of activations the
-        inputs' leaves release their values. ``output_read``: False leaves out products that only
-        make the last layer's output, which is undefined then
+        a block collects gradients. ``checkpoints_at``: blocks (numbers in the model) with requested
+        inputs. ``storage``: the way to save tensors for the backward; a store of activations
+        releases the values of the inputs' leaves. ``output_read``: False leaves out products for
+        the last layer's output alone, which is then undefined
         (:mod:`penstock.models.split_backward.layer_products`).
 
         Raises:

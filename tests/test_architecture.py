@@ -90,6 +90,7 @@ FLOORS = {
     "workers": """device waiting data
         telemetry
         state channels
+        epoch
         attempt
         handlers
         platforms

@@ -31,7 +31,6 @@ from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory, segment_name
 from penstock.shm.segment import status_of
 from penstock.shm.table import BlockTable
-from penstock.workers.attempt import EpochContext, JobPhase
 from penstock.workers.channels.base import Channel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
@@ -39,6 +38,7 @@ from penstock.workers.channels.transport import Transport
 from penstock.workers.compiling import LayerCompilation
 from penstock.workers.data import TokenDataset, micro_batches
 from penstock.workers.device import ALIGNMENT_BYTES, Runtime
+from penstock.workers.epoch import EpochContext, JobPhase
 from penstock.workers.peers import Peers
 from penstock.workers.platforms.registry import WorkerPlatform
 from penstock.workers.session import Batches
@@ -161,8 +161,7 @@ class EpochBuilder:
         """Connects to the epoch's peers and memory.
 
         Raises:
-            PenstockError: the plan cannot be executed, memory does not fit it, or Begin lacks a
-                peer.
+            PenstockError: the plan cannot be executed, memory does not fit, or Begin lacks a peer.
         """
         self.close()
         plan = self._checked_plan(begin, abort)

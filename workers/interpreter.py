@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from penstock.host import world
 from penstock.host.errors import ExitCode, PenstockError
 from penstock.protocol.plan.instructions import Instruction, Opcode, Program
-from penstock.workers.attempt import Attempt, EpochContext, Job
+from penstock.workers.attempt import Attempt
+from penstock.workers.epoch import EpochContext, Job
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.telemetry.timing import Tally
 from penstock.workers.telemetry.usage import DeviceMemoryError, MemoryPeak, refused_bytes

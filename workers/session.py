@@ -18,8 +18,8 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Opcode, Program
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.trace import TraceLane
-from penstock.workers.attempt import EpochContext, Job, JobPhase
 from penstock.workers.data import job_number
+from penstock.workers.epoch import EpochContext, Job, JobPhase
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.telemetry.account import IdleCause

@@ -38,12 +38,12 @@ from penstock.protocol.wire.local_names import LocalName
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.table import BlockTable
-from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.base import Channel, MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.device import ALIGNMENT_BYTES, WorkerSite, as_tensor
+from penstock.workers.epoch import EpochContext, Job
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.platforms.registry import WorkerPlatform, open_platform
 from penstock.workers.state.routing import TensorRouting, collective_receives

@@ -22,7 +22,7 @@ from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import load_run_config
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
-from penstock.workers.attempt import Job
+from penstock.workers.epoch import Job
 from tests.worker.cluster import Cluster, build_cluster
 
 MICRO_BATCHES, ROWS = 2, 2

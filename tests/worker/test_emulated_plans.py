@@ -35,10 +35,10 @@ from penstock.protocol.run.names import node_of_device, ownership
 from penstock.protocol.wire.blocks import BlockClient
 from penstock.shm.layout import NodeLayout, Ownership
 from penstock.shm.memory import MemorySpec, NodeMemory
-from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.base import MessageChannel
 from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.transport import Transport
+from penstock.workers.epoch import EpochContext, Job
 from penstock.workers.interpreter import run_job
 from penstock.workers.platforms.emulated.device import EmulatedDevice
 from penstock.workers.platforms.emulated.handlers import EMULATED_HANDLERS

@@ -38,7 +38,7 @@ from penstock.protocol.plan.instructions import (
 )
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.executable import check_executable
-from penstock.workers.attempt import Job
+from penstock.workers.epoch import Job
 from tests.worker.cluster import (
     GPT2,
     TOLERANCE,

@@ -15,8 +15,8 @@ from penstock.host.errors import RefusedError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.trace import TraceLane, TraceLog
 from penstock.protocol.run.trace_reading import read_traces
-from penstock.workers.attempt import EpochContext
 from penstock.workers.data import job_number
+from penstock.workers.epoch import EpochContext
 from penstock.workers.session import Session, fence_listener
 from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.telemetry.trace import TraceRing

@@ -15,8 +15,8 @@ import torch
 from penstock.host import world
 from penstock.planner.cost.cluster import Cluster
 from penstock.protocol.wire.frames import Transfer
-from penstock.workers.attempt import EpochContext, Job
 from penstock.workers.channels.inbox import TransferKey
+from penstock.workers.epoch import EpochContext, Job
 from penstock.workers.platforms.emulated.clock import EmulatedStream
 from penstock.workers.telemetry.account import IdleCause
 from penstock.workers.waiting import POLL_S, WaitBudget
