@@ -1,8 +1,9 @@
-"""What the memory of this node allows the optimizer: a sweep without arithmetic, on the same cores.
+"""Measures the memory bandwidth available to the optimizer: a sweep without arithmetic, on the same
+cores.
 
-Sweeps are compared with it (``bench/optimizer.py`` does so, too). It is measured once for a run
-directory, node and set of cores, before the node takes part in the run, and only where state is
-much larger than caches and than what the measurement takes: otherwise memory is no limit.
+Sweeps are compared with it, here and in ``bench/optimizer.py``. It is measured once for a run
+directory, node and set of cores, before the node joins the run. It is skipped unless the state is
+much larger than caches and than the measurement's memory: otherwise memory is no limit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.shm.memory import MemorySpec
 
 LEAST_STATE_BYTES = 4 << 30
 NUM_ELEMENTS = 1 << 24
-"""Of the block that is swept: 268 MB with 16-bit gradients and weights."""
+"""Elements of the swept block: 268 MB with 16-bit gradients and weights."""
 ROUNDS = 3
 
 _log = logging.getLogger(__name__)
@@ -43,13 +44,13 @@ def ceiling_of(run_dir: Path, spec: MemorySpec, cores: Sequence[int]) -> float |
             return float(known["bytes_per_second"])
     except (OSError, *DAMAGED):
         pass  # there is none, or it makes no sense: measured again
-    found = measure_ceiling(cores)
-    text = json.dumps({"cores": list(cores), "bytes_per_second": round(found)})
+    ceiling = measure_ceiling(cores)
+    text = json.dumps({"cores": list(cores), "bytes_per_second": round(ceiling)})
     try:
         write_atomically(path, text)
     except (OSError, PenstockError) as error:
         _log.warning("the next optimizerd measures memory again: %s", error)
-    return found
+    return ceiling
 
 
 def measure_ceiling(cores: Sequence[int], num_elements: int = NUM_ELEMENTS) -> float:
@@ -57,9 +58,9 @@ def measure_ceiling(cores: Sequence[int], num_elements: int = NUM_ELEMENTS) -> f
 
     def array(dtype: type[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
         mapping = mmap.mmap(-1, num_elements * np.dtype(dtype).itemsize)  # aligned to a page
-        found = np.frombuffer(mapping, dtype=dtype)
-        found.fill(0)
-        return found
+        array = np.frombuffer(mapping, dtype=dtype)
+        array.fill(0)
+        return array
 
     arrays = {
         "master": array(np.float32),

@@ -1,9 +1,8 @@
-"""The optimizer's threads on their cores, unless another run has those.
+"""Pins the optimizer's threads to their cores, unless another run has claimed the cores.
 
-Each core that a thread is to have for itself is claimed on the machine
-(:mod:`penstock.host.core_locks`). Two runs that pinned threads to the same core would each have
-half of it while other cores are idle; so whoever comes second leaves its threads, as many as ever,
-to the kernel.
+Each core for a single thread is claimed on the machine (:mod:`penstock.host.core_locks`). Two runs
+with threads pinned to the same core would each have half of it while other cores are idle. So the
+second run leaves the placement of its threads to the kernel; their number stays the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Carries out what the state machine orders: control words, sweeps, pulls, messages.
+"""Carries out the state machine's effects: control words, sweeps, pulls, messages.
 
-Words are written by the caller's thread, in the order of the effects; sweeps run on one thread of
-their own, which feeds the threads of the pool.
+The caller's thread writes words, in the order of the effects. Sweeps run on their own thread, which
+drives the threads of the pool.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ControlWords:
         }
 
     def write(self, effect: Effect) -> bool:
-        """Carry out an effect on a control word; returns False if it is of another kind."""
+        """Carries out an effect on a control word; returns False if it is of another kind."""
         handler = self._handlers.get(type(effect))
         if handler is not None:
             handler(effect)
@@ -117,7 +117,7 @@ class SweepRunner(Protocol):
     """:class:`penstock.daemons.optimizer.kernels.Kernels`, or what stands for it."""
 
     def run(self, work: Sweep) -> SweepStatus | None:
-        """Run one sweep to its end; returns its status if it looked at new gradients."""
+        """Runs one sweep to its end; returns its status if it checked new gradients."""
 
     def moved_by(self, work: Sweep) -> tuple[float, float]:
         """Returns the parameters that a sweep goes through, and the bytes of DRAM that it reads and
@@ -132,8 +132,7 @@ class SweepThread:
         self._kernels = kernels
         self._report = report
         self.running: Sweep | None = None
-        """The sweep under way. Only the sweep's thread writes it; others just look, for heartbeats.
-        """
+        """The running sweep. Only the sweep's thread writes it; heartbeats only read it."""
         self._orders: queue.SimpleQueue[Sweep | None] = world.queue()
         self._thread = world.thread(target=self._run, name="sweeps")
 
@@ -146,7 +145,7 @@ class SweepThread:
         self._orders.put(work)
 
     def close(self) -> None:
-        """Finish the running sweep and end the thread."""
+        """Finishes the running sweep and ends the thread."""
         self._orders.put(None)
         self._thread.join()
 
@@ -172,13 +171,15 @@ class SweepThread:
 
 
 class PullOrders(Protocol):
-    """What :class:`OptimizerEffects` asks of :class:`penstock.daemons.optimizer.pulls.Puller`."""
+    """Methods of :class:`penstock.daemons.optimizer.pulls.Puller` that :class:`OptimizerEffects`
+    calls.
+    """
 
     def order(self, pull: Pull) -> None:
         """Queues a pull."""
 
     def cancel(self) -> None:
-        """Give up all pulls ordered so far."""
+        """Cancels all pulls ordered so far."""
 
 
 class OptimizerEffects:
@@ -211,7 +212,7 @@ class OptimizerEffects:
             self._handlers |= {Pull: pulls.order, CancelPulls: lambda e: pulls.cancel()}
 
     def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
-        """Carry out effects in order. Sweeps and pulls answer later: no event follows at once."""
+        """Carries out effects in order. Sweeps and pulls answer later: no event follows at once."""
         for effect in effects:
             if not self._words.write(effect):
                 self._handlers[type(effect)](effect)

@@ -14,13 +14,13 @@ from penstock.protocol.plan.step import SweepStatus
 from penstock.protocol.run.hardware.bandwidth_log import BandwidthLog, finish_at
 
 TURN_S = 5e-3
-"""A sweep that is ordered so soon after the last one ended was waiting for its turn: it starts
-where that one ended, so that what happens in between does not add up.
+"""A sweep that is ordered within this many seconds of the last one's end was waiting for its turn.
+It then starts at that end, so that the time between sweeps does not add up.
 """
 
 
 _LOOK_S = 2e-3
-"""Seconds after which a sweep looks for new copies again."""
+"""Seconds between a sweep's checks for new copies."""
 
 
 class EmulatedKernels:
@@ -35,7 +35,7 @@ class EmulatedKernels:
         self._busy_until = 0.0
 
     def run(self, work: Sweep) -> SweepStatus | None:
-        """Run the sweep, and return when it would have ended."""
+        """Runs the sweep, and returns when it would have ended."""
         now = world.monotonic()
         waited_for_turn = now - self._busy_until < TURN_S
         start = self._busy_until if waited_for_turn else now

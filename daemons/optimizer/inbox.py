@@ -1,6 +1,6 @@
-"""What wakes optimizerd up: one queue, filled by the threads that listen.
+"""Queues all input of optimizerd: one queue, filled by the listening threads.
 
-Both listening threads end within :data:`POLL_S` of being asked to.
+Both listening threads end within :data:`POLL_S` of a request to end.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RECEIVE_HIGH_WATER = 1024
 MAX_MESSAGE_BYTES = 4096
 MAX_UNREAD = 1 << 16
 BOUNDS = Bounds(connections=1024, connection_bytes=2**19, total_bytes=2**23, silent_bytes=2**18)
-"""Limits for connections from other nodes, whose workers' messages have some hundred bytes: it is
-not for long that they are silent.
+"""Limits for connections from other nodes. Their workers send messages of some hundred bytes, and
+are never silent for long.
 """
 
 _log = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ class GradientSocket:
         metrics: OptimizerMetrics,
         access: SocketAccess = OPEN,
     ) -> None:
-        """Bind the sockets; the local address is a lock: one process at a time can have it.
-        ``access``: who may connect on TCP.
+        """Binds the sockets. The local address is a lock, because only one process at a time can
+        bind it. ``access``: the clients that may connect over TCP.
 
         Raises:
             StateError: another optimizerd of this run and node is alive.
@@ -146,7 +146,7 @@ class GradientSocket:
 
     @property
     def endpoint(self) -> str:
-        """Where workers of other nodes reach it; empty where there are none."""
+        """The address for workers of other nodes; empty if there are no other nodes."""
         return "" if self._home is None else self._home.endpoint
 
     def start(self) -> None:
@@ -154,7 +154,7 @@ class GradientSocket:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close the sockets; a second time does nothing."""
+        """Ends the thread and closes the sockets; further calls do nothing."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -1,8 +1,8 @@
 """Turns a sweep into one native call on a node's memory.
 
-Arrays are views of shared memory, made once; contributions computed on other nodes are in private
-buffers (:class:`RemoteGradients`), one for each copy, so that a later settle finds the gradients
-that an earlier sweep looked at.
+Arrays are views of shared memory, made once. Contributions of other nodes are in private buffers
+(:class:`RemoteGradients`), one for each copy. So a later settle finds the gradients that an earlier
+sweep has checked.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Kernels:
         }
 
     def moved_by(self, work: Sweep) -> tuple[float, float]:
-        """Returns the parameters that a sweep goes through, padding included, and the bytes of DRAM
-        that it reads and writes; of a repair, those of the whole sweep.
+        """Returns the parameters of a sweep, padding included, and the bytes of DRAM that it reads
+        and writes. A repair counts as its whole sweep.
         """
         arrays = self._arrays[work.block]
         grads = sum(array.itemsize for array in arrays.grads[0])
@@ -153,7 +153,7 @@ class Kernels:
         return parameters, parameters * of_each[type(work)]
 
     def run(self, work: Sweep) -> SweepStatus | None:
-        """Run one sweep to its end; returns its status if it looked at new gradients.
+        """Runs one sweep to its end; returns its status if it checked new gradients.
 
         Raises:
             ValueError, RuntimeError: from the native module: arrays, hyper-parameters or the undo
@@ -162,7 +162,7 @@ class Kernels:
         return self._calls[type(work)](work)
 
     def close(self) -> None:
-        """Let go of all views of shared memory: it cannot be unmapped while one exists."""
+        """Releases all views of shared memory, which cannot be unmapped while a view exists."""
         self._copying.shutdown()
         self._arrays.clear()
         self._undo.release()
@@ -253,12 +253,12 @@ class Kernels:
     def _led_on(
         self, arrays: BlockArrays, before: int, after: int, *, begun: bool = False
     ) -> dict[str, Any]:
-        """Returns the arguments of a sweep that leads the state from version ``before`` to
+        """Returns the arguments of a sweep that advances the state from version ``before`` to
         ``after``.
 
-        It works in place. A block with two copies of its state has the later version in the other
-        one, which gets the earlier state first, unless the sweep had ``begun`` when it was cut
-        short: the undo area is armed behind this copy only.
+        The sweep works in place. A block with two copies of its state keeps the later version in
+        the other copy, so the earlier state is copied there first. A sweep that had ``begun``
+        before it was cut short skips this: the undo area is armed only after the copy.
         """
         if len(arrays.states) == 1:
             return arrays.state(before)

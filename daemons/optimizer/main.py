@@ -67,7 +67,9 @@ def optimizerd(node: str, scheduler: str, process: RunProcess) -> None:
 
 
 def _policy(plan: Plan, config: OptimizerConfig) -> Callable[[int], UpdatePolicy]:
-    """Returns how a block gets on: as the plan says, or in place with arithmetic rollback."""
+    """Returns each block's way from version to version: the plan's, or in place with arithmetic
+    rollback.
+    """
     ours = UpdatePolicy.IN_PLACE if config.rollback == "arithmetic" else UpdatePolicy.ADVANCE
     policies = dict.fromkeys(plan.settled_early, UpdatePolicy.SETTLE_EARLY)
     policies |= dict.fromkeys(plan.updates, UpdatePolicy.DEVICE)
@@ -164,9 +166,9 @@ def _sweeps(
         if emulation.cluster.dram_bandwidth < math.inf:
             metrics.ceiling(emulation.cluster.dram_bandwidth / emulation.time_scale)
     else:
-        found = ceiling_of(run.path, memory.spec, placement.optimizer)
-        if found is not None:
-            metrics.ceiling(found)
+        ceiling = ceiling_of(run.path, memory.spec, placement.optimizer)
+        if ceiling is not None:
+            metrics.ceiling(ceiling)
     sweeps = SweepThread(runner, inbox.put)
     sweeps.start()
     return runner, process.keep(sweeps)

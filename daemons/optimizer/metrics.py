@@ -1,8 +1,8 @@
-"""What optimizerd counts (names are explained in :mod:`penstock.protocol.metrics.optimizer`), and a
-look at where the pages of the optimizer's state lie.
+"""Counts optimizerd's metrics (:mod:`penstock.protocol.metrics.optimizer` describes them), and
+locates the pages of the optimizer's state.
 
-memoryd places the pages when it makes the segments; a segment that was adopted may stem from a run
-with other cores.
+memoryd places the pages when it creates the segments; an adopted segment may stem from a run with
+other cores.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class OptimizerMetrics:
         self._lock = world.lock()
 
     def fetched(self, way: str, num_bytes: int, seconds: float) -> None:
-        """Gradients of another node have come, by ``zmq`` or ``nixl``."""
+        """Counts gradients fetched from another node, by ``zmq`` or ``nixl``."""
         self._page.add("penstock_fetch_bytes", num_bytes, way)
         self._page.add("penstock_fetch_seconds", seconds, way)
 
     def dropped(self, reason: str) -> None:
-        """A message was not obeyed."""
+        """Counts a dropped message."""
         self._page.add("penstock_dropped_messages", 1, reason)
 
     def placed(self, placement: Placement, local: float | None, huge_bytes: int) -> None:
-        """Record where threads and memory are. ``local``: the share of the state's pages that lie
-        on the NUMA node of their thread, None where it is not known.
+        """Records the places of threads and memory. ``local``: the share of the state's pages on
+        the NUMA node of their thread; None if unknown.
         """
         self._page.say("penstock_optimizer_placement", placement.to_dict())
         for node in sorted(set(placement.nodes)):
@@ -71,24 +71,24 @@ class OptimizerMetrics:
         self._num_threads, self._threads = num_threads, tuple(threads)
 
     def ceiling(self, bytes_per_s: float) -> None:
-        """It is known what memory allows."""
+        """Records the measured bandwidth of memory."""
         self._page.set("penstock_memory_bandwidth_ceiling_bytes_per_second", bytes_per_s)
 
     def waits(self, cause: str | None, queue_length: int) -> None:
-        """From now on sweeps wait for ``cause``; None: one runs."""
+        """Starts a wait of the sweeps for ``cause``; None: a sweep runs."""
         self._page.set("penstock_optimizer_queue_length", queue_length)
         with self._lock:
             self._count_wait(cause)
 
     def sweep_done(self, name: str, seconds: float, parameters: float, num_bytes: float) -> None:
-        """Count one sweep: parameters, padding included, and bytes of DRAM."""
+        """Counts one sweep: parameters, padding included, and bytes of DRAM."""
         self._page.add("penstock_sweep_seconds", seconds, name)
         self._page.add("penstock_sweep_parameters", parameters, name)
         self._page.add("penstock_sweep_bytes", num_bytes, name)
         self._page.add("penstock_optimizer_busy_seconds", seconds * self._num_threads)
 
     def _refresh(self) -> None:
-        """A wait under way counts, and CPU time is that of now."""
+        """Adds the current wait, and updates the CPU time."""
         with self._lock:
             self._count_wait(self._waits[0])
             if self._threads:
@@ -119,17 +119,17 @@ def local_ratio(memory: NodeMemory, placement: Placement) -> float | None:
     """
     buffer = memory.segment_buffer(SegmentKind.STATE)
     spec = memory.spec
-    wanted = _sample(page_places(placement, spec.layout, spec.table)[SegmentKind.STATE])
-    if buffer is None or not wanted:
+    sample = _sample(page_places(placement, spec.layout, spec.table)[SegmentKind.STATE])
+    if buffer is None or not sample:
         return None
     try:
-        found = nodes_of_pages(buffer, list(wanted))
+        nodes = nodes_of_pages(buffer, list(sample))
     except OSError as error:
         _log.info("where the state's pages lie is not known: %s", error)
         return None
     known = [
-        node == wanted[offset]
-        for offset, node in zip(wanted, found, strict=True)
+        node == sample[offset]
+        for offset, node in zip(sample, nodes, strict=True)
         if node is not None
     ]
     return sum(known) / len(known) if known else None
@@ -137,9 +137,14 @@ def local_ratio(memory: NodeMemory, placement: Placement) -> float | None:
 
 def _sample(ranges: list[NodeRange]) -> dict[int, int]:
     """Returns a sample of pages: offset in bytes -> the NUMA node that the page belongs on."""
-    step = -(-sum(wanted.num_bytes for wanted in ranges) // MAX_SAMPLES // PAGE_BYTES) * PAGE_BYTES
+    step = (
+        -(-sum(node_range.num_bytes for node_range in ranges) // MAX_SAMPLES // PAGE_BYTES)
+        * PAGE_BYTES
+    )
     return {
-        offset: wanted.node
-        for wanted in ranges
-        for offset in range(wanted.offset, wanted.offset + wanted.num_bytes, max(step, PAGE_BYTES))
+        offset: node_range.node
+        for node_range in ranges
+        for offset in range(
+            node_range.offset, node_range.offset + node_range.num_bytes, max(step, PAGE_BYTES)
+        )
     }

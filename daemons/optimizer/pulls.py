@@ -23,7 +23,9 @@ from penstock.protocol.wire.sockets import OPEN, SocketAccess
 from penstock.shm.memory import Array
 
 ATTEMPT_TIMEOUT_S = 30.0
-"""After so long the log says what is awaited; the scheduler decides who is lost."""
+"""Seconds after which the log names the awaited contribution; the scheduler decides on lost
+members.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ Report = Callable[[Pulled | EffectFailed, int], None]
 
 
 class Room(Protocol):
-    """Where contributions go: :class:`~penstock.daemons.optimizer.kernels.RemoteGradients`."""
+    """Buffers for contributions: :class:`~penstock.daemons.optimizer.kernels.RemoteGradients`."""
 
     def array(self, block: int, contribution: int, copy: int) -> Array:
         """Returns the buffer of one contribution: (elements,), in the type of gradients."""
@@ -51,8 +53,8 @@ class Puller:
         open_fetcher: OpenFetcher = BlockClient,
         access: SocketAccess = OPEN,
     ) -> None:
-        """``source``: (block, contribution) -> member name of the memoryd that holds it;
-        ``access`` knows whose an address is.
+        """Starts the thread of the pulls. ``source``: (block, contribution) -> member name of the
+        memoryd that holds it. ``access``: maps an address to its owner's keys.
         """
         self._open_fetcher = open_fetcher
         self._access = access
@@ -79,7 +81,7 @@ class Puller:
         return frozenset(block for (block, _), name in self._source.items() if name in memoryds)
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Remember where the memoryds listen in this epoch: member name -> address."""
+        """Records the addresses of the memoryds in this epoch: member name -> address."""
         self._addresses = dict(addresses)
 
     def order(self, pull: Pull) -> None:
@@ -88,11 +90,11 @@ class Puller:
         self._orders.put((self._generation, address, pull))
 
     def cancel(self) -> None:
-        """Give up all pulls ordered so far."""
+        """Cancels all pulls ordered so far."""
         self._generation += 1
 
     def close(self) -> None:
-        """Give up what is under way and end the thread."""
+        """Cancels the current pull and ends the thread."""
         self.cancel()
         self._orders.put(None)
         self._thread.join()

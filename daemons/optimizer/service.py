@@ -1,9 +1,8 @@
-"""optimizerd's loop: what arrives in the inbox becomes events, the machine's effects are done.
+"""Runs optimizerd's loop: turns input into events of the machine, and carries out its effects.
 
-The loop sleeps in one queue that every listening thread fills, so whatever comes is answered at
-once. Only three things happen by the clock: a look at the stop signal; after a second without news
-one at the ready words, should a message of a worker have been lost; and, while memoryd saves, looks
-at its pins.
+The loop sleeps in one queue that every listening thread fills, so input is handled at once. Only
+three actions follow the clock. The stop signal is checked. After a second without input the ready
+words are checked, in case a worker's message was lost. During a save memoryd's pins are checked.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from penstock.shm.layout import WEIGHT_SLOTS
 
 RESCAN_AFTER_S = 1.0
 PIN_POLL_S = 0.002
-"""While a save reads blocks, this often is looked which it has read."""
+"""Seconds between checks of the pins while a save reads blocks."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +90,8 @@ _ENDINGS = frozenset({"commit", "skip", "drain"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What the service works with; ``main`` makes it and takes it apart. ``is_named``: whether what
-    is mapped is the node's memory still.
+    """Parts of the service; ``main`` makes and closes them. ``is_named``: whether the mapped memory
+    still belongs to the node.
     """
 
     run_id: str
@@ -132,11 +131,11 @@ class OptimizerService:
         }
 
     def run(self) -> None:
-        """Serve until the machine wants to exit.
+        """Serves until the machine exits.
 
         Raises:
-            PenstockError: the run cannot go on (the scheduler has been told), or refuses this
-                process.
+            PenstockError: the run cannot continue (the scheduler has been informed), or refuses
+                this process.
         """
         while self._loop.exit is None:
             self._look_at_pins()
@@ -165,9 +164,8 @@ class OptimizerService:
         )
 
     def doing(self, running: Sweep | None) -> Doing:
-        """Returns what heartbeats say: the sweep under way, or what is being handled; without
-        either this process waits: for gradients, for a save, or for the scheduler. Called on the
-        heartbeats' thread.
+        """Returns the activity for heartbeats, on their thread: the running sweep, or the event
+        being handled. With neither, this process waits for gradients, a save or the scheduler.
         """
         activity = f"{running.name} of block {running.block}" if running else self._handling
         return Doing(
@@ -216,7 +214,7 @@ class OptimizerService:
             self._parts.trace.flush()
 
     def _look_at_pins(self) -> None:
-        """Between attempts memoryd only ever lets go."""
+        """Reads the pins. Between attempts memoryd only releases pins."""
         if self._machine.pins:
             self._see_pins(read_pins(self._parts.control, self._machine.pins))
 
@@ -251,7 +249,8 @@ class OptimizerService:
         if message.run_id != self._parts.run_id:
             return "other_run"
         if (message.block, message.contribution) not in self._local:
-            return "not_local"  # another node's contribution is pulled, whoever announces it
+            # another node's contribution is pulled, so a message about it is dropped
+            return "not_local"
         if not self._is_ready(message):
             return "not_ready"
         return ""
@@ -327,10 +326,10 @@ class OptimizerService:
         self._idle_s += PIN_POLL_S if self._machine.pins else POLL_S
         if self._idle_s >= RESCAN_AFTER_S:
             self._idle_s = 0.0
-            for wanted in self._machine.awaited():
-                if self._is_ready(wanted):
-                    _log.warning("no message came for %s", wanted)
-                    self._feed(wanted)
+            for pair in self._machine.awaited():
+                if self._is_ready(pair):
+                    _log.warning("no message came for %s", pair)
+                    self._feed(pair)
 
     def _leave(self, end: Exit) -> None:
         if end.code == ExitCode.DONE:

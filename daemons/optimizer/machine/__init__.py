@@ -1,1 +1,1 @@
-"""What optimizerd decides: pure, see :mod:`penstock.daemons.optimizer.machine.machine`."""
+"""Decides for optimizerd: pure; see :mod:`penstock.daemons.optimizer.machine.machine`."""

@@ -1,16 +1,19 @@
-"""``optimizer.rollback: arithmetic``: steps in place, taken back by arithmetic (the papers' way).
+"""Implements ``optimizer.rollback: arithmetic``: steps in place, undone by arithmetic, as in the
+papers.
 
-SPipe, DeepSpeed and zero-bubble step as soon as gradients are there, and invert the step if it is
-not to count. Nothing waits for its gradients afterwards, so one copy of them is enough; but what a
-step rounded away is lost with every step that is taken back. Here a block goes ahead of the commit
-(state version c + 1) by a ``Hold``; COMMIT has nothing to do; AMEND takes all blocks back, then
-steps with the clipped coefficient; SKIP and broken attempts take back what was stepped. Words, and
-what a SIGKILL leaves: :mod:`penstock.daemons.optimizer.machine.words`.
+SPipe, DeepSpeed and zero-bubble step as soon as gradients arrive, and invert the step if it must
+not count. Gradients are not needed afterwards, so one copy of them is enough. But every inverted
+step loses the bits that it had rounded away.
 
-No arithmetic brings back what Inf or NaN destroyed. So the gradients are looked at before the step
-(a sweep that reads nothing else), and a block with such gradients is not stepped.
+Here a block advances ahead of the commit (state version c + 1) by a ``Hold``. COMMIT has nothing
+left to do. AMEND inverts all blocks, then steps with the clipped coefficient. SKIP and aborted
+attempts invert the steps that were taken. :mod:`penstock.daemons.optimizer.machine.words` describes
+the words, and the state after a SIGKILL.
 
-Attempts that hold are those of the exact way: they step after the commit.
+No arithmetic recovers values that Inf or NaN destroyed. So a separate sweep checks the gradients
+before the step, and a block with such gradients is not stepped.
+
+Attempts that hold work as in the exact way: they step after the commit.
 """
 
 from __future__ import annotations
@@ -65,14 +68,14 @@ class ArithmeticSteps:
         self._amendment: CommitRecord | None = None
         """Blocks are being taken back, to be stepped as the record says."""
         self._looked_at: dict[int, tuple[SweepStatus, float]] = {}
-        """Status and seconds of blocks whose gradients were looked at, until they have stepped."""
+        """Status and seconds of blocks with checked gradients, until they have stepped."""
 
     def handle(self, event: LiveEvent) -> None:
-        """React to the scheduler or a worker; only after recovery."""
+        """Handles an event of the scheduler or a worker; only after recovery."""
         self._HANDLERS[type(event)](self, event)
 
     def start(self, blocks: Iterable[int]) -> None:
-        """Plans the update of blocks whose gradients are all there."""
+        """Plans the update of blocks with complete gradients."""
         self.epoch.plan(WorkKind.UPDATE, blocks)
 
     def choose(self, work: QueuedWork) -> Sweep | None:
@@ -80,19 +83,19 @@ class ArithmeticSteps:
         return self._CHOOSERS[work.kind](self, work.block)
 
     def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        """Draw the consequences of a sweep's end; both are None if nothing was left to do."""
+        """Handles a sweep's end; both are None if nothing was left to do."""
         self._FINISHERS[work.kind](self, work, sweep, done)
 
     def abandon(self) -> None:
-        """Forget what is planned; the next epoch's recovery takes back what is ahead."""
+        """Discards planned work; the next epoch's recovery inverts blocks that are ahead."""
         self.epoch.abandon()
         self._amendment = None
         self._looked_at.clear()
 
     def validate(self) -> None:
-        """Check that the state of every block is at the committed version; or ahead of it by the
-        step that is announced, while an attempt is undecided or the step is being taken back; or
-        one step behind while a held commit is being completed.
+        """Checks that every block's state is at the committed version, with two exceptions. It is
+        one version ahead while an attempt is undecided or its step is being inverted. It is one
+        behind while a held commit is being completed.
 
         Raises:
             ValueError: naming what contradicts what.
@@ -132,7 +135,7 @@ class ArithmeticSteps:
             self._announce(event)
 
     def _announce(self, event: AttemptAsked) -> None:
-        """Write the record of the step that blocks are going to take, while none is ahead."""
+        """Writes the record of the step that blocks are about to take, while no block is ahead."""
         words = self.epoch.words
         assert words.record is not None, "an epoch begins with a record"
         version = event.base_version + 1
@@ -152,7 +155,9 @@ class ArithmeticSteps:
         self.start(self.epoch.gradients_ready(event))
 
     def _on_device_updated(self, event: DeviceUpdated) -> None:
-        """No block of such a run is a device's: a plan with an UPDATE is refused."""
+        """Rejects the event: a plan with an UPDATE is refused, so workers preview no block of such
+        a run.
+        """
 
     def _on_amend(self, event: AmendAsked) -> None:
         attempt = self.epoch.begin_amend(event)
@@ -195,7 +200,7 @@ class ArithmeticSteps:
         return self.epoch.attempt
 
     def _update(self, block: int) -> Sweep:
-        """Returns one of two: the look at the gradients, then the step."""
+        """Returns the check of the gradients first, and the step afterwards."""
         attempt = self._attempt()
         if attempt.hold or block not in self._looked_at:
             return GradientStatus(block=block, version=attempt.update.version)
@@ -227,7 +232,7 @@ class ArithmeticSteps:
             status, seconds = self._looked_at.pop(block)
             self.epoch.report(attempt, block, status, seconds + done.seconds)
             return
-        assert done.status is not None, "a look at gradients has a status"
+        assert done.status is not None, "a check of gradients has a status"
         if attempt.hold or not done.status.finite:
             self.epoch.report(attempt, block, done.status, done.seconds)
             return

@@ -1,4 +1,4 @@
-"""Which gradients a node's blocks need, and which of those from other nodes are at hand."""
+"""Tracks the gradients that a node's blocks need, and the arrivals of other nodes' gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.daemons.optimizer.machine.events import (
 class OwnedBlocks:
     """The blocks of this node, in forward order.
 
-    ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are the pairs
-    (block, contribution) that this node computes and that others compute. ``settled_early`` are the
-    active blocks whose state is brought up to date before new gradients come, ``on_devices`` those
-    of them that workers preview, ``flushed`` those of these whose next state workers write, too.
-    ``in_place``: all blocks step in place.
+    ``active`` have trainable elements, ``empty`` have none. ``local`` and ``remote`` are pairs
+    (block, contribution) that this node or another node computes. ``settled_early`` are the active
+    blocks that are settled before new gradients arrive. ``on_devices`` are those of
+    ``settled_early`` that workers preview. ``flushed`` are those of ``on_devices`` that also have
+    their next state written by workers. ``in_place``: all blocks step in place.
 
-    ``together``: no block's update begins before all gradients of the node are there, which is the
+    ``together``: no block's update begins before all gradients of the node have arrived, as in the
     synchronous optimizer of Mobius and Megatron.
     """
 
@@ -44,7 +44,7 @@ class OwnedBlocks:
         self.num_contributions = {b.index: b.contributions for b in self.all}
 
     def startable(self, block: int, ready: Mapping[int, set[int]]) -> tuple[int, ...]:
-        """Returns the blocks whose update can begin, now that ``block`` has a new contribution."""
+        """Returns the blocks that can begin their update after a new contribution to ``block``."""
         if len(ready[block]) < self.num_contributions[block]:
             return ()
         if not self._together:
@@ -77,10 +77,10 @@ class Pulls:
         attempt: int,
         version: int,
     ) -> None:
-        """Pull these contributions; their buffers hold nothing until they are there.
+        """Pulls these contributions; their buffers are empty until the contributions arrive.
 
-        Last blocks first, as backwards make them: pulls run one by one, and one that waits for a
-        gradient holds up the others.
+        The last blocks come first, in the order of backward passes. Pulls run one by one, so a pull
+        that waits for its gradient would delay the others.
         """
         for block, contribution in sorted(pairs, key=lambda pair: -pair[0]):
             self._held.pop((block, contribution, version % 2), None)
@@ -96,7 +96,7 @@ class Pulls:
             )
 
     def arrived(self, event: Pulled) -> None:
-        """Remember which attempt's gradients the buffer holds now."""
+        """Records the attempt of the gradients that the buffer holds now."""
         self._held[(event.block, event.contribution, event.version % 2)] = event.attempt
 
     def missing(self, block: int, *, version: int, attempt: int) -> list[tuple[int, int]]:
@@ -108,6 +108,6 @@ class Pulls:
         ]
 
     def cancel(self) -> None:
-        """Give up what is still on its way."""
+        """Cancels all outstanding pulls."""
         if self._remote:
             self._effects.append(CancelPulls())

@@ -1,13 +1,14 @@
-"""What every epoch of optimizerd has: words, work that waits, the attempt under way, settles.
+"""Holds the parts that every epoch of optimizerd has: words, queued work, the current attempt,
+settles.
 
-Which sweep work needs, and what a decision means for the blocks, are rules of their own:
+The rules that choose the sweep of a piece of work, and handle decisions, are separate:
 :mod:`penstock.daemons.optimizer.machine.exact`, or for steps in place
-:mod:`penstock.daemons.optimizer.machine.arithmetic`. Each has one :class:`Epoch` and works with it;
-:mod:`penstock.daemons.optimizer.machine.machine` decides whether an epoch may hear of an event.
+:mod:`penstock.daemons.optimizer.machine.arithmetic`. Each has one :class:`Epoch`.
+:mod:`penstock.daemons.optimizer.machine.machine` decides whether an event reaches the epoch.
 
-One sweep runs at a time, on all threads of the pool; work waits in order of arrival, and what is
-due for every block is queued in forward order. Which sweep a piece of work needs is decided when
-its turn comes, from the block's state version.
+One sweep runs at a time, on all threads of the pool. Work waits in order of arrival, and work for
+every block is queued in forward order. The sweep of a piece of work is chosen at its turn, from the
+block's state version.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ LiveEvent: TypeAlias = (
     | SkipAsked
     | SettleAsked
 )
-"""What an epoch may hear of once it has recovered."""
+"""Events that a recovered epoch accepts."""
 
 
 class Epoch:
@@ -74,7 +75,8 @@ class Epoch:
         self._pulls = pulls
         self._out = effects
         self._early: dict[int, list[GradientsReady | DeviceUpdated]] = {}
-        self._unvacated: tuple[int, ...] = ()  # blocks whose copy of the state is still read
+        # blocks with a copy of the state that is still being read
+        self._unvacated: tuple[int, ...] = ()
         self._settling: set[int] = set()  # blocks that Settled waits for
         self._queue: deque[QueuedWork] = deque()
         self._running: RunningSweep | None = None
@@ -83,7 +85,7 @@ class Epoch:
         if not self._recovery.awaited:
             self._queue.extend(self._recovery.left)
 
-    # ---- looking from outside ----
+    # ---- queries ----
 
     @property
     def attempt_number(self) -> int:
@@ -92,12 +94,12 @@ class Epoch:
 
     @property
     def busy(self) -> bool:
-        """Whether a sweep is running."""
+        """True while a sweep runs."""
         return self._running is not None
 
     @property
     def recovered(self) -> bool:
-        """Whether all that the commit promises is there."""
+        """True if the recovery has completed the commit."""
         return self._recovery.done
 
     @property
@@ -139,11 +141,11 @@ class Epoch:
         return {work.block for work in (*self._queue, *running) if work.kind in kinds}
 
     def validate(self) -> list[int]:
-        """Check what must hold for all rules; returns the blocks whose words are to be checked.
+        """Checks the invariants of all rules; returns the blocks to be checked further.
 
-        These are all blocks after a decision or a new attempt, and else those whose words have
-        changed since the last check: the loop asks after every event, and a model may have hundreds
-        of blocks.
+        After a decision or a new attempt these are all blocks. Otherwise they are the blocks with
+        newly changed words: the loop checks after every event, and a model may have hundreds of
+        blocks.
 
         Raises:
             ValueError: naming what contradicts what.
@@ -199,8 +201,8 @@ class Epoch:
         return self.attempt
 
     def vacate(self, blocks: Iterable[int]) -> None:
-        """Let workers write the attempt's weights of blocks, and the state of those that flush, as
-        soon as no save reads what they overwrite.
+        """Invalidates slots, so that workers may write the attempt's weights, and the state of
+        flushed blocks. A block waits until no save reads the bytes to be overwritten.
         """
         assert self.attempt is not None, "weights are of an attempt"
         target, waiting = self.attempt.update.version, []
@@ -212,7 +214,7 @@ class Epoch:
         self._unvacated = tuple(waiting)
 
     def pins_seen(self, pins: Mapping[int, int]) -> None:
-        """Note what memoryd has not read yet."""
+        """Records the versions that memoryd has not read yet."""
         self.words.pins = dict(pins)
         if self.attempt is not None and self._unvacated:
             self.vacate(self._unvacated)
@@ -220,28 +222,28 @@ class Epoch:
     def came_early(self) -> list[GradientsReady | DeviceUpdated]:
         """Returns what workers said of the attempt before it began; drops what is older."""
         number = self.attempt_number
-        found = self._early.pop(number, [])
+        early = self._early.pop(number, [])
         self._early = {n: events for n, events in self._early.items() if n > number}
-        return found
+        return early
 
     def of_attempt(self, event: GradientsReady | DeviceUpdated) -> AttemptProgress | None:
         """Returns the attempt under way if a worker speaks of it; keeps what is early."""
         if self.attempt is not None and event.attempt == self.attempt.number:
             return self.attempt
         if event.attempt > self.attempt_number:
-            # The worker heard of the attempt, or computed it, before our own message came.
+            # The worker received or computed the attempt before our own message arrived.
             self._early.setdefault(event.attempt, []).append(event)
         return None
 
     def gradients_ready(self, event: GradientsReady) -> tuple[int, ...]:
-        """Returns the blocks whose update can begin now, thanks to a local contribution."""
+        """Returns the blocks that can begin their update after a local contribution."""
         pair = (event.block, event.contribution)
         if pair in self.blocks.local and (attempt := self.of_attempt(event)) is not None:
             return self._mark_ready(attempt, *pair)
         return ()
 
     def pulled(self, event: Pulled) -> tuple[int, ...]:
-        """Returns the blocks whose update can begin now, thanks to another node's contribution."""
+        """Returns the blocks that can begin their update after another node's contribution."""
         self._pulls.arrived(event)
         pair, recovery = (event.block, event.contribution), self._recovery
         if pair in recovery.awaited:
@@ -312,12 +314,14 @@ class Epoch:
         self.report_amended(self.attempt)
 
     def report_amended(self, attempt: AttemptProgress) -> None:
-        """Tell the scheduler, once no block is missing."""
+        """Reports to the scheduler once no block is missing."""
         if not attempt.amending:
             self._out.append(SendAmended(epoch=self.number, attempt=attempt.number))
 
     def commit(self, event: CommitAsked) -> None:
-        """Flip, and plan what blocks need whose slot does not hold the committed step."""
+        """Flips the committed version, and plans work for blocks without the committed step in
+        their slot.
+        """
         record, words = event.record, self.words
         if record.version == words.committed:
             return
@@ -337,7 +341,7 @@ class Epoch:
         self.plan(WorkKind.COMPLETE, unlike)
 
     def skip(self, event: SkipAsked) -> bool:
-        """Drop the attempt under way; returns False if the event is about another one."""
+        """Drops the current attempt; returns False if the event is about another attempt."""
         attempt = self.attempt
         if attempt is None or attempt.number != event.attempt:
             return False
@@ -351,7 +355,9 @@ class Epoch:
         return True
 
     def abandon(self) -> None:
-        """Forget all that is planned; the running sweep goes on, and its words follow it."""
+        """Discards all planned work; the running sweep continues, and its words are written at its
+        end.
+        """
         self._queue.clear()
         self._settling.clear()
         self.attempt = None
@@ -359,8 +365,8 @@ class Epoch:
     # ---- settling ----
 
     def settle(self, event: SettleAsked, taking_back: Iterable[int] = ()) -> None:
-        """Bring the state of all blocks to the committed version: of those that lag, and of those
-        that are being taken back to it. Settled follows.
+        """Brings the state of all blocks to the committed version: lagging blocks, and blocks that
+        are being inverted to it. Settled follows.
         """
         if event.version != self.words.committed:
             raise ImpossibleError(
@@ -371,7 +377,7 @@ class Epoch:
         self._report_settled()
 
     def queue_settles(self, blocks: Iterable[int]) -> set[int]:
-        """Queue those of ``blocks`` whose state lags, once; returns them."""
+        """Queues each of ``blocks`` with lagging state once; returns them."""
         lagging = [b for b in blocks if self.words.pending(b) is not None]
         queued = {work.block for work in self._queue if work.kind is WorkKind.SETTLE}
         self.plan(WorkKind.SETTLE, [b for b in lagging if b not in queued])
@@ -390,11 +396,11 @@ class Epoch:
     # ---- work ----
 
     def plan(self, kind: WorkKind, blocks: Iterable[int]) -> None:
-        """Queue work for blocks."""
+        """Queues work for blocks."""
         self._queue.extend(QueuedWork(kind=kind, block=block) for block in blocks)
 
     def again(self, work: QueuedWork) -> None:
-        """Put work back, before all other work: it needs another sweep."""
+        """Puts work back before all other work: it needs another sweep."""
         self._queue.appendleft(work)
 
     def waiting(self) -> tuple[QueuedWork, ...]:
@@ -402,11 +408,11 @@ class Epoch:
         return () if self._running is not None else tuple(self._queue)
 
     def take(self, work: QueuedWork) -> None:
-        """It is the turn of ``work``."""
+        """Takes ``work`` off the queue: its turn has come."""
         self._queue.remove(work)
 
     def run(self, work: QueuedWork, sweep: Sweep) -> None:
-        """Start a sweep: its words first, then the order."""
+        """Starts a sweep: its words are written first, so that recovery finds its intent."""
         attempt = self.attempt if work.kind in (WorkKind.UPDATE, WorkKind.AMEND) else None
         if attempt is not None:
             attempt.previewed.pop(work.block, None)
@@ -416,10 +422,10 @@ class Epoch:
         self._out.append(RunSweep(work=sweep))
 
     def ended(self) -> RunningSweep | None:
-        """Writes the words of the sweep that has ended, even if the epoch is abandoned.
+        """Writes the words of the ended sweep, even if the epoch is abandoned.
 
-        Returns the sweep, or None if it was of an attempt that was skipped or abandoned meanwhile,
-        whose weights stay invalid.
+        Returns the sweep, or None if its attempt was skipped or abandoned meanwhile; its weights
+        then stay invalid.
         """
         running, self._running = self._running, None
         assert running is not None, "no sweep was running"
@@ -428,7 +434,7 @@ class Epoch:
         return running if current else None
 
     def recovered_from(self, work: QueuedWork) -> None:
-        """Notes that work is done. Ready waits for what this epoch began with; nobody waits for
-        what a commit during the epoch left to complete.
+        """Notes that work is done. Ready waits only for the work of this epoch's beginning, not for
+        work that later commits leave.
         """
         self._recovery.left.pop(work, None)

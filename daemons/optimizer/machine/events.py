@@ -1,6 +1,6 @@
-"""What reaches optimizerd's machine (events) and what it orders (effects): plain values.
+"""Events and effects of optimizerd's machine: plain values.
 
-Those that other daemons know, too, are in :mod:`penstock.daemons.kit.events`.
+Events and effects that other daemons share are in :mod:`penstock.daemons.kit.events`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.shm.control import CommitRecord, SweepIntent
 
 
 class UpdatePolicy(Enum):
-    """How a block gets from one version to the next."""
+    """Ways of a block from one version to the next."""
 
     ADVANCE = auto()
     """Settle and preview in one sweep, when the next gradients are there."""
@@ -35,8 +35,8 @@ class UpdatePolicy(Enum):
     DEVICE = auto()
     """Settle during the next forward; a worker's UPDATE previews. A holding attempt's is ours."""
     FLUSH = auto()
-    """A worker's UPDATE previews, and writes the next state beside the committed one; the commit
-    takes it over. What is not committed as it was flushed (holds, amends) is settled by us.
+    """A worker's UPDATE previews, and writes the next state into the spare copy; the commit adopts
+    it. Steps that are not committed as flushed (holds, amends) are settled by optimizerd.
     """
     IN_PLACE = auto()
     """Step in place when the gradients are there; arithmetic takes back what does not count. All
@@ -45,13 +45,13 @@ class UpdatePolicy(Enum):
 
     @property
     def by_worker(self) -> bool:
-        """Whether a worker's UPDATE makes the block's next weights."""
+        """True if a worker's UPDATE makes the block's next weights."""
         return self in (UpdatePolicy.DEVICE, UpdatePolicy.FLUSH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedBlock:
-    """A block whose weights and state live on this node.
+    """A block with weights and state on this node.
 
     ``contributions`` is 0 for a block without trainable elements, which needs no sweep. ``remote``
     are the contributions that another node computes.
@@ -73,7 +73,7 @@ class BlockWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndoWords:
-    """What the undo area says, see ``native/undo.h``."""
+    """Words of the undo area; see ``native/undo.h``."""
 
     armed: bool
     tag: int
@@ -82,9 +82,9 @@ class UndoWords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """What is found in the control segment at a ``Begin``. ``record`` is that of ``committed``,
-    ``next_record`` that of the version after it; ``pins``: block -> version of its state that
-    memoryd has not read yet.
+    """Words in the control segment at a ``Begin``. ``record`` belongs to ``committed``,
+    ``next_record`` to the version after it. ``pins``: block -> version of its state that memoryd
+    has not read yet.
     """
 
     incarnation: int
@@ -286,11 +286,11 @@ class RunSweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Fetch another node's contribution; Pulled follows, unless CancelPulls comes first.
+    """Fetches another node's contribution; Pulled follows, unless CancelPulls comes first.
 
-    The contribution must have been published in epoch ``since_epoch`` or later. Gradients that are
-    committed may be older than the epoch that needs them again, and their number says enough:
-    attempts are unique in a run, and their copy stays untouched until they are settled.
+    The contribution must have been published in epoch ``since_epoch`` or later. Committed gradients
+    may be older than the epoch that needs them again. Their attempt number identifies them:
+    attempts are unique in a run, and the copy stays unchanged until it is settled.
     """
 
     epoch: int

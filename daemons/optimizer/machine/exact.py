@@ -54,11 +54,11 @@ class ExactSteps:
         self.epoch = epoch
 
     def handle(self, event: LiveEvent) -> None:
-        """React to the scheduler or a worker; only after recovery."""
+        """Handles an event of the scheduler or a worker; only after recovery."""
         self._HANDLERS[type(event)](self, event)
 
     def start(self, blocks: Iterable[int]) -> None:
-        """Plans the update of blocks whose gradients are all there."""
+        """Plans the update of blocks with complete gradients."""
         elsewhere = self._on_devices()
         self.epoch.plan(WorkKind.UPDATE, [b for b in blocks if b not in elsewhere])
 
@@ -67,15 +67,15 @@ class ExactSteps:
         return self._CHOOSERS[work.kind](self, work.block)
 
     def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        """Draw the consequences of a sweep's end; both are None if nothing was left to do."""
+        """Handles a sweep's end; both are None if nothing was left to do."""
         self._FINISHERS[work.kind](self, work, sweep, done)
 
     def abandon(self) -> None:
-        """Forget what is planned: the epoch is over."""
+        """Discards planned work: the epoch is over."""
         self.epoch.abandon()
 
     def validate(self) -> None:
-        """Check that the state of every block is at the committed version, or one step behind.
+        """Checks that the state of every block is at the committed version, or one step behind.
 
         Raises:
             ValueError: naming what contradicts what.
@@ -109,8 +109,8 @@ class ExactSteps:
             return
         if self.epoch.words.pending(block) is not None:
             raise ImpossibleError(
-                f"a worker updated block {block} in attempt {attempt.number}, whose state is not at"
-                f" version {self.epoch.words.committed} yet"
+                f"a worker updated block {block} in attempt {attempt.number}, but its state is not"
+                f" at version {self.epoch.words.committed} yet"
             )
         self.epoch.words.set_slot(block, attempt.update.version)
         attempt.previewed[block] = attempt.update
@@ -119,7 +119,7 @@ class ExactSteps:
         self.epoch.report(attempt, block, event.status, event.seconds)
 
     def _on_devices(self) -> tuple[int, ...]:
-        """Returns the blocks whose preview is a worker's."""
+        """Returns the blocks that a worker previews."""
         attempt = self.epoch.attempt
         return () if attempt is None or attempt.hold else self.epoch.blocks.on_devices
 
@@ -144,7 +144,7 @@ class ExactSteps:
         return self.epoch.attempt
 
     def _update(self, block: int) -> Sweep:
-        """Returns one of two where the attempt holds: a settle first, then the look at the
+        """Returns one of two sweeps if the attempt holds: a settle first, then the check of the
         gradients.
         """
         attempt, pending = self._attempt(), self.epoch.words.pending(block)
@@ -176,7 +176,7 @@ class ExactSteps:
         assert done is not None, "an update always needs a sweep"
         attempt = self._attempt()
         if done.status is None:
-            self.epoch.again(work)  # settled first; its new gradients are looked at now
+            self.epoch.again(work)  # settled first; then its new gradients are checked
             return
         if isinstance(sweep, Preview | Advance):
             attempt.previewed[work.block] = sweep.update

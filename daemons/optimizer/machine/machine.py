@@ -1,8 +1,9 @@
-"""optimizerd's state machine: which epoch it is in, how it leaves it, how it ends.
+"""optimizerd's state machine: its current epoch, the end of an epoch, and the end of the process.
 
-Pure: events come in, effects go out (:mod:`penstock.daemons.optimizer.machine.events`), to be
-carried out in order. No threads, sockets, clocks or memory; the control words are mirrored in a
-:class:`~penstock.daemons.optimizer.machine.words.WordsMirror`. What happens within an epoch is in
+Pure: it turns events into effects (:mod:`penstock.daemons.optimizer.machine.events`), which the
+caller carries out in order. It has no threads, sockets, clocks or memory. A
+:class:`~penstock.daemons.optimizer.machine.words.WordsMirror` mirrors the control words. The
+inside of an epoch is in
 :mod:`penstock.daemons.optimizer.machine.epoch`, by the rules of
 :mod:`penstock.daemons.optimizer.machine.exact` or, for steps in place,
 :mod:`penstock.daemons.optimizer.machine.arithmetic`.
@@ -60,7 +61,7 @@ from penstock.host.errors import ExitCode
 
 
 class OptimizerPhase(Enum):
-    """Where an optimizerd is in its life, see the module."""
+    """Phases of an optimizerd's life; see the module's picture."""
 
     IDLE = auto()
     RECOVERING = auto()
@@ -83,7 +84,7 @@ class OptimizerMachine:
         self._newest = 0  # epoch of the last Drain or Begin: nothing older is obeyed
         self._farewell: Effect | None = None  # due when the running sweep has ended
 
-    # ---- looking from outside ----
+    # ---- queries ----
 
     @property
     def joined_epoch(self) -> int:
@@ -107,12 +108,14 @@ class OptimizerMachine:
 
     @property
     def waits_for(self) -> str | None:
-        """What the next sweep waits for: gradients, fetches, decision, idle; None: one runs."""
+        """The event that the next sweep waits for: gradients, fetches, decision, idle; None while
+        one runs.
+        """
         return "idle" if self._joined is None else self._joined.epoch.waits_for()
 
     @property
     def pins(self) -> Mapping[int, int]:
-        """Block -> version of its state that was not read when pins were looked at last."""
+        """Block -> version of its state that was unread at the last check of pins."""
         return {} if self._joined is None else self._joined.epoch.words.pins
 
     def awaited(self) -> tuple[GradientsReady, ...]:
@@ -121,7 +124,7 @@ class OptimizerMachine:
         return () if live is None else live.epoch.awaited()
 
     def validate(self) -> None:
-        """Check the invariants of memory and queue.
+        """Checks the invariants of memory and queue.
 
         Raises:
             ValueError: naming what contradicts what.
@@ -136,8 +139,8 @@ class OptimizerMachine:
     # ---- the one entrance ----
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Effect]:
-        """Return what to do about ``event``, all of it and in order. Nothing that an optimizerd
-        decides depends on time.
+        """Returns the complete effects of ``event``, in order. No decision of an optimizerd depends
+        on time.
         """
         if self.phase is OptimizerPhase.STOPPED:
             return []
@@ -198,7 +201,7 @@ class OptimizerMachine:
         self._say_farewell()
 
     def _say_farewell(self) -> None:
-        """Say what is due once no sweep is running."""
+        """Sends the last messages once no sweep is running."""
         if self._farewell is None or (self._joined is not None and self._joined.epoch.busy):
             return
         self._out.append(self._farewell)
@@ -209,7 +212,7 @@ class OptimizerMachine:
     # ---- within an epoch ----
 
     def _on_live(self, event: LiveEvent) -> None:
-        """Passes on what only a live epoch may hear of, and only of itself."""
+        """Passes on events that only a live epoch accepts, and only its own."""
         live = self._live()
         if live is not None and event.epoch == live.epoch.number:
             live.handle(event)
@@ -220,7 +223,7 @@ class OptimizerMachine:
             self._joined.start(self._joined.epoch.pulled(event))
 
     def _on_pins(self, event: PinsSeen) -> None:
-        """Also before the epoch is live: recovery may wait for them."""
+        """Handles pins even before the epoch is live: recovery may wait for them."""
         if self._joined is not None:
             self._joined.epoch.pins_seen(event.pins)
 

@@ -1,10 +1,10 @@
-"""What a ``Begin`` finds in memory: can it be true, what did a cut sweep leave, what is due.
+"""Recovers from the memory that a ``Begin`` finds: checks it, classifies a cut sweep, lists missing
+work.
 
 The questions are pure functions over
 :class:`~penstock.daemons.optimizer.machine.events.MemoryFacts`; :func:`begin_recovery` then
-corrects the words. The sweeps that are due are run by
-:mod:`penstock.daemons.optimizer.machine.epoch`; each step may be cut short by a SIGKILL and is
-found again here.
+corrects the words. :mod:`penstock.daemons.optimizer.machine.epoch` runs the missing sweeps. A
+SIGKILL may cut each step short; the next recovery finds it again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ImpossibleError(Exception):
 
 
 class SweepFate(Enum):
-    """What became of the sweep that the intent names."""
+    """Fates of the sweep that the intent names."""
 
     NONE = auto()
     NOT_STARTED = auto()
@@ -62,7 +62,7 @@ def interrupted_sweep(facts: MemoryFacts) -> SweepFate:
 
 
 def check_begin(begin: RecoveryAsked, blocks: Iterable[OwnedBlock]) -> None:
-    """Check that the scheduler's commit and the memory belong together.
+    """Checks that the scheduler's commit and the memory belong together.
 
     Raises:
         ImpossibleError: naming what contradicts what.
@@ -124,20 +124,20 @@ def _check_intent(begin: RecoveryAsked) -> None:
         or not begin.record.version - 1 <= words.state_version <= highest
         or abs(intent.state_version - words.state_version) > 1
     ):
-        found = None if words is None else words.state_version
+        version = None if words is None else words.state_version
         raise ImpossibleError(
             f"a sweep led block {intent.block} to state version {intent.state_version}, but it is"
-            f" at {found} and the scheduler at {begin.record.version}"
+            f" at {version} and the scheduler at {begin.record.version}"
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """What is still missing before Ready.
+    """Work that is missing before Ready.
 
-    ``awaited``: contributions (block, contribution) being pulled; nothing is written before they
-    are there. ``left``: the work to be done then, in order: the sweep that was cut short, the
-    blocks that are ahead of the commit, and those without their committed weights.
+    ``awaited``: contributions (block, contribution) being pulled; no byte is written before they
+    arrive. ``left``: the work after that, in order. It begins with the sweep that was cut short.
+    Blocks ahead of the commit follow, then blocks without their committed weights.
     """
 
     awaited: set[tuple[int, int]]
@@ -145,14 +145,14 @@ class Recovery:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is missing."""
+        """True if nothing is missing."""
         return not self.awaited and not self.left
 
 
 def begin_recovery(
     begin: RecoveryAsked, words: WordsMirror, blocks: OwnedBlocks, pulls: Pulls
 ) -> Recovery:
-    """Apply the commit of a ``Begin`` that has been checked; returns what it still lacks."""
+    """Applies the commit of a checked ``Begin``; returns the missing work."""
     record = begin.record
     work = _resolve_intent(begin.facts, words)
     # A sweep that was cut short leads to the committed version, so then this changes nothing
@@ -187,7 +187,7 @@ def _pull_again(
 
 
 def _ahead(begin: RecoveryAsked, words: WordsMirror, active: Iterable[int]) -> list[int]:
-    """Returns the blocks whose step is to be taken back, also that of a sweep cut short."""
+    """Returns the blocks with a step to invert, including that of a sweep cut short."""
     intent, facts = begin.facts.interrupted, begin.facts
     stepping = None
     if intent is not None and interrupted_sweep(facts) is SweepFate.CUT_SHORT:
@@ -197,15 +197,15 @@ def _ahead(begin: RecoveryAsked, words: WordsMirror, active: Iterable[int]) -> l
 
 def _resolve_intent(facts: MemoryFacts, words: WordsMirror) -> list[QueuedWork]:
     """Clears the intent of a sweep that needs no repair; else returns the work that repairs it."""
-    intent, found = facts.interrupted, interrupted_sweep(facts)
+    intent, fate = facts.interrupted, interrupted_sweep(facts)
     if intent is None:
         return []
-    if found is SweepFate.CUT_SHORT:
+    if fate is SweepFate.CUT_SHORT:
         back = intent.state_version < words.state_version(intent.block)
         return [
             QueuedWork(kind=WorkKind.FINISH_REVERT if back else WorkKind.FINISH, block=intent.block)
         ]
-    if found is SweepFate.COMPLETE:
+    if fate is SweepFate.COMPLETE:
         words.set_state(intent.block, intent.state_version)
     words.effects.append(EndSweep())
     return []

@@ -28,19 +28,19 @@ class Steps(Protocol):
     epoch: Epoch
 
     def handle(self, event: LiveEvent) -> None:
-        """React to the scheduler or a worker; only after recovery."""
+        """Handles an event of the scheduler or a worker; only after recovery."""
 
     def start(self, blocks: Iterable[int]) -> None:
-        """Plans the update of blocks whose gradients are all there."""
+        """Plans the update of blocks with complete gradients."""
 
     def choose(self, work: QueuedWork) -> Sweep | None:
         """Returns the sweep that brings work forward; None if nothing is left to do."""
 
     def finish(self, work: QueuedWork, sweep: Sweep | None, done: SweepDone | None) -> None:
-        """Draw the consequences of a sweep's end; both are None if nothing was left to do."""
+        """Handles a sweep's end; both are None if nothing was left to do."""
 
     def abandon(self) -> None:
-        """Forget what is planned: the epoch is over."""
+        """Discards planned work: the epoch is over."""
 
     def validate(self) -> None:
         """Checks the invariants.
@@ -51,11 +51,11 @@ class Steps(Protocol):
 
 
 def start_next(steps: Steps) -> None:
-    """Start the sweep whose turn it is, unless one is running. Work on blocks whose state must not
-    be overwritten yet is left out, and waits.
+    """Starts the next sweep, unless one is running. Work on blocks with state that must not be
+    overwritten yet is skipped, and waits.
     """
-    while (found := _next(steps)) is not None:
-        work, sweep = found
+    while (candidate := _next(steps)) is not None:
+        work, sweep = candidate
         steps.epoch.take(work)
         if sweep is None:
             steps.finish(work, None, None)
@@ -77,7 +77,7 @@ def _next(steps: Steps) -> tuple[QueuedWork, Sweep | None] | None:
 
 
 def sweep_done(steps: Steps, event: SweepDone) -> None:
-    """Write the words of the sweep that has ended, and draw its consequences."""
+    """Writes the words of the ended sweep, and handles its result."""
     running = steps.epoch.ended()
     if running is not None:
         steps.finish(running.work, running.sweep, event)
@@ -87,7 +87,7 @@ def sweep_done(steps: Steps, event: SweepDone) -> None:
 
 
 def complete(steps: Steps, block: int) -> Sweep | None:
-    """Returns the sweep of a block whose committed weights are not there; None if they are."""
+    """Returns the sweep of a block without its committed weights; None if it has them."""
     words = steps.epoch.words
     if words.holds(block, words.committed):
         return None

@@ -91,7 +91,7 @@ class FinishInvert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientStatus:
-    """Only look at the gradients that lead to ``version``."""
+    """Checks the gradients that lead to ``version``, and changes nothing."""
 
     name: ClassVar[str] = "gradient_status"
     block: int
@@ -126,8 +126,8 @@ Sweep = (
 def sweep_tag(block: int, state_version: int) -> int:
     """Returns the name, in the undo area, of a sweep that leads a block's state to a version.
 
-    Never 0, and never that of the sweep before; a restore clears the undo area. Steps in place and
-    their inverses lead to a version again and again, but between two that lead to the same one
-    another sweep led the block's state away from it.
+    The name is never 0, and differs from the previous sweep's; a restore clears the undo area.
+    Steps in place and their inverses reach a version repeatedly. But between two sweeps to the same
+    version another sweep led the block's state away from it.
     """
     return (block << 40) | state_version

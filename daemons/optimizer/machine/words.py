@@ -1,7 +1,7 @@
 """optimizerd's copy of the control words it writes, and the orders that change them.
 
-From ``Begin`` on nobody else writes these words, so the copy is exact. Every change is recorded as
-an effect, in the order in which it must reach shared memory.
+From ``Begin`` on no other process writes these words, so the copy is exact. Every change is
+recorded as an effect, in the order in which it must reach shared memory.
 
 Order of the words around a sweep, and what a SIGKILL at each point leaves (recovery is in
 :mod:`penstock.daemons.optimizer.machine.recovery`)::
@@ -18,55 +18,55 @@ Order of the words around a sweep, and what a SIGKILL at each point leaves (reco
                                   is complete, only this word is missing
     EndSweep                       killed before: the same, the word is merely written again
     SetSlot(b, t % 2, t)          killed before: the weights stay invalid and are made again
-    BlockStatus is sent           so no decision can rest on a sweep whose words are not all there
+    BlockStatus is sent           so no decision can rest on a sweep with missing words
 
 The undo area is armed only between BeginSweep and EndSweep, so an armed area always comes with an
 intent that names the same sweep. A preview writes nothing but its slot, which is invalid meanwhile.
-A hold writes state c and its weights, whose slot is invalid meanwhile: by that, one cut short is
-told from the others, and finished by another hold. Killed before the slot's word, its weights are
-cast from the master.
+A hold writes state c and its weights, and their slot is invalid meanwhile. The invalid slot
+distinguishes a hold cut short from other sweeps; another hold finishes it. After a kill before the
+slot's word, the weights are cast from the master.
 
 A split master keeps the upper halves of state version s in slot s % 2 (:mod:`penstock.shm.layout`),
-as the bytes of the weights of s. They are there when the state reaches s, and stay until it leaves
-s, whatever the word says; s is c or c - 1::
+as the bytes of the weights of s. They are in place when the state reaches s, and stay until it
+leaves s. The slot's word does not matter; s is c or c - 1::
 
     s reached by settle, advance   slot c % 2 holds c: else the commit has queued a hold, and no
                                    settle gets in before it
     s reached by hold, restore     it wrote them; only the word may be missing, and a cast is then
                                    nothing but that word
     s = c                          previews, amended ones too, write slot (c+1) % 2, another one
-    s = c - 1                      slot (c+1) % 2 = s % 2 is the state's, and nobody writes it but
-                                   an advance, which reads each vector before it overwrites it:
-                                   plain previews are chosen at s = c only. One cut short has the
-                                   old halves of the vectors that it had not settled, those in
-                                   flight in the undo area, and the others need theirs no more
+    s = c - 1                      slot (c+1) % 2 = s % 2 is the state's. Only an advance writes
+                                   it, and reads each vector before it overwrites it: plain
+                                   previews are chosen at s = c only. An advance cut short has the
+                                   old halves of the vectors that it had not settled; those in
+                                   flight are in the undo area, and the rest needs none
     forget, vacate, invalidate     change words, not bytes
 
-Blocks that step in place (:mod:`penstock.daemons.optimizer.machine.arithmetic`) go ahead of the
-commit: by a hold to state c + 1 when their gradients are there, by an inverse back to c when these
-do not count. What they step with is the record of c + 1, which is written while no block is ahead,
-so a block whose state version is c + 1 contains that very step::
+Blocks that step in place (:mod:`penstock.daemons.optimizer.machine.arithmetic`) advance ahead of
+the commit: by a hold to state c + 1 when their gradients have arrived, and by an inverse back to c
+if the step does not count. They step with the record of c + 1, which is written while no block is
+ahead, so a block with state version c + 1 contains exactly that step::
 
     WriteRecord(c + 1)            killed before or amid: no block is ahead
     Hold of block b               state c -> c + 1, drawn above; between the two an intent of c + 1
                                   at state c is a hold cut short
     Invert of block b             state c + 1 -> c, the same way, its slot invalidated before: an
                                   intent of c at state c + 1 is an inverse cut short
-    WriteRecord, FlipCommitted    the commit: the same step, so nothing is left to do. One cut
-                                  short leaves no record of c + 1 beside blocks ahead: then the
-                                  scheduler's commit is what they contain
+    WriteRecord, FlipCommitted    the commit: the same step, so nothing is left to do. A commit cut
+                                  short leaves blocks ahead without a record of c + 1: they contain
+                                  the scheduler's commit
 
-A block that a worker's UPDATE previews is settled, by a sweep of its own, and its slot vacated when
-the attempt begins; the worker waits for both words. It writes none itself: a kill of either process
-finds the slot invalid until the worker has said that its last byte is written::
+A block that a worker's UPDATE previews is settled by a sweep of its own, and its slot is vacated
+when the attempt begins; the worker waits for both words. The worker writes no word: a kill of
+either process finds the slot invalid until the worker has reported that its last byte is written::
 
     SetSlot(b, t % 2, INVALID)    at the attempt's start
     Settle of b, if one is due    as above
       the worker writes weights   killed here, either of both: the slot is invalid
     SetSlot(b, t % 2, t)          when its message comes; BlockStatus follows
 
-A block that the worker flushes, too, has two copies of its state (:mod:`penstock.shm.layout`): of
-version v in copy v % 2, so its state version says which one counts, and the other is spare::
+A block that the worker also flushes has two copies of its state (:mod:`penstock.shm.layout`).
+Version v is in copy v % 2, so the state version identifies the valid copy; the other is spare::
 
       the worker writes copy t % 2, and the weights
                                   killed here: the state version is c, copy c % 2 is whole
@@ -79,13 +79,13 @@ version v in copy v % 2, so its state version says which one counts, and the oth
                                   writes copy c % 2, and waits for this word
 
 A save pins version p of a block's state until memoryd has read it. p is the committed version when
-the pin is set, and no attempt is under way then; so what may still come is the sweep that leads to
-p. One that leads anywhere else waits, and with it all later work on its block. Of a block with two
+the pin is set, and no attempt is running then; so only the sweep that leads to p may still come. A
+sweep that leads elsewhere waits, and all later work on its block waits with it. Of a block with two
 copies, p + 1 goes to the other copy, and the worker of p + 2 writes p's: its slot is vacated late.
 
-Where the CPU leads such a block's state on (holds, amends, what a kill left behind) the sweep works
-in the spare copy, which gets the state first, behind BeginSweep: killed before the undo area is
-armed, nothing has happened.
+If the CPU advances such a block's state (holds, amends, remains of a kill), the sweep works in the
+spare copy. The state is copied there first, after BeginSweep: a kill before the undo area is armed
+changes nothing.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class WordsMirror:
 
     def __init__(self, facts: MemoryFacts, effects: list[Effect]) -> None:
         self.effects = effects
-        self.changed: set[int] = set()  # blocks whose words were set since the last check
+        self.changed: set[int] = set()  # blocks with words that were set since the last check
         self.committed = facts.committed
         self.record = facts.record
         self.next_record = facts.next_record
@@ -165,7 +165,9 @@ class WordsMirror:
         return OptimizerStep.of(self.next_record)
 
     def announce(self, record: CommitRecord) -> None:
-        """Keep the record of what blocks are going to step ahead with, while none is ahead."""
+        """Keeps the record of the step that blocks are about to take ahead, while no block is
+        ahead.
+        """
         if record != self.next_record:
             self.effects.append(WriteRecord(record=record))
             self.next_record = record
@@ -179,7 +181,7 @@ class WordsMirror:
         return max((v for v in self._blocks[block].slots if v != INVALID_VERSION), default=0)
 
     def commit(self, record: CommitRecord) -> None:
-        """Keep the record, then flip: a settle after the flip never needs the scheduler."""
+        """Keeps the record, then flips: a settle after the flip never needs the scheduler."""
         if record != self.record:
             self.effects.append(WriteRecord(record=record))
             self.record = record
@@ -196,22 +198,22 @@ class WordsMirror:
             self.effects.append(SetState(block=block, version=version))
 
     def set_slot(self, block: int, version: int) -> None:
-        """Say that the slot of ``version`` holds it: its last byte is written."""
+        """Marks the slot of ``version`` as valid: its last byte is written."""
         if not self.holds(block, version):
             self._write_slot(block, version % 2, version)
 
     def forget(self, block: int, version: int) -> None:
-        """Invalidate the slot of ``version`` if it holds that version; its bytes stay."""
+        """Invalidates the slot of ``version`` if it holds that version; its bytes stay."""
         if self.holds(block, version):
             self._write_slot(block, version % 2, INVALID_VERSION)
 
     def vacate(self, block: int, version: int) -> None:
-        """Invalidate the slot of ``version``, whatever it holds: somebody is going to write it."""
+        """Invalidates the slot of ``version`` with any content, before it is written."""
         if self._blocks[block].slots[version % 2] != INVALID_VERSION:
             self._write_slot(block, version % 2, INVALID_VERSION)
 
     def follow_commit(self, blocks: Iterable[int]) -> None:
-        """Bring along blocks without trainable elements, which are always complete."""
+        """Advances blocks without trainable elements, which are always complete."""
         for block in blocks:
             self.set_state(block, self.committed)
             self.set_slot(block, self.committed)
@@ -237,7 +239,7 @@ class WordsMirror:
             self.effects.append(BeginSweep(block=work.block, state_version=settled))
 
     def close_sweep(self, work: Sweep, *, keep_weights: bool) -> None:
-        """Write the words that say a sweep is complete; its weights only if they are wanted."""
+        """Writes the words that declare a sweep complete; its weights only if they are wanted."""
         settled, written = _settled_version(work), _weights_version(work)
         if settled is not None:
             self.set_state(work.block, settled)
@@ -246,7 +248,7 @@ class WordsMirror:
             self.set_slot(work.block, written)
 
     def validate_slots(self, block: int) -> None:
-        """Check that each slot holds a version of its parity, at most one step ahead.
+        """Checks that each slot holds a version of its parity, at most one step ahead.
 
         Raises:
             ValueError: naming the block and its versions.

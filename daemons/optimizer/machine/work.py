@@ -1,4 +1,4 @@
-"""What waits for its turn, and what is known of the attempt under way."""
+"""Queued work, and the progress of the current attempt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WorkKind(Enum):
     """Why a block is to be worked on."""
 
     UPDATE = auto()
-    """Its gradients are complete: look at them and, if not holding, preview them."""
+    """Its gradients are complete: check them and, if the attempt does not hold, preview them."""
     AMEND = auto()
     """Preview again with the clipped coefficient."""
     COMPLETE = auto()
@@ -47,12 +47,12 @@ class RunningSweep:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptProgress:
-    """The attempt under way. ``previewed``: the step whose weights each block's slot holds;
+    """Progress of the current attempt. ``previewed``: the step of each slot's weights, by block.
     ``flushed``: the step that the other copy of a block's state contains.
 
-    ``ready``: contributions that are complete, by block; ``reported``: blocks whose status was
-    sent; ``update``: the step it leads to if nothing is clipped, ``amended`` the clipped one;
-    ``amending``: blocks whose slot does not hold the clipped one yet.
+    ``ready``: complete contributions, by block. ``reported``: blocks with a sent status.
+    ``update``: the step that follows if nothing is clipped; ``amended``: the clipped step.
+    ``amending``: blocks without the clipped step in their slot.
     """
 
     number: int
