@@ -1,7 +1,7 @@
-"""fetchd: reads arrays out of other nodes' memory, without asking anybody there (NIXL).
+"""fetchd: reads arrays from other nodes' memory without a request to their processes (NIXL).
 
-A process of its own, started by the node beside the run's members and none of them: it owns
-nothing, maps what it serves read-only, and may die and be started again at any time. Whatever a
-peer's stale address or a hostile packet does to the libraries that move the bytes, it does to this
-process alone. See "One-sided reads" in docs/INTERNALS.md.
+fetchd is its own process, started by the node, and no member of the run. It owns nothing, maps the
+served memory read-only, and may die and be restarted at any time. If a peer's stale address or a
+hostile packet breaks the transfer libraries, only this process is affected. See "One-sided reads"
+in docs/INTERNALS.md.
 """

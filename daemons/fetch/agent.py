@@ -1,8 +1,8 @@
-"""NIXL, as far as fetchd uses it: registered memory, peers, reads. Host to host only.
+"""The part of NIXL that fetchd uses: registered memory, peers, reads. Host to host only.
 
-No progress thread of the library: it spins a whole core. Whoever owns the agent calls
-:meth:`Agent.progress`; over TCP a peer's reads get on only while it does, so readers send hints and
-get a lively peer for a while. Which fabric is used is UCX's choice (``UCX_TLS``,
+The library's progress thread is off, because it spins a whole core. The agent's owner calls
+:meth:`Agent.progress` instead. Over TCP a peer's reads progress only during these calls, so readers
+send hints, and the peer then polls frequently for a while. UCX chooses the fabric (``UCX_TLS``,
 ``UCX_NET_DEVICES``).
 """
 
@@ -79,7 +79,7 @@ class Agent:
         self._hints: set[str] = set()
 
     def register(self, regions: Sequence[tuple[int, int]]) -> Any:
-        """Make (address, bytes) readable for peers, or usable as a target.
+        """Makes (address, bytes) readable for peers, or usable as a target.
 
         Raises:
             TransferError: the fabric refuses the memory.
@@ -88,12 +88,12 @@ class Agent:
         return self._call(self._agent.register_memory, descriptors, "DRAM")
 
     def deregister(self, registration: Any) -> None:
-        """Forget what :meth:`register` returned; nothing may be under way there."""
+        """Unregisters the memory of a :meth:`register`; no transfer may be using it."""
         self._call(self._agent.deregister_memory, registration)
 
     @property
     def metadata(self) -> bytes:
-        """What peers need to read what is registered now."""
+        """Metadata that peers need to read the registered memory."""
         return bytes(self._call(self._agent.get_agent_metadata))
 
     def add_peer(self, metadata: bytes) -> str:
@@ -106,17 +106,17 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_peer(self, name: str) -> None:
-        """Forget a peer; none of its transfers may be under way."""
+        """Removes a peer without running transfers."""
         self._call(self._agent.remove_remote_agent, name)
 
     def read(self, peer: str, pieces: Sequence[Piece]) -> Transfer:
-        """Begin to read.
+        """Begins a read.
 
         Raises:
             TransferError: the peer is gone, or its memory is not there.
         """
         local = [(here, size, 0) for here, _, size in pieces]
-        remote = [(there, size, 0) for _, there, size in pieces]
+        remote = [(start, size, 0) for _, start, size in pieces]
         descriptors = self._agent.get_xfer_descs
         handle = self._call(
             self._agent.initialize_xfer,
@@ -153,14 +153,14 @@ class Agent:
         self._call(self._agent.send_notif, peer, b"reading")
 
     def progress(self) -> bool:
-        """Let the library work; returns whether a peer has sent a hint."""
+        """Lets the library work; returns whether a peer has sent a hint."""
         return bool(self._call(self._agent.get_new_notifs))
 
     def _release(self, handle: Any) -> None:
         self._call(self._agent.release_xfer_handle, handle)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        """The library raises exceptions of its own bindings, which have no common base."""
+        """Calls the library. Its bindings raise their own exceptions, which have no common base."""
         try:
             return function(*arguments)
         except Exception as error:

@@ -1,8 +1,9 @@
-"""Workers and the optimizerd of the node: a local socket, and staging memory for each of them.
+"""Serves workers and the optimizerd of the node: a local socket, and staging memory for each
+client.
 
-The socket is local, and takes processes of the same user only. Staging
-memory has no name either; it is handed over as a descriptor, and freed when its client has hung up
-and no transfer writes into it any more. Their end is :mod:`penstock.protocol.wire.staged`.
+The socket accepts processes of the same user only. Staging memory has no name; its descriptor is
+handed over. It is freed after its client has disconnected and no transfer writes into it. The
+clients' end is :mod:`penstock.protocol.wire.staged`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Client:
         return self._targets[slot]
 
     def reply(self, reply: ReadReply) -> None:
-        """Answer; a client that is gone, or takes nothing, is none any more."""
+        """Sends an answer; a client that is gone, or does not read, is dropped."""
         if not self.gone:
             try:
                 self.socket.send(encode(reply), sockets.MSG_DONTWAIT)
@@ -106,7 +107,7 @@ class Client:
                 self.gone = True
 
     def free(self) -> None:
-        """Give the memory back, when no slot is busy."""
+        """Frees the memory when no slot is busy."""
         assert not self.busy, "a transfer may still write there"
         self.socket.close()
         self._agent.deregister(self._registration)
@@ -122,7 +123,7 @@ class Listener:
     """The local socket."""
 
     def __init__(self, run_id: str, node: str) -> None:
-        """Listen.
+        """Binds the local socket.
 
         Raises:
             StateError: another fetchd of this run and node is alive.
@@ -139,7 +140,7 @@ class Listener:
         self.socket.listen(MAX_CLIENTS)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Closes the local socket."""
         self.socket.close()
         self._name.release()
 

@@ -1,7 +1,7 @@
-"""The fetchds of other nodes: asked for at their memoryds, met, given up and met again.
+"""Finds the fetchds of other nodes through their memoryds, connects, disconnects and reconnects.
 
-A memoryd tells what its node's fetchd offers: addresses, keys, and the generation that tells one
-start of it from another. So nothing listens here, and who may ask is memoryd's business.
+A memoryd publishes the offer of its node's fetchd: addresses, keys, and the generation that
+distinguishes its starts. So fetchd does not listen here, and memoryd decides which clients may ask.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Peers:
         context: zmq.Context[Any],
         access: SocketAccess = OPEN,
     ) -> None:
-        """``access``: what memoryds of other nodes are shown."""
+        """Creates the set of peers. ``access``: credentials shown to memoryds of other nodes."""
         self._access = access
         self._agent = agent
         self._run = run
@@ -92,7 +92,7 @@ class Peers:
         return peer
 
     def answered(self, peer: Peer, now_s: float) -> None:
-        """Take a lookup's answer, and meet the peer."""
+        """Handles a lookup's answer, and connects to the peer."""
         assert peer.socket is not None, "an answer came on a socket"
         try:
             reply = decode(peer.socket.recv(zmq.NOBLOCK), AgentReply)
@@ -115,14 +115,14 @@ class Peers:
         _log.info("met fetchd.%s, generation %x", offer.node, offer.generation)
 
     def expire(self, now_s: float) -> None:
-        """Give up lookups that nobody answers."""
+        """Drops lookups without an answer."""
         for peer in self._peers.values():
             if peer.asked_s is not None and now_s - peer.asked_s > LOOKUP_TIMEOUT_S:
                 self._hang_up(peer)
                 self.away(peer, f"memoryd at {peer.address} does not answer", now_s + AWAY_S)
 
     def away(self, peer: Peer, why: str, until_s: float) -> None:
-        """There is no way to the peer until then; what is under way ends by itself."""
+        """Marks the peer as unreachable until then; running transfers end by themselves."""
         if peer.places is not None:
             _log.warning("fetchd of the node at %s: %s", peer.address, why)
         peer.asked_s, peer.places, peer.why, peer.away_until_s = None, None, why, until_s
@@ -130,7 +130,7 @@ class Peers:
             self._forget(peer)
 
     def landed(self, peer: Peer) -> None:
-        """A read of it has ended, one way or another."""
+        """Notes that a read from the peer has ended, with or without success."""
         peer.flights -= 1
         if not peer.flights and peer.places is None:
             self._forget(peer)
@@ -142,7 +142,7 @@ class Peers:
             self._agent.hint(peer.name)
 
     def close(self) -> None:
-        """Hang up."""
+        """Closes the connections to memoryds."""
         for peer in self._peers.values():
             self._hang_up(peer)
 

@@ -19,11 +19,11 @@ _HEADER_AT, _BLOCK_AT = 16, 128
 WORDS_BYTES = 512
 """A copy of the words needs so much: identity, header words, block words."""
 SCRATCH_BYTES = 2 * WORDS_BYTES
-"""For the words before and after."""
+"""Bytes for the words before and after a read."""
 
 
 class StaleError(Exception):
-    """What answered is not the fetchd that the offer is of."""
+    """The answering process is not the fetchd of the offer."""
 
 
 class Step(Enum):
@@ -44,10 +44,10 @@ class Target:
 
 
 class Places:
-    """Where a peer's memory lies, by its offer and the layout that all nodes compute alike."""
+    """Addresses of a peer's arrays, from its offer and the layout that all nodes compute alike."""
 
     def __init__(self, offer: AgentOffer, spec: MemorySpec) -> None:
-        """Check that the offer is of the memory that this node reckons with.
+        """Checks that the offered memory is the one that this node expects.
 
         Raises:
             ProtocolError: it is not, or segments are missing or short.
@@ -79,7 +79,7 @@ class Places:
         Raises:
             ProtocolError: the node has no such array, or the range is not within it.
         """
-        # State has no sequence words: whoever wants it asks memoryd.
+        # State has no sequence words, so its readers ask memoryd.
         known = request.array in ("weights", "frozen", "grads")
         place = self._spec.layout.arrays.get(request.key) if known else None
         end = request.offset + request.num_bytes
@@ -95,7 +95,7 @@ class Read:
     """Steps through the three transfers; the caller begins them and says when each is complete."""
 
     def __init__(self, serial: int, request: BlockRequest, places: Places, target: Target) -> None:
-        """Nothing is read yet.
+        """Prepares a read without starting it.
 
         Raises:
             ProtocolError: what is asked for is not there.
@@ -115,7 +115,7 @@ class Read:
         return self._places.words(self._request.block, self._target.scratch_address + offset)
 
     def arrived(self) -> ReadReply | None:
-        """The transfer is complete; returns the answer, or None: there is a next transfer.
+        """Handles a complete transfer; returns the answer, or None if another transfer follows.
 
         Raises:
             StaleError: the words come from somewhere else.
@@ -132,11 +132,11 @@ class Read:
         return self._reply(judge(before, self._words(WORDS_BYTES), self._request), before)
 
     def _words(self, start: int) -> CopiedWords:
-        found = self._target.scratch[start : start + WORDS_BYTES]
-        if bytes(found[:IDENTITY_BYTES]) != self._places.identity:
+        words = self._target.scratch[start : start + WORDS_BYTES]
+        if bytes(words[:IDENTITY_BYTES]) != self._places.identity:
             raise StaleError
-        header = bytes(found[_HEADER_AT : _HEADER_AT + len(HEADER_WORDS)])
-        return CopiedWords.unpack(header, bytes(found[_BLOCK_AT : _BLOCK_AT + BLOCK_BYTES]))
+        header = bytes(words[_HEADER_AT : _HEADER_AT + len(HEADER_WORDS)])
+        return CopiedWords.unpack(header, bytes(words[_BLOCK_AT : _BLOCK_AT + BLOCK_BYTES]))
 
     def _reply(self, verdict: Verdict, words: CopiedWords) -> ReadReply:
         return ReadReply(

@@ -1,7 +1,7 @@
-"""The loop of a fetchd: requests of local clients become reads of peers' memory.
+"""The loop of a fetchd: turns requests of local clients into reads of peers' memory.
 
-It works without pause while bytes are on their way here or, as hints say, from here; else it looks
-every :data:`IDLE_MS`.
+It polls without pause while bytes arrive here or, according to hints, leave from here; otherwise it
+polls every :data:`IDLE_MS`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from penstock.protocol.wire.frames import ReadReply, ReadRequest, encode
 
 IDLE_MS = 2
 LOOK_S = 0.0001
-"""While it works without pause it looks at its sockets so often."""
+"""Seconds between checks of the sockets while it polls without pause."""
 LIVELY_S = 0.05
 """It works without pause for so long after a peer's hint."""
 CHORE_S = 0.5
 TRANSFER_TIMEOUT_S = 4.0
-"""Of one transfer. A peer behind a cut network never fails; it is only silent."""
+"""Seconds for one transfer. A peer behind a cut network never reports a failure; it is only silent.
+"""
 MAX_RETIRED = 8
-"""Staging memories whose clients are gone while a silent peer's bytes might still come."""
+"""Limit of staging memories of disconnected clients that a silent peer may still write into."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ class FetchService:
         metrics: MetricRegistry,
         stopped: Callable[[], bool],
     ) -> None:
-        """``memoryd``: the local socket of the node's memoryd, which is told of the offer."""
+        """Creates the service. ``memoryd``: the local socket of the node's memoryd, which receives
+        the offer.
+        """
         self._agent = agent
         self._serving = serving
         self._listener = listener
@@ -80,10 +83,10 @@ class FetchService:
         self._lively_until_s = self._next_look_s = self._next_chore_s = 0.0
 
     def run(self) -> None:
-        """Serve.
+        """Serves until stopped.
 
         Raises:
-            PenstockError: too much memory waits for peers that are silent: begin anew.
+            PenstockError: too much memory waits for silent peers; fetchd must be restarted.
         """
         try:
             while not self._stopped():
@@ -113,7 +116,7 @@ class FetchService:
         try:
             self._memoryd.send(encode(self._serving.offer), zmq.NOBLOCK)
         except zmq.Again:
-            pass  # memoryd is being started again; it hears the next one
+            pass  # memoryd is being restarted; it gets the next offer
         self._peers.expire(now_s)
         self._retired = [client for client in self._retired if not self._freed(client)]
         if len(self._retired) > MAX_RETIRED:
@@ -129,13 +132,13 @@ class FetchService:
         lookups = self._peers.sockets
         for socket in lookups:
             poller.register(socket, zmq.POLLIN)
-        for found, _ in poller.poll(timeout_ms):
-            if found in lookups:
-                self._peers.answered(lookups[found], time.monotonic())
-            elif found == self._listener.socket.fileno():
+        for readable, _ in poller.poll(timeout_ms):
+            if readable in lookups:
+                self._peers.answered(lookups[readable], time.monotonic())
+            elif readable == self._listener.socket.fileno():
                 self._accept()
-            elif isinstance(found, int):
-                self._receive(self._clients[found])
+            elif isinstance(readable, int):
+                self._receive(self._clients[readable])
         self._begin_waiting()
 
     def _accept(self) -> None:
@@ -162,7 +165,7 @@ class FetchService:
             self._retire(client)
 
     def _retire(self, client: Client) -> None:
-        """Hang up; its memory is freed when nothing is written into it any more."""
+        """Disconnects a client; its memory is freed after the last transfer into it."""
         if self._clients.pop(client.socket.fileno(), None) is not None:
             client.gone = True
             self._waiting = [entry for entry in self._waiting if entry[0] is not client]
@@ -175,7 +178,7 @@ class FetchService:
         return not client.busy
 
     def _begin_waiting(self) -> None:
-        """Begin what can be begun; answer what has no way."""
+        """Begins waiting reads where possible; answers those without a reachable peer."""
         now_s, waiting = time.monotonic(), self._waiting
         self._waiting = []
         for client, request in waiting:

@@ -1,7 +1,7 @@
-"""What a fetchd lets others read: the node's segments, mapped read-only, and who it is.
+"""Serves the node's segments, mapped read-only, and the identity of this fetchd.
 
-The identity is a page with a number drawn at each start. Readers read it with the control words: a
-stale address, of a fetchd that was started again, never passes for the new one's memory.
+The identity is a page with a number drawn at each start. Readers read it together with the control
+words. So a stale address, from before a restart, never passes for the new memory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Seen:
 
     @property
     def is_there(self) -> bool:
-        found = status_of(self.name)
-        return found is not None and found.st_ino == self.inode
+        status = status_of(self.name)
+        return status is not None and status.st_ino == self.inode
 
 
 class Serving:
@@ -57,10 +57,10 @@ class Serving:
         self._memory = memory
         self._page = mmap.mmap(-1, PAGE_BYTES)
         self._page[:IDENTITY_BYTES] = identity_of(generation)
-        found = {kind: memory.segment_buffer(kind) for kind in SERVED}
+        buffers = {kind: memory.segment_buffer(kind) for kind in SERVED}
         self._segments = tuple(
             (kind.value, address_of(buffer), len(buffer))
-            for kind, buffer in found.items()
+            for kind, buffer in buffers.items()
             if buffer is not None
         )
         self._seen = tuple(
@@ -89,7 +89,7 @@ class Serving:
         return all(seen.is_there for seen in self._seen)
 
     def close(self) -> None:
-        """Unmap, when the agent is gone."""
+        """Unmaps the segments after the agent is gone."""
         self._memory.close()
         self._page.close()
 

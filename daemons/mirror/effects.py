@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 
 
 class SeedOrders(Protocol):
-    """What :class:`MirrorEffects` asks of :class:`penstock.daemons.mirror.seeds.Seeder`."""
+    """Methods of :class:`~penstock.daemons.mirror.seeds.Seeder` for :class:`MirrorEffects`."""
 
     def order(self, seed: Seed) -> None:
         """Queues a seed."""
 
     def cancel(self) -> None:
-        """Give up all seeds ordered so far."""
+        """Cancels all seeds ordered so far."""
 
 
 class ReplicaWords:
@@ -60,7 +60,7 @@ class ReplicaWords:
         }
 
     def write(self, effect: Any) -> bool:
-        """Carry out an effect on a word; returns False if it is of another kind."""
+        """Carries out an effect on a word; returns False if it is of another kind."""
         handler = self._handlers.get(type(effect))
         if handler is None:
             return self._common.write(effect)
@@ -68,7 +68,7 @@ class ReplicaWords:
         return True
 
     def _void(self) -> None:
-        # First of all: whoever looks from now on, after a kill too, finds an empty replica.
+        # First: from now on, even after a kill, every reader finds an empty replica.
         self._control.set_incarnation(0)
         self._control.clear_history()
         for block in self._blocks.values():
@@ -115,7 +115,7 @@ class MirrorEffects:
         }
 
     def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
-        """Carry out effects in order. Sweeps, pulls and seeds answer later."""
+        """Carries out effects in order. Sweeps, pulls and seeds answer later."""
         for effect in effects:
             if not self._words.write(effect):
                 self._handlers[type(effect)](effect)

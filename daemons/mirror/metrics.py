@@ -1,4 +1,4 @@
-"""What a mirrord counts; names and meanings are in :mod:`penstock.protocol.metrics.memory`."""
+"""Counts a mirrord's metrics; :mod:`penstock.protocol.metrics.memory` describes them."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ class MirrorMetrics:
         self._page = MetricRegistry(MIRROR, registry)
 
     def watch(self, replica: NodeMemory) -> None:
-        """Report the replica's size, and its version at every scrape."""
+        """Reports the replica's size, and its version at every scrape."""
         self._page.set("penstock_replica_bytes", sum(replica.spec.sizes().values()))
         control = replica.control
         self._page.ask("penstock_replica_step", lambda: float(control.committed))
 
     def mirrored(self, blocks_missing: int) -> None:
-        """An attempt's gradients are here."""
+        """Notes that an attempt's gradients have arrived."""
         self._page.set("penstock_replica_blocks_missing", blocks_missing)
 
     def pulled(self, num_bytes: int) -> None:
-        """Gradients of an attempt came."""
+        """Counts pulled gradients."""
         self._page.add("penstock_replica_read_bytes", num_bytes, "gradients")
 
     def seeded(self, num_bytes: int) -> None:
-        """A block's state came."""
+        """Counts a block's state read from the owner."""
         self._page.add("penstock_replica_read_bytes", num_bytes, "state")
 
     def answered(self, kind: str, status: str) -> None:
-        """A request was answered: only nodes that come back ask, so bytes say enough."""
+        """Ignores an answered request: only returning nodes send any; their bytes are counted."""
 
     def malformed(self) -> None:
-        """A message was no valid request."""
+        """Counts an invalid message."""
         self._page.add("penstock_replica_malformed_messages", 1)
 
     def served(self, num_bytes: int) -> None:
-        """Bytes of the replica were sent to a node that lost its memory."""
+        """Counts bytes of the replica sent to a node that lost its memory."""
         self._page.add("penstock_replica_served_bytes", num_bytes)
 
     def waiting(self, count: int) -> None:
-        """So many requests are held back; see :meth:`answered`."""
+        """Ignores the number of waiting requests; see :meth:`answered`."""
 
     def leases(self, count: int) -> None:
-        """Nobody maps a replica but its mirrord."""
+        """Ignores the number of leases: only mirrord maps a replica."""
 
     def settled(self, seconds: float) -> None:
-        """A block took a committed step in."""
+        """Counts a settled block."""
         self._page.add("penstock_replica_settle_seconds", seconds)

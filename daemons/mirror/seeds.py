@@ -1,7 +1,7 @@
-"""Reads the state of blocks out of their owner's memory while training goes on.
+"""Reads the state of blocks from their owner's memory while training continues.
 
-A sweep of the owner may write the state at any time, so a block's words are read before and after:
-equal ones mean that what was read in between is of one version. What was torn is read again.
+A sweep of the owner may write the state at any time, so a block's words are read before and after.
+Equal words prove that the bytes read in between are of one version; torn bytes are read again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.shm.control import INVALID_VERSION
 from penstock.shm.memory import NodeMemory
 
 AGAIN_S = 0.005
-"""A sweep is waited for so long before the words are looked at again."""
+"""Seconds to wait for a sweep before the words are read again."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ class Seeder:
         pace: Pace | None,
         access: SocketAccess,
     ) -> None:
-        """``owner``: the node whose blocks they are; ``split``: whether its masters are halves."""
+        """Starts the thread of the reads. ``owner``: the node that owns the blocks. ``split``: True
+        if its masters are stored as halves.
+        """
         self._run_id = run_id
         self._replica = replica
         self._owner = owner
@@ -62,7 +64,7 @@ class Seeder:
         self._thread.start()
 
     def set_address(self, address: str) -> None:
-        """Remember where the owner's memoryd listens in this epoch."""
+        """Records the address of the owner's memoryd in this epoch."""
         self._address = address
 
     def order(self, seed: Seed) -> None:
@@ -70,11 +72,11 @@ class Seeder:
         self._orders.put((self._generation, self._address, seed))
 
     def cancel(self) -> None:
-        """Give up all seeds ordered so far."""
+        """Cancels all seeds ordered so far."""
         self._generation += 1
 
     def close(self) -> None:
-        """Give up what is under way and end the thread."""
+        """Cancels the current read and ends the thread."""
         self.cancel()
         self._orders.put(None)
         self._thread.join()

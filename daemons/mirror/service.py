@@ -67,8 +67,8 @@ EVENTS: dict[str, Callable[[Any], Event]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What the service works with. ``owner``: the node whose blocks are mirrored; ``near``:
-    addresses of memoryds that are nearer than those that Begin names.
+    """Parts of the service. ``owner``: the node with the mirrored blocks. ``near``: nearer
+    addresses of memoryds than those in Begin.
     """
 
     run_id: str
@@ -103,7 +103,7 @@ class MirrorService:
         }
 
     def run(self) -> None:
-        """Serve until the machine wants to exit.
+        """Serves until the machine exits.
 
         Raises:
             PenstockError: this process cannot go on; another one may.
@@ -120,7 +120,7 @@ class MirrorService:
             missing = self._machine.replica.missing
             self._handlers[type(item)](item)
             # What is read from the owner again and again is no progress: it may be that this
-            # process hears of no commit any more.
+            # process receives no commit any more.
             self._items += type(item) is not SeedOutcome or self._machine.replica.missing != missing
         _leave(self._loop.exit)
 

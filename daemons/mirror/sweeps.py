@@ -19,10 +19,12 @@ from penstock.shm.memory import Array, NodeMemory
 
 def mirrored_blocks(replica: NodeMemory) -> tuple[MirroredBlock, ...]:
     """Returns the blocks of which a replica has room for state."""
-    found = sorted({block for block, name, _, _ in replica.spec.layout.arrays if name == "master"})
+    masters = sorted(
+        {block for block, name, _, _ in replica.spec.layout.arrays if name == "master"}
+    )
     return tuple(
         MirroredBlock(index=block, contributions=replica.spec.layout.contributions[block])
-        for block in found
+        for block in masters
         if replica.spec.table.blocks[block].trainable_elements
     )
 
@@ -117,7 +119,7 @@ class ReplicaSweeps:
         return len(block.master), state + sum(grads.nbytes for grads in block.grads[0])
 
     def close(self) -> None:
-        """Let go of all views of the replica: it cannot be unmapped while one exists."""
+        """Releases all views of the replica, which cannot be unmapped while a view exists."""
         self._blocks.clear()
         self._undo.release()
 
@@ -136,7 +138,7 @@ def _views(replica: NodeMemory, block: MirroredBlock, weight_decay: float) -> _B
 
 
 class GradientRoom:
-    """Where pulled contributions go."""
+    """Buffers for pulled contributions."""
 
     def __init__(self, replica: NodeMemory) -> None:
         self._replica = replica

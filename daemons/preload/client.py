@@ -1,4 +1,4 @@
-"""The owner's side: starts a preloaded process, and asks it for children that are its own."""
+"""Starts preloaders, and requests children from them that become children of this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from penstock.host.process_identity import group_of, is_stopped
 from penstock.host.stopping import HEARD_SIGNALS
 
 FORK_WITHIN_S = 20.0
-"""A preloader takes some 30 ms, and seconds on a machine that does much else. One that is stopped
-or dead is not waited for, nor is a preloader whose newborn is stopped."""
+"""Seconds for a fork: about 30 ms, or seconds on a loaded machine. A stopped or dead preloader, and
+one with a stopped newborn, is not waited for.
+"""
 REPORTS_WITHIN_S = 0.1
-"""A spawned process takes some 0.5 ms to begin its program; nothing is lost when it takes longer.
+"""Seconds to wait for a spawned process to begin its program, which takes about 0.5 ms. A longer
+time does no harm.
 """
 DEAD_WITHIN_S = 5.0
 """Processes that were killed are dead within this, unless the kernel cannot end them."""
@@ -52,7 +54,7 @@ class ChildProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it."""
+        """True if a signal has stopped the process."""
         return is_stopped(self.pid)
 
     def signal(self, number: signal.Signals) -> None:
@@ -67,7 +69,9 @@ class ChildProcess:
         return bool(select.select([self.pidfd], [], [], timeout_s)[0])
 
     def reap(self) -> int:
-        """Waits for its end, and lets go of it; returns the exit code (negative: signal)."""
+        """Waits for the end of the process, and releases its descriptor; returns the exit code
+        (negative: signal).
+        """
         result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         os.close(self.pidfd)
         assert result is not None, "waitid without WNOHANG returns a result"
@@ -81,18 +85,19 @@ def spawn(
     streams: Sequence[int] = (),
     kept: Sequence[int] = (),
 ) -> ChildProcess:
-    """Starts a child of the calling thread with stop signals blocked, in a process group of its
-    own. ``streams``: descriptors for stdin, stdout and stderr, by default those of this process;
-    ``kept``: descriptors that the child has open, too.
+    """Starts a child of the calling thread in its own process group, with stop signals blocked.
+    ``streams``: descriptors for stdin, stdout and stderr; default: those of this process. ``kept``:
+    further descriptors that stay open in the child.
 
-    It is a plain fork. ``vfork``, and ``posix_spawn`` with it, would suspend this thread, and with
-    the interpreter's lock all others, until the child runs its program: for ever if a signal stops
-    it before that. So the child is known from its first instruction on. One that stands still
-    before its program begins is killed and replaced here; one that does so later, or again, is left
-    to its watcher (:class:`penstock.host.stopping.StoppedDetector`).
+    It is a plain fork. ``vfork``, and ``posix_spawn`` with it, would suspend this thread until the
+    child runs its program, and all other threads with it through the interpreter's lock. If a
+    signal stopped the child before that, they would wait for ever. With a fork the child is known
+    from its first instruction on. A child that is stopped before its program begins is killed and
+    replaced once. A later or second stop is left to its watcher
+    (:class:`penstock.host.stopping.StoppedDetector`).
 
     Raises:
-        OSError: the kernel would not, or said within :data:`REPORTS_WITHIN_S` that it cannot run
+        OSError: the kernel refused, or reported within :data:`REPORTS_WITHIN_S` that it cannot run
             the program.
     """
     for last in (False, True):
@@ -214,25 +219,25 @@ class Preloader:
 
     @property
     def announces(self) -> int:
-        """Descriptor that becomes readable when the preloader gets on, is ready, or is gone."""
+        """Descriptor that becomes readable when the preloader progresses, is ready, or is gone."""
         return self._requests.fileno()
 
     @property
     def is_warm(self) -> bool:
-        """Whether it was ready when :meth:`warm` was asked last."""
+        """True if it was ready at the last call of :meth:`warm`."""
         return self._kind in self._became
 
     @property
     def is_gone(self) -> bool:
-        """Whether it was found to have hung up, or has been ended."""
+        """True if it has closed its socket, or has been ended."""
         return self._ended or "" in self._became
 
     def warm(self, timeout_s: float = 0.0, kind: str = "") -> bool:
         """Waits until all is imported, or what ``kind`` stands for; returns whether it is. A
         preloader that is stopped is not waited for.
         """
-        deadline_s, wanted = time.monotonic() + timeout_s, kind or self._kind
-        while not self.is_gone and not {wanted, self._kind} & self._became:
+        deadline_s, needed = time.monotonic() + timeout_s, kind or self._kind
+        while not self.is_gone and not {needed, self._kind} & self._became:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not select.select([self._requests], [], [], min(left_s, _LOOK_EACH_S))[0]:
                 if left_s <= _LOOK_EACH_S or self.process.stopped:
@@ -280,11 +285,11 @@ class Preloader:
                 socket.send_fds(self._requests, [request], descriptors, socket.MSG_DONTWAIT)
             # Ours is closed now, so that the end of the child is the end of the line.
             self._wait_for(mine, within_s)
-            said = mine.recv(1024)
-            if not said or said.startswith(REFUSED):
-                reason = said.removeprefix(REFUSED).decode(errors="replace")
+            answer = mine.recv(1024)
+            if not answer or answer.startswith(REFUSED):
+                reason = answer.removeprefix(REFUSED).decode(errors="replace")
                 raise NotForkedError(reason or "it ended, or its child did")
-            child = ChildProcess.of(int(said))
+            child = ChildProcess.of(int(answer))
             try:
                 # Out of the preloader's group: from now on it does not die with it.
                 os.setpgid(child.pid, child.pid)
@@ -311,9 +316,9 @@ class Preloader:
                 raise NotForkedError(f"no answer for {within_s:g} s")
 
     def _kill(self) -> None:
-        """Kills the process together with newborns that were not told to go on: they are in its
-        group, and orphans of it are children of this process now, which reaps them. A stopped one
-        would hold the descriptors of its request, the node's lock among them, for ever.
+        """Kills the preloader together with unacknowledged newborns, which are still in its group.
+        Its orphans are children of this process now, which reaps them. A stopped newborn would
+        otherwise hold its descriptors, the node's lock among them, for ever.
         """
         if self._ended:
             return
@@ -345,7 +350,7 @@ class Preloader:
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Orphans among this process's descendants become its children inside the block."""
+    """Takes orphans among this process's descendants as its children inside the block."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def take_in(whether: int) -> None:

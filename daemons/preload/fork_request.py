@@ -1,8 +1,8 @@
-"""What a preloaded process forks: a request as it travels, and how a child turns into that process.
+"""Fork requests as messages, and the transformation of a forked child into the requested process.
 
-A child is to be what ``python -m MODULE ARGUMENTS`` in its owner's place would have made of it.
-What differs is reset here: descriptors, signals, process group, environment, directory, cores,
-random numbers, command line.
+The child must equal the result of ``python -m MODULE ARGUMENTS`` run by the client. So this module
+resets descriptors, signals, process group, environment, directory, cores, random numbers and
+command line.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.host.stopping import HEARD_SIGNALS, STOP_ORDER
 from penstock.protocol.run.process import die_with_parent
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")
-"""The command line of a module begins so. Python does not look for modules in the current folder,
-where a user's random.py would hide Python's own.
+"""First words of a module's command line. ``-P``: Python ignores the current folder, because a
+user's random.py there would hide Python's own.
 """
 STREAMS = 3
 """stdin, stdout and stderr are the first descriptors of every request."""
@@ -75,7 +75,9 @@ class ForkRequest:
 
     @classmethod
     def of(cls, data: bytes) -> ForkRequest:
-        """Returns the request that came from the owner of a socket that nobody else has."""
+        """Returns the request in a message. Only the client has the socket, so its content is
+        trusted.
+        """
         fields = json.loads(data)
         fields |= {name: tuple(fields[name]) for name in ("arguments", "cores", "inherits")}
         return cls(**fields)
@@ -105,14 +107,14 @@ def become_child(request: ForkRequest, descriptors: Sequence[int]) -> list[int]:
     os.environ.clear()
     os.environ.update(request.environment)
     _open_streams()
-    _draw_anew()
+    _reseed()
     gc.enable()
     show_command_line(request.words)
     return rest
 
 
 def _open_streams() -> None:
-    """Makes Python's streams anew: what the preloader had in their buffers is not the child's."""
+    """Opens new streams, because the preloader's streams may have buffered output of its own."""
     sys.stdin = open(0, encoding="utf-8", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = open(
@@ -120,9 +122,9 @@ def _open_streams() -> None:
     )
 
 
-def _draw_anew() -> None:
-    """Gives the generators that are seeded by chance at import a chance of their own. (The standard
-    library's has one after every fork; torch's begins with a constant.)
+def _reseed() -> None:
+    """Draws new seeds for generators that were seeded at import, so that children differ. (The
+    standard library does so after every fork; torch starts from a constant.)
     """
     random.seed()
     numpy = sys.modules.get("numpy")

@@ -35,13 +35,13 @@ MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""What each kind imports, behind what the kinds before it in :data:`STAGES` do. Nothing of it may
-start a thread: forks have only the thread that asked for them, with whatever locks the others held.
+"""Modules that each kind imports, after those of the earlier kinds in :data:`STAGES`. No import may
+start a thread: a fork has only the forking thread, and locks that other threads held stay locked.
 """
 STAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {PLAIN: (NODE, PLAIN), TORCH: (NODE, TORCH)}
 )
-"""What each kind becomes on its way, itself at last."""
+"""Kinds that each preloader becomes one after the other, ending with its own."""
 QUIET: Mapping[str, str] = MappingProxyType(
     {
         "OPENBLAS_NUM_THREADS": "1",
@@ -51,10 +51,11 @@ QUIET: Mapping[str, str] = MappingProxyType(
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
 )
-"""The environment of imports: numpy's library, and pyarrow's, which transformers imports by way of
-scikit-learn and pandas where they are installed, start threads when they are imported, and Inductor
-processes; gRPC complains of every stranger; a library that asks whether there is a GPU is not to
-wake the driver, which no fork could use then."""
+"""Environment variables during imports. OpenBLAS (numpy) and pyarrow start threads on import, and
+Inductor starts processes; transformers imports pyarrow through scikit-learn and pandas, if
+installed. gRPC logs every unknown client. A library that checks for a GPU must not initialise the
+driver, which a fork could not use.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The preloaded process: one thread that waits for requests and forks.
 
-A request arrives over a socket that only the client has, with descriptors: the standard streams,
-one end of a socket for this request alone, and descriptors for the child to keep (the node's lock).
-Two forks make the child a child of the client: the intermediate process exits at once, and orphans
-go to the nearest ancestor that adopts them
+A request arrives over a socket that only the client has. It comes with descriptors: the standard
+streams, one end of a socket for this request alone, and descriptors for the child to keep (the
+node's lock). Two forks make the child a child of the client. The intermediate process exits at
+once, and orphans go to the nearest ancestor that adopts them
 (:func:`penstock.daemons.preload.client.adopting_orphans`). The child sends its pid over the
 request's socket and continues only after the client has acknowledged it. So no child runs that the
 client has abandoned.
@@ -60,16 +60,16 @@ would compete for the cores.
 
 def command_line(kind: str, parent_pid: int) -> tuple[str, ...]:
     """Returns the command line of a preloader; what starts one adds to it."""
-    own = ("--kind", kind, "--parent-pid", str(parent_pid))
-    return (*PYTHON_MODULE, "penstock.daemons.preload.main", *own)
+    options = ("--kind", kind, "--parent-pid", str(parent_pid))
+    return (*PYTHON_MODULE, "penstock.daemons.preload.main", *options)
 
 
 def serve(requests: socket.socket, kind: str) -> None:
-    """Imports what ``kind`` stands for, and forks on request, until the owner hangs up. Says of
-    each kind on the way that it has become it. Never returns in a child.
+    """Imports the modules of ``kind``, and forks on request, until the client closes the socket.
+    Reports each kind that the process has become. Never returns in a child.
     """
     listen_to_owner_only()
-    gc.disable()  # what is imported stays: to look through it again and again takes 0.7 s
+    gc.disable()  # imported objects stay, and scanning them repeatedly takes 0.7 s
     with suppress(ConnectionError):  # the owner has hung up while this process had things to say
         _import_and_answer(requests, kind)
 
@@ -112,7 +112,9 @@ def _imports(kind: str) -> Iterator[str]:
 
 
 def listen_to_owner_only() -> None:
-    """Strangers' signals wait for ever; the owner's order ends this process at once."""
+    """Blocks signals of other processes for ever; the client's stop order ends this process at
+    once.
+    """
     signal.signal(STOP_ORDER, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, STOP_SIGNALS)
 

@@ -1,4 +1,6 @@
-"""How commands start ``python -m MODULE``: forked by a preloader that they keep, or spawned."""
+"""Starts ``python -m MODULE`` for commands: forked by a preloader that the command keeps, or
+spawned.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from penstock.daemons.preload.fork_request import ForkRequest
 from penstock.daemons.preload.preloaders import export_handles
 
 WARM_UP_S = 30.0
-"""Who needs what the preloader imports waits so long for it at first: a process of its own would
-take about as long."""
+"""Seconds that a first start waits for the preloader's imports: a spawned process would take about
+as long.
+"""
 RETRY_S = 5.0
 """A preloader that is lost is started again so much later."""
 
@@ -35,7 +38,7 @@ class Starter(Protocol):
 
         ``streams``: its stdin, stdout and stderr. ``kept``: descriptors that stay open for its
         lifetime. ``inherits``: kinds of preloaders that the process inherits, if it is forked.
-        ``needs``: the kind whose imports suffice to fork it; by default all imports of the
+        ``needs``: the kind with sufficient imports to fork it; default: all imports of the
         preloader.
         """
 
@@ -55,13 +58,13 @@ class Spawning:
         inherits: tuple[str, ...] = (),
         needs: str = "",
     ) -> ChildProcess:
-        """See :class:`Starter`; it inherits no preloaders."""
+        """Spawns the process; see :class:`Starter`. It inherits no preloaders."""
         return spawn(
             ForkRequest.here(module, arguments, os.environ).words, os.environ, streams, kept
         )
 
     def look(self) -> None:
-        """There is nothing to lose."""
+        """Does nothing: there is no preloader."""
 
 
 class Preloading:
@@ -84,7 +87,7 @@ class Preloading:
         inherits: tuple[str, ...] = (),
         needs: str = "",
     ) -> ChildProcess:
-        """See :class:`Starter`."""
+        """Forks the process, or spawns it; see :class:`Starter`."""
         if self._preloader is not None and self._preloader.warm(self._patience_s, needs):
             request = ForkRequest.here(module, arguments, os.environ, inherits)
             try:
@@ -123,7 +126,7 @@ class Preloading:
 
     def _end(self) -> None:
         self.close()
-        self._patience_s = 0.0  # from now on nobody waits for one
+        self._patience_s = 0.0  # from now on no start waits for a preloader
         self._start_at_s = time.monotonic() + RETRY_S
 
     def __enter__(self) -> Preloading:

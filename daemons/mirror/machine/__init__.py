@@ -1,1 +1,1 @@
-"""What a mirrord decides: pure, without clocks, files or sockets."""
+"""Decides for a mirrord: pure, without clocks, files or sockets."""

@@ -1,6 +1,7 @@
-"""What reaches a mirrord's machine (events) and what it orders (effects): plain values.
+"""Events and effects of a mirrord's machine: plain values.
 
-Those that optimizerd's machine knows, too, are in :mod:`penstock.daemons.optimizer.machine.events`.
+Events and effects that optimizerd's machine shares are in
+:mod:`penstock.daemons.optimizer.machine.events`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from penstock.daemons.optimizer.machine.events import (
 from penstock.shm.control import CommitRecord, SweepIntent
 
 Held = Mapping[tuple[int, int, int], int]
-"""(block, copy, contribution) -> the attempt whose gradients the copy holds; absent: none."""
+"""(block, copy, contribution) -> the attempt of the gradients in the copy; absent: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ class MirroredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What a mirrord finds in its control segment when it starts. ``states``: versions of the
-    blocks whose state is there. ``record``: of ``committed``.
+    """Words in the control segment at a mirrord's start. ``states``: versions of the blocks with
+    state. ``record``: the record of ``committed``.
     """
 
     incarnation: int
@@ -70,9 +71,10 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowAsked:
-    """The scheduler's Begin: enter ``epoch`` with the commit that ``record`` describes. ``bereft``:
-    blocks some of whose gradients of that commit were lost with a machine. ``is_strange``: the
-    journal does not know this replica, so it fills no memory.
+    """The scheduler's Begin: enter ``epoch`` with the commit of ``record``.
+
+    ``bereft``: blocks that lost gradients of that commit with a machine. ``is_strange``: the
+    journal does not know this replica, so it must not fill a memory.
     """
 
     epoch: int
@@ -91,7 +93,9 @@ class PresentAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seeded:
-    """A block's state of ``version`` was read from its owner, whose memory has ``incarnation``."""
+    """Reports that a block's state of ``version`` was read from its owner, with a memory of
+    ``incarnation``.
+    """
 
     epoch: int
     block: int
@@ -140,7 +144,7 @@ class SetIncarnation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetHeld:
-    """Say which attempt's gradients a copy holds; 0 before somebody writes there."""
+    """Records the attempt of the gradients in a copy; 0 before the copy is written."""
 
     block: int
     copy: int
@@ -163,7 +167,7 @@ class CancelSeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendMirrored:
-    """Tell the scheduler that the attempt's gradients are here, of all blocks whose state is."""
+    """Reports that the attempt's gradients have arrived for all blocks with state."""
 
     epoch: int
     attempt: int
@@ -172,9 +176,10 @@ class SendMirrored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReplica:
-    """Tell the scheduler that nothing of an older epoch runs here, and what the replica is worth.
+    """Reports to the scheduler that no older epoch runs here, and what the replica contains.
 
-    ``attempt``: beyond the committed one, whose gradients are here for all blocks; 0 for none.
+    ``attempt``: the attempt beyond the committed one with complete gradients for all blocks; 0 for
+    none.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""A mirrord's state machine: events in, effects out, to be carried out in order.
+"""A mirrord's state machine: turns events into effects, which the caller carries out in order.
 
 ::
 
@@ -8,12 +8,12 @@
     IDLE -- Settle --> PRESENTING -- all at the committed version --> IDLE
     any -- stop asked --> STOPPING -- the running sweep has ended --> STOPPED
 
-An attempt is *mirrored* when every block that is here has its gradients and lacks no earlier step.
-So the gradients of a commit stay where they are computed until the replica has taken them in: the
-attempt that overwrites them begins only after a commit that waited for it. A block that was read
-from its owner joins at the committed version at any time; one step behind only while the attempt
-under way is not mirrored, because only then do the gradients of that step stay long enough; and
-not where some of them were lost with a machine: its owner, which has them, takes that step first.
+An attempt is *mirrored* when every block in the replica has its gradients and lacks no earlier
+step. The gradients of a commit stay at their source until the replica has them, since the attempt
+that overwrites them begins only after a commit that waited for the replica. A block read from its
+owner may join at the committed version at any time. It may join one step behind only while the
+current attempt is not mirrored: only then do the gradients of that step stay long enough. It may
+not if some of them were lost with a machine: its owner, which has them, takes that step first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ BEGINS_ANEW = "the journal does not know this replica: it is removed, and a new 
 
 
 class MirrorPhase(Enum):
-    """Where a mirrord is in its life, see the module."""
+    """Phases of a mirrord's life; see the module's picture."""
 
     IDLE = auto()
     LIVE = auto()
@@ -87,7 +87,7 @@ class MirrorMachine:
     def __init__(self, blocks: Sequence[MirroredBlock], facts: ReplicaFacts) -> None:
         self.phase = MirrorPhase.IDLE
         self.epoch = 0
-        """Of the last Begin or Drain: nothing older is obeyed."""
+        """The epoch of the last Begin or Drain; events of older epochs are ignored."""
         self.attempt = 0
         """The attempt under way; 0 if there is none."""
         self._out: list[Effect] = []
@@ -96,19 +96,20 @@ class MirrorMachine:
         self._running: Settle | FinishSettle | None = None
         self._cut_short: int | None = None
         self._seeding: int | None = None
-        self._bereft: frozenset[int] = frozenset()  # nobody has the commit's gradients of these
+        # blocks that lost the commit's gradients everywhere
+        self._bereft: frozenset[int] = frozenset()
         self._farewell: Callable[[], Effect] | None = None  # due when no sweep runs
 
-    # ---- looking from outside ----
+    # ---- queries ----
 
     @property
     def busy(self) -> bool:
-        """Whether a sweep is running."""
+        """True while a sweep runs."""
         return self._running is not None
 
     @property
     def waits(self) -> bool:
-        """Whether nothing can be done before others have done something."""
+        """True if only other members' progress can lead to further work."""
         return self._running is None and self._seeding is None
 
     def validate(self) -> None:
@@ -122,7 +123,7 @@ class MirrorMachine:
     # ---- the one entrance ----
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Effect]:
-        """Return what to do about ``event``. Nothing that a mirrord decides depends on time."""
+        """Returns the effects of ``event``. No decision of a mirrord depends on time."""
         if self.phase is MirrorPhase.STOPPED:
             return []
         try:
@@ -135,7 +136,7 @@ class MirrorMachine:
         return out
 
     def _proceed(self) -> None:
-        """Start the sweep that is due, say what is done, read what is missing."""
+        """Starts the next sweep, reports finished work, and reads missing state."""
         active = self.phase in (MirrorPhase.LIVE, MirrorPhase.PRESENTING)
         if active and self._running is None:
             self._start_sweep()
@@ -237,7 +238,7 @@ class MirrorMachine:
             self._out.append(LogLine(text=text, warning=True))
 
     def _abandon(self, farewell: Callable[[], Effect]) -> None:
-        """Forget what is under way but the running sweep; ``farewell`` is said behind that."""
+        """Discards all work except the running sweep; ``farewell`` is sent after the sweep."""
         self.attempt, self._mirrored, self._seeding = 0, False, None
         self._out += [CancelPulls(), CancelSeeds()]
         self._farewell = farewell
@@ -259,7 +260,7 @@ class MirrorMachine:
         self._pull(self.replica.present, event.base_version + 1, event.attempt, self.epoch)
 
     def _pull(self, blocks: Iterable[int], version: int, attempt: int, since_epoch: int) -> None:
-        """Pull what is not here; last blocks first, as backwards make them."""
+        """Pulls missing contributions; the last blocks first, in the order of backward passes."""
         for block in sorted(blocks, reverse=True):
             lacking = self.replica.lacking(block, version, attempt)
             self.replica.expect(block, version, lacking)
@@ -277,8 +278,8 @@ class MirrorMachine:
 
     def _on_pulled(self, event: Pulled) -> None:
         record = self.replica.record
-        wanted = (self.attempt, 0 if record is None else record.attempt)
-        if self._is_live(event.epoch) and event.attempt in wanted:
+        attempts = (self.attempt, 0 if record is None else record.attempt)
+        if self._is_live(event.epoch) and event.attempt in attempts:
             self.replica.arrived(event.block, event.version, event.contribution, event.attempt)
 
     def _on_commit(self, event: CommitAsked) -> None:
@@ -303,7 +304,7 @@ class MirrorMachine:
         self._pull_pending(self.replica.pending())  # their pulls were cancelled, too
 
     def _pull_pending(self, blocks: Iterable[int]) -> None:
-        """Pull what committed gradients blocks lack; they may be of an older epoch."""
+        """Pulls the committed gradients that blocks lack; they may be of an older epoch."""
         record = self.replica.record
         if record is not None:
             self._pull(blocks, record.version, record.attempt, 0)
@@ -356,7 +357,9 @@ class MirrorMachine:
         self._leave_at_once(event.error)
 
     def _leave_at_once(self, reason: str) -> None:
-        """The run goes on: a mirrord that is started again takes over what fits the journal."""
+        """Leaves at once, while the run continues: a restarted mirrord adopts the state that fits
+        the journal.
+        """
         self.phase = MirrorPhase.STOPPED
         self._out.append(Exit(code=ExitCode.LOST_MEMBERS, reason=reason))
 

@@ -1,15 +1,15 @@
-"""The replica's words as they will be once the effects are carried out, and what they allow.
+"""The replica's words as they will be after the effects, and the decisions that follow from them.
 
-Of a block the replica has no state, or state of version *v*: the committed version ``c``, or
-``c - 1`` with the gradients of commit ``c`` (or with pulls of them under way). Gradients that lead
-to version ``v`` are in copy ``v % 2``. What a kill leaves::
+The replica has no state of a block, or state of the committed version ``c``, or state of ``c - 1``.
+State of ``c - 1`` comes with the gradients of commit ``c``, or with running pulls of them.
+Gradients that lead to version ``v`` are in copy ``v % 2``. A kill leaves::
 
     state word c-1, intent, undo armed     the settle was cut short: it is finished
     state word c-1, intent, undo complete  the word is all that is missing
     state word c-1, intent, neither        no byte was written
     a copy's word is 0                     a pull was under way: no gradients are there
 
-A block that lacks what it would need is void: its state is read from the owner again.
+A block with missing gradients is void: its state is read from the owner again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Replica:
         self._facts: ReplicaFacts | None = facts  # until the sweep cut short is accounted for
         self._effects = effects
 
-    # ---- looking ----
+    # ---- queries ----
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Replica:
         return tuple(b.index for b in self.blocks if b.index in self._states)
 
     def pending(self) -> tuple[int, ...]:
-        """Returns the blocks whose state lacks the committed step."""
+        """Returns the blocks that lack the committed step."""
         return tuple(b for b in self.present if self._states[b] < self.committed)
 
     def due(self) -> int | None:
@@ -91,25 +91,25 @@ class Replica:
 
     @property
     def attempt_beyond(self) -> int:
-        """The attempt towards the next version whose gradients are all here; 0: there is none."""
+        """The attempt towards the next version with complete gradients; 0: none."""
         version = self.committed + 1
-        found = {
+        attempts = {
             self._held.get((b.index, version % COPIES, k), 0)
             for b in self.blocks
             for k in range(b.contributions)
         }
-        return found.pop() if len(found) == 1 and not self.pending() else 0
+        return attempts.pop() if len(attempts) == 1 and not self.pending() else 0
 
     @property
     def complete(self) -> bool:
-        """Whether all blocks are, or can be brought, to the committed version."""
+        """True if all blocks are at the committed version, or can reach it."""
         if self.missing or self.record is None or not self.incarnation:
             return False
         attempt = self.record.attempt
         return all(self.holds(block, self.committed, attempt) for block in self.pending())
 
     def validate(self) -> None:
-        """Check that each block is at the committed version or one step behind.
+        """Checks that each block is at the committed version or one step behind.
 
         Raises:
             ValueError: naming block and versions.
@@ -121,8 +121,8 @@ class Replica:
     # ---- what changes ----
 
     def follow(self, record: CommitRecord) -> int | None:
-        """Take over the scheduler's commit; what does not fit it is void. Returns the block whose
-        settle was cut short and is to be finished, if there is one.
+        """Takes over the scheduler's commit, and drops state that does not fit it. Returns the
+        block with a settle to finish, if one was cut short.
         """
         step = record.version - self.committed
         fits = record.incarnation == self.incarnation and self.record is not None
@@ -163,7 +163,7 @@ class Replica:
         return None
 
     def _adopt(self, record: CommitRecord) -> None:
-        """Begin with nothing, at the scheduler's commit."""
+        """Begins without state, at the scheduler's commit."""
         self._facts = None
         self._states.clear()
         self._held.clear()
@@ -177,7 +177,7 @@ class Replica:
         ]
 
     def commit(self, record: CommitRecord) -> None:
-        """Keep the record, then flip: a settle after that needs nobody."""
+        """Keeps the record, then flips: a later settle needs no other process."""
         self._effects += [WriteRecord(record=record), FlipCommitted(version=record.version)]
         self.record, self.committed = record, record.version
 
@@ -188,18 +188,18 @@ class Replica:
         self._effects.append(VoidBlock(block=block))
 
     def set_state(self, block: int, version: int) -> None:
-        """Say which version a block's state has."""
+        """Records the version of a block's state."""
         if self._states.get(block) != version:
             self._states[block] = version
             self._effects.append(SetState(block=block, version=version))
 
     def expect(self, block: int, version: int, contributions: Iterable[int]) -> None:
-        """Somebody is going to write these contributions: nothing is in their copies until then."""
+        """Clears these contributions' copies, which are empty until they are written."""
         for k in contributions:
             self._hold(block, version, k, 0)
 
     def arrived(self, block: int, version: int, contribution: int, attempt: int) -> None:
-        """A contribution is here."""
+        """Records that a contribution has arrived."""
         self._hold(block, version, contribution, attempt)
 
     def _hold(self, block: int, version: int, contribution: int, attempt: int) -> None:
