@@ -1,9 +1,11 @@
-"""How far this node's clock is ahead of the first node's, and how wrong that may be.
+"""Measures how far this node's clock is ahead of the first node's, and the error of the
+measurement.
 
-As NTP does it (RFC 5905, section 8), with one exchange: between two readings of the own clock, at
-the start and the end of a request to the first node's metricsd, that reads its own. If its reading
-fell into the middle, the offset is exact; it is wrong by half of the time between at most. Of the
-last exchanges the one counts that says it most exactly now: clocks drift apart since then.
+It follows NTP (RFC 5905, section 8) with one exchange. This node reads its own clock at the start
+and at the end of a request to the first node's metricsd. That process reads its clock in between.
+If its reading fell into the middle, the offset is exact; the error is at most half of the duration.
+Of the last exchanges the one with the smallest error now is used, because clocks drift apart with
+time.
 """
 
 from __future__ import annotations
@@ -99,12 +101,12 @@ class ClockWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stops the exchanges."""
         self._closing.set()
         self._thread.join(timeout=2 * TIMEOUT_S)
 
     def put(self, exposition: Exposition) -> None:
-        """Write down the offset, if it is known."""
+        """Writes the offset, if it is known."""
         best = best_of(tuple(self._exchanges), time.monotonic())
         if best is not None:
             offset_s, error_s = best
@@ -139,18 +141,18 @@ def _connection(host: str, port: int, context: ssl.SSLContext | None) -> http.cl
 
 
 class _NamedConnection(http.client.HTTPConnection):
-    """With TLS, to whoever has a certificate for :data:`METRICS_HOST`, whatever its address."""
+    """A TLS connection to any address with a certificate for :data:`METRICS_HOST`."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext) -> None:
         super().__init__(host, port, timeout=TIMEOUT_S)
         self._context = context
 
     def connect(self) -> None:
-        """Connect, and shake hands."""
+        """Connects, with the TLS handshake."""
         super().connect()
         self.sock = self._context.wrap_socket(self.sock, server_hostname=METRICS_HOST)
 
 
 def context_of(keys: Path) -> ssl.SSLContext:
-    """Returns what trusts the certificates of the run whose node has the folder ``keys``."""
+    """Returns a context that trusts the run's certificates. ``keys``: a node's folder of keys."""
     return ssl.create_default_context(cafile=str(keys / "ca.pem"))

@@ -27,7 +27,7 @@ from penstock.protocol.run.names import place_of_member
 _log = logging.getLogger(__name__)
 
 DEADLINE_S = 1.0
-"""How long a process may take to hand out its page."""
+"""Seconds that a process may take to send its exposition."""
 FRESH_S = 1.0
 """However many scrape, processes are asked no more often."""
 
@@ -77,13 +77,13 @@ class Collection:
             if answer.page is not None:
                 merged.add(answer.page, labels)
         merged.add(self._own_page(), self._ours)
-        own = Scraped(page=b"", pid=os.getpid(), seconds=time.monotonic() - begun_s)
-        merged.add(_said_of(own), self._ours)
+        this_process = Scraped(page=b"", pid=os.getpid(), seconds=time.monotonic() - begun_s)
+        merged.add(_said_of(this_process), self._ours)
         return merged.text()
 
 
 def _said_of(answer: Scraped) -> bytes:
-    """Returns what is to be said of a process itself, as a page."""
+    """Returns the metrics about a process itself, as an exposition."""
     exposition = Exposition(PROCESS)
     exposition.put(PROCESS_UP.name, answer.page is not None)
     exposition.put(COLLECT_SECONDS.name, answer.seconds)

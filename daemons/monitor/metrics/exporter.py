@@ -1,7 +1,7 @@
-"""Serves pages over HTTP: plain on loopback, with TLS and a password where there are keys.
+"""Serves expositions over HTTP: plain on loopback, over TLS with a password if there are keys.
 
-The server of ``prometheus_client`` shakes hands on the thread that accepts, where one stranger who
-says nothing would keep everybody out, and has no passwords.
+The server of ``prometheus_client`` has no passwords. It also performs handshakes on the accepting
+thread, where one silent client would block all others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ USER = "penstock"
 MAX_CONNECTIONS = 16
 """At a time; more are closed at once."""
 _LOOK_S = 0.2
-"""How long :meth:`Exporter.close` may take to be noticed."""
+"""Seconds until :meth:`Exporter.close` is noticed."""
 PATIENCE_S = 5.0
-"""How long a client may say nothing."""
+"""Seconds that a client may be silent."""
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 _log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class Exporter:
     def __init__(
         self, app: App, host: str, port: int, keys: Path | None, public: Collection[str] = ()
     ) -> None:
-        """Serve ``app``; with ``keys``, a node's folder, over TLS to who knows the password. The
-        paths in ``public`` are for everybody.
+        """Serves ``app``. ``keys``: a node's folder of keys; with it, over TLS to clients with the
+        password. ``public``: paths without a password.
 
         Raises:
             OSError: it cannot listen there.
@@ -74,7 +74,7 @@ class Exporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stops listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5.0)
@@ -90,11 +90,11 @@ class _Shield:
 
     def over(self, connection: socket.socket) -> ssl.SSLSocket:
         """Returns a connection that shakes hands when it is first read."""
-        found = self._folder.reload(_log.warning)
-        if found is not None and found is not self._shown:
+        reloaded = self._folder.reload(_log.warning)
+        if reloaded is not None and reloaded is not self._shown:
             try:
-                self._context, self._shown = self._made(), found
-            except OSError as error:  # half replaced: the next connection looks again
+                self._context, self._shown = self._made(), reloaded
+            except OSError as error:  # half replaced: the next connection tries again
                 _log.warning("metrics keep their old certificate: %s", error)
         return self._context.wrap_socket(
             connection, server_side=True, do_handshake_on_connect=False
@@ -122,18 +122,18 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int, shield: _Shield | None) -> None:
         self._shield = shield
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        [found, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        self.address_family = found[0]
-        super().__init__(found[4][:2], _Handler)  # type: ignore[arg-type]  # host and port
+        [entry, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family = entry[0]
+        super().__init__(entry[4][:2], _Handler)  # type: ignore[arg-type]  # host and port
 
     def server_bind(self) -> None:
-        """Bind; the base class would ask the domain name system for its own name, too."""
+        """Binds. The base class would also ask DNS for the host's name, which may block."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, if there is room for one more."""
+        """Answers on a thread, if fewer than the maximum are running."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -144,7 +144,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room."""
+        """Answers, and frees the thread's place."""
         try:
             request.settimeout(PATIENCE_S)
             shown = request if self._shield is None else self._shield.over(request)
@@ -156,14 +156,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who breaks off is no error of ours."""
+        """Ignores clients that disconnect early."""
         _log.debug("metrics: a request broke", exc_info=True)
 
 
 def _with_password(app: App, path: Path, public: Collection[str]) -> App:
-    """Returns ``app`` for those who know the password whose SHA-256 is in ``path``; what is at the
-    paths ``public``, for all. A password of
-    256 random bits cannot be guessed from that, so it needs no slow hash.
+    """Returns ``app`` with a password. ``path``: file with the password's SHA-256. The paths in
+    ``public`` need no password. A password of 256 random bits cannot be guessed from the digest, so
+    it needs no slow hash.
     """
 
     def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:

@@ -2,9 +2,9 @@
 expositions of many processes into one.
 
 Expositions are split and joined as text, since parsing each sample would cost many times as much. A
-family (a metric with its HELP and TYPE) may appear once in an exposition, so the samples of all
-processes follow the header of the first one. Lines that are no sample, and families whose type
-differs from the first one's, are dropped.
+family (a metric with its HELP and TYPE) may appear once in an exposition. The samples of all
+processes therefore follow the header of the first one. Lines that are no sample are dropped, and
+families with another type than the first one's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FAMILY = re.compile(
     rb"([a-zA-Z_:][a-zA-Z0-9_:]*)(?: [^\n]*)?\n"
     rb"# TYPE \1 (counter|gauge|histogram|summary|untyped)\n"
 )
-"""What follows ``# HELP``."""
+"""Text after ``# HELP``: a family's name, its help and its type."""
 _SAMPLE = re.compile(
     rb"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? ([-+0-9.eE]+|[-+]?Inf|NaN)$", re.MULTILINE
 )
@@ -45,7 +45,7 @@ class Exposition:
         self._lines: dict[str, list[str]] = {}
 
     def put(self, name: str, value: float, **labels: str) -> None:
-        """Write down a sample."""
+        """Adds a sample."""
         full_name = self._metrics[name].full_name
         braces = f"{{{label_text(labels)}}}" if labels else ""
         number = floatToGoString(value)  # type: ignore[no-untyped-call]  # of the library
@@ -76,7 +76,7 @@ class MergedExposition:
         self._families: dict[bytes, _Family] = {}
 
     def add(self, page: bytes, labels: Mapping[str, str]) -> None:
-        """Add a page, with ``labels`` put before those that its samples have."""
+        """Adds the exposition of a process, with ``labels`` in front of its samples' own labels."""
         ours = label_text(labels).encode()
         for part in re.split(rb"^# HELP ", page, flags=re.MULTILINE):
             begun = _FAMILY.match(part)
@@ -87,8 +87,8 @@ class MergedExposition:
             family = self._families.setdefault(name, _Family(header, kind))
             if family.kind != kind:
                 continue
-            for found in _SAMPLE.finditer(part, begun.end()):
-                sample, others, value = found.groups()
+            for match in _SAMPLE.finditer(part, begun.end()):
+                sample, others, value = match.groups()
                 family.samples.append(
                     b"%s{%s,%s} %s" % (sample, ours, others, value)
                     if others

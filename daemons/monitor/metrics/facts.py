@@ -1,4 +1,4 @@
-"""What does not change while a metricsd lives: versions, and what the run is."""
+"""Metrics that do not change during a metricsd's life: versions, and the run's description."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.protocol.run.rundir import RunDirectory
 
 
 def put_facts(exposition: Exposition, run: RunDirectory) -> None:
-    """Write down ``penstock_build_info`` and ``penstock_run_info``."""
+    """Writes ``penstock_build_info`` and ``penstock_run_info``."""
     config = run.config
     exposition.put(
         BUILD.name,
@@ -51,8 +51,8 @@ def model_name(config: Config) -> str:
 
 def _version(package: str) -> str:
     """Returns that of a package, which is not imported; empty: it is not installed."""
-    found = importlib.util.find_spec(package) is not None
-    return importlib.metadata.version(package) if found else ""
+    installed = importlib.util.find_spec(package) is not None
+    return importlib.metadata.version(package) if installed else ""
 
 
 def _vectors() -> str:

@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 
 
 def main(run_dir: Path, node: str, processes: str | None, parent_pid: int | None) -> int:
-    """Serve the metrics of ``node`` until told to stop; returns the exit code. ``processes``: names
-    of those that run there, with commas between them; None: those that every node has.
+    """Serves the metrics of ``node`` until stopped; returns the exit code. ``processes``: names of
+    its processes, separated by commas; None: the processes of every node.
     """
     work = partial(metricsd, node, processes, alone=parent_pid is None)
     return run_process(run_dir, metricsd_name(node), work, parent_pid)
@@ -127,7 +127,7 @@ def _own_page(process: RunProcess, node: str) -> Callable[[], bytes]:
 
 
 def _put_expiry(folder: KeyFolder, exposition: Exposition) -> None:
-    """Write down when the keys that are there expire; 0 when they cannot be read."""
+    """Writes the expiry time of the current keys; 0 if they cannot be read."""
     try:
         expires_s = folder.peek().expires.timestamp()
     except ConfigError:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 _SIOCGIFCONF = 0x8912
 _ENTRY_BYTES = 40
-"""Of struct ifreq on 64 bits: a name of 16 bytes, and a struct sockaddr_in (family, port, address)
-in a union of 24. See netdevice(7).
+"""Bytes of struct ifreq on 64 bits: a name of 16 bytes, and a struct sockaddr_in (family, port,
+address) in a union of 24. See netdevice(7).
 """
 _MAX_ENTRIES = 256
 _ANY_PORT = 9
@@ -26,9 +26,7 @@ _ANY_PORT = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """What an interface has counted; ``bytes_per_s``: what it can do each way, None where nobody
-    knows.
-    """
+    """Counters of an interface. ``bytes_per_s``: its speed in each direction; None if unknown."""
 
     name: str
     received_bytes: int
@@ -48,19 +46,19 @@ class Interface:
 
 
 def interfaces_to(own_host: str, others: Iterable[str]) -> frozenset[str]:
-    """Returns the names of the interfaces that have this node's address, or from which the other
-    hosts are reached. Who cannot be looked up is left out.
+    """Returns the names of the interfaces with this node's address, or with a route to the other
+    hosts. Hosts without a known address are skipped.
     """
-    own = _addresses_of(own_host)
+    addresses = _addresses_of(own_host)
     sources = {_source_towards(address) for host in others for address in _addresses_of(host)}
     names = {**_names_by_ipv4(), **_names_by_ipv6()}
     # Any address of 127.0.0.0/8 is the loopback interface's.
     loopback = names.get("127.0.0.1", names.get("::1"))
-    found = (
+    interfaces = (
         loopback if ipaddress.ip_address(address).is_loopback else names.get(address)
-        for address in (own | sources) - {""}
+        for address in (addresses | sources) - {""}
     )
-    return frozenset(name for name in found if name is not None)
+    return frozenset(name for name in interfaces if name is not None)
 
 
 def _addresses_of(host: str) -> frozenset[str]:
@@ -90,8 +88,8 @@ def _names_by_ipv4() -> dict[str, str]:
     """Returns own address -> interface, as the kernel lists them."""
     entries = array.array("B", bytes(_MAX_ENTRIES * _ENTRY_BYTES))
     place, _ = entries.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iL", len(entries), place))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iL", len(entries), place))
     length, _ = struct.unpack("iL", answer)
     raw = entries.tobytes()[:length]
     return {

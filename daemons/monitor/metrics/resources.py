@@ -1,8 +1,7 @@
-"""What a node has of shared memory, memory, disk, network and CPU time, and what is left of it.
+"""Measures a node's shared memory, memory, disk, network and CPU time.
 
-What may take long (a file system that does not answer, a name server, the planner) is found out by
-a thread of its own, every :data:`SURVEY_S` seconds; when its news are older than :data:`STALE_S`
-they are left out.
+Slow sources (an unresponsive file system, a name server, the planner) are read by a separate thread
+every :data:`SURVEY_S` seconds. Results older than :data:`STALE_S` are omitted.
 """
 
 from __future__ import annotations
@@ -37,14 +36,16 @@ LOOK_UP_S = 60.0
 """Hosts are asked for at name servers no more often."""
 STALE_S = 30.0
 BLOCK_BYTES = 512
-"""As stat(2) counts them."""
+"""Bytes of a block in stat(2)'s counts."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was found at ``at_s``. ``disks``: what -> (bytes free for this user, size)."""
+    """Slow measurements of time ``at_s``. ``disks``: path's purpose -> (bytes free for this user,
+    size).
+    """
 
     at_s: float
     disks: dict[str, tuple[int, int]]
@@ -66,12 +67,12 @@ class NodeResources:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stops the thread."""
         self._closing.set()
         self._thread.join(timeout=1.0)  # a file system may hold it for ever
 
     def put(self, exposition: Exposition) -> None:
-        """Write everything down that is known now."""
+        """Writes all current measurements."""
         self._put_memory(exposition)
         exposition.put("penstock_node_cpu_used_seconds", machine_cpu_s())
         exposition.put("penstock_node_cpu_stolen_seconds", stolen_s())
@@ -97,11 +98,11 @@ class NodeResources:
     def _survey_on(self) -> None:
         planned = _planned_bytes_per_s(self._config)
         hosts = [node.host for node in self._config.cluster.nodes]
-        own = hosts.pop(self._index)
+        own_host = hosts.pop(self._index)
         interfaces, looked_up_s = frozenset[str](), float("-inf")
         while not self._closing.is_set():
             if time.monotonic() - looked_up_s > LOOK_UP_S:
-                interfaces, looked_up_s = interfaces_to(own, hosts), time.monotonic()
+                interfaces, looked_up_s = interfaces_to(own_host, hosts), time.monotonic()
             disks = {}
             for what, path in (("run", self._run.path), ("state", self._run.state_dir)):
                 try:
@@ -122,13 +123,15 @@ def _put_survey(exposition: Exposition, survey: Survey) -> None:
         exposition.put("penstock_node_disk_free_bytes", free, what=what)
         exposition.put("penstock_node_disk_size_bytes", size, what=what)
     for name in sorted(survey.interfaces):
-        found = Interface.read(name)
-        if found is None:
+        interface = Interface.read(name)
+        if interface is None:
             continue
-        exposition.put("penstock_node_network_receive_bytes", found.received_bytes, interface=name)
-        exposition.put("penstock_node_network_transmit_bytes", found.sent_bytes, interface=name)
-        if found.bytes_per_s is not None:
-            speed = found.bytes_per_s
+        exposition.put(
+            "penstock_node_network_receive_bytes", interface.received_bytes, interface=name
+        )
+        exposition.put("penstock_node_network_transmit_bytes", interface.sent_bytes, interface=name)
+        if interface.bytes_per_s is not None:
+            speed = interface.bytes_per_s
             exposition.put("penstock_node_network_speed_bytes_per_second", speed, interface=name)
     if survey.planned_bytes_per_s is not None:
         planned = survey.planned_bytes_per_s
@@ -137,9 +140,9 @@ def _put_survey(exposition: Exposition, survey: Survey) -> None:
 
 def _room(path: Path) -> tuple[int, int]:
     """Returns the bytes that are free for this user, and the size, of a file system."""
-    found = os.statvfs(path)
-    size = (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize
-    return found.f_bavail * found.f_frsize, size
+    status = os.statvfs(path)
+    size = (status.f_blocks - status.f_bfree + status.f_bavail) * status.f_frsize
+    return status.f_bavail * status.f_frsize, size
 
 
 def _size_of(segments: Iterable[str]) -> int:

@@ -23,8 +23,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scraped:
-    """What one process said. ``page``: None, if it did not answer in time. ``pid``: who listens
-    there; None, if nobody does. ``seconds``: how long the answer took.
+    """The result of scraping one process. ``page``: its exposition; None if it did not arrive in
+    time. ``pid``: the listening process; None if there is none. ``seconds``: duration of the
+    scrape.
     """
 
     page: bytes | None
@@ -34,14 +35,14 @@ class Scraped:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """A connection whose page is being read."""
+    """A connection to a process, and the bytes read so far."""
 
     connection: socket.socket
     pid: int
     read: bytearray = field(default_factory=bytearray)
 
     def advance(self) -> bool:
-        """Read what is there; returns whether the other side has ended, or says too much."""
+        """Reads available bytes; returns True at the end, or if there are too many."""
         try:
             part = self.connection.recv(_READ_BYTES)
         except BlockingIOError:
@@ -63,9 +64,9 @@ def scrape(
     deadline_s: float,
     complain: Callable[[str], None] = _log.warning,
 ) -> dict[str, Scraped]:
-    """Returns what the processes said that listen at ``addresses`` (process -> abstract socket);
-    those that take longer than ``deadline_s`` have said nothing. ``complain`` hears of names that
-    other users have taken.
+    """Scrapes the processes at ``addresses`` (process -> abstract socket). A process that takes
+    longer than ``deadline_s`` counts as silent. ``complain`` receives a line about each name that
+    another user has taken.
     """
     begun_s = time.monotonic()
     answers: dict[str, Scraped] = {}
@@ -95,15 +96,15 @@ def scrape(
 def _answer(
     selector: selectors.BaseSelector, call: _Request, begun_s: float, page: bytes | None
 ) -> Scraped:
-    """Hang up, and say what came of it."""
+    """Closes the connection, and returns the result."""
     selector.unregister(call.connection)
     call.connection.close()
     return Scraped(page=page, pid=call.pid, seconds=time.monotonic() - begun_s)
 
 
 def _request(address: str, complain: Callable[[str], None]) -> _Request | None:
-    """Returns a connection to a process of this user; None: nobody listens, it has too many
-    connections to answer already, or it is somebody else's.
+    """Returns a connection to a process of this user. Returns None if no process listens, its queue
+    is full, or it belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(False)

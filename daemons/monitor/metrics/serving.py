@@ -1,8 +1,8 @@
-"""What metricsd serves, and where.
+"""The paths that metricsd serves, and its address.
 
-``/metrics``: all processes of the node. ``/targets``: where all nodes of the run serve theirs, for
-Prometheus' HTTP service discovery. ``/clock``: the time here, for other nodes; everybody may know
-it. ``/``: says so to people.
+``/metrics``: all processes of the node. ``/targets``: addresses of all nodes of the run, for
+Prometheus' HTTP service discovery. ``/clock``: the time here, for other nodes; it needs no
+password. ``/``: a page with links for people.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def check_port(config: Config, node: str) -> None:
     if not port:
         return
     try:
-        [found, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        with socket.socket(found[0]) as probe:
+        [entry, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(entry[0]) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(found[4])
+            probe.bind(entry[4])
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
 
@@ -120,8 +120,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _deadline_s(timeout: str) -> float:
-    """Returns how long processes may take when Prometheus waits for ``timeout`` seconds, as its
-    header says: half of that, so that those that answer are heard in time.
+    """Returns the seconds that processes may take when Prometheus waits for ``timeout`` seconds,
+    from its header. Half of the timeout leaves time to send the answers.
     """
     try:
         seconds = float(timeout)

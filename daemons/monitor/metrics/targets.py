@@ -1,9 +1,9 @@
-"""Where metrics are served: files that Prometheus' file_sd reads, one for each node of a run.
+"""Publishes the addresses of metrics in files for Prometheus' file_sd, one for each node of a run.
 
-``RUN_DIR/metrics/NODE.json`` is there while the node's metricsd serves, and the same in the folder
+``RUN_DIR/metrics/NODE.json`` exists while the node's metricsd serves. A copy is in the folder
 ``observability.targets``, which runs may share, as ``RUN_ID.NODE.json``. The labels ``run`` and
-``node`` say whose ``up`` is; all other samples come with their labels, which Prometheus keeps with
-``honor_labels: true``.
+``node`` identify the target of ``up``. All other samples have their own labels, which Prometheus
+keeps with ``honor_labels: true``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def target(run: RunDirectory, node: str, port: int) -> dict[str, Any]:
 
 
 def write_targets(run: RunDirectory, node: str, port: int) -> None:
-    """Tell where the metrics of ``node`` are. Who cannot be told finds nothing there: the run, and
-    who knows the address, are none the worse.
+    """Writes the address of ``node``'s metrics. A failure is only logged: the run does not need the
+    files, and clients that know the address do not either.
     """
     text = json.dumps([target(run, node, port)], indent=1) + "\n"
     for path in _files(run, node):
@@ -56,7 +56,7 @@ def write_targets(run: RunDirectory, node: str, port: int) -> None:
 
 
 def renew_targets(run: RunDirectory, node: str, port: int) -> None:
-    """Show that the files are no leftovers, by their time; write those again that are gone."""
+    """Updates the files' times, to show that they are no leftovers; restores missing files."""
     for path in _files(run, node):
         try:
             os.utime(path)
@@ -65,8 +65,8 @@ def renew_targets(run: RunDirectory, node: str, port: int) -> None:
 
 
 def former_port(run: RunDirectory, node: str) -> int:
-    """Returns the port of a metricsd of ``node`` that was killed; 0: nobody knows of one. Where the
-    next one serves there too, Prometheus' series go on, and counters with them.
+    """Returns the port of a killed metricsd of ``node``; 0 if there is none. If the next metricsd
+    serves at the same port, Prometheus' series and counters continue.
     """
     for entry in _entries(run.path / FOLDER / f"{node}.json"):
         _, _, port = str(entry["targets"][0]).rpartition(":")
@@ -76,7 +76,7 @@ def former_port(run: RunDirectory, node: str) -> int:
 
 
 def remove_targets(run: RunDirectory, node: str) -> None:
-    """Tell that there are none any more."""
+    """Removes the files of ``node``."""
     for path in _files(run, node):
         try:
             path.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""observerd: one process of a run, on its first node, that looks at what the others wrote.
+"""observerd: a process on a run's first node that reads the files of the other processes.
 
-It reads files of the run directory at the lowest priority, and talks to no process of a step: it
-can neither delay nor break one. The run goes on without it.
+It runs at the lowest priority and contacts no process of a step, so it can neither delay nor break
+a step. The run continues without it.
 """

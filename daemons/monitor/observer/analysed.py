@@ -1,6 +1,6 @@
-"""``critical.json``: where the step of the last analysed attempt went, for whoever shows a run.
+"""``critical.json``: where the time of the last analysed step went, for commands that show a run.
 
-observerd writes it; what cannot be read is as good as not there.
+observerd writes it; an unreadable file counts as missing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NAME = "critical.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysed:
-    """Of attempt ``attempt``: seconds of its critical path by resource, and by how much the step
-    would be shorter without the time of a resource.
+    """Analysis of one attempt: seconds of its critical path by resource, and seconds that the step
+    would save without a resource's time.
     """
 
     attempt: int
@@ -40,12 +40,12 @@ class Analysed:
     def read(cls, run_dir: Path) -> Analysed | None:
         """Returns what the file says; None if there is none, or it says something else."""
         try:
-            found = parse_json((run_dir / _NAME).read_bytes())
+            fields = parse_json((run_dir / _NAME).read_bytes())
             return cls(
-                attempt=int(found["attempt"]),
-                step_s=_seconds(found["step_s"]),
-                critical_s={str(k): _seconds(v) for k, v in found["critical_s"].items()},
-                savings_s={str(k): _seconds(v) for k, v in found["savings_s"].items()},
+                attempt=int(fields["attempt"]),
+                step_s=_seconds(fields["step_s"]),
+                critical_s={str(k): _seconds(v) for k, v in fields["critical_s"].items()},
+                savings_s={str(k): _seconds(v) for k, v in fields["savings_s"].items()},
             )
         except (OSError, *DAMAGED):
             return None

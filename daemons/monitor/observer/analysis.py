@@ -1,6 +1,7 @@
-"""What one sampled attempt says: where its step went, what would be saved, what was to be expected.
+"""Analyses one sampled attempt: where its step's time went, possible savings, and the expected
+time.
 
-All seconds are of the clock, also on emulated clusters, whose own seconds are shorter or longer.
+All seconds are of the clock, even on emulated clusters, which model shorter or longer seconds.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class IncompleteError(ConfigError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """Of one attempt. ``seconds`` and ``saved`` by resource; ``critical`` are those that save much.
-    ``step_s`` was measured.
+    """Analysis of one attempt. ``seconds`` and ``saved``: by resource. ``critical``: the resources
+    with large savings. ``step_s``: measured.
     """
 
     attempt: int
@@ -47,7 +48,7 @@ class Analysis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What a step should take, by ``costs`` of a profile, an emulated cluster, or fitted ones."""
+    """Expected time of a step. ``costs``: from a profile, from an emulated cluster, or fitted."""
 
     costs: str
     step_s: float

@@ -1,7 +1,7 @@
-"""Consumers: what observerd does with the files of its run, each on a thread of its own.
+"""Consumers: observerd's work on the files of its run, each on its own thread.
 
-A consumer may be slow, wait for a network or fail: others do not notice. One that fails begins anew
-after :data:`AGAIN_S`, so its ``run`` finds by itself where it goes on.
+A consumer may be slow, wait for a network or fail without an effect on the others. A failed
+consumer is run again after :data:`AGAIN_S`, so its ``run`` must find its place by itself.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Consumer(Protocol):
 
     @property
     def name(self) -> str:
-        """What logs call it."""
+        """The consumer's name in logs."""
 
     def run(self, stop: StopSignal) -> None:
-        """Works until ``stop`` is set; then takes what is there already, and returns."""
+        """Runs until ``stop`` is set; then handles existing input, and returns."""
 
 
 def run_consumers(
     consumers: Sequence[Consumer], stop: StopSignal, *, finish_s: float = FINISH_S
 ) -> None:
-    """Runs all consumers until ``stop`` is set and they have returned, or ``finish_s`` later: those
-    that are not done then are named in the log, and left to the end of the process.
+    """Runs all consumers until ``stop`` is set, then waits for them for at most ``finish_s``.
+    Consumers that are still running are named in the log, and end with the process.
     """
     threads = [
         threading.Thread(target=_run, args=(consumer, stop), name=consumer.name, daemon=True)

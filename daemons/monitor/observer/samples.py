@@ -18,7 +18,7 @@ DECISIONS = ("commit", "amend", "skip")
 
 @dataclass(slots=True)
 class _Sample:
-    """What is known of one attempt, by the life of the process that said it."""
+    """Events of one attempt, by the life of the process that reported them."""
 
     lives: dict[TraceOrigin, list[TraceEvent]] = field(default_factory=lambda: defaultdict(list))
     scheduled: list[TraceEvent] = field(default_factory=list)
@@ -29,7 +29,7 @@ class _Sample:
 
     @property
     def is_over(self) -> bool:
-        """Whether the step has ended: something followed the decision."""
+        """True after an event that follows the decision: the step has ended."""
         return self.is_decided and self.scheduled[-1].text not in DECISIONS
 
     @property
@@ -39,8 +39,9 @@ class _Sample:
 
 @dataclass(slots=True)
 class Samples:
-    """Collects attempts whose number is a multiple of ``every`` and that were announced after
-    ``since_s`` of the scheduler's clock. ``lost`` were given up: broken off, or never complete.
+    """Collects attempts with a multiple of ``every`` as number, announced after ``since_s`` of the
+    scheduler's clock. ``lost``: samples that were dropped because they were aborted or never
+    complete.
     """
 
     run_dir: Path
@@ -107,6 +108,6 @@ class Samples:
         assert self._scheduler is not None, "its events are what makes a sample complete"
         lives = [
             LifeTrace(origin=self._scheduler, events=tuple(sample.scheduled)),
-            *(LifeTrace(origin=o, events=tuple(found)) for o, found in sample.lives.items()),
+            *(LifeTrace(origin=o, events=tuple(events)) for o, events in sample.lives.items()),
         ]
         return RunTrace.of(lives, skipped_lines=0)

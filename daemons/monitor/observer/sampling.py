@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.daemons.monitor.observer.analysis import Analysis, Analyst
 
 LOOK_S = 2.0
-"""Traces are looked at so often."""
+"""Seconds between reads of the traces."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Sampling:
     _expects: bool = False
 
     def run(self, stop: StopSignal) -> None:
-        """Looks every :data:`LOOK_S`, and once more at the end."""
+        """Reads the traces every :data:`LOOK_S`, and once more at the end."""
         config = self.run_directory.config
         every = config.observability.sample_every
         with suppress(OSError):

@@ -15,9 +15,9 @@ MAX_BATCH_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bookmark:
-    """How far a tracker is: bytes of the file, lines that it took, lines that it never will.
+    """A tracker's position: bytes of the file, accepted lines, and dropped lines.
 
-    ``failures``: how often in a row it failed at what comes next.
+    ``failures``: failed attempts in a row at the next lines.
     """
 
     offset: int = 0
@@ -30,10 +30,10 @@ class Bookmark:
         """Returns what the file says; the beginning where there is none, or it is damaged."""
         try:
             fields = parse_json(path.read_bytes())
-            found = cls(**{name: int(fields[name]) for name in cls.__slots__})
+            bookmark = cls(**{name: int(fields[name]) for name in cls.__slots__})
         except (OSError, *DAMAGED):
             return cls()
-        return found if min(asdict(found).values()) >= 0 else cls()
+        return bookmark if min(asdict(bookmark).values()) >= 0 else cls()
 
     def write(self, path: Path) -> None:
         """Writes it.
@@ -50,8 +50,8 @@ def bookmark_path(run_dir: Path, tracker: str) -> Path:
 
 
 def read_batch(path: Path, offset: int, now_s: float) -> tuple[list[Reading], int]:
-    """Returns the whole lines behind ``offset``, as many as fit in a batch, and where they end. A
-    file that is shorter than that was moved away: it begins anew.
+    """Returns the complete lines after ``offset`` that fit in a batch, and the offset after them. A
+    file shorter than ``offset`` was replaced, and is read from its start.
 
     Raises:
         OSError: the file cannot be read.
@@ -66,8 +66,8 @@ def read_batch(path: Path, offset: int, now_s: float) -> tuple[list[Reading], in
     whole = text[: text.rfind(b"\n") + 1]
     if not whole and len(text) == MAX_BATCH_BYTES:  # no line of ours is as long
         whole = text
-    found = (_reading(line, now_s) for line in whole.splitlines())
-    return [reading for reading in found if reading is not None], offset + len(whole)
+    readings = (_reading(line, now_s) for line in whole.splitlines())
+    return [reading for reading in readings if reading is not None], offset + len(whole)
 
 
 def _reading(line: bytes, now_s: float) -> Reading | None:

@@ -1,8 +1,8 @@
-"""``tracker``: the process of one tracker. It reads lines, hands them on, and notes how far it is.
+"""``tracker``: the process of one tracker, which reads lines, sends them, and records its position.
 
-What the tracker raises ends the process with a line in the log; observerd starts it again. Lines at
-which it failed :data:`TRIES` times in a row are handed on one by one, and those that still fail are
-left out and counted.
+An exception of the tracker ends the process with a line in the log; observerd restarts it. Lines
+that failed :data:`TRIES` times in a row are sent one by one, and lines that still fail are dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.host.stopping import StopSignal
 from penstock.protocol.run.process import RunProcess, run_process
 
 LOOK_S = 1.0
-"""How often it looks for new lines."""
+"""Seconds between checks for new lines."""
 TRIES = 3
 
 _log = logging.getLogger(__name__)
 
 
 def main(run_dir: Path, tracker: str, parent_pid: int | None) -> int:
-    """Track the run in ``run_dir`` until told to stop; returns the exit code."""
+    """Tracks the run in ``run_dir`` until stopped; returns the exit code."""
     return run_process(run_dir, f"tracker.{tracker}", partial(track, tracker), parent_pid)
 
 
@@ -54,10 +54,10 @@ def track(tracker: str, process: RunProcess) -> int:
 
 
 def follow(sink: Sink, run_dir: Path, tracker: str, stop: StopSignal) -> None:
-    """Hands on lines until ``stop`` is set, then those that are there already.
+    """Sends lines until ``stop`` is set, then the remaining ones.
 
     Raises:
-        Exception: whatever the tracker raises; the place is noted.
+        Exception: any error of the tracker; the position is recorded.
     """
     notes = bookmark_path(run_dir, tracker)
     place = Bookmark.read(notes)
@@ -82,7 +82,7 @@ def _hand_on(sink: Sink, readings: list[Reading], place: Bookmark, notes: Path) 
         try:
             sink.log(readings)
         except (ConnectionError, TimeoutError):
-            raise  # no fault of these lines: they wait until somebody is there
+            raise  # a lost connection is no fault of these lines: they wait for the next one
         except Exception:
             replace(place, failures=place.failures + 1).write(notes)
             raise

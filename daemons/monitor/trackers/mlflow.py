@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-# Folders are a store that MLflow keeps but would rather not; who names one wants it.
+# MLflow discourages stores in folders, but the user has set one.
 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 
 from mlflow.entities import Metric, Param
@@ -34,9 +34,9 @@ class MlflowSink:
             if experiment is None
             else experiment.experiment_id
         )
-        found = self._client.search_runs([number], f"tags.`{_TAG}` = '{subject.run_id}'")
-        if found:
-            self._run_id = found[0].info.run_id
+        runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{subject.run_id}'")
+        if runs:
+            self._run_id = runs[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return
         tags = {_TAG: subject.run_id}

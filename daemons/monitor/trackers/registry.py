@@ -72,7 +72,7 @@ def wanted_trackers(config: Config) -> tuple[str, ...]:
 
 
 def check_trackers(config: Config) -> None:
-    """Refuses, before anything starts, trackers whose packages are not there.
+    """Refuses trackers with missing packages before any process starts.
 
     Raises:
         ConfigError: says what to install, or to set.

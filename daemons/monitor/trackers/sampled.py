@@ -20,12 +20,12 @@ from penstock.protocol.run.trace import TraceEvent, TraceLane, TraceOrigin
 MAX_ATTEMPTS = 256
 """So many attempts are remembered, the newest."""
 MAX_READ_BYTES = 8 << 20
-"""Of what was added to a file since the last look the end is read."""
+"""Bytes read at the end of a file's new part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """From when to when, in seconds since 1970, and how much of it was spent computing."""
+    """An interval in seconds since 1970. ``busy_s``: seconds spent computing in it."""
 
     start_s: float
     end_s: float
@@ -68,7 +68,7 @@ class JsonLines:
 
 
 class SampledTimes:
-    """What the traces of a run say of attempts."""
+    """Times of attempts, from the traces of a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "trace"
@@ -91,8 +91,8 @@ class SampledTimes:
 
     def devices(self, number: int) -> Mapping[str, Stretch]:
         """Returns when workers were busy in an attempt, by their names."""
-        found = self._found.get(number, {})
-        return {name: stretch for name, stretch in found.items() if name != SCHEDULERD}
+        devices = self._found.get(number, {})
+        return {name: stretch for name, stretch in devices.items() if name != SCHEDULERD}
 
     def _take(self, member: str, values: Any) -> None:
         try:
@@ -101,14 +101,14 @@ class SampledTimes:
                 return
             event, offset_s = TraceEvent.from_list(values), self._offsets_s[member]
         except (ValueError, OverflowError, TypeError, KeyError, IndexError):
-            return  # damaged, or of a life whose first line is out of reach
-        wanted = TraceLane.SCHEDULER if member == SCHEDULERD else TraceLane.COMPUTE
-        if event.lane is not wanted or event.phase != "train" or event.attempt <= 0:
+            return  # damaged, or of a life with its first line out of reach
+        lane = TraceLane.SCHEDULER if member == SCHEDULERD else TraceLane.COMPUTE
+        if event.lane is not lane or event.phase != "train" or event.attempt <= 0:
             return
         stretch = Stretch(start_s=event.start_s + offset_s, end_s=event.end_s + offset_s)
         busy_s = max(0.0, event.end_s - event.start_s - event.waited_s)
-        found = self._found.setdefault(event.attempt, {})
+        devices = self._found.setdefault(event.attempt, {})
         stretch = replace(stretch, busy_s=busy_s)
-        found[member] = found[member].with_(stretch) if member in found else stretch
+        devices[member] = devices[member].with_(stretch) if member in devices else stretch
         while len(self._found) > MAX_ATTEMPTS:
             self._found.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What a tracker is to us, and what it is told of each line of ``metrics.jsonl``."""
+"""The interface of a tracker, and the values it receives for each line of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Reading:
 
 
 class Sink(Protocol):
-    """Where readings go. It may be slow, wait for a network, raise whatever it likes."""
+    """Receiver of readings. It may be slow, wait for a network, or raise any exception."""
 
     def log(self, readings: Sequence[Reading]) -> None:
         """Takes readings in the order of the file; when this returns they survive a kill, as far as
@@ -97,7 +97,7 @@ OpenSink = Callable[[Subject], Sink]
 
 def settings_of(config: Config) -> dict[str, str | int | float | bool]:
     """Returns the keys of a configuration that are set, with dots in their names; lists as text."""
-    found: dict[str, str | int | float | bool] = {}
+    settings: dict[str, str | int | float | bool] = {}
     pending: list[tuple[str, Any]] = [("", config.model_dump(mode="json"))]
     while pending:
         key, value = pending.pop(0)
@@ -105,5 +105,5 @@ def settings_of(config: Config) -> dict[str, str | int | float | bool]:
             prefix = f"{key}." if key else ""
             pending += [(f"{prefix}{name}", inner) for name, inner in value.items()]
         elif value is not None:
-            found[key] = value if isinstance(value, (str, int, float)) else str(value)
-    return found
+            settings[key] = value if isinstance(value, (str, int, float)) else str(value)
+    return settings

@@ -1,8 +1,8 @@
-"""OpenTelemetry: spans of attempts and evaluations, points for memberships, saves, warnings.
+"""OpenTelemetry: spans of attempts and evaluations, points for memberships, saves and warnings.
 
-An attempt is a trace of its own, whose id follows from run and attempt, so that a collector knows
-one that is sent again. It ends with its decision, at the ``time`` of its line in ``metrics.jsonl``.
-Attempts that are traced (``observability.sample_every``) have a child for each device
+An attempt is one trace. Its id follows from run and attempt, so that a collector recognizes a
+repeated one. It ends with its decision, at the ``time`` of its line in ``metrics.jsonl``. Traced
+attempts (``observability.sample_every``) have a child for each device
 (:mod:`~penstock.daemons.monitor.trackers.sampled`). Points are lines of the scheduler's log.
 """
 
@@ -33,7 +33,9 @@ _POINTS = re.compile(r"(membership|epoch) \d+ begins|(save)d step|(restor)ing fr
 
 
 class SpanSink:
-    """Makes spans with the SDK and exports them itself, so that it hears what was not taken."""
+    """Makes spans with the SDK and exports them itself, because the SDK's processors hide failed
+    exports.
+    """
 
     def __init__(self, subject: Subject) -> None:
         url = (subject.config.observability.opentelemetry or "").rstrip("/")
@@ -152,7 +154,7 @@ class _Ids(IdGenerator):
         self._digest = bytes(32)
 
     def about(self, *words: object) -> None:
-        """The next span is about this."""
+        """Derives the ids of the next span from these words."""
         text = "\0".join(map(str, (self._run_id, *words)))
         self._digest = hashlib.sha256(text.encode()).digest()
 

@@ -1,4 +1,4 @@
-"""The process of a tracker as observerd sees it: started, watched, started again, ended in time."""
+"""Supervises the process of a tracker: starts, watches and restarts it, and ends it in time."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from penstock.protocol.run.rundir import RunDirectory
 
 LOOK_S = 0.5
 FLUSH_S = 6.0
-"""At the end of the run a tracker has so long for the last lines, less than observerd has."""
+"""Seconds for the last lines at the end of the run; less than observerd has."""
 STUCK_S = 120.0
-"""A tracker that takes none of the lines that are there for so long is killed and started again."""
+"""Seconds without progress, despite new lines, until a tracker is killed and restarted."""
 LONGEST_PAUSE_S = 60.0
 
 _log = logging.getLogger(__name__)
 
 
 class TrackerConsumer:
-    """A consumer of observerd that has a process do its work, since only processes can be killed:
-    a tracker that hangs must not hold up the end of a run.
+    """A consumer of observerd with a process, because only processes can be killed: a hung tracker
+    must not delay the end of a run.
     """
 
     def __init__(self, run: RunDirectory, tracker: str) -> None:
         self.name = tracker
         self.up = False
-        """Whether the process lives, and takes lines where there are any."""
+        """True while the process lives, and sends lines if there are any."""
         self._run = run
         self._notes = bookmark_path(run.path, tracker)
         self._process: ChildProcess | None = None
@@ -45,7 +45,7 @@ class TrackerConsumer:
 
     @property
     def place(self) -> Bookmark:
-        """How far it is."""
+        """The tracker's position."""
         return Bookmark.read(self._notes)
 
     def run(self, stop: StopSignal) -> None:
@@ -140,7 +140,7 @@ class TrackerConsumer:
 
 
 class _Reporter:
-    """Brings the page up to date: counters by what was added to the places since the last look."""
+    """Updates the metrics; counters grow by the difference of positions since the last update."""
 
     def __init__(self, trackers: tuple[TrackerConsumer, ...], page: MetricRegistry) -> None:
         self._page = page
@@ -149,10 +149,10 @@ class _Reporter:
         self._report()
 
     def _report(self) -> None:
-        for tracker, said in self._said.items():
+        for tracker, former in self._said.items():
             name, place = tracker.name, tracker.place
-            self._page.add("penstock_tracker_lines", max(0, place.lines - said.lines), name)
-            self._page.add("penstock_tracker_dropped", max(0, place.dropped - said.dropped), name)
+            self._page.add("penstock_tracker_lines", max(0, place.lines - former.lines), name)
+            self._page.add("penstock_tracker_dropped", max(0, place.dropped - former.dropped), name)
             self._page.set("penstock_tracker_up", float(tracker.up), name)
             self._said[tracker] = place
 
