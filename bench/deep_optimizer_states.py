@@ -227,7 +227,7 @@ def verdicts(rows: Mapping[str, Row]) -> dict[str, bool]:
 
 
 def main() -> int:
-    """Parse arguments, measure, print."""
+    """Parses arguments, measures, and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

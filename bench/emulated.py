@@ -292,7 +292,7 @@ def configuration(experiment: Experiment, case: EmulatedCase, **emulation: Any) 
 
 
 def run(experiment: Experiment, case: EmulatedCase, steps: int, **emulation: Any) -> EmulatedRun:
-    """Train ``steps`` steps of a case; ``emulation`` overrides the experiment's settings."""
+    """Trains ``steps`` steps of a case; ``emulation`` overrides the experiment's settings."""
     config = configuration(experiment, case, **emulation)
     emulated = Emulation.of(parse_config(config))
     plan = case.make(emulated)
@@ -420,7 +420,7 @@ def report(experiment: Experiment, runs: Mapping[str, EmulatedRun]) -> str:
 
 
 def main() -> None:
-    """Parse arguments, run, print as it goes."""
+    """Parses arguments, runs the cases, and prints each result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

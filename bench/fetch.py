@@ -109,10 +109,10 @@ class Fetcher(Protocol):
     """The fetching end of a way."""
 
     def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
-        """Fill ``out`` with the frozen weights of a block."""
+        """Fills ``out`` with the frozen weights of a block."""
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,7 +348,7 @@ class Side:
     server_pids: tuple[int, ...]
 
     def round(self, block: int, out: np.ndarray[Any, Any]) -> tuple[float, float]:
-        """Fetch a round's arrays; returns seconds and CPU seconds of one fetch."""
+        """Fetches a round's arrays; returns seconds and CPU seconds of one fetch."""
         count = max(1, min(ROUND_FETCHES, ROUND_BYTES // SIZES[block]))
         pids = (*self.server_pids, multiprocessing.current_process().pid or 0)
         cpu_s, start = -sum(map(cpu_seconds, pids)), time.perf_counter()

@@ -207,7 +207,7 @@ def scraping(config: Path, run_dir: Path, steps: int, changes: Sequence[str]) ->
 
 
 def main() -> None:
-    """Parse arguments, run, print."""
+    """Parses arguments, runs, and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

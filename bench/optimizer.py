@@ -328,7 +328,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure and print; exit code 1 when something wanted is missed."""
+    """Measures and prints; returns 1 if a goal is missed."""
     options = parse_arguments()
     cores = sorted(os.sched_getaffinity(0))
     rows = []

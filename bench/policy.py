@@ -87,7 +87,9 @@ class Pipeline:
         return self.now_s - start_s
 
     def _workers_and(self, sweep_s: list[float]) -> float:
-        """Forward and backward, and a sweep behind each block's gradients; end of the backward."""
+        """Runs forward and backward, with a sweep after each block's gradients; returns the end
+        of the backward.
+        """
         clock_s, block_s = self.now_s, self.backward_s / self.num_blocks
         for ready_s in self.ready_s:
             clock_s = max(clock_s, ready_s) + block_s / 2
@@ -145,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print; exit code 1 when the policy costs more than wanted."""
+    """Measures and prints; returns 1 if the policy costs more than allowed."""
     options = parse_arguments()
     cores = sorted(os.sched_getaffinity(0))
     times = timed_sweeps(options.params, options.blocks, options.rounds, cores)

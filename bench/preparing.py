@@ -49,7 +49,7 @@ TEXTS_AT_ONCE = 16
 
 
 def write_text(path: Path, megabytes: int, *, one_line: bool) -> None:
-    """Write the library's text until the file has so many megabytes."""
+    """Writes the library's text until the file has so many megabytes."""
     files = [file.read_bytes() for file in find_source(STDLIB).files]
     content = b"".join(files)
     content = content.replace(b"\n", b" ") if one_line else content
@@ -64,7 +64,7 @@ def write_text(path: Path, megabytes: int, *, one_line: bool) -> None:
 
 
 def train_tokenizer(path: Path) -> None:
-    """Write a byte-level BPE that was trained on a part of the library's text."""
+    """Writes a byte-level BPE that was trained on a part of the library's text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -80,7 +80,7 @@ def train_tokenizer(path: Path) -> None:
 
 
 def pieces(text: Path, tokenizer: Path) -> int:
-    """Write the token file of a text; returns its number of tokens."""
+    """Writes the token file of a text; returns its number of tokens."""
     out = text.with_suffix(".bin")
     source = find_source(str(text))
     opened = JsonTokenizer(tokenizer)
@@ -93,7 +93,7 @@ def pieces(text: Path, tokenizer: Path) -> int:
 
 
 def bare(text: Path, tokenizer: Path) -> int:
-    """Encode a text in short ones; returns the number of tokens."""
+    """Encodes a text in short ones; returns the number of tokens."""
     opened = Tokenizer.from_file(str(tokenizer))
     count = 0
     with text.open(encoding="utf-8", newline="") as file:
@@ -132,7 +132,7 @@ def anonymous_bytes() -> int:
 
 
 def main() -> int:
-    """Measure, and print a table."""
+    """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 200])
     parser.add_argument("--tokenizer", type=Path)

@@ -123,7 +123,7 @@ class Native:
         return state
 
     def arithmetic(self, case: Case, amend: bool) -> State:
-        """Step, inverse, and the amended step."""
+        """Runs steps, their inverses, and the amended step."""
         state = aligned(case.before)
         taken = self._arguments(state, case.grads, case.step, 1.0)
         _native.hold(self._pool, **taken, **self._out, undo=self._undo)
@@ -166,7 +166,7 @@ def torch_inverse(state: State, grads: Array, step: int) -> None:
 
 
 def torch_rollback(case: Case, amend: bool) -> State:
-    """Step, inverse, and the amended step."""
+    """Runs steps, their inverses, and the amended step."""
     state = aligned(case.before)
     torch_step(state, case.grads, case.step)
     torch_inverse(state, case.grads, case.step)
@@ -190,7 +190,7 @@ class DeepSpeed:
         self._optimizer.state[0] = {"step": step - 1, "exp_avg": first, "exp_avg_sq": second}
 
     def step(self, grads: Array, coefficient: float = 1.0) -> None:
-        """Take the step."""
+        """Takes the step."""
         self._parameter.grad = torch.from_numpy(grads) * coefficient
         self._optimizer.step_subgroup(0)
 
@@ -203,7 +203,7 @@ class DeepSpeed:
 
     @classmethod
     def rollback(cls, case: Case, amend: bool) -> State:
-        """Step, their inverse, and the amended step."""
+        """Runs steps, their inverses, and the amended step."""
         block = cls(case.before, case.step)
         block.step(case.grads)
         block._optimizer.rollback_subgroup(0)
@@ -342,7 +342,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Compute and print; exit code 1 when ours is not exact."""
+    """Computes and prints; returns 1 if our results are not exact."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--params", default="1M", help="parameters of the four blocks together")
     parser.add_argument("--json", action="store_true", help='{"rows": […]} instead of the table')

@@ -93,7 +93,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
 
 def planner_share(options: argparse.Namespace, drop: frozenset[str]) -> float:
-    """Share of a layer's kept bytes that the planner expects to save."""
+    """Returns the shares of a layer's kept bytes that the planner expects to save."""
     gated = options.model == "llama"
     model = LanguageModel(
         name="bench",
@@ -155,7 +155,7 @@ def _now(options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    """Print one line a policy."""
+    """Prints one line a policy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=("llama", "gpt2"), default="llama")
     parser.add_argument("--hidden", type=int, default=512)

@@ -104,7 +104,7 @@ def config(options: argparse.Namespace, run_dir: Path, devices: str) -> dict[str
 
 
 def trained(options: argparse.Namespace, folder: Path, devices: str, *, slow: bool) -> Path:
-    """Train; returns the run directory."""
+    """Trains; returns the run directory."""
     run_dir, file = folder / "run", folder / "config.yaml"
     file.write_text(yaml.safe_dump(config(options, run_dir, devices)))
     env = dict(os.environ)

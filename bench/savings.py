@@ -248,7 +248,7 @@ def row(name: str, found: Compared) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Parse arguments, run, print as it goes."""
+    """Parses arguments, runs the cases, and prints each result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -53,7 +53,7 @@ class Run:
             )
 
     def pause(self) -> None:
-        """Wait until the run stands still; at first until it runs at all."""
+        """Waits until the run stands still; at first until it runs at all."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             try:
@@ -84,7 +84,7 @@ class Run:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def close(self) -> None:
-        """Stop the run."""
+        """Stops the run."""
         self.process.terminate()
         try:
             self.process.wait(timeout=60)
@@ -94,7 +94,7 @@ class Run:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=12)

@@ -144,7 +144,7 @@ class Measured:
 
 
 def measure(make: Callable[[], Schedule], rounds: int) -> Measured:
-    """Prepare a case, then simulate it ``rounds`` times after one to warm up."""
+    """Prepares a case, then simulates it ``rounds`` times after a warm-up."""
     prepared: dict[str, float] = {}
 
     def timed(name: str, step: Callable[[], Any]) -> Any:
@@ -187,7 +187,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print, write; exit code 1 when a case is slower than it may be."""
+    """Measures, prints and writes; returns 1 if a case is too slow."""
     options = parse_arguments()
     cases: dict[str, Any] = {}
     for name in options.cases:

@@ -99,19 +99,19 @@ class StageRun:
         return result
 
     def unsplit(self) -> None:
-        """Run forward and backward."""
+        """Runs forward and backward."""
         output = self._timed(lambda: self._stage.forward(self.inputs))
         gradient = torch.ones_like(output)
         self._timed(lambda: output.backward(gradient))
 
     def split(self, at_half: Callable[[], None], *, reductions: bool) -> None:
-        """Run the split backward; ``at_half`` is called between the halves."""
+        """Runs the split backward; ``at_half`` is called between the halves."""
         store = self._timed(lambda: self.first_half(reductions=reductions))
         at_half()
         self._timed(store.run)
 
     def first_half(self, *, reductions: bool = False) -> DeferredWeights:
-        """Forward (timed on its own) and BACKWARD_INPUT."""
+        """Runs a forward (timed separately) and BACKWARD_INPUT."""
         store = DeferredWeights()
 
         def forward() -> torch.Tensor:
@@ -193,7 +193,7 @@ WAYS: tuple[tuple[str, Way], ...] = (
 
 
 def report(kind: str, stage: Stage, clock: Callable[[], float], rounds: int) -> None:
-    """Print one line per way."""
+    """Prints one line per way."""
     for parameter in stage.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     unsplit: list[list[float]] = []
@@ -225,14 +225,14 @@ def report(kind: str, stage: Stage, clock: Callable[[], float], rounds: int) -> 
 
 
 def _parts(name: str, seconds: list[float]) -> tuple[float, float, float]:
-    """Forward, first and second half. Ours are timed with the forward inside the first half."""
+    """Returns times of forward, first half and second half; our first half includes the forward."""
     if name == "torch":
         return seconds[0], seconds[1], seconds[2]
     return seconds[0], seconds[1] - seconds[0], seconds[2]
 
 
 def report_concatenation(stage: Stage, clock: Callable[[], float], rounds: int) -> None:
-    """Loop against concatenation for several micro-batches."""
+    """Compares a loop with a concatenation of several micro-batches."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds + 1):
         for concatenate, found in seconds.items():
@@ -281,7 +281,7 @@ def measure(stage: Stage, rounds: int) -> dict[str, Any]:
 
 
 def record(path: Path, rounds: int) -> None:
-    """Measure the 2BP paper's four kinds for its page, and write what was found."""
+    """Measures the 2BP paper's four kinds for its page, and writes the results."""
     found: dict[str, Any] = {"machine": f"{platform.machine()}, one thread", "kinds": {}}
     for kind in ("llama", "bert", "mamba", "resnet"):
         found["kinds"][kind] = measure(make_stage(kind, full_resnet=False), rounds)
@@ -290,7 +290,7 @@ def record(path: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    """Measure the kinds asked for."""
+    """Measures the chosen kinds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = ["llama", "gpt2", "bert", "mamba", "resnet"]
     parser.add_argument("--kinds", nargs="*", choices=kinds, default=kinds)

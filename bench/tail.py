@@ -327,7 +327,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the parts and print."""
+    """Runs the parts and prints."""
     options = parse_arguments()
     rows = (row for part in options.parts for row in PARTS[part](options))
     if options.json:

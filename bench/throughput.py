@@ -141,7 +141,7 @@ def measure(config_path: Path, steps: int, rounds: int, names: list[str]) -> dic
 
 
 def main() -> None:
-    """Parse arguments, measure, print medians."""
+    """Parses arguments, measures, and prints medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

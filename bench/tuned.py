@@ -107,7 +107,7 @@ def search_s(gpu: str, model: str) -> float:
 
 
 def main() -> None:
-    """Parse arguments, measure, print medians."""
+    """Parses arguments, measures, and prints medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

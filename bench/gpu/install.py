@@ -91,7 +91,7 @@ def packages_there(file: Path) -> dict[str, str | None]:
 
 
 def fetch_wheels(there: Path = THERE, folder: Path = WHEELS) -> list[str]:
-    """Download into ``folder``, which is replaced; returns what could not be had, in sentences.
+    """Downloads into a new ``folder``; returns a sentence for each missing file.
 
     Raises:
         InstallError: a requirement of the project cannot be had, or all of it is too large.
@@ -203,7 +203,7 @@ def is_installed() -> bool:
 
 
 def install(environment: Path = ENVIRONMENT, wheels: Path = WHEELS) -> Path:
-    """Make the environment, unless it is there for these sources; returns its Python.
+    """Makes the environment, unless it exists for these sources; returns its Python.
 
     Raises:
         InstallError: something of it failed.

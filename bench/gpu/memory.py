@@ -36,7 +36,7 @@ def meminfo(key: str) -> int:
 
 
 def touch(num_bytes: int, within_s: float) -> int:
-    """Use so much memory for a moment, by as many threads as there are CPUs, each GiB by one.
+    """Fills memory for a moment, with a thread for each CPU, each GiB by one thread.
 
     Returns how much there was time for. To be called in a process of its own: it is the first that
     the kernel kills if memory is short.

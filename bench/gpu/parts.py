@@ -62,7 +62,7 @@ def run_part(
     patience: float = 1.0,
     pins: bool = True,
 ) -> PartResults:
-    """Run a part's measurements (``only`` those named, if any are), and write its file after each.
+    """Runs the measurements of a part (``only`` those named, if any); writes the file after each.
 
     What the file has of others stays: a part may be repeated in pieces. ``gpu``: its name;
     ``patience``: all times are so many times as long; ``pins``: runs pin shared memory.

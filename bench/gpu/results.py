@@ -85,7 +85,7 @@ class PartResults:
         return replace(self, measurements=outcomes)
 
     def write(self, folder: Path) -> None:
-        """Write PART.json, in one go: a kill leaves the old one."""
+        """Writes PART.json, in one go: a kill leaves the old one."""
         path = folder / f"{self.part}.json"
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")

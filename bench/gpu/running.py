@@ -62,7 +62,7 @@ class Task:
         return self.ends_s - time.monotonic()
 
     def say(self, **figures: Any) -> None:
-        """Add figures, which JSON can hold, to those of the measurement; later ones win."""
+        """Adds figures, which JSON can hold, to those of the measurement; later ones win."""
         with (self.folder / "figures").open("a", encoding="utf-8") as file:
             file.write(json.dumps(figures) + "\n")
 
@@ -91,7 +91,7 @@ class Measurement:
 def measure(
     measurement: Measurement, *, device: str, tiny: bool, within_s: float, pins: bool = True
 ) -> Outcome:
-    """Run it, for at most so many seconds, to one of the four ends."""
+    """Runs the measurement up to a time limit, to one of the four ends."""
     started_s = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix=f"gpu-{measurement.name.replace(' ', '-')}-"))
     ends_s = started_s + within_s
@@ -150,7 +150,7 @@ def _child(measurement: Measurement, task: Task) -> None:
 
 
 def raise_memlock() -> bool:
-    """Let this process lock, and so register, as much memory as it likes; false if it may not."""
+    """Lets this process lock, and so register, as much memory as it likes; false if it may not."""
     try:
         infinite = resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (infinite, infinite))
@@ -160,7 +160,7 @@ def raise_memlock() -> bool:
 
 
 def own_shared_memory() -> bool:
-    """Give this process, and what it starts, a /dev/shm of its own; false where that is refused.
+    """Gives this process, and what it starts, a /dev/shm of its own; false where that is refused.
 
     As large as the machine's memory: what a run may have is another question. Of huge pages, where
     the kernel has them: a hundred GB of small ones are made in a minute or more, of huge ones in
@@ -176,7 +176,7 @@ def own_shared_memory() -> bool:
 
 
 def _end(leader: int | None, folder: Path) -> None:
-    """Kill the session of a measurement, and what names its folder: daemons have sessions of their
+    """Kills the session of a measurement, and what names its folder: daemons have sessions of their
     own.
     """
     assert leader is not None

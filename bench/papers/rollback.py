@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 
 def write_model(folder: Path) -> Path:
-    """Write a model whose embedding of one byte is infinite."""
+    """Writes a model whose embedding of one byte is infinite."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -69,7 +69,7 @@ def write_model(folder: Path) -> Path:
 
 
 def write_text(folder: Path, batch: int) -> Path:
-    """Write text with the byte in about :data:`SKIPPED` of all batches of ``batch`` sequences."""
+    """Writes text with the byte in about :data:`SKIPPED` of all batches of ``batch`` sequences."""
     words = Path(json.__file__).read_bytes().replace(b"~", b"-")
     every = round(batch * SEQUENCE / SKIPPED)
     text = bytearray(words * (1 + 64 * every // len(words)))
@@ -92,7 +92,7 @@ def configuration(text: Path, batch: int, steps: int, optimizer: Mapping[str, An
 
 
 def lines_of(config: Row) -> list[Row]:
-    """Train; returns the lines of all attempts."""
+    """Trains; returns the lines of all attempts."""
     with tempfile.TemporaryDirectory() as folder:
         path = trained(config, Path(folder), None) / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
@@ -230,7 +230,7 @@ def _percent(share: float | None, rate: float = 1.0) -> str:
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Measure and record."""
+    """Measures and records."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[2, 8])
     parser.add_argument("--steps", type=int, default=16, help="that count, of each run")

@@ -121,7 +121,7 @@ class Crowd:
         return total | {"longest_begin": longest}
 
     def lose(self, member: str) -> None:
-        """End the stream of a member of the first nodes."""
+        """Ends the stream of a member of the first nodes."""
         self._tell(self.processes[0], f"lose {member}")
 
     def _tell(self, process: subprocess.Popen[str], line: str) -> None:
@@ -146,7 +146,7 @@ def cluster(path: Path, num_nodes: int, processes: int) -> Iterator[tuple[Schedu
 
 
 def measure(path: Path, num_nodes: int, steps: int, processes: int) -> Growth:
-    """Run a cluster through its first epoch, ``steps`` steps, a pause and the loss of a worker."""
+    """Runs a cluster through its first epoch, ``steps`` steps, a pause and the loss of a worker."""
     with cluster(path, num_nodes, processes) as (scheduler, crowd):
         with ControlClient(scheduler.address, scheduler.access, timeout_s=30.0) as control:
             started, cpu_s = time.monotonic(), scheduler.cpu_s()
@@ -223,7 +223,7 @@ def last_line(path: Path) -> dict[str, Any]:
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:
-    """Ask every 10 ms until ``condition``.
+    """Asks every 10 ms until ``condition``.
 
     Raises:
         SystemExit: it did not come about within :data:`DEADLINE_S`.
@@ -247,7 +247,7 @@ def table(rows: list[Growth]) -> str:
 
 
 def main() -> None:
-    """Parse arguments, measure, print the table."""
+    """Parses arguments, measures, and prints the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

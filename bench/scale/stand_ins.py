@@ -92,18 +92,18 @@ class StandIn:
         self._task: asyncio.Task[None] | None = None
 
     def live(self) -> None:
-        """Start a new process, so to say."""
+        """Replaces the member by a new process id."""
         self.pid = next(_PIDS)
         self._epoch = 0
         self._task = asyncio.create_task(self._connect())
 
     def die(self) -> None:
-        """End its stream; only its node can have it replaced."""
+        """Ends its stream; only its node can have it replaced."""
         assert self._task is not None
         self._task.cancel()
 
     def beat(self, sequence: int) -> None:
-        """Queue a heartbeat."""
+        """Queues a heartbeat."""
         self._say(heartbeat=pb.Heartbeat(sequence=sequence))
 
     async def _connect(self) -> None:
@@ -272,7 +272,7 @@ async def _beat(members: dict[str, StandIn], interval_s: float) -> None:
 
 
 def main() -> None:
-    """Speak for the members of the nodes that the arguments say."""
+    """Speaks for the members of the nodes that the arguments say."""
     address, path, first, last = sys.argv[1:]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection a member

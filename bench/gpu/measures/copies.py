@@ -44,17 +44,17 @@ class Copier:
             self._streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def to_device(self, place: CopyPlace) -> None:
-        """Issue one."""
+        """Issues one."""
         with self._on(0):
             place.device[0].copy_(place.host[0], non_blocking=True)
 
     def to_host(self, place: CopyPlace) -> None:
-        """Issue one."""
+        """Issues one."""
         with self._on(1):
             place.host[1].copy_(place.device[1], non_blocking=True)
 
     def both(self, place: CopyPlace) -> None:
-        """Issue one each way."""
+        """Issues one each way."""
         self.to_device(place)
         self.to_host(place)
 

@@ -39,7 +39,7 @@ _RESERVE_S = 4.0
 
 
 def run(task: Task, *, schedule: dict[str, Any], workers: int, kills: int) -> None:
-    """Train twice, once with kills spread over the run."""
+    """Trains twice, once with kills spread over the run."""
     one, steps = (TINY, 6) if task.tiny else (SMALL, 16)
     kills = min(kills, 1) if task.tiny else kills
     states = {}
@@ -69,7 +69,7 @@ def run(task: Task, *, schedule: dict[str, Any], workers: int, kills: int) -> No
 
 
 def _train(task: Task, recipe: Recipe, folder: Path, kills: int) -> list[float]:
-    """Train to the end; the first worker is killed so many times. Returns, for each, the seconds
+    """Trains to the end; the first worker is killed so many times. Returns, for each, the seconds
     from the kill to the first commit of the epoch after it.
 
     Raises:

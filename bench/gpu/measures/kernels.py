@@ -189,7 +189,9 @@ def update(task: Task) -> None:
 
 
 def _on_device(index: int, share: int) -> bool:
-    """Spread evenly: every second one of 50 %, every third of 33, every fourth of 25."""
+    """Returns evenly spread numbers: every second one of 50 %, every third of 33, every fourth
+    of 25.
+    """
     return share == 100 or (share > 0 and index % round(100 / share) == 0)
 
 
@@ -235,7 +237,7 @@ def updates(task: Task, config: Config) -> Iterator[Updates]:
 
 
 def fill(memory: NodeMemory) -> None:
-    """State and gradients: the same million random numbers again and again."""
+    """Returns states and gradients: a million random numbers, repeated."""
     tile = np.random.default_rng(0).standard_normal(_TILE, np.float32) * np.float32(0.02)
     halves = (tile.view(np.uint32) >> 16).astype(np.uint16)  # of bf16, rounded down
     for block in memory.owned_blocks():

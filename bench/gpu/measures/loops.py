@@ -63,7 +63,7 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def timed(task: Task, one: Shape, step: Step, *, steps: int, warmup_steps: int = 1) -> None:
-    """Take steps and say tokens/s of all that count, after each of them."""
+    """Takes steps, and reports tokens/s after each."""
     cuda, took_s, losses = task.cuda, 0.0, []
     for number, batches in enumerate(micro_batches(task, one, steps + warmup_steps)):
         if number == warmup_steps and cuda:

@@ -26,7 +26,7 @@ SMALL_HOST = {"master": "split", "settle": "early"}
 
 
 def streamed(stages: int) -> dict[str, Any]:
-    """Forward in so many stages, backward in twice as many."""
+    """Returns a plan with twice as many backward stages as forward stages."""
     return {"scheme": "spipe", "forward_stages": stages, "backward_stages": 2 * stages}
 
 
@@ -41,7 +41,7 @@ def filled(stages: int) -> dict[str, Any]:
 
 
 def run(task: Task, *, name: str, steps: int, **settings: Any) -> None:
-    """Train a model, and say what it took."""
+    """Trains a model; returns its times and memory."""
     one = shape(name, tiny=task.tiny)
     schedule = settings.pop("schedule")
     if task.tiny and schedule is not None and schedule["scheme"] in _TINY:

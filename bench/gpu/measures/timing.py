@@ -18,7 +18,7 @@ class Timer:
         self._cuda = device == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
+        """Waits for all streams."""
         if self._cuda:
             torch.cuda.synchronize()
 

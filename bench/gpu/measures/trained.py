@@ -106,7 +106,7 @@ class Trained:
 
 
 def train(task: Task, recipe: Recipe) -> Trained:
-    """Train until all steps are there, or time is short.
+    """Trains until all steps are there, or time is short.
 
     Raises:
         RuntimeError: the run ended by itself, or had no step to count; has what it said.
@@ -145,7 +145,7 @@ def train(task: Task, recipe: Recipe) -> Trained:
 
 
 def start(config: Path, said: Any) -> subprocess.Popen[bytes]:
-    """Start ``penstock train``, in a session of its own."""
+    """Starts ``penstock train`` in a new session."""
     return subprocess.Popen(
         [sys.executable, "-m", "penstock.client.main", "train", str(config)],
         stdout=said,
@@ -155,7 +155,7 @@ def start(config: Path, said: Any) -> subprocess.Popen[bytes]:
 
 
 def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End a run at once, and wait until its processes are gone."""
+    """Ends a run at once, and waits for the end of its processes."""
     process.kill()
     process.wait()
     until_s = time.monotonic() + 10.0

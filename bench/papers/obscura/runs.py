@@ -148,7 +148,7 @@ def _cells(row: Row, of_model: Sequence[Row]) -> tuple[str, ...]:
 
 
 def keep(model: str, rows: list[Row]) -> None:
-    """Replace what is recorded of a model."""
+    """Replaces what is recorded of a model."""
     known = recorded()
     known["models"][model] = {"machine": machine(), "rows": rows}
     RECORD.write_text(json.dumps(known, indent=1) + "\n")

@@ -22,7 +22,7 @@ SEQUENCE_LENGTH = 1 + SIDE * SIDE
 
 
 def write_digits(path: Path) -> int:
-    """Write the token file, little-endian uint16; returns the number of pictures."""
+    """Writes the token file, little-endian uint16; returns the number of pictures."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

@@ -121,7 +121,7 @@ def configuration(kind: str, way: str, schedule: str, root: Path) -> dict[str, A
 
 
 def penstock(*words: str) -> None:
-    """Run a command of Penstock's, from the root of the repository; its output goes nowhere.
+    """Runs a command of Penstock's, from the root of the repository; its output goes nowhere.
 
     Raises:
         subprocess.CalledProcessError: it failed; has what it said.
@@ -138,7 +138,7 @@ def penstock(*words: str) -> None:
 
 
 def run_once(kind: str, way: str, schedule: str, root: Path) -> dict[str, Any]:
-    """Train once; returns seconds of the steps after the first ones, and bytes of the peak."""
+    """Trains once; returns seconds of the steps after the first ones, and bytes of the peak."""
     fields = configuration(kind, way, schedule, root)
     run_dir = Path(fields["run"]["dir"])
     number = len(list(root.glob(f"{run_dir.name}*.yaml")))
@@ -163,7 +163,7 @@ def run_once(kind: str, way: str, schedule: str, root: Path) -> dict[str, Any]:
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
-    """Profile a kind, then train it unsplit and split in turns; returns all that was found."""
+    """Profiles a kind, then trains it unsplit and split in turns; returns all results."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="two-bp-") as folder:
         root = Path(folder)
@@ -184,7 +184,7 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the kinds asked for, and write what was found after each."""
+    """Measures the chosen kinds, and writes the results after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
