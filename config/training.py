@@ -78,10 +78,10 @@ class RunConfig(Section):
     )
     strict: bool = Field(
         default=False,
-        description="Refuses to go on where the version of torch or transformers, the processor,"
-        " the number of CPUs that threads follow from, the GPUs, or facts of a worker's device"
-        " (CUDA, cuDNN, attention packages, MIG profile) differ from those of the run's last start:"
-        " layers may round otherwise. Without, a line says so. `--strict` sets it.",
+        description="Refuses to continue a run if anything differs from its last start that can"
+        " change rounding: the version of torch or transformers, the processor, the number of"
+        " CPUs for threads, the GPUs, or facts of a worker's device (CUDA, cuDNN, attention"
+        " packages, MIG profile). False: a line reports the difference. `--strict` sets it.",
     )
 
 
@@ -203,7 +203,7 @@ class DataConfig(Section):
         " false: none.",
     )
     sequence_length: Annotated[int, Unit("tokens")] = Field(
-        default=256, ge=1, description="Each training sequence is so long."
+        default=256, ge=1, description="Tokens of each training sequence."
     )
     objective: Annotated[
         str, Accepts("next-token, masked, or a function of yours such as package.module:function")
@@ -234,8 +234,8 @@ class DataConfig(Section):
     passes: float = Field(
         default=1.0,
         gt=0.0,
-        description="Training is meant to take each sequence so many times. It goes on beyond that;"
-        " an alert says so (docs/RUNBOOK.md).",
+        description="Planned passes over the training sequences. Training continues beyond them,"
+        " and an alert reports it (docs/RUNBOOK.md).",
     )
     document_masks: bool = Field(
         default=False,
@@ -297,13 +297,11 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """Length and batch of the run."""
 
-    steps: Steps = Field(
-        default=200, ge=1, description="The run ends after so many committed steps."
-    )
+    steps: Steps = Field(default=200, ge=1, description="Committed steps after which the run ends.")
     global_batch: Sequences = Field(
         default=8,
         ge=1,
-        description="A step takes so many sequences, over all replicas and micro-batches.",
+        description="Sequences of a step, over all replicas and micro-batches.",
     )
     micro_batch: MicroBatch = Field(
         default=1,
@@ -323,19 +321,17 @@ class TrainConfig(Section):
         default=(),
         description="Regular expressions: parameters with a matching name are not trained.",
     )
-    eval_every: Steps = Field(
-        default=0, ge=0, description="The run evaluates after every so many steps; 0: never."
-    )
+    eval_every: Steps = Field(default=0, ge=0, description="Steps between evaluations; 0: never.")
     eval_batches: Annotated[int, Unit("global batches")] = Field(
-        default=2, ge=1, description="An evaluation takes so many batches of the held-out data."
+        default=2, ge=1, description="Batches of the held-out data in an evaluation."
     )
     save_every: Steps = Field(
         default=0,
         ge=0,
-        description="The state is saved after every so many steps; 0: only when the run ends.",
+        description="Steps between saves of the state; 0: only when the run ends.",
     )
     keep_snapshots: Annotated[int, Unit("saved states")] = Field(
-        default=2, ge=1, description="So many saved states are kept; older ones are removed."
+        default=2, ge=1, description="Number of saved states that are kept; older ones are removed."
     )
     keep_every: Steps = Field(
         default=0,

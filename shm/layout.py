@@ -25,13 +25,14 @@ State of version v is in copy v mod 2; the block's state version selects it. The
 for the next version, and may hold any bytes.
 
 An array has ``trainable_elements`` elements, in ``frozen`` ``frozen_elements``. ``weights``,
-``frozen`` and ``state`` hold the blocks that the node owns. ``grads`` holds the contributions that
-are *computed* on the node: of owned blocks, of a tied tensor's other uses, and of the plan's other
-routes. The owner pulls contributions of other nodes. With R routes a block of U uses has R x U
-contributions, route by route: number ``r * U + use``; where the plan reduces gradients, U. Writers
-of weights and state: optimizerd (memoryd and the loader during a restore). Writers of frozen:
-memoryd and the loader. Writer of a contribution in grads: the one worker that computes it. Every
-process computes the same layout from the same table, plan and :class:`Storage`.
+``frozen`` and ``state`` hold the blocks that the node owns. ``grads`` holds the contributions
+(gradient partials) that are *computed* on the node. These are of owned blocks, of a tied tensor's
+other uses, and of the plan's other routes. The owner pulls contributions of other nodes. With R
+routes a block of U uses has R x U contributions, route by route: number ``r * U + use``; where the
+plan reduces gradients, U. Writers of weights and state: optimizerd (memoryd and the loader during a
+restore). Writers of frozen: memoryd and the loader. Writer of a contribution in grads: the one
+worker that computes it. Every process computes the same layout from the same table, plan and
+:class:`Storage`.
 """
 
 from __future__ import annotations
@@ -211,9 +212,9 @@ class NodeLayout:
 
 
 def replica_layout(table: BlockTable, ownership: Ownership, owner: int) -> NodeLayout:
-    """Lays out a replica, which a partner keeps for node ``owner``: the state of its
-    blocks with separate masters, and room for all contributions to two versions. Weights and frozen
-    weights are not mirrored: they follow from masters, and from the model.
+    """Lays out the replica of node ``owner`` at its partner: the state of its blocks with separate
+    masters, and room for all contributions to two versions. Weights and frozen weights are not
+    mirrored: they follow from masters, and from the model.
     """
     builder = _Builder()
     for block in table.blocks:
@@ -310,8 +311,7 @@ def tag(address: int) -> int:
 
     A cache holds one line of each tag and set at a time. A sweep reads master, moments and
     gradients at equal distances from their starts. If these were powers of two apart, each load
-    would evict the others' lines, and sweeps would take up to 2.5 times as long (measured on Zen
-    4).
+    would evict the others' lines. Sweeps would take up to 2.5 times as long (measured on Zen 4).
     """
     low, high = address >> 12, address >> 20
     mirrored = (high >> 7 & 1) | (high >> 5 & 2) | (high >> 3 & 4)  # 27 is with 12, 26 with 13, …

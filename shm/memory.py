@@ -102,7 +102,7 @@ class MemorySpec:
         return hashlib.sha256(self.layout.digest + self.step_terms.encode()).digest()
 
     def sizes(self) -> dict[str, int]:
-        """Segment name -> bytes, of the segments that are not empty."""
+        """Returns segment name -> bytes, for the segments that are not empty."""
         sizes = {kind: size for kind, size in self.layout.sizes.items() if size}
         sizes[SegmentKind.CONTROL] = control_bytes(len(self.table.blocks), self.undo_bytes)
         return {self.name(kind): size for kind, size in sizes.items()}

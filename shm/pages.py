@@ -1,7 +1,7 @@
 """The pages behind shared memory: their NUMA nodes, and their sizes (huge or not).
 
 The C library does not wrap the Linux system calls that set and read the NUMA node. The policy of a
-shared mapping belongs to the memory, not to the process: a policy that is set before the pages
+shared mapping belongs to the memory, not to the process. A policy that is set before the pages
 exist holds for every process that touches them. Nodes are preferred, never enforced: a full node
 moves pages to another node, and training becomes slower.
 

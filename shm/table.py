@@ -99,7 +99,7 @@ class BlockSpec:
     padding. ``forward_flops`` counts floating-point operations of one forward per token at the
     configured sequence length. ``activation_bytes`` counts the bytes that autograd keeps per token,
     ``output_bytes`` the bytes that the block outputs per token. ``contributions`` counts the uses
-    of the block's parameters (more than one if they are tied); a plan with several routes has that
+    of the block's parameters, more than one if they are tied. A plan with several routes has that
     many for each route.
     """
 

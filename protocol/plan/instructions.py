@@ -1,7 +1,7 @@
 """The instruction set: the work of a device, as data.
 
-One frozen dataclass per :class:`Opcode`, and a text form that parses back: the opcode's code, then
-the fields in order, numbers first, the rest as ``name=value``::
+Each :class:`Opcode` has one frozen dataclass and a text form that can be parsed. The text has the
+opcode's code, then the fields in order: numbers first, the rest as ``name=value``::
 
     device 0:
       FW 0 phase=forward
@@ -10,10 +10,10 @@ the fields in order, numbers first, the rest as ``name=value``::
 
 The docstrings define the meaning of an instruction for its device.
 :mod:`penstock.planner.validate.check` decides which orders of instructions are valid. Transfers
-only *start* when they are reached: a send returns at once, a receive is posted, and the instruction
-that consumes the tensor waits. ``stage`` of a transfer is the stage that **produced** the tensor
-(activations: a forward stage, gradients: a backward stage); of a checkpoint it is the backward
-stage that **needs** it.
+only *start* when they are reached: a send returns at once, a receive is posted. The instruction
+that consumes the tensor waits. ``stage`` of a transfer is the stage that **produced** the tensor: a
+forward stage for activations, a backward stage for gradients. ``stage`` of a checkpoint is the
+backward stage that **needs** it.
 """
 
 from __future__ import annotations
@@ -101,15 +101,15 @@ class Forward(Instruction):
     """Computes forward stage ``stage`` on ``micro_batch``.
 
     The input is the batch (stage 0), the output of the previous stage on the same device, or the
-    tensor of ``RecvActivation(stage - 1, micro_batch)``, for which it waits. ``keep`` names the
-    kept activations. With ``keep=selective``, ``drop`` names the operators with outputs that are
-    not kept (as in :class:`penstock.planner.cost.costs.OperatorCost`). The last stage computes the
-    loss, and counts it unless a Recompute will (``keep=input``).
+    tensor of ``RecvActivation(stage - 1, micro_batch)``. The Forward waits for that tensor.
+    ``keep`` names the kept activations. With ``keep=selective``, ``drop`` names the operators with
+    outputs that are not kept (as in :class:`penstock.planner.cost.costs.OperatorCost`). The last
+    stage computes the loss, and counts it unless a Recompute will (``keep=input``).
 
     A plan may leave out a Forward if no instruction needs its output. Then the next Forward is left
     out too, and no backward stage starts strictly inside the stage. A backward stage with the same
-    start as the stage takes the output of the previous stage as its checkpoint; the previous stage
-    leaves it for any ``keep``.
+    start takes the output of the previous stage as its checkpoint, which that stage leaves for any
+    ``keep``.
     """
 
     opcode: ClassVar[Opcode] = Opcode.FORWARD
@@ -340,8 +340,8 @@ class Update(Instruction):
     copy valid, and the CPU has no work on the block (Deep Optimizer States, algorithm 1).
 
     ``resident``: the device keeps the state that it read, and the gradients, and steps its copy to
-    each commit itself, so that it reads no state in later attempts (a static resident, section
-    4.1). The state in host memory stays authoritative. Residents are not flushed.
+    each commit. So it reads no state in later attempts (a static resident, section 4.1). The state
+    in host memory stays authoritative. Residents are not flushed.
     """
 
     opcode: ClassVar[Opcode] = Opcode.UPDATE

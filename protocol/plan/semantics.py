@@ -3,9 +3,8 @@ rest.
 
 A row names the lane of an instruction on its device, the list that numbers its stage, the resources
 that it reads and makes, and its use of weights. **Resources** are tensors in the memory of the
-device, named by kind, stage and micro-batch. Rows know nothing of bytes and seconds, which are the
-costs' matter. Rows know nothing of the order of instructions, which
-:mod:`penstock.planner.validate` checks by separate rules.
+device, named by kind, stage and micro-batch. The costs know bytes and seconds; rows do not.
+:mod:`penstock.planner.validate` checks the order of instructions by separate rules.
 
 An UPDATE reads and writes host memory, and so do copies of weights and gradients at their other
 end; this memory is no resource.

@@ -54,8 +54,8 @@ def check_object(fields: Mapping[str, Any], source: str) -> bool:
 
 
 def checksums_text(run_dir: Path, fixed: Mapping[str, Any]) -> str:
-    """Returns the content of ``inputs.json``: the checksums of the existing files of
-    :data:`CHECKED_FILES`, and the values of the configuration's keys that a resume must not change.
+    """Returns the content of ``inputs.json``: checksums of the existing files of
+    :data:`CHECKED_FILES`, and values of the keys that a resume must not change.
     """
     files = {
         name: hashlib.sha256((run_dir / name).read_bytes()).hexdigest()

@@ -1,9 +1,9 @@
 """The token of a run, which its processes and control clients send without certificates.
 
 Loopback addresses are open to every user of a machine. So the scheduler demands a token that only
-the run's user can read (``RUN_DIR/token``, mode 0600). Before a client sends it, the client checks
-that the listening process is this user's, or root's: after a scheduler's death, any user can take
-its port for a moment.
+the run's user can read (``RUN_DIR/token``, mode 0600). A client first checks that the listening
+process is this user's, or root's. After a scheduler's death, any user can take its port for a
+moment.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _process_with(inode: int) -> int | None:
 
 
 def _sockets_at(host: str, port: int) -> Iterator[tuple[int, int]]:
-    """Yields user and inode of the sockets that would accept a connection to ``host:port``
-    (proc(5), net/tcp: addresses are words in the machine's byte order, here little-endian).
+    """Yields user and inode of the sockets that would accept a connection to ``host:port``.
+    Addresses in net/tcp (proc(5)) are words in the machine's byte order, here little-endian.
     """
     hosts = {"127.0.0.1", "::1"} if host == "localhost" else {host}
     for name in _TABLES:

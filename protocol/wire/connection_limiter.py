@@ -7,7 +7,7 @@ reports the connection of each message. A connection with too many bytes since i
 cut. If all connections together have too many, the largest is cut. If there are too many
 connections, the oldest without a message is cut.
 
-The limiter checks every :data:`LOOK_S`; bytes that arrive in between exceed the bound. libzmq needs
+The limiter checks every :data:`LOOK_S`. Bytes that arrive in between exceed the bound. libzmq needs
 up to 40 bytes of memory for a byte of the wire, if frames are empty. Connections on local sockets
 need no limit: :func:`allow_own_user_only` keeps other users away from them.
 """

@@ -79,7 +79,7 @@ class GroupAddress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferShape:
     """Worker to worker: the shape of each transfer of this kind, phase and stage from ``sender`` in
-    this epoch, if its bytes go through a process group.
+    this epoch, for bytes in a process group.
     """
 
     run_id: str

@@ -1,8 +1,8 @@
 """Names of local sockets that no other user can take: files in a folder of the run's user.
 
 Every user of a machine can bind a name in the abstract namespace as soon as the process that had
-the name is dead. Its replacement cannot listen then. So the sockets of a node's processes are in
-``/dev/shm/.penstock-<run id>-<node>/``, mode 0700. /dev/shm is sticky: only the folder's owner
+the name is dead. Its replacement cannot listen then. So a node's sockets are in
+``/dev/shm/.penstock-<run id>-<node>/``, mode 0700. /dev/shm is sticky. Only the folder's owner
 removes or renames the folder, so a name stays the user's until its run ends.
 
 A socket's file stays when its process is killed. A lock next to the file (``flock``) belongs to the

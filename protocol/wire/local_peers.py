@@ -3,10 +3,10 @@ socket.
 
 The kernel keeps other users away
 (:func:`~penstock.protocol.wire.connection_limiter.allow_own_user_only`). Other processes of this
-user are rejected, too. libzmq keeps frames of a message without a last frame while frames arrive,
-with 32 bytes of memory for a byte. So the filter asks the kernel for the process at the other end
-of each new connection, and cuts connections of foreign processes. Frames that arrive before the
-filter's thread wakes are not bounded.
+user are rejected, too. libzmq keeps frames of a message without a last frame, with 32 bytes of
+memory for a byte. So the filter asks the kernel for the process at the other end of each new
+connection, and cuts connections of foreign processes. Frames that arrive before the filter's thread
+wakes are not bounded.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ block, the bytes, the control words again. :func:`judge` compares the words. Its
   that was replaced, and is mapped only by an old process, does not count.
 * Weights count when their version is committed, in both copies of the words.
 
-The argument needs this order: stores of a writer become visible in their order (x86-64), and a
-transfer that is begun after another was complete reads memory after it. InfiniBand and RoCE execute
-read requests of one connection in order, and the completion of a read means that its bytes have
-arrived. Within one transfer no order is needed. This follows from the rules of that hardware and
-was not tested on it.
+The argument needs this order. Stores of a writer become visible in their order (x86-64). A transfer
+that is begun after another was complete reads memory after it. InfiniBand and RoCE execute read
+requests of one connection in order. The completion of a read means that its bytes have arrived.
+Within one transfer no order is needed. This follows from the rules of that hardware and was not
+tested on it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """Access to the ZeroMQ sockets of a run that listen on TCP: authentication of both sides.
 
 Each context that binds such a socket has a :class:`ZapAuthenticator`. libzmq asks its thread about
-every handshake (ZAP, ZeroMQ's RFC 27), before it delivers anything from the peer. A server's
-demands depend on ``cluster.security``. With ``tls``: a key in the node's list of peers, and
-everything is encrypted with that key (:class:`CurveAccess`). With ``none``: a password that follows
-from the run's token (:class:`PlainAccess`). Without an authenticator that answers, every handshake
-fails.
+every handshake (ZAP, ZeroMQ's RFC 27), before it delivers anything from the peer.
+``cluster.security`` selects a server's demands.
+
+* ``tls``: a key in the node's list of peers, by which everything is encrypted
+  (:class:`CurveAccess`).
+
+* ``none`` and ``insecure``: a password that follows from the run's token (:class:`PlainAccess`).
+
+Without an authenticator that answers, every handshake fails.
 
 Addresses of sockets travel as text, in ``Hello`` and ``Begin``. With ``tls`` an address names the
 listener's key: ``tcp://10.0.0.2:4711?key=`` and 64 hexadecimal digits. A client searches the key in

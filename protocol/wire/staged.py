@@ -1,7 +1,7 @@
-"""A worker's or optimizerd's end of fetchd: asks for ranges, and copies them out of staging memory.
+"""A worker's or optimizerd's end of fetchd: requests ranges, and copies them out of staging memory.
 
 The socket is local, of the same user only. Each connection has its own staging memory, a descriptor
-without a name: fetchd reads ranges of other nodes' arrays into it, and reports each range that is
+without a name. fetchd reads ranges of other nodes' arrays into it, and reports each range that is
 complete and was not written meanwhile. The serving side is :mod:`penstock.daemons.fetch.clients`.
 """
 

@@ -147,7 +147,7 @@ def test_a_key_a_section_and_everything() -> None:
     assert out.splitlines() == [
         "train.steps",
         "  a whole number, 1 or more (steps); default 200",
-        "  The run ends after so many committed steps.",
+        "  Committed steps after which the run ends.",
         "  On a resume: may change: the learning rate follows the new curve from the next step on.",
     ]
     assert shown("steps") == shown("train.steps")

@@ -97,8 +97,8 @@ class BandwidthLog:
 
 
 class NicReservations:
-    """Times at which each node's NIC is free, in each direction, for all processes of an emulated
-    cluster: a file in the run directory that they map and lock::
+    """Times at which each node's NIC is free, for all processes of an emulated cluster. They map
+    and lock a file in the run directory::
 
         0   8
         out in    of node 0, fp64, clock of time.monotonic; then of node 1, …

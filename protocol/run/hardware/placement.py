@@ -1,11 +1,11 @@
 """Assignment of a machine's cores, and of NUMA nodes to the pieces of a block.
 
 Pure: a function of the configuration, the machine's topology and the CPUs that the process may use.
-Every process of a node computes the same result. The optimizer's threads are pinned, one to a CPU:
-the first of every physical core before any second one, evenly over NUMA nodes, because each has its
-own memory channels. Threads are in the order of the NUMA nodes, because thread i of a sweep works
-on the i-th piece of each block (``cut_span`` in ``native/sweeps.cpp``). So a node's threads share a
-contiguous part of every array, and that part is kept on the node.
+Every process of a node computes the same result. The optimizer's threads are pinned, one to a CPU.
+The first CPU of every physical core comes before any second one. Threads are spread evenly over
+NUMA nodes, because each has its own memory channels. Thread i of a sweep works on the i-th piece of
+each block (``cut_span`` in ``native/sweeps.cpp``), so threads are in the order of the NUMA nodes. A
+node's threads share a contiguous part of every array, and that part is kept on the node.
 """
 
 from __future__ import annotations
