@@ -121,7 +121,7 @@ def _transformers_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention where transformers would call torch's; see
+    """Computes attention in place of torch's function, which transformers calls otherwise; see
     ``transformers.integrations.sdpa_attention``.
     """
     mask = attention_mask if position_bias is None else position_bias

@@ -68,12 +68,12 @@ def bind_block(
 ) -> BoundBlock:
     """Returns the block over flat 1-D arrays, without gradients bound.
 
-    Arguments and errors are those of :meth:`penstock.models.runtime.ModelRuntime.bind`: ``weights``
-    of (trainable_elements,), ``frozen`` of (frozen_elements,), in the compute dtype; ``sums`` is
-    the dtype that gradients will have, None for inference.
+    Arguments and errors are those of :meth:`penstock.models.runtime.ModelRuntime.bind`. ``weights``
+    has (trainable_elements,), ``frozen`` (frozen_elements,), both in the compute dtype. ``sums`` is
+    the dtype of later gradients, None for inference.
 
     Raises:
-        ValueError: an array is missing or has another shape than the table says.
+        ValueError: an array is missing, or its shape differs from the table's.
     """
     spec = table.blocks[block]
     _check_length(spec, "weights", weights, spec.trainable_elements)
@@ -192,7 +192,7 @@ def _summing(leaf: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 class BlockModules:
-    """The module objects of one kind of block, and where its parameters go."""
+    """The module objects of one kind of block, and the places of its parameters."""
 
     def __init__(self, part: Part, modules: Sequence[nn.Module], prefix: str) -> None:
         self._modules = modules
@@ -271,9 +271,10 @@ class BlockModules:
 
 
 class SkeletonModules:
-    """The modules of a skeleton: one set per kind of block, into which its blocks' leaves are put.
+    """The modules of a skeleton: one set per kind of block, which holds the leaves of the running
+    block.
 
-    ``layers`` has the module of each kind of layer, which all layers of the kind run as.
+    ``layers`` has the module of each kind of layer; all layers of the kind run on it.
     """
 
     def __init__(self, skeleton: Skeleton, constants: Mapping[str, torch.Tensor]) -> None:

@@ -75,7 +75,7 @@ class Compiler:
 
 
 class CompiledLayer:
-    """The module of one kind of layer; compiled when it first runs (seconds to minutes)."""
+    """The module of one kind of layer. Its first run compiles it (seconds to minutes)."""
 
     def __init__(self, layer: nn.Module, compiler: Compiler) -> None:
         self._run: Any = torch.compile(

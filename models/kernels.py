@@ -139,7 +139,7 @@ def _settled(
     """Returns the first attention that all layers can use, and its kernels by kind of layer.
 
     Raises:
-        ConfigError: there is none; names the kind of layer and the reason.
+        ConfigError: no attention works; names the kind of layer and the reason.
     """
     reason = ""
     for name in names:
@@ -251,7 +251,7 @@ def _noted(run: Callable[[], object]) -> Call | str:
     try:
         with notes:
             run()
-    except Exception:  # models branch on values, which the meta device has none of
+    except Exception:  # models branch on values, and tensors of the meta device have none
         return notes.call or UNKNOWN
     return notes.call or OWN
 
@@ -309,7 +309,7 @@ def _reason(error: Exception, messages: list[str]) -> str:
 
 
 def _filled(tensor: torch.Tensor, device: torch.device, *, trains: bool) -> torch.Tensor:
-    """Returns zeros like a noted tensor; masks, which have no gradients, let all positions pass."""
+    """Returns zeros like a noted tensor; masks, which have no gradients, allow all positions."""
     if not tensor.is_floating_point():
         return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
     zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)

@@ -14,7 +14,9 @@ from penstock.models.data.batch import IGNORED_LABEL
 from penstock.shm.table import LOGITS_BYTES
 
 _LEAST_ROWS = 1024
-"""Rows of a chunk at least: below, a product of a large vocabulary waits for its weights."""
+"""Smallest number of rows of a chunk: with fewer, a product of a large vocabulary waits for its
+weights.
+"""
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]
 """A model's head: (rows, hidden) in the compute dtype to logits (rows, vocabulary)."""

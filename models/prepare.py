@@ -134,7 +134,7 @@ def _prepare_model(
     from penstock.models.surgery.table import build_table
 
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
-    # A plan needs no weights; a run is to be refused for them now, before it takes memory.
+    # A plan needs no weights; a run must be refused for them now, before it takes memory.
     path, source = config.model.path, None
     # A run that has trained keeps its files, its ties and its chunks.
     kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
@@ -162,7 +162,7 @@ def _prepare_model(
 
 
 def observe(config: Config, run_dir: Path, progress: Progress) -> None:
-    """Notes the kernels that the run's workers compute with, where they compute with torch's."""
+    """Notes the kernels of the run's workers, if they compute with torch's."""
     if config.cluster.platform.builtin_model:
         return
     from penstock.models.kernels import observe_kernels

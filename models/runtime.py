@@ -186,7 +186,7 @@ class ModelRuntime:
         return self._table
 
     def compiles(self, block: int) -> bool:
-        """Returns whether ``block`` runs as a compiled layer where no operators are dropped."""
+        """Returns whether ``block`` runs as a compiled layer if no operators are dropped."""
         return self._table.blocks[block].kind in self._compiled
 
     def bind(
@@ -359,7 +359,7 @@ class ModelRuntime:
         return stored.block(block.index, compiled=compiled)
 
     def _compiled_of(self, block: BoundBlock, prepared: _Prepared) -> CompiledLayer | None:
-        """Returns the compiled layer that runs the block; None: the block runs as it is."""
+        """Returns the compiled layer that runs the block; None: the block runs uncompiled."""
         kind = self._table.blocks[block.index].kind
         return None if prepared.drops else self._compiled.get(kind)
 
@@ -422,7 +422,7 @@ class ModelRuntime:
     def _find_products(
         self, block: BoundBlock, tensors: Mapping[str, torch.Tensor], prepared: _Prepared
     ) -> None:
-        """Runs a layer once for its kind, not compiled, to see which products it makes."""
+        """Runs a layer once for its kind, uncompiled, to find its products."""
         spec = self._table.blocks[block.index]
         if spec.layer_index is None or spec.kind in self._products:
             return
@@ -460,7 +460,7 @@ class ModelRuntime:
 
         def logits_of(over: BoundBlock) -> LogitsOf:
             def logits(rows: torch.Tensor) -> torch.Tensor:
-                # Installed per call: chunks run in the backward, when the forward is long over.
+                # Installed per call: chunks run in the backward, long after the forward.
                 with self._modules.installed(over, training):
                     return self._parts.logits(rows)
 
@@ -468,7 +468,8 @@ class ModelRuntime:
 
         @contextmanager
         def in_backward() -> Iterator[LogitsOf]:
-            # Gradients go to the leaves of the forward, which may have lost their memory since.
+            # Gradients go to the leaves of the forward; their memory may serve another stage by
+            # now.
             now = block if storage is None else storage.block_now(block)
             with gathering(block, now) as over:
                 yield logits_of(over)
@@ -560,7 +561,7 @@ class ModelRuntime:
 
 
 def _leaves(inputs: Mapping[str, torch.Tensor], *, autograd: bool) -> dict[str, torch.Tensor]:
-    """Returns the inputs detached: the graph ends at the stage's border, where .grad appears."""
+    """Returns the inputs detached: the graph ends at the stage's border, which collects .grad."""
     return {
         name: value.detach().requires_grad_(autograd and value.is_floating_point())
         for name, value in inputs.items()

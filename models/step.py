@@ -69,10 +69,9 @@ class Piece:
 
 
 def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
-    """Writes the next master weights and state into the place of the old ones, (elements,) fp32
-    each; returns the master weights. Gradients and scratch hold anything afterwards.
-
-    On copies of the state that is a preview, on the state itself a settle.
+    """Writes the next master weights and state over the old ones, (elements,) fp32 each; returns
+    the master weights. Gradients and scratch are undefined afterwards. On copies of the state the
+    call is a preview, on the state itself a settle.
     """
     return STEPS[scalars.optimizer](piece, scalars)
 

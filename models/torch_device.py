@@ -43,8 +43,8 @@ class CopyStream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Starts a copy between flat tensors of equal size.
 
-        It comes after everything that the compute stream was given so far. The caller may drop both
-        tensors at once: memory of the device must stay untouched till the copy is over.
+        The copy comes after all work issued to the compute stream so far. The caller may drop both
+        tensors at once: the allocator must not reuse memory of the device before the copy is over.
         """
 
     def record(self) -> Arrival:
@@ -231,7 +231,8 @@ class GpuDevice:
         """Returns streams to pinned memory, or to the peer's GPU: over NVLink or PCIe where the
         driver allows that.
         """
-        # Attempt after attempt would take others of torch's 32 streams, those of weights too.
+        # New streams in each attempt would take others of torch's 32 streams, also those of
+        # weights.
         if distance not in self._swaps:
             allocate: Allocate = self.host_memory
             if distance is not None:

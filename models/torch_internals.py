@@ -151,8 +151,8 @@ def gloo_group(store: Store, rank: int, size: int, address: str, timeout: timede
 
 
 def set_most_graphs(number: int) -> None:
-    """Sets the number of graphs of one module class, beyond which calls of the class run
-    uncompiled. It holds for the calling thread.
+    """Sets the number of graphs of one module class; above it, calls of the class run uncompiled.
+    It holds for the calling thread.
     """
     from torch._dynamo import config as dynamo
 

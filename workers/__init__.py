@@ -1,1 +1,3 @@
-"""The processes that compute: one for each device, which runs its program attempt by attempt."""
+"""The computing processes: one worker for each device, which runs its program attempt by
+attempt.
+"""

@@ -48,8 +48,10 @@ class LayerCompilation:
         return cls(runtime=runtime, batch=batch, evaluates=config.train.eval_every > 0)
 
     def run(self) -> None:
-        """Compiles one layer of each kind, and the last one. If that made another graph, the
-        model's code reads the layer's number, and the other layers of the kind follow.
+        """Compiles one layer of each kind, and the last one.
+
+        If the last one made another graph, the model's code reads the layer's number, and the other
+        layers of the kind follow.
 
         Raises:
             ConfigError: a kind of layer cannot be compiled to one graph; names kind and reason.

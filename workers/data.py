@@ -115,8 +115,8 @@ class TokenDataset:
             ) from error
 
     def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
-        """Returns which sequences samples ``position … position + count - 1`` of the run are,
-        (count,) int64.
+        """Returns the sequences of samples ``position … position + count - 1`` of the run, (count,)
+        int64.
         """
         samples = np.arange(position, position + count, dtype=np.int64)
         indices = samples % self.num_sequences
@@ -135,7 +135,7 @@ class TokenDataset:
         1) int64, copied out of the file.
 
         Raises:
-            StateError: the tokens are not those that the run was prepared with.
+            StateError: the tokens have changed since the run was prepared.
         """
         starts = self.sequence_indices(position, count) * self.sequence_length
         if self._checksums is not None:

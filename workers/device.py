@@ -32,8 +32,8 @@ ALIGNMENT_BYTES = 256
 HostArray = npt.NDArray[Any]
 
 Stamp = Any
-"""A point in a device's time: a reading of ``time.perf_counter``, or something that only the device
-can turn into one (:meth:`Device.seconds`).
+"""A point in a device's time: a reading of ``time.perf_counter``, or an object that only the device
+can convert to one (:meth:`Device.seconds`).
 """
 
 

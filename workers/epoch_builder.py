@@ -1,4 +1,4 @@
-"""Makes what an epoch works with: memory, connections, weights; takes it down at the next Drain."""
+"""Opens the parts of an epoch: memory, connections, weights. Closes them at the next Drain."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ OPTIMIZER_SOCKET = "optimizer"
 """Name of optimizerd's local socket, see :func:`penstock.protocol.run.names.ipc_address`."""
 
 PATIENCE = 2.0
-"""Longest wait for a peer or for weights, in units of ``cluster.attempt_timeout_s``. Lost members
-are noticed long before by their heartbeats, hanging ones after one such time by the scheduler.
+"""Longest wait for a peer or for weights, in units of ``cluster.attempt_timeout_s``. Heartbeats
+reveal lost members much earlier; the scheduler detects hanging ones after one unit.
 """
 
 PLAN_TIMEOUT_S = 60.0

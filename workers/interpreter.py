@@ -46,12 +46,12 @@ class JobResult:
 def run_job(
     context: EpochContext, job: Job, program: Program, handlers: Mapping[Opcode, Handler] = HANDLERS
 ) -> JobResult:
-    """Executes a program on one global batch. Nothing of it stays on the device, however it ends.
+    """Executes a program on one global batch. At the return, or an error, the device holds nothing
+    of it.
 
     Raises:
-        Interrupted: the abort flag was set.
-        InstructionError: an instruction failed.
-        UnusedWorkError: the program left work behind.
+        Interrupted: the abort flag was set. InstructionError: an instruction failed.
+            UnusedWorkError: the program left work behind.
     """
     attempt = Attempt(context, job)
     start = world.perf_counter()
@@ -113,7 +113,7 @@ def _failure(instruction: Instruction, attempt: Attempt, error: Exception) -> In
 
 
 def _shortage(attempt: Attempt, error: Exception) -> DeviceMemoryError | None:
-    """Returns the error of an allocator that had no more, in words that help; else ``None``."""
+    """Returns an error with remedies if an allocator has run out of memory; else ``None``."""
     context = attempt.context
     refused = refused_bytes(error)
     if refused is None:

@@ -64,7 +64,7 @@ class Peers:
 
 
 def _owners(config: Config, table: BlockTable, plan: Plan, device: int) -> set[int]:
-    """Returns the nodes that own a block which the device computes with, lends from, or updates."""
+    """Returns the nodes that own a block which the device reads or updates."""
     owner = ownership(config, table, plan).owner
     if plan.shards_weights:
         return set(owner)

@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 class Abort:
-    """A flag that ends work. It is set once, from any thread, or by ``stopped`` becoming true."""
+    """A flag that ends work. Any thread sets it once, or ``stopped`` becomes true."""
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
         self._event = world.event()
@@ -105,7 +105,7 @@ def wait_until(
     budget: WaitBudget | None = WaitBudget(timeout_s)
     while not condition():
         abort.check()
-        # The word belongs to another process, which nothing here can notify.
+        # The word belongs to another process, which cannot notify this one.
         if not world.look_again(start):
             continue
         if held_back():

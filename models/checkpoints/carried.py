@@ -54,7 +54,7 @@ def read_carried(config: Config, run_dir: Path) -> dict[str, bytes]:
 
     Raises:
         StateError: a file cannot be read.
-        ConfigError: the run has no copy, and its tokenizer is not where it was.
+        ConfigError: the run has no copy, and its tokenizer has moved.
     """
     folder = run_dir / _FOLDER
     if not folder.is_dir():

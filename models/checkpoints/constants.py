@@ -37,7 +37,7 @@ def initial_constants(
     those of a new model.
 
     Raises:
-        ConfigError: the model does not say how to fill one, and no file has it.
+        ConfigError: neither the model nor a file has the value of a constant.
         StateError: a file is damaged.
     """
     values = skeleton.constants()

@@ -100,8 +100,9 @@ class Weights:
         self.unused = [
             name for name in checkpoint.headers if name not in used and not ignored(name)
         ]
-        """Tensors of the files that the model has no use for, but for those that transformers
-        leaves out without a word, too."""
+        """Names of tensors of the files that the model does not use, without those that
+        transformers ignores silently, too.
+        """
 
     def _apply(
         self, recipe: _Recipe, read: Callable[[str], torch.Tensor]
@@ -113,7 +114,7 @@ class Weights:
         return {self._composite.text_name(name): value for name, value in made.items()}
 
     def sources_of(self, name: str) -> list[str]:
-        """Returns the names of the files' tensors that a tensor of the model is made of, under all
+        """Returns the names of the files' tensors that become a tensor of the model, under all
         names of a tied one.
         """
         names = [alias for alias in self._aliases.get(name, [name]) if alias in self._recipe_of]
@@ -146,8 +147,8 @@ class Weights:
         return made
 
     def differing(self) -> list[tuple[str, str]]:
-        """Returns the pairs of names of a tied tensor that both are in the files, with different
-        numbers or shapes.
+        """Returns the name pairs of tied tensors that are both in the files, with different numbers
+        or shapes.
 
         Raises:
             StateError: a file is damaged.
@@ -243,8 +244,8 @@ class Weights:
         return self._apply(self._recipe_of[name], self._checkpoint.read_as_is)[name]
 
     def _find(self, name: str) -> str | None:
-        """Returns the name under which the files have a tensor; a tied one may go by any of its
-        names. None where they have none.
+        """Returns the name of a tensor in the files; a tied one may have any of its names there.
+        None: the files lack it.
         """
         return next((a for a in self._aliases.get(name, [name]) if a in self._recipe_of), None)
 
@@ -279,7 +280,9 @@ class Weights:
 
 
 def _aliases(skeleton: Skeleton) -> dict[str, list[str]]:
-    """Returns all names of each parameter by its first in block order, which comes first."""
+    """Returns all names of each parameter, by its first name in block order, which is also first in
+    the list.
+    """
     names_of: dict[int, list[str]] = {}
     for name, parameter in skeleton.model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -368,5 +371,5 @@ def _recipes(model: Any, names: Iterable[str]) -> Iterable[_Recipe]:
 
 
 def _placeholder(header: Header) -> torch.Tensor:
-    """Returns a fp32 tensor that has the shape and no memory."""
+    """Returns a fp32 tensor with the shape and without memory."""
     return torch.empty(header.shape, dtype=torch.float32, device="meta")

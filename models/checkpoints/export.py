@@ -1,7 +1,7 @@
-"""Writing a model as a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads.
+"""Export of a model as a directory for ``transformers.AutoModelForCausalLM.from_pretrained``.
 
-``python -m penstock.models.checkpoints.export RUN_DIR STATE_DIR OUT`` does it for a saved state of
-a run.
+``python -m penstock.models.checkpoints.export RUN_DIR STATE_DIR OUT`` exports a saved state of a
+run.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ _NAMES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderWeights:
-    """The weights in a model folder, and the model that they make, untied where transformers does
-    not tie.
+    """The weights in a model folder, and the model that they make, untied if transformers does not
+    tie.
     """
 
     directory: Path

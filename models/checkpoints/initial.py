@@ -1,6 +1,6 @@
-"""Initial weights block by block: drawn as the model's authors do it, or read from a directory.
+"""Initial weights block by block: drawn by the model authors' method, or read from a directory.
 
-Every block has random numbers of its own, a function of (seed, block): any subset of blocks, in any
+Every block has its own random numbers, a function of (seed, block): any subset of blocks, in any
 process, gets the same values.
 """
 

@@ -1,11 +1,10 @@
 """``python -m penstock.models.checkpoints.loader``: writes a new model's weights into a node's
-memory and ends.
+memory.
 
-Started by memoryd during a restore, when nothing else of the run moves. It fills ``master`` (fp32)
-and ``frozen`` (weight dtype) of the blocks the node owns; memoryd derives the rest.
-
-Random numbers are drawn on one core, some 100 million a second, so the blocks of a large model
-are dealt to several processes. Each block has numbers of its own: the bytes are the same.
+Memoryd starts it during a restore, while the rest of the run waits. It fills ``master`` (fp32) and
+``frozen`` (weight dtype) of the blocks that the node owns; memoryd derives the rest. One core draws
+some 100 million random numbers a second, so several processes share the blocks of a large model.
+Each block has its own numbers, so the bytes do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def fill(memory: NodeMemory, files: RunDirectory, hf_config: PretrainedConfig) -
 
 
 def _processes(table: BlockTable, blocks: Sequence[int]) -> int:
-    """Returns how many are worth it, and have the memory and the CPUs."""
+    """Returns the number of processes that the elements are worth, within memory and CPUs."""
     elements = [_elements(table, block) for block in blocks]
     room = tightest_memory().available // (2 * _ELEMENT_BYTES * max(elements, default=1))
     return max(1, min(sum(elements) // PROCESS_ELEMENTS, room, usable_cpus()))

@@ -1,1 +1,1 @@
-"""Training text: corpora, tokenizers, token files, and the micro-batches that stages see."""
+"""Training text: corpora, tokenizers, token files, and the micro-batches of stages."""

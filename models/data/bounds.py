@@ -28,7 +28,7 @@ BUILDING_S = 1200.0
 ENCODING_S = 120.0
 """CPU seconds for a call of the library, in addition to those for the length of its texts."""
 _BYTES_PER_S = 2000
-"""No tokenizer is as slow; usual ones encode some 300,000 bytes a second."""
+"""Lower bound of a tokenizer's speed; usual ones encode some 300,000 bytes a second."""
 _MOST_BYTES = 4
 """Bytes of a character."""
 _LEAST_BYTES = 4 << 30
@@ -62,7 +62,7 @@ class Bounds:
         """
         if self.alone:
             self._say_last_words(what)
-            # Unhandled, and by the process's own time: it acts inside of a call that never
+            # Unhandled, and by the process's own time: the signal must end a call that never
             # returns, and another load on the machine does not count.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
@@ -104,12 +104,12 @@ class BoundedTokenizer:
 
     @property
     def bos(self) -> int | None:
-        """The id that its settings name for a beginning."""
+        """The id that the settings name for a beginning."""
         return self.inner.bos
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """The ids that it puts in front of a text when it adds special tokens."""
+        """The ids in front of a text with special tokens."""
         with self.bounds.within(self._what("finding its special tokens"), ENCODING_S):
             return self.inner.prefix
 
@@ -120,7 +120,7 @@ class BoundedTokenizer:
 
     @property
     def mask(self) -> int | None:
-        """The id that stands for a masked token; None where there is none."""
+        """The id that replaces a masked token; None without one."""
         return self.inner.mask
 
     def encode_documents(
@@ -146,7 +146,9 @@ class BoundedTokenizer:
         return self.inner.token_id(text)
 
     def files(self) -> dict[str, bytes]:
-        """Returns its files: path below a directory that ``AutoTokenizer`` can read -> content."""
+        """Returns the tokenizer's files: path below a directory that ``AutoTokenizer`` can read ->
+        content.
+        """
         return self.inner.files()
 
     def _what(self, work: str) -> str:

@@ -110,8 +110,8 @@ class TokenCache:
         return None
 
     def store(self, key: str, tokens: Path, sums: Path, fields: dict[str, Any]) -> None:
-        """Keeps a token file and its checksums under a key, and removes the entries that were used
-        longest ago where all are over the limit.
+        """Keeps a token file and its checksums under a key. If all entries exceed the limit,
+        removes those used longest ago.
         """
         if self._folder is None or tokens.stat().st_size > self._limit:
             return
@@ -124,7 +124,7 @@ class TokenCache:
             _write_own(temporary / SUMS, sums.read_bytes())
             _write_own(temporary / ENTRY, json.dumps({**fields, "format": _FORMAT}).encode())
             sync_directory(temporary)
-            # An entry that is there could not be used, or is the same and was just made.
+            # An existing entry was unusable, or is the same and was just made.
             shutil.rmtree(self._folder / key, ignore_errors=True)
             temporary.rename(self._folder / key)
             self._prune()
@@ -149,7 +149,7 @@ def _read_own(path: Path, most_bytes: int) -> bytes:
 
     Raises:
         UntrustedError: the name leads to something else.
-        OSError: it cannot be read, or is longer than it may be.
+        OSError: the file cannot be read, or is too long.
     """
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         content = file.read(most_bytes + 1)
@@ -166,8 +166,8 @@ def _write_own(path: Path, content: bytes) -> None:
 
 
 def _link(old: Path, new: Path) -> None:
-    """Gives a file a second name, or copies it where the names are on two file systems or there
-    are no hard links.
+    """Gives a file a second name. Copies it if hard links do not exist, or the names are on two
+    file systems.
     """
     new.unlink(missing_ok=True)
     try:

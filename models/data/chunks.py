@@ -125,7 +125,7 @@ def _write(digests: bytes, sums: Path, file_bytes: int) -> dict[str, Any]:
 
 
 class Checksums:
-    """The checksums of one token file, and which of its chunks have been found to be right.
+    """The checksums of one token file, and the chunks that were checked already.
 
     ``content`` is the mapped file, uint8 of shape (bytes,); ``digests`` has 16 bytes a chunk.
     """

@@ -13,8 +13,8 @@ from penstock.models.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Token ids that stand ``before`` and ``after`` each document of text; each of ``ends`` ends a
-    document where documents are kept apart.
+    """Token ids ``before`` and ``after`` each document of text; each of ``ends`` ends a document if
+    documents are kept apart.
     """
 
     before: tuple[int, ...] = ()

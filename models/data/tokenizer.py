@@ -41,11 +41,11 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int | None:
-        """The id that its settings name for a beginning; None without one."""
+        """The id that the settings name for a beginning; None without one."""
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """The ids that it puts in front of a text when it adds special tokens."""
+        """The ids in front of a text with special tokens."""
 
     @property
     def eos(self) -> int | None:
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
     @property
     def mask(self) -> int | None:
-        """The id that stands for a masked token; None where there is none."""
+        """The id that replaces a masked token; None without one."""
 
     def token_id(self, text: str) -> int | None:
         """Returns the id of the token with this text; None without such a token."""
@@ -69,7 +69,9 @@ class Tokenizer(Protocol):
         """
 
     def files(self) -> dict[str, bytes]:
-        """Returns its files: path below a directory that ``AutoTokenizer`` can read -> content."""
+        """Returns the tokenizer's files: path below a directory that ``AutoTokenizer`` can read ->
+        content.
+        """
 
 
 class ByteTokenizer:

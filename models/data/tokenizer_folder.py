@@ -88,7 +88,7 @@ class FolderTokenizer:
                 f"{self._name}: transformers cannot open its tokenizer ({reason(error)});"
                 f" {_HOW_TO_SET}"
             ) from error
-        # Where files are missing, transformers makes a tokenizer of special tokens only.
+        # If files are missing, transformers makes a tokenizer of special tokens only.
         if len(self._tokenizer.get_vocab()) <= len(self._tokenizer.all_special_ids):
             raise ConfigError(f"{self._name}: its tokenizer has no vocabulary; {_HOW_TO_SET}")
         self.eos: int | None = self._find_end(known_ends)

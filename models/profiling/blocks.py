@@ -414,7 +414,7 @@ def measure_kinds(
 
 
 def _representatives(table: BlockTable) -> dict[str, tuple[range, ...]]:
-    """Returns of each kind its first block, and the first two that follow each other, if any do."""
+    """Returns for each kind its first block, and the first two consecutive ones, if any."""
     blocks = table.blocks
     ranges: dict[str, tuple[range, ...]] = {}
     for block in blocks:
@@ -494,7 +494,7 @@ def _operators(measures: Sequence[OperatorsMeasure]) -> tuple[OperatorProfile, .
 
 
 def _sources(measures: Sequence[OperatorsMeasure]) -> tuple[SourceProfile, ...]:
-    """Returns lines, in tokens, through the bytes that are kept to make dropped outputs again."""
+    """Returns lines, in tokens, through the bytes kept only to make dropped outputs again."""
     keys: dict[tuple[str, NeededBy], None] = {}
     for measure in measures:
         keys |= dict.fromkeys(measure.drops.sources)

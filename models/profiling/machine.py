@@ -31,7 +31,7 @@ _TIMEOUT_MS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Bytes/s of weights to the device and of gradients back; ``inf`` where nothing moves."""
+    """Bytes/s of weights to the device and of gradients back; ``inf`` if nothing is copied."""
 
     fetch: float
     offload: float

@@ -89,8 +89,8 @@ def _forward(forward: RunForward, *, autograd: bool) -> tuple[float, float, floa
 
 
 def _backward(forward: RunForward, backward: RunBackward) -> float:
-    """Returns the bytes that a backward needs beyond the graph and the gradients that come and
-    go.
+    """Returns the bytes that a backward needs beyond the graph and its incoming and outgoing
+    gradients.
     """
     ledger = StorageLedger()
     with StorageMode(ledger, ""):
@@ -101,7 +101,7 @@ def _backward(forward: RunForward, backward: RunBackward) -> float:
 
 
 def _split(forward: RunForward, backward: RunBackward) -> dict[str, float]:
-    """Returns the same of both halves of a split backward, and the bytes that stay in between."""
+    """Returns the bytes of both halves of a split backward, and those that stay in between."""
     ledger = StorageLedger()
     with StorageMode(ledger, ""):
         output, seeds = _prepared(forward, split=True)

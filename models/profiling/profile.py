@@ -142,7 +142,7 @@ class _Model:
 
 @contextmanager
 def _graphs(config: Config) -> Iterator[Path | None]:
-    """Yields a folder for the graphs of a named attention, None for torch's own, which would
+    """Yields a folder for the graphs of a named attention. None for torch's own folder, which would
     return graphs of another attention.
     """
     if config.model.attention in (AUTO, SDPA):

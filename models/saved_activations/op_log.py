@@ -60,10 +60,10 @@ class RecordedCall:
         device: torch.device,
         random: bool,
     ) -> RecordedCall:
-        """Returns the record of the call that is about to be made; tensors among the arguments are
-        not held. ``random``: the kernel draws numbers from the generator of ``device``.
+        """Returns the record of the call that follows; tensors among its arguments are not held.
+        ``random``: the kernel draws numbers from the generator of ``device``.
         """
-        # Before the kernel runs: it moves the generator on.
+        # Before the kernel runs: the kernel advances the generator.
         state = torch_device(device).generator().get_state() if random else None
         return cls(
             kernel=kernel,

@@ -41,7 +41,7 @@ again without the product before it.
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """A kernel's name, which arguments it changes, and whether it draws random numbers.
+    """A kernel's name, the arguments that it changes, and True for a kernel with random numbers.
 
     All from torch's schema and tags of the kernel; ``written`` are positions, for arguments that
     can have one.

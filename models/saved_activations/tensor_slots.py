@@ -17,7 +17,9 @@ from penstock.models.torch_device import Arrival
 
 
 class SavedActivationError(RuntimeError):
-    """A saved activation or a weight is needed while it is not there; no valid plan does that."""
+    """The error of a saved activation or a weight that is needed and absent; no valid plan does
+    that.
+    """
 
 
 class Maker(Protocol):

@@ -40,8 +40,8 @@ class Unsplit:
 class DeferredWeights:
     """Deferred weight gradients of one stage for one micro-batch: one forward, one backward.
 
-    A forward fills it, the backward seals it, and :meth:`run` empties it, one after the other:
-    nothing is locked.
+    A forward fills the store, the backward seals it, and :meth:`run` empties it, one after the
+    other: nothing is locked.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class DeferredWeights:
 
     @property
     def unsplit(self) -> dict[Unsplit, int]:
-        """Uses of parameters that were left to BACKWARD_INPUT -> how often."""
+        """Numbers of parameter uses that were left to BACKWARD_INPUT."""
         return dict(self._unsplit)
 
     def run(self) -> None:
@@ -216,11 +216,9 @@ _Unit = _GraphUnit | ProductEntry
 
 
 def _units(entries: Sequence[Entry]) -> list[_Unit]:
-    """Returns entries in the order of the forward, those with shared nodes together at the place of
-    the latest.
-
-    Only tensors derived from parameters are shared, so two such entries with a parameter in common
-    may share some.
+    """Returns entries in the order of the forward. Those with shared nodes are together, at the
+    place of the latest. Only tensors derived from parameters are shared, so two such entries with a
+    parameter in common may share nodes.
     """
     groups: list[tuple[set[ParameterRecord], list[GraphEntry]]] = []
     places: dict[int, int] = {}

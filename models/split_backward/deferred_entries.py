@@ -95,7 +95,8 @@ class DeferredTensor:
     __slots__ = ("_packed", "_unpack", "_version")
 
     def __init__(self, tensor: torch.Tensor, hooks: SavedTensorHooks | None) -> None:
-        # Without its graph, which may be the one that keeps this object: a circle would never free.
+        # Without its graph, which may keep this object alive: a reference cycle would never be
+        # freed.
         tensor = tensor.detach()
         self._packed = tensor if hooks is None else hooks[0](tensor)
         self._unpack = None if hooks is None else hooks[1]
@@ -213,7 +214,7 @@ class GraphEntry:
         return input_gradients
 
     def roots(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Returns where BACKWARD_WEIGHT starts, and the gradients there, of the outputs' shapes."""
+        """Returns the start of BACKWARD_WEIGHT, and the gradients at it, of the outputs' shapes."""
         return self._roots, self._seeds
 
     def held(self) -> Iterator[torch.Tensor]:
@@ -224,11 +225,11 @@ class GraphEntry:
 
 
 class ProductEntry:
-    """``rows @ weight.T + bias`` (``transposed``: ``rows @ weight + bias``) with parameters that
-    nothing else touched.
+    """``rows @ weight.T + bias`` (``transposed``: ``rows @ weight + bias``) with parameters without
+    another use.
 
-    ``rows`` has shape (..., inputs), the gradient (..., outputs), the weight (outputs, inputs) or,
-    transposed, (inputs, outputs). ``rows`` may be None where no weight is trained.
+    ``rows`` has shape (..., inputs), the gradient (..., outputs). The weight is (outputs, inputs)
+    or, transposed, (inputs, outputs). ``rows`` may be None if no weight is trained.
     """
 
     __slots__ = ("_bias", "_gradient", "_rows", "_transposed", "_weight", "records")
@@ -254,7 +255,9 @@ class ProductEntry:
 
     @property
     def place(self) -> tuple[int, int]:
-        """A key of where its gradients go: equal for the same Linear in other micro-batches."""
+        """A key for the place of its gradients: equal for the same Linear in other
+        micro-batches.
+        """
         weight, bias = self._weight, self._bias
         return (0 if weight is None else weight.place, 0 if bias is None else bias.place)
 

@@ -192,14 +192,16 @@ class ProductWatch:
 
 @cache
 def _kinds() -> tuple[type[nn.Module], ...]:
-    """Returns the classes of modules that make one product. Transformers takes long to import."""
+    """Returns the classes of modules that make one product. Transformers takes seconds to
+    import.
+    """
     from transformers.pytorch_utils import Conv1D
 
     return nn.Linear, Conv1D
 
 
 def _readers(output: torch.Tensor) -> Mapping[Node, set[Node]]:
-    """Returns of each node of the graph of ``output`` those that read its result."""
+    """Returns for each node of the graph of ``output`` the nodes that read its result."""
     readers: defaultdict[Node, set[Node]] = defaultdict(set)
     if output.grad_fn is None:
         return readers

@@ -124,7 +124,7 @@ class _ParameterSource(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _: torch.Tensor, record: ParameterRecord, box: list[torch.Tensor]) -> Any:
-        # Weak: the record refers to this node by its edge, and the two would keep each other alive.
+        # Weak: the record refers to this node by its edge, so a strong reference would be a cycle.
         ctx.record = weakref.ref(record)
         return box[0].detach()
 

@@ -279,6 +279,6 @@ def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor
 
 
 def _attends(mask: torch.Tensor, row: int, query: int, key: int) -> bool:
-    # Added masks have a large negative number (the dtype's least) where nothing is attended to.
+    # Added masks have a large negative number (the dtype's least) at masked positions.
     value = mask[row if mask.shape[0] > 1 else 0, 0, query, key]
     return bool(value) if mask.dtype is torch.bool else float(value) > -1.0

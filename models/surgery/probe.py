@@ -124,9 +124,9 @@ class ModuleStub:
 
 
 class WeightlessStub:
-    """Stands for a module with parameters where only the shape of its result matters.
+    """A stand-in for a module with parameters, if only the shape of its result matters.
 
-    Passes hidden states, floating and of three axes, through; from anything else makes ``filler``,
+    Passes hidden states, floating and of three axes, through. From other input it makes ``filler``,
     (micro_batch, sequence, hidden) in the compute dtype.
     """
 
@@ -318,8 +318,8 @@ class _ChildCall:
 
 
 def _alone(calls: list[_ChildCall], given: torch.Tensor, result: torch.Tensor) -> str | None:
-    """Returns the name of the child that turned ``given`` into ``result`` by one call, views aside;
-    None where more happened.
+    """Returns the name of the child that turned ``given`` into ``result`` by one call, views aside.
+    None: other code took part.
     """
     if len(calls) != 1 or calls[0].kwargs or len(calls[0].args) != 1:
         return None

@@ -281,7 +281,7 @@ def _unset_keys(module: nn.Module) -> list[str]:
 
 
 def _marked_unset(like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on the CPU full of a value that no true buffer has: NaN, or the smallest
+    """Returns a tensor on the CPU, full of a value that no real buffer has: NaN, or the smallest
     integer.
     """
     value: Any = float("nan")
@@ -371,8 +371,8 @@ def _divide(
 
 
 def _block_of(inside: str | None, layers_name: str, before: tuple[str, ...], last: int) -> int:
-    """Returns the block of a module that is called ``inside`` in the decoder, None if it is not in
-    the decoder; ``last`` is the head.
+    """Returns the block of a module with the name ``inside`` in the decoder. None: the module is
+    outside of the decoder; ``last`` is the head.
     """
     layer = None if inside is None else _relative(inside, layers_name)
     if layer:
@@ -411,7 +411,7 @@ def _relative(path: str, ancestor: str) -> str | None:
 
 
 def _layer_kinds(layers: nn.ModuleList) -> list[str]:
-    """Returns the kind of each layer: one name for all that differ in nothing but their number. The
+    """Returns the kind of each layer: one name for all layers that differ only in their number. The
     name is the class, with ``#1`` for a second kind of it.
     """
     names: dict[tuple[Any, ...], str] = {}

@@ -174,7 +174,9 @@ class _Costs:
         return matrices + seen * 2.0 * self.sequence_length * heads * head_size
 
     def _size(self, key: str) -> int:
-        """Returns a number of the configuration; 0 where it has none, or one for each layer."""
+        """Returns a number of the configuration; 0 if it is absent, or is a list with one for each
+        layer.
+        """
         try:
             return int(getattr(self.hf_config, key, None) or 0)
         except Exception:  # transformers has an error of its own for the latter

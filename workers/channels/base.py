@@ -22,9 +22,9 @@ from penstock.workers.waiting import Abort
 class Channel(Protocol):
     """Transfers of one epoch. Used by the interpreter's thread only.
 
-    Waits end by ``Interrupted`` when ``abort`` is set and by ``LostMemberError``, which names the
-    transfer, after ``timeout_s``. A peer that dies is not an error by itself: the scheduler
-    notices, and its Drain aborts.
+    Waits end by ``Interrupted`` when ``abort`` is set, and by ``LostMemberError``, which names the
+    transfer, after ``timeout_s``. A dead peer is not an error by itself: the scheduler notices its
+    death, and its Drain aborts.
     """
 
     def send(

@@ -28,7 +28,9 @@ grow.
 RETRY_S = 0.1
 LOOK_S = 0.1
 SHORTEST_S = 1.0
-"""No loss is reported earlier in an epoch, so that epochs do not chase each other."""
+"""Seconds of an epoch before any loss is reported, so that epochs do not follow each other too
+fast.
+"""
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 

@@ -32,7 +32,7 @@ class Wire(Protocol):
     """Moves flat buffers between devices; matches by order or by tag."""
 
     def outgoing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the device's tensors, of any shape, where the wire reads them."""
+        """Returns the device's tensors, of any shape, in memory that the wire can read."""
 
     def incoming(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns tensors that the wire wrote, of any shape, on the device."""

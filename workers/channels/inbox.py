@@ -218,7 +218,9 @@ class Inbox:
             return self._tensors.pop(key)
 
     def arrival_s(self, key: TransferKey) -> float:
-        """Returns when a transfer that was just taken out had arrived (``time.perf_counter``)."""
+        """Returns the arrival time of a transfer that was just taken out
+        (``time.perf_counter``).
+        """
         with self._changed:
             return self._arrivals.pop(key)
 
@@ -267,7 +269,7 @@ class Notices:
         """
         with self._changed:
             if (notice.run_id, notice.epoch) != self._epoch:
-                # An address comes again until its receiver has joined.
+                # An address is sent repeatedly until its receiver has joined.
                 return None if isinstance(notice, GroupAddress) else "stale"
             if isinstance(notice, GroupAddress):
                 if not 0 < notice.port <= _MAX_PORT:

@@ -135,7 +135,7 @@ class TransferOrder:
         )
 
     def arriving(self, device: int) -> Mapping[tuple[Phase, OrderedTransfer], Place]:
-        """Returns where each transfer that ``device`` receives comes."""
+        """Returns the place of each transfer that ``device`` receives."""
         return {
             (direction.phase, transfer): place
             for (direction, transfer), place in self.places.items()

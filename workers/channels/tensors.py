@@ -26,7 +26,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "bool": torch.bool,
     }
 )
-"""Types that may travel, by their name in :class:`~penstock.protocol.wire.frames.TensorHeader`."""
+"""Types that can be sent, by their name in :class:`~penstock.protocol.wire.frames.TensorHeader`."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_AXES = 8

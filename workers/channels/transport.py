@@ -49,7 +49,9 @@ MAX_TENSORS = 1024
 """Most tensors in one message; a reduction has one for each block of a stage."""
 
 _UNREAD_MESSAGES = 4
-"""Whole messages of a peer that wait for the communication thread; it takes them as they come."""
+"""Whole messages of a peer that may wait for the communication thread, which takes them as they
+come.
+"""
 
 _SLACK_BYTES = 1 << 18
 """Headers, and messages that are no transfers. Empty frames take 32 bytes of memory for a byte."""

@@ -47,8 +47,8 @@ def recompute(instruction: Recompute, attempt: Attempt) -> None:
 
 
 def backward(instruction: Backward, attempt: Attempt) -> None:
-    """Computes the gradients of a stage's weights, and adds them up, and of its inputs, which it
-    leaves to the stage before.
+    """Computes the gradients of a stage's weights and adds them up. Leaves those of its inputs to
+    the stage before.
     """
     _backward(instruction, attempt)
 
@@ -62,8 +62,8 @@ def backward_input(instruction: BackwardInput, attempt: Attempt) -> None:
 
 
 def backward_weight(instruction: BackwardWeight, attempt: Attempt) -> None:
-    """Computes the weight gradients that wait, and adds them up micro-batch by micro-batch unless
-    the plan concatenates them.
+    """Computes the waiting weight gradients, and adds them up micro-batch by micro-batch unless the
+    plan concatenates them.
     """
     stage = instruction.stage
     run_together(

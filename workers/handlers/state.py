@@ -116,7 +116,7 @@ def offload_gradients(instruction: OffloadGradients, attempt: Attempt) -> None:
 
 
 def update(instruction: Update, attempt: Attempt) -> None:
-    """Starts the update of a block, and the attempt ends when it is done. In an attempt that holds,
-    the CPU updates all blocks.
+    """Starts the update of a block; the attempt ends after it. In a synchronous step the CPU
+    updates all blocks.
     """
     attempt.update(instruction)

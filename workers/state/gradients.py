@@ -32,7 +32,9 @@ class GradientPartial:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """The gradients that a backward stage makes of one use of a block; use 0 is the block's own."""
+    """The gradients that a backward stage computes for one use of a block; use 0 is the block's
+    own.
+    """
 
     stage: int
     block: int
@@ -73,7 +75,7 @@ class GradientBook:
         self._device = device
         self._scope = scope
         self._target_version = scope.base_version + 1
-        # Only a device that sums in fp32, on a CPU, may do so where they are published.
+        # Only a device that sums in fp32, on a CPU, may sum in the memory of publication.
         self._may_sum_in_place = table.grad_dtype is DType.FP32
         self._open: dict[Sum, torch.Tensor] = {}
         self._closed: set[Sum] = set()

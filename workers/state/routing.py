@@ -124,7 +124,7 @@ def collective_receives(
 def collective_peers(
     plan: Plan, routing: TensorRouting, device: int, *, modelled: bool
 ) -> frozenset[int]:
-    """Returns the devices that collectives make a device send to."""
+    """Returns the devices that receive messages of a device in collectives."""
     if modelled and plan.shards_weights:
         return frozenset(range(plan.num_devices)) - {device}
     return frozenset(
@@ -135,7 +135,7 @@ def collective_peers(
 
 
 def _entries(phase: str, programs: tuple[Program, ...], device: int) -> Iterator[Received]:
-    """Yields the entries of other devices that come to ``device``: every FETCH_WEIGHTS and
+    """Yields the entries of other devices that ``device`` receives. Every FETCH_WEIGHTS and
     REDUCE_GRADIENTS of a program is a collective, in its order.
     """
     collectives = sum(isinstance(i, FetchWeights | ReduceGradients) for i in programs[device])

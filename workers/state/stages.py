@@ -99,7 +99,7 @@ class Stages:
             awaited = f"weights of version {self._scope.base_version}"
             with self._scope.awaiting(awaited, IdleCause.WEIGHTS):
                 loaded = self._weights.use(key)
-            # A forward that keeps its graph is of a stage that is the same in both lists.
+            # A stage with a forward that keeps its graph is the same in both lists.
             blocks = tuple(self._bind(block, loaded, grads) for block in self.blocks(key))
             self._bound[key, grads] = blocks
             if grads:

@@ -326,7 +326,7 @@ def _private(shared: BlockArrays) -> BlockArrays:
 
 
 def _mapped(count: int, dtype: DTypeLike) -> Array:
-    """Returns a zeroed array that is mapped, so page-aligned, as native sweeps want it."""
+    """Returns a zeroed array in a mapping of its own, so page-aligned, as native sweeps require."""
     size = count * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(1, size)), dtype=dtype, count=count)
 

@@ -15,10 +15,11 @@ from penstock.workers.telemetry.account import IdleCause, Running
 
 
 class Progress:
-    """Written by the interpreter's thread, read by the one that sends heartbeats.
+    """The activity of a worker: written by the interpreter's thread, read by the heartbeats'
+    thread.
 
-    No lock: each attribute is replaced as a whole, and a heartbeat may well mix two instructions.
-    Texts are made by the reader, so that an instruction costs two assignments.
+    No lock: each attribute is replaced as a whole, and a heartbeat may mix two instructions. The
+    reader makes the texts, so that an instruction costs two assignments.
     """
 
     def __init__(self) -> None:

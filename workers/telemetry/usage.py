@@ -104,7 +104,7 @@ class Meter(Protocol[AttemptT]):
 
 
 class DeviceMemoryError(CapacityError):
-    """A device has less memory than an instruction needs. Exit code 3."""
+    """The error of a device with less memory than an instruction needs. Exit code 3."""
 
     def __init__(
         self,

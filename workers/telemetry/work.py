@@ -25,7 +25,7 @@ from penstock.shm.table import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Per token of a micro-batch: of the model, and made again."""
+    """Operations per token of a micro-batch: of the model, and of recomputation."""
 
     model: float = 0.0
     recomputed: float = 0.0
@@ -78,6 +78,6 @@ def _flops(instruction: Instruction, layout: StageLayout, table: BlockTable) -> 
 
 
 def _computed_until(layout: StageLayout) -> int:
-    """Returns where the forward of the last stage stops if it leaves checkpoints only."""
+    """Returns the end of the last stage's forward, a block, if it leaves checkpoints only."""
     last = next(s for s in range(len(layout.forward)) if layout.is_last_forward(s))
     return layout.blocks_for_checkpoints(last).stop

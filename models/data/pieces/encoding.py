@@ -272,7 +272,7 @@ class _Joint:
 
     def find(self, left: Encoding, right: Encoding, start: int, overlap: str) -> _Cut | None:
         """Returns a cut in the overlap, which begins at character ``start`` of the left text; None
-        where there is no place that is sure.
+        without a place that is certain.
         """
         assert self.locality is not None
         ours = _Tokens.of(left, start, start + len(overlap))
@@ -312,7 +312,7 @@ class _Joint:
 
 
 def _runs(ours: _Tokens, theirs: _Tokens) -> Iterator[tuple[int, int, int]]:
-    """Yields where runs of the same tokens begin in both, and how long they are."""
+    """Yields start and length of runs of the same tokens in both."""
     a = list(zip(ours.ids, ours.spans, strict=True))
     b = list(zip(theirs.ids, theirs.spans, strict=True))
     i = j = length = 0

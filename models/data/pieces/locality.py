@@ -59,8 +59,8 @@ class Locality:
         self._signs = np.full(_MAX_CODE, _UNKNOWN, dtype=np.uint64)
 
     def count(self, text: str) -> NDArray[np.int64]:
-        """Returns for each character of ``text`` how many breaks are before it in the text;
-        without expressions, how many letters, digits and ASCII signs are.
+        """Returns for each character of ``text`` the number of breaks before it in the text.
+        Without expressions, the number of letters, digits and ASCII signs.
         """
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
         signs = self._signs[codes]

@@ -14,7 +14,7 @@ from penstock.models.gpu import Event, Gpu, Stream
 
 
 class EventClock:
-    """Timing events, used again. Any thread may stamp."""
+    """Reusable timing events. Any thread may stamp."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

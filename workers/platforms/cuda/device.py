@@ -50,7 +50,7 @@ from penstock.workers.platforms.cuda.pinned import Registrations, StagingPool
 
 _TIMEOUT_S = 600.0
 _REGISTERED = (SegmentKind.WEIGHTS, SegmentKind.FROZEN, SegmentKind.GRADS, SegmentKind.STATE)
-"""Those that the worker maps; state only where it updates blocks."""
+"""Segments that the worker maps; state only if it updates blocks."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class _Offload:
 
 
 class _OffloadThread:
-    """Calls ``complete`` once the bytes are there, in the order of the offloads."""
+    """Calls ``complete`` after the bytes have arrived, in the order of the offloads."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -363,7 +363,7 @@ class CudaDevice:
         return copies
 
     def from_host(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies on a stream of their own, so that they need not wait for the computation.
+        """Copies on a separate stream, so that the copies need not wait for the computation.
 
         The tensors are pageable: the driver has taken their bytes when this returns.
         """
@@ -375,7 +375,8 @@ class CudaDevice:
             }
         compute.wait_stream(self._received)
         for tensor in arriving.values():
-            # Allocated for the other stream: its memory must not go back while this one reads it.
+            # Allocated for the other stream: the allocator must not reuse the memory while this one
+            # reads it.
             self._gpu.keep_for(tensor, compute)
         return arriving
 

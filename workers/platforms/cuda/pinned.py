@@ -103,9 +103,8 @@ def _refusal(code: int, what: str, num_bytes: int, before: int) -> CapacityError
 
 
 class StagingPool:
-    """Registered memory in whole pages, used again once the last tensor over it is gone.
-
-    As much as was ever in use at once, per size: messages of a plan come in few sizes.
+    """Registered memory in whole pages, reused after the last tensor over it is gone. Per size it
+    keeps as much as was in use at once: messages of a plan have few sizes.
     """
 
     def __init__(self, registrations: Registrations) -> None:

@@ -24,7 +24,7 @@ from penstock.workers.waiting import POLL_S, Abort
 
 
 class EmulatedStream:
-    """Something that does one thing after the other. Thread-safe."""
+    """A resource that serves one piece of work after the other. Thread-safe."""
 
     def __init__(self) -> None:
         self.free_at = 0.0

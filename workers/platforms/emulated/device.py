@@ -120,14 +120,14 @@ class _Publication:
 
 
 class EmulatedDevice:
-    """See :class:`penstock.workers.device.Device`.
+    """The :class:`penstock.workers.device.Device` of the emulated platform.
 
-    ``compute`` is the compute stream. By (stage, micro-batch): ``dropped``, forwards that dropped
-    operators, and ``deferred``, what BACKWARD_INPUT left. ``rings`` are those of the attempt;
-    ``fetches``, in the order of loads, its gathers (if any) and when they can begin (``None``: when
-    they are loaded); ``scatters``, by backward stage, its reductions. ``copies``: from when to
-    when those of the instruction under way run that it started itself. Between :meth:`begin` and
-    :meth:`compute_for` an instruction collects what it has to wait for.
+    ``compute`` is the compute stream. By (stage, micro-batch): ``dropped`` has forwards that
+    dropped operators, ``deferred`` the results of BACKWARD_INPUT. ``rings`` are those of the
+    attempt. ``fetches`` has, in the order of loads, their gathers (if any) and their earliest start
+    (``None``: the time of the load). ``scatters`` has the reductions by backward stage. ``copies``
+    has start and end of copies that the current instruction started. Between :meth:`begin` and
+    :meth:`compute_for` an instruction collects its inputs.
     """
 
     torch_device = torch.device("cpu")

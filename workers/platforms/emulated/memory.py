@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
     use: Use
     num_bytes: float
     owner: object
-    """Keeps the address in the key from being used for something else."""
+    """Keeps the address in the key from being reused."""
 
 
 _Entries = Mapping[Hashable, _Entry]

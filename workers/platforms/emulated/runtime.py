@@ -33,8 +33,8 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedBlock:
-    """A block with memory: its number, a hash of its weights, and where its gradients go, once that
-    is known.
+    """A block with memory: its number, a hash of its weights, and the arrays of its gradients once
+    they are bound.
     """
 
     index: int
@@ -127,7 +127,7 @@ class EmulatedRuntime:
         checkpoints = {}
         for block in bound:
             if block.index in checkpoints_at:
-                # Of the first block it is what came in: one tensor, under two names.
+                # The input of the first block is the stage's input: one tensor, under two names.
                 checkpoints[block.index] = _tensors(activation) if steps else dict(inputs)
             steps.append((block, activation))
             activation = _hash(activation, block.weights, block.index)
