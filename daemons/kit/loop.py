@@ -70,7 +70,7 @@ class Loop:
         """Handles one event, and all events that its effects cause.
 
         Events after an :class:`Exit` are dropped. An error of the machine or of an effect is raised
-        after the flight record is logged: the process must not go on with a contradictory state.
+        after the flight record is logged: the state contradicts itself.
         Errors for the user are raised without the record.
         """
         pending = deque([(event, 0)])

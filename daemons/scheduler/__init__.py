@@ -1,5 +1,5 @@
-"""schedulerd: one per job; owns the journal and decides, attempt by attempt, what counts.
+"""schedulerd: one process for each run. It owns the journal and decides about each attempt.
 
-The folder ``machine`` decides, ``service`` listens (with ``intake``),
-``effects`` acts (with ``journal``, ``saved``, ``metrics_file`` and ``trace``), ``main`` wires.
+``machine`` decides, ``service`` and ``intake`` listen. ``effects`` acts, with ``journal``,
+``saved``, ``metrics_file`` and ``trace``. ``main`` connects the parts.
 """

@@ -1,6 +1,6 @@
-"""How long the scheduler takes to decide and to go on, told from the effects that are carried out.
+"""Durations of the scheduler's decisions, measured from the effects that are carried out.
 
-The machine's clock stands still while it decides; what takes time is the journal, and messages::
+The machine's clock stands still while it decides. The journal and messages take time::
 
     last report | (amending …) journal, announce | metrics | next attempt announced
                 |--------- commit latency -------|
@@ -27,7 +27,7 @@ _GOING_ON = frozenset({"run_attempt", "evaluate"})
 
 
 class EffectTimes:
-    """Counts into ``metrics``."""
+    """Measures effects, and adds the durations to ``metrics``."""
 
     def __init__(self, metrics: SchedulerMetrics, clock: Callable[[], float] = monotonic_s) -> None:
         self._metrics = metrics
@@ -38,13 +38,15 @@ class EffectTimes:
         self._preparing = False
 
     def begins(self, effect: Effect) -> None:
-        """An effect is about to be carried out."""
+        """Notes an effect that is about to be carried out."""
         handler = self._HANDLERS.get(type(effect))
         if handler is not None:
             handler(self, effect)
 
     def done(self) -> None:
-        """A list of effects was carried out. Who has nothing to announce now, waits for a call."""
+        """Notes the end of a list of effects. Without an announcement left, the scheduler is
+        idle.
+        """
         if self._settling_s is None and not self._preparing:
             self._go_on(self._clock())
 
@@ -53,7 +55,7 @@ class EffectTimes:
         if kind == "amend" and self._reported_s is None:
             self._reported_s = self._clock()
         elif kind == "settle" and self._preparing:
-            self._go_on(self._clock())  # nothing else is done until the save is over
+            self._go_on(self._clock())  # no attempt starts until the save is over
         elif kind == "settle" and self._settling_s is None:
             self._settling_s = self._clock()
         elif kind in _GOING_ON:
@@ -71,7 +73,7 @@ class EffectTimes:
             self._reported_s = None
 
     def _on_save(self, effect: PrepareSave) -> None:
-        """The next attempt waits for the save's beginning."""
+        """Notes that the next attempt waits for the beginning of a save."""
         self._preparing = True
 
     def _on_epoch(self, effect: JournalEpoch) -> None:

@@ -52,19 +52,19 @@ _log = logging.getLogger("penstock.scheduler")
 
 
 class DiskThread:
-    """Does what takes a disk's time while the machine's thread goes on; one thing at a time."""
+    """Does slow disk work apart from the machine's thread, one job at a time."""
 
     def __init__(self, put: Callable[[Event], None]) -> None:
-        """What comes of it is ``put`` as an event."""
+        """Starts the thread. Results are queued as events through ``put``."""
         self._put = put
         self._pool = world.executor(1, "saved-states")
 
     def run(self, work: Callable[[], Event], failed: Callable[[str], Event]) -> None:
-        """Do ``work`` soon; if it fails, the event is what ``failed`` makes of the error."""
+        """Queues ``work``, which returns an event. ``failed`` makes the event of an error."""
         self._pool.submit(self._run, work, failed)
 
     def close(self) -> None:
-        """Wait for the end of what is being done."""
+        """Waits for the running job, and drops all other jobs."""
         self._pool.shutdown(cancel_futures=True)
 
     def _run(self, work: Callable[[], Event], failed: Callable[[str], Event]) -> None:
@@ -79,9 +79,10 @@ class DiskThread:
 
 
 class SchedulerEffects:
-    """Everything an effect can touch. ``exit`` is set when the machine has ended. ``myself``: the
-    scheduler's own line among the members of a status, and ``inputs`` the checksum of what was
-    prepared, which the machine does not know.
+    """Carries out effects. ``exit`` is set when the machine has ended.
+
+    ``myself``: the scheduler's own entry among the members of a status. ``inputs``: checksum of the
+    prepared files. The machine does not know both.
     """
 
     def __init__(
@@ -113,9 +114,9 @@ class SchedulerEffects:
         self._trace = trace
 
     def carry_out(self, effects: Sequence[Effect]) -> Sequence[Event]:
-        """Carry out effects in order; returns what happened by them.
+        """Runs effects in order; returns the events that they caused.
 
-        When one fails, those after it do not happen: a commit that could not be journaled is not
+        After an error, the rest of the list is dropped: a commit without a journal row is never
         announced.
         """
         events: list[Event] = []
@@ -191,9 +192,9 @@ class SchedulerEffects:
 
     def _find_saved(self, effect: FindSaved) -> None:
         def find() -> Event:
-            found = self._saved.newest(effect.below)
-            error = f"no saved state is older than step {effect.below}" if found is None else ""
-            return SavedFound(saved=found, error=error)
+            newest = self._saved.newest(effect.below)
+            error = f"no saved state is older than step {effect.below}" if newest is None else ""
+            return SavedFound(saved=newest, error=error)
 
         self._disk_thread.run(find, lambda error: SavedFound(saved=None, error=error))
 
@@ -203,7 +204,7 @@ class SchedulerEffects:
         self._service.answer(effect)
 
     def bid_farewell(self, status: pb.StatusReply) -> None:
-        """Show the end of the run to those who watch it; takes a second at most."""
+        """Sends the end of the run to status watchers; takes a second at most."""
         self._complete(status)
         self._service.bid_farewell(status)
 
@@ -222,7 +223,7 @@ class SchedulerEffects:
     def _note_end(self, effect: NoteEnd) -> None:
         self._metrics.ended(effect.code)
         try:
-            self._metrics_file.catch_up()  # once the end is noted no scheduler comes that would
+            self._metrics_file.catch_up()  # after the note, no later scheduler does it
         finally:
             write_run_result(self._run_dir, effect)
 
@@ -254,7 +255,7 @@ class SchedulerEffects:
 
 
 def write_run_result(run_dir: Path, end: NoteEnd) -> None:
-    """Writes the note of the run's end. Without room for it only those who are there hear of it."""
+    """Writes the run's result. Without room on the disk, only connected members learn the end."""
     note = RunEnd(
         reason=end.reason,
         code=end.code,
@@ -265,4 +266,4 @@ def write_run_result(run_dir: Path, end: NoteEnd) -> None:
     try:
         note.write(run_dir)
     except PenstockError:
-        _log.exception("cannot leave word that the run has ended")
+        _log.exception("cannot write the run's result")

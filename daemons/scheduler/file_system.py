@@ -1,4 +1,4 @@
-"""What kind of file system a journal is on, and whether its locks can be relied upon.
+"""The kind of a journal's file system, and the reliability of its locks.
 
 Names are those of ``/proc/self/mountinfo``, see proc_pid_mountinfo(5).
 """
@@ -20,47 +20,47 @@ _SERVED = frozenset(
     "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.juicefs fuse.weka gfs2 glusterfs gpfs"
     " lustre ncpfs nfs nfs4 ocfs2 orangefs panfs smb3 smbfs virtiofs wekafs".split()
 )
-"""Locks are a server's, or agreed among machines."""
+"""File systems with locks of a server, or agreed among machines."""
 
 _WITHOUT_LOCKS = frozenset(
     "fuse.blobfuse fuse.blobfuse2 fuse.curlftpfs fuse.gcsfuse fuse.goofys fuse.mountpoint-s3"
     " fuse.rclone fuse.s3fs fuse.sshfs".split()
 )
-"""Each machine sees locks of its own only, a file is written whole when it is closed, or neither
-order nor durability of writes is promised.
+"""File systems without usable locks. Each machine sees its own locks only, or files are written
+when they are closed, or writes have no promised order or durability.
 """
 
 _LOCAL_ONLY = frozenset(("nolock", "local_lock=all", "local_lock=posix"))
-"""Mount options of NFS by which locks hold on this machine only."""
+"""Mount options of NFS that restrict locks to this machine."""
 
 _log = logging.getLogger(__name__)
 
 
 class Locks(Enum):
-    """Who keeps the locks of a file system."""
+    """Keeper of the locks of a file system."""
 
     OF_THE_KERNEL = "this machine's kernel"
     OF_A_SERVER = "a server, or several machines together"
 
 
 def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
-    """Returns what ``path``, an absolute one without links, is on: the deepest mount above it, and
-    of several at one point the last, which covers the others.
+    """Returns the mount of ``path``, an absolute path without links: the deepest mount above it. Of
+    several mounts at one point, the last covers all others.
     """
-    found: Mount | None = None
+    deepest: Mount | None = None
     for mount in mounts:
         if path.is_relative_to(mount.point) and (
-            found is None or len(mount.point) >= len(found.point)
+            deepest is None or len(mount.point) >= len(deepest.point)
         ):
-            found = mount
-    return found
+            deepest = mount
+    return deepest
 
 
 def check_locks(path: Path, mounts: Path = MOUNTS) -> Locks:
-    """Returns who keeps the locks of the file system that the file ``path`` is, or will be, on.
+    """Returns the keeper of locks for the file ``path``, which need not exist.
 
     Raises:
-        ConfigError: nobody does.
+        ConfigError: the file system has no locks.
     """
     try:
         text = mounts.read_text(encoding="utf-8", errors="surrogateescape")

@@ -1,11 +1,13 @@
-"""What reaches the machine's thread, and how much of what others send may wait.
+"""The event queue before the machine's thread, and limits for callers.
 
-Whatever members send is bounded: the size of texts, and the messages of a stream that the machine
-has not taken yet. A reader that is ahead waits, and gRPC's flow control then makes its peer wait.
+All input of members is bounded: the size of texts, and the messages of a stream that wait for the
+machine. A reader that is ahead waits, and gRPC's flow control then makes its peer wait.
 
-gRPC takes every call as soon as its headers are there, and waits for the first message for as long
-as the caller likes. A call without its message, or a stream without an accepted Hello, is pending
-(:class:`PendingConnections`): their number and time are bounded, and the oldest is cut first.
+gRPC accepts a call as soon as its headers arrive, and waits for the first message without a limit.
+A call without its message is pending, and so is a stream without an accepted Hello.
+:class:`PendingConnections` bounds their number and time, and cuts the oldest first. A call can be
+ended with a status, which waits behind unread messages of the caller. After a timeout,
+:class:`Caller` resets the connection instead.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ MAX_UNREAD = 16
 MAX_NAME = 128
 """Characters of a name or address."""
 MAX_PEERS = 16384
-"""Members that a Hello asks the addresses of."""
+"""Peers that a Hello may request addresses of."""
 MAX_FACTS = 64
 """Facts of a device that a Hello may bring."""
 MAX_TEXT = 16384
@@ -48,16 +50,16 @@ _log = logging.getLogger(__name__)
 
 
 class StreamCredit:
-    """How many more messages of one stream may wait. Made and taken on the event loop."""
+    """Free places for waiting messages of one stream. Made and taken on the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lock = world.lock()  # of what follows; nothing waits while it is held
+        self._lock = world.lock()  # guards the two fields below; no call waits while it is held
         self._free = MAX_UNREAD
         self._awaited: asyncio.Future[None] | None = None
 
     async def take(self) -> None:
-        """Wait for room; for one reader at a time."""
+        """Takes a place, and waits for one if needed. For one reader at a time."""
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -66,7 +68,7 @@ class StreamCredit:
         await awaited
 
     def give_back(self) -> None:
-        """A message has been taken; any thread may say so."""
+        """Frees a place, from any thread: the machine has taken a message."""
         with self._lock:
             awaited, self._awaited = self._awaited, None
             if awaited is None:
@@ -87,7 +89,7 @@ class EventQueue:
         self._queue: queue.SimpleQueue[tuple[Event, StreamCredit | None]] = world.queue()
 
     def put(self, event: Event, room: StreamCredit | None = None) -> None:
-        """Queue an event; ``room`` is given back when it is taken."""
+        """Puts an event into the queue. ``room`` gets its place back when the event is taken."""
         self._queue.put((event, room))
 
     def get(self, timeout: float) -> Event:
@@ -127,7 +129,7 @@ def malformed(hello: pb.Hello) -> str:
 
 
 def cut_short(message: pb.MemberMessage) -> pb.MemberMessage:
-    """Returns a message whose free texts have a length that can be logged and shown."""
+    """Returns a message with its free texts cut to a length for logs and screens."""
     kind = message.WhichOneof("body")
     for name, limit in _TEXTS.get(kind or "", {}).items():
         body = getattr(message, str(kind))
@@ -144,17 +146,17 @@ _TEXTS = {
     "fenced": {"member": MAX_NAME, "death": MAX_NAME},
     "cut_off": {"loss": 4 * MAX_NAME},
 }
-"""Kind of message -> its fields with free texts, and how long these may be."""
+"""Longest free texts in characters, by kind of message and field."""
 
 
 END_TIMEOUT_S = 1.0
-"""A status that was not sent for so long is not going to be."""
+"""Seconds to wait until a status is sent, before the connection is reset."""
 
 T = TypeVar("T")
 
 
 class SentAway(Exception):
-    """The caller was sent away while something was done for him."""
+    """The caller was sent away while a call was handled."""
 
 
 class Caller:
@@ -166,19 +168,19 @@ class Caller:
 
     @property
     def is_sent_away(self) -> bool:
-        """Whether :meth:`send_away` was called."""
+        """True after :meth:`send_away`."""
         return self._away.done()
 
     def send_away(self) -> None:
-        """Have the call end soon, whatever is going on in it."""
+        """Requests the end of the call, in any state of it."""
         if not self._away.done():
             self._away.set_result(None)
 
     async def unless_sent_away(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns what ``work`` comes to.
+        """Returns the result of ``work``.
 
         Raises:
-            SentAway: he was sent away before; the work was cancelled.
+            SentAway: the caller was sent away before; the work was cancelled.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -193,7 +195,7 @@ class Caller:
         return task.result()
 
     async def end(self) -> None:
-        """Ends the call of somebody who was sent away.
+        """Ends the call of a caller that was sent away.
 
         Raises:
             grpc.aio.AbortError: always, as gRPC wants it.
@@ -210,25 +212,25 @@ class Caller:
 
 
 def reset_connection(peer: str) -> None:
-    """Reset this process's TCP connection with ``peer``, as gRPC writes it (``ipv4:HOST:PORT``,
-    ``ipv6:[HOST]:PORT``), if there is one.
+    """Resets this process's TCP connection with ``peer``, if there is one. gRPC writes a peer as
+    ``ipv4:HOST:PORT`` or ``ipv6:[HOST]:PORT``.
     """
     kind, _, place = peer.partition(":")
     host, _, port = place.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdigit():
         return
-    wanted = host.strip("[]"), int(port)
+    address = host.strip("[]"), int(port)
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError, ValueError):
             if not stat.S_ISSOCK(os.stat(entry).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                if connection.getpeername()[:2] == wanted:
+                if connection.getpeername()[:2] == address:
                     _reset(connection)
 
 
 def _reset(connection: socket.socket) -> None:
-    """Connecting a TCP socket to no address is how Linux resets it (connect(2))."""
+    """Connects a TCP socket to no address, which resets it in Linux (connect(2))."""
     nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
     ctypes.CDLL(None, use_errno=True).connect(connection.fileno(), nowhere, len(nowhere))
 
@@ -249,10 +251,10 @@ class _PendingConnection:
 
 
 class PendingConnections:
-    """Calls and streams whose first message has not arrived, or whose Hello is not accepted yet."""
+    """Calls without their first message, and streams without an accepted Hello."""
 
     def __init__(self, limit: int) -> None:
-        """``limit``: most connections that are pending at a time."""
+        """Allows ``limit`` pending connections at a time."""
         self._limit = limit
         self._next = 1
         self._present: dict[int, _PendingConnection] = {}  # in the order in which they came
@@ -287,7 +289,7 @@ class PendingConnections:
 
 
 LOOKING = frozenset(Role)
-"""Everybody who is known may look: Status, and the services for health and reflection."""
+"""Roles that may call Status and the services for health and reflection: all."""
 MAY_CALL = {
     "/penstock.v1.Membership/Join": frozenset((Role.NODE,)),
     "/penstock.v1.Control/Pause": frozenset((Role.CONTROL,)),
@@ -295,8 +297,8 @@ MAY_CALL = {
     "/penstock.v1.Control/Snapshot": frozenset((Role.CONTROL, Role.NODE)),
     "/penstock.v1.Control/Stop": frozenset((Role.CONTROL, Role.NODE)),
 }
-"""Method -> roles that may call it; :data:`LOOKING` for others. A node passes on that it is to
-stop, and has the run saved before its machine goes down.
+"""Roles that may call a method; :data:`LOOKING` for methods without an entry. A node forwards a
+stop, and requests a save before its machine shuts down.
 """
 
 
@@ -317,8 +319,8 @@ class CallAuthorizer:
                 grpc.StatusCode.UNAUTHENTICATED, "the caller has no key of this run"
             )
         elif not party.roles & allowed:
-            names, own = ", ".join(sorted(allowed)), ", ".join(sorted(party.roles))
-            words = f"{name} is for the role {names}; these keys: {own}"
+            names, roles = ", ".join(sorted(allowed)), ", ".join(sorted(party.roles))
+            words = f"{name} is for the role {names}; these keys: {roles}"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, words)
         assert party is not None
         return party

@@ -1,36 +1,36 @@
-"""The journal: the truth about commits, in SQLite (``RUN_DIR/journal.sqlite``).
+"""The journal in SQLite (``RUN_DIR/journal.sqlite``): the truth about commits.
 
 Tables::
 
     meta         key, value                    format, run id; the number of transactions; the last
-                                               line of a metrics.jsonl that was there before the
-                                               journal
+                                               line of a metrics.jsonl older than the journal
     epochs       epoch, next_attempt, pids     a row before any message of the epoch
     decisions    seq, epoch, record, position  a row before any message about the decision;
                                                the position's object has the row's checksum
     evaluations  evaluation, version           a row per finished evaluation
     generations  member, incarnation, generation, epoch
                                                a row before memory is filled from a partner
-    tokens       member, incarnation, tokens   a row before segments are filled or used; whoever
-                                               reads it could forge them, so the file is private
+    tokens       member, incarnation, tokens   a row before segments are filled or used; a reader
+                                               could forge segments, so the file is private
     numerics     step, digest, json            a row before workers begin: recipe and devices from
                                                that step on
     metrics      seq, line                     the lines of metrics.jsonl, in the same transaction
 
-WAL with ``synchronous=FULL``: a row is on disk when the call returns. A process that is killed in
-the middle of a write leaves a log whose unfinished end SQLite ignores, or a row that is complete
-but not on disk: whoever opens the file next forces it there.
+WAL with ``synchronous=FULL``: a row is on disk when the call returns. A kill in the middle of a
+write leaves an unfinished end of the log, which SQLite ignores, or a complete row that is not on
+disk. The next process that opens the file forces such a row to disk.
 
-Each transaction also counts itself in ``meta``, and then in a file beside the journal: a journal
-with fewer transactions than the file has lost its log, and is refused
-(:mod:`penstock.daemons.scheduler.journal_count`). So every log holds the page that names the run,
-and the log of another run is refused by the run id.
+Each transaction counts itself in ``meta``, and then in a separate file. A journal with fewer
+transactions than that file has lost its log, and is rejected
+(:mod:`penstock.daemons.scheduler.journal_count`). Each log therefore holds the page with the run
+id, by which the log of another run is rejected.
 
-In exclusive mode: the lock is held as long as the file is open, so a second scheduler of the run is
-refused, and the log needs no memory that processes share, which no network file system has
-(https://www.sqlite.org/wal.html, "Use of WAL Without Shared-Memory"). File systems without locks
-are refused (:mod:`penstock.daemons.scheduler.file_system`). The kernel gives the lock back when its
-holder dies; a server on the network does so when the holder's machine is silent for its lease.
+The journal is open in exclusive mode. The lock is held while the file is open, so a second
+scheduler of the run is rejected. The log then needs no memory shared between processes, which no
+network file system has (https://www.sqlite.org/wal.html, "Use of WAL Without Shared-Memory"). File
+systems without locks are rejected (:mod:`penstock.daemons.scheduler.file_system`). The kernel frees
+the lock when its holder dies. A file server does so when the holder's machine is silent for its
+lease.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ from penstock.shm.control import RECORD_FIELDS, CommitRecord, Decision
 
 FORMAT = "1"
 BUSY_TIMEOUT_S = 1.0
-"""A process that was killed may hold its locks a moment longer."""
+"""Seconds to wait for the locks of a killed process."""
 NETWORK_BUSY_TIMEOUT_S = 120.0
-"""A file server keeps the locks of a machine that died for its lease, 90 s by default with NFS."""
+"""Seconds to wait for the locks of a dead machine; the lease of NFS is 90 s by default."""
 _log = logging.getLogger(__name__)
 _MAX_COUNT = 2**31
 _ADVICE = "put an intact copy there, or move it away: then the newest saved state counts"
 _BESIDE = "metrics_before"
 _SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 ROOM_BYTES = 64 << 10
-"""What a journal should have room for at any time: its log's index, and some rows."""
+"""Bytes that a journal needs free at any time, for its log's index and some rows."""
 _FAILED_WRITES = frozenset(
     (
         sqlite3.SQLITE_IOERR_WRITE,
@@ -93,10 +93,10 @@ _FAILED_WRITES = frozenset(
         sqlite3.SQLITE_IOERR_SHMMAP,
     )
 )
-"""What SQLite says of full disks where it does not say so, and of quotas."""
+"""SQLite's codes for full disks and quotas, other than SQLITE_FULL."""
 
 _PRIMARY = 0xFF
-"""What SQLite's extended codes have of the primary one."""
+"""Mask of the primary code in an extended code of SQLite."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -118,32 +118,32 @@ CREATE TABLE IF NOT EXISTS metrics (seq INTEGER PRIMARY KEY, line TEXT NOT NULL)
 CREATE INDEX IF NOT EXISTS metrics_by_phase ON metrics ({phase}, seq);
 """
 _PHASE = "json_extract(line, '$.phase')"
-"""An evaluation may be a million lines back: a scheduler that starts must not read them all."""
+"""The index over the phase. An evaluation may be a million lines back; a start must not read
+all.
+"""
 _RECORD_COLUMNS = ", ".join(RECORD_FIELDS)
 _COLUMN_TYPES = {int: "INTEGER NOT NULL", float: "REAL NOT NULL"}
 
 
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
-"""What SQLite raises for a damaged file; some of its messages quote the damage, and cannot be read
-themselves.
-"""
+"""Errors of SQLite about a damaged file. Some messages quote the damage, and cannot be decoded."""
 
 
 class JournalInUseError(StateError):
-    """Another scheduler has the journal: the run is its, and nobody may be told otherwise."""
+    """Another scheduler has the journal, so the run and its members belong to that scheduler."""
 
 
 class Journal:
     """An open journal. Used by one thread."""
 
     def __init__(self, path: Path, run_id: str) -> None:
-        """Open or create.
+        """Opens or creates the journal.
 
         Raises:
-            CapacityError: its disk has no room for it.
-            ConfigError: its file system has no locks.
-            JournalInUseError: another scheduler has it.
-            StateError: the file is no journal of this run, or damaged; nothing was changed.
+            CapacityError: the disk has no room for the journal.
+            ConfigError: the file system has no locks.
+            JournalInUseError: another scheduler has the journal open.
+            StateError: the file is no journal of this run, or damaged; no file was changed.
         """
         self.path = path
         self._file: tuple[int, int] | None = None
@@ -165,7 +165,7 @@ class Journal:
             self.close()
             raise self._explained("cannot be read as a journal", error) from error
         except BaseException:
-            self.close()  # or its lock would refuse the next one that opens the file
+            self.close()  # its lock would reject the next process
             raise
         self._file = _identity(path)
 
@@ -184,19 +184,19 @@ class Journal:
         self._transactions = transactions_of(meta, self.path)
         if existed:
             self._refuse_loss(self._count.read(), has_begun=bool(meta))
-        # A scheduler that was killed in a COMMIT may have left a row that is not on disk yet. It
-        # counts for whoever reads it, so no power cut may undo it: this forces the log to disk.
+        # A scheduler that was killed in a COMMIT may have left a row that is not on disk yet. The
+        # row counts for each reader, so no power cut may undo it: this forces the log to disk.
         self._checkpoint()
         self._connection.executescript(_schema())
         if not meta:
             self._count.write(0)  # the file may have the count of a journal that was moved away
             with self._transaction():
                 self._connection.executemany(_SET_META, expected.items())
-            # Without its log this must not look like a journal that has just begun.
+            # Without its log, this file must differ from a journal that has just begun.
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        """Force the log to disk, and its rows into the file."""
+        """Forces the log to disk, and its rows into the file."""
         self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
@@ -207,10 +207,10 @@ class Journal:
             self._count = None
 
     def load(self) -> JournalFacts:
-        """Returns everything a starting scheduler needs.
+        """Returns the content for a starting scheduler.
 
         Raises:
-            StateError: a row makes no sense.
+            StateError: a row is damaged.
         """
         try:
             return self._load()
@@ -220,10 +220,11 @@ class Journal:
             raise StateError(f"{self.path}: damaged: {error!r}; {_ADVICE}") from error
 
     def begin_epoch(self, effect: JournalEpoch) -> None:
-        """Write an epoch's number; it is durable when this returns.
+        """Writes an epoch's number. Each row is durable when its method returns.
 
         Raises:
-            CapacityError, StateError: it cannot be written; nothing of it was. So for all rows.
+            CapacityError, StateError: the row cannot be written, and no part of it was. All methods
+                that write raise these.
         """
         with self._transaction():
             self._connection.execute(
@@ -232,13 +233,15 @@ class Journal:
             )
 
     def decide(self, effect: JournalDecision) -> None:
-        """Write a decision; only when this returns it is durable, and anyone may hear of it."""
+        """Writes a decision. Members may learn it after the return: only then the row is
+        durable.
+        """
         with self._transaction():
             self._insert_decision(effect.epoch, effect.position, effect.record)
             self._append_line(effect.metrics_json)
 
     def evaluate(self, effect: JournalEvaluation) -> None:
-        """Write that an evaluation is done; it is durable when this returns."""
+        """Writes a finished evaluation."""
         with self._transaction():
             self._connection.execute(
                 "INSERT INTO evaluations VALUES (?, ?)", (effect.evaluation, effect.version)
@@ -246,12 +249,13 @@ class Journal:
             self._append_line(effect.metrics_json)
 
     def go_back(self, position: Position, attempt: int, incarnation: int) -> None:
-        """Forget, in one transaction, what was decided and measured after ``attempt``, when the run
-        stood at ``position``. Memory has to be filled anew: no other is of ``incarnation``. Numbers
-        of epochs and attempts go on.
+        """Removes, in one transaction, all rows after ``attempt``, which led to ``position``.
+
+        The new ``incarnation`` makes all memory void, so the next start fills it. Numbers of epochs
+        and attempts go on.
 
         Raises:
-            CapacityError, StateError: it cannot be written; nothing of it was.
+            CapacityError, StateError: the journal cannot be written, and no row was changed.
         """
         facts = self.load()
         record = CommitRecord.of_restore(
@@ -266,18 +270,17 @@ class Journal:
             self._insert_decision(facts.epoch, position, record)
 
     def check_beside(self, line: str) -> None:
-        """Hold the last line of ``metrics.jsonl`` against the journal, which had each line first.
+        """Compares the last line of ``metrics.jsonl`` with the journal, which had each line first.
 
         Raises:
-            StateError: it is of a step that the journal does not know: rows are lost.
+            StateError: the journal does not know the line's step, so rows are lost.
         """
         before = self._first("SELECT value FROM meta WHERE key = ?", _BESIDE)
         facts = self.load()
         if before is None and facts.position is None:
             if step_of(line):
                 _log.warning(
-                    "%s: is new beside a metrics.jsonl that ends at step %d: the newest saved state"
-                    " counts",
+                    "%s: is new, and metrics.jsonl ends at step %d: the newest saved state counts",
                     self.path,
                     step_of(line),
                 )
@@ -292,7 +295,7 @@ class Journal:
         raise lost_rows(self.path, _behind(version, step))
 
     def replace(self, effect: JournalGenerations) -> None:
-        """Write that memory begins a new generation; it is durable when this returns."""
+        """Writes new generations of memory."""
         rows = [
             (name, effect.incarnation, generation, effect.epoch)
             for name, generation in effect.generations
@@ -301,15 +304,13 @@ class Journal:
             self._connection.executemany("INSERT INTO generations VALUES (?, ?, ?, ?)", rows)
 
     def recognise(self, effect: JournalTokens) -> None:
-        """Write which tokens segments bear; it is durable when this returns."""
+        """Writes the tokens of segments."""
         rows = [(name, effect.incarnation, tokens) for name, tokens in effect.tokens]
         with self._transaction():
             self._connection.executemany("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)", rows)
 
     def follow(self, effect: JournalNumerics) -> None:
-        """Write the recipe that holds from a step on, in the place of rows for later steps; it is
-        durable when this returns.
-        """
+        """Writes the recipe that holds from a step on, and removes rows of later steps."""
         fields = {"recipe": json.loads(effect.recipe), "devices": effect.devices}
         text = json.dumps(fields, sort_keys=True)
         with self._transaction():
@@ -324,11 +325,11 @@ class Journal:
             StateError: the journal cannot be read.
         """
         query = f"SELECT line FROM metrics WHERE {_PHASE} = ? ORDER BY seq DESC LIMIT 1"
-        found = self._first(query, phase)
-        return found[0] if found else ""
+        row = self._first(query, phase)
+        return row[0] if row else ""
 
     def lines_after(self, line: str) -> list[str] | None:
-        """Returns the metrics lines newer than ``line`` (all if it is empty); None: it is unknown.
+        """Returns the metrics lines after ``line`` (all if empty); None if it is unknown.
 
         Raises:
             StateError: the journal cannot be read.
@@ -339,7 +340,7 @@ class Journal:
             raise self._explained("cannot be read", error) from error
 
     def _first(self, query: str, value: str) -> Any:
-        """Returns the first row that a query with ``value`` finds, or None.
+        """Returns the first row of a query with ``value``, or None.
 
         Raises:
             StateError: the journal cannot be read.
@@ -362,26 +363,26 @@ class Journal:
         return [text for (text,) in self._connection.execute(query, (seq,))]
 
     def _identify(self, expected: dict[str, str]) -> dict[str, str]:
-        """Returns what ``meta`` holds, nothing in a journal that has not begun.
+        """Returns the content of ``meta``; empty in a journal that has not begun.
 
         Raises:
-            StateError: the journal is not this run's.
+            StateError: the journal belongs to another run.
         """
         table = "SELECT name FROM sqlite_schema WHERE name = 'meta'"
         if self._connection.execute(table).fetchone() is None:
             return {}
-        found = dict(self._connection.execute("SELECT key, value FROM meta"))
-        for key, value in expected.items() if found else ():
-            if found.get(key) != value:
+        meta = dict(self._connection.execute("SELECT key, value FROM meta"))
+        for key, value in expected.items() if meta else ():
+            if meta.get(key) != value:
                 raise StateError(
-                    f"{self.path}: {key} is {found.get(key)!r}, expected {value!r}: it is another"
+                    f"{self.path}: {key} is {meta.get(key)!r}, expected {value!r}: it is another"
                     f" run's, or another Penstock's; {_ADVICE}"
                 )
-        return found
+        return meta
 
     def _refuse_loss(self, counted: int, *, has_begun: bool) -> None:
-        """Hold a journal that was there before against the count beside it; a journal that has not
-        begun also against the metrics, which an older Penstock wrote beside an empty file.
+        """Compares an existing journal with the count in its separate file. A journal that has not
+        begun is compared with the metrics as well: an older Penstock may have written them.
 
         Raises:
             StateError: the journal lost rows.
@@ -436,15 +437,15 @@ class Journal:
         if record is None:
             return ()
         query = "SELECT member, MAX(generation) FROM generations WHERE incarnation = ? GROUP BY 1"
-        found = self._connection.execute(query, (record.incarnation,)).fetchall()
-        return tuple((str(member), int(generation)) for member, generation in found)
+        rows = self._connection.execute(query, (record.incarnation,)).fetchall()
+        return tuple((str(member), int(generation)) for member, generation in rows)
 
     def _tokens(self, record: CommitRecord | None) -> tuple[tuple[str, str], ...]:
         if record is None:
             return ()
         query = "SELECT member, tokens FROM tokens WHERE incarnation = ?"
-        found = self._connection.execute(query, (record.incarnation,)).fetchall()
-        return tuple((str(member), str(tokens)) for member, tokens in found)
+        rows = self._connection.execute(query, (record.incarnation,)).fetchall()
+        return tuple((str(member), str(tokens)) for member, tokens in rows)
 
     def _numerics(self) -> JournalNumerics | None:
         query = "SELECT step, digest, json FROM numerics ORDER BY step DESC LIMIT 1"
@@ -460,7 +461,7 @@ class Journal:
         return JournalNumerics(step=int(row[0]), digest=str(row[1]), recipe=recipe, devices=devices)
 
     def _decision(self, row: tuple[Any, ...]) -> tuple[CommitRecord, Position]:
-        """Record and position of a row, held against the checksum that is stored with them."""
+        """Returns record and position of a row, after a check of the stored checksum."""
         epoch, text, *columns = row
         record = CommitRecord.of(columns)
         fields = json.loads(text)
@@ -497,7 +498,7 @@ class Journal:
             if isinstance(error, sqlite3.Error):
                 raise self._explained("cannot be written", error) from error
             raise
-        self._must_be_in_place()  # before anybody hears of a row that is in another file
+        self._must_be_in_place()  # before a member learns of a row in a replaced file
         self._transactions = count
         if self._count is not None:
             self._count.write(count)
@@ -506,11 +507,11 @@ class Journal:
         if self._file is not None and _identity(self.path) != self._file:
             raise StateError(
                 f"{self.path}: is not the file any more that this scheduler writes to: it was moved"
-                " or replaced while the run goes on; put it back"
+                " or replaced during the run; put it back"
             )
 
     def _explained(self, what: str, error: Exception) -> PenstockError:
-        """Returns the error to raise: SQLite has many codes for what a full disk does to it."""
+        """Returns the error to raise: SQLite has many codes for a full disk."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         if code == sqlite3.SQLITE_FULL or code in _FAILED_WRITES:
             return no_room(self.path, ROOM_BYTES)
@@ -526,12 +527,12 @@ class Journal:
 
 
 def _keep_private(path: Path) -> None:
-    """Makes a missing journal's file readable to this user only, since its tokens tell how to forge
-    shared memory, and an existing one as well. Opens none that exists: to close it would give up
-    this process's locks on it (https://www.sqlite.org/howtocorrupt.html, section 2.2).
+    """Makes the journal's file readable to this user only: its tokens would allow to forge shared
+    memory. A missing file is created. An existing one is never opened: to close it would drop this
+    process's locks on it (https://www.sqlite.org/howtocorrupt.html, section 2.2).
 
     Raises:
-        StateError: the name leads to something else than a file of this user.
+        StateError: the path is not a file of this user.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -539,10 +540,10 @@ def _keep_private(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError:
-        return  # SQLite says what is wrong
+        return  # SQLite reports the reason
     status = os.lstat(path)
     reason = objection(status, owners_in(path.parent), forbidden=stat.S_IWOTH)
-    if reason and not stat.S_ISDIR(status.st_mode):  # of a folder SQLite says enough
+    if reason and not stat.S_ISDIR(status.st_mode):  # SQLite reports a folder itself
         raise StateError(f"{path} {reason}, so it is not believed as a journal; {_ADVICE}")
     for name in (path, path.with_name(f"{path.name}-wal")):
         with suppress(OSError):  # no log there, or a file system without modes
@@ -553,22 +554,22 @@ def _keep_private(path: Path) -> None:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Returns device and inode; None when there is no such file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _behind(version: int, step: int) -> str:
-    """Returns the finding about a journal that ends before the metrics beside it."""
-    return f"ends at step {version}, metrics.jsonl beside it at step {step}"
+    """Returns the finding about a journal that ends before metrics.jsonl."""
+    return f"ends at step {version}, metrics.jsonl next to it at step {step}"
 
 
 def _check_counts(epoch: Any, next_attempt: Any, evaluation: Any) -> None:
-    """Epochs and attempts share a word of 64 bits, and grow.
+    """Checks the numbers of epoch, attempt and evaluation. Epoch and attempt share 64 bits.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: a number is out of range.
     """
     numbers = [next_attempt, *evaluation, *(epoch[:2] if epoch is not None else ())]
     for number in numbers:
@@ -584,9 +585,7 @@ def _with_checksum(epoch: int, position: Position, record: CommitRecord) -> dict
 
 
 def _beside(epoch: int, record: CommitRecord) -> dict[str, Any]:
-    """Returns what a row holds beside the position, as its checksum counts it: whole numbers first,
-    then fractions, bit for bit.
-    """
+    """Returns the rest of a row for its checksum: whole numbers, then the bits of fractions."""
     kinds = RECORD_FIELDS.values()
     whole = [value for value, kind in zip(record.values, kinds, strict=True) if kind is int]
     floats = [value for value, kind in zip(record.values, kinds, strict=True) if kind is float]

@@ -1,10 +1,10 @@
-"""The count beside a journal (``RUN_DIR/journal.sqlite-count``): how many transactions it had.
+"""The number of a journal's transactions, in a file (``RUN_DIR/journal.sqlite-count``).
 
-SQLite opens a database without its log, with an empty log or with an older one, and reports
-nothing: the transactions in the lost log are gone. The journal counts its transactions, and each
-count is written to this file after its transaction is durable. So the file never has more than the
-journal, unless the journal lost rows. The file is not forced to disk: a power cut may leave an
-older count, or none, and then fewer losses are found.
+SQLite opens a database without its log, or with an empty or older one, and reports no error. The
+transactions in the lost log are gone. So the journal counts its transactions, and writes
+each count to this file after the transaction is durable. The file has a higher count only if the
+journal lost rows. The file is not forced to disk: after a power cut it may have an older count, or
+none, and then fewer losses are detected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class JournalCount:
     """The file, open while its journal is open. Used by one thread."""
 
     def __init__(self, journal: Path) -> None:
-        """Open or create the file beside ``journal``.
+        """Opens or creates the file next to ``journal``.
 
         Raises:
             CapacityError: the disk has no room for the file.
@@ -48,7 +48,7 @@ class JournalCount:
         return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else 0
 
     def write(self, count: int) -> None:
-        """Write the count of a durable transaction; the first failure is logged."""
+        """Writes the count of a durable transaction; logs the first failure."""
         try:
             os.pwrite(self._descriptor, str(count).ljust(_BYTES - 1).encode() + b"\n", 0)
         except OSError as error:
@@ -75,14 +75,14 @@ def transactions_of(meta: dict[str, str], journal: Path) -> int:
 
 
 def refuse_lone_log(journal: Path) -> None:
-    """Refuse a log whose database is missing or empty: SQLite would remove the log.
+    """Rejects a log without its database, or with an empty one: SQLite would remove the log.
 
     Raises:
         StateError: names both files.
     """
     log = journal.with_name(f"{journal.name}-wal")
     if _size(log) and not _size(journal):
-        raise lost_rows(journal, f"is missing or empty beside {log.name}")
+        raise lost_rows(journal, f"is missing or empty next to {log.name}")
 
 
 def _size(path: Path) -> int:
@@ -94,7 +94,7 @@ def _size(path: Path) -> int:
 
 
 def last_step(journal: Path) -> int:
-    """Returns the step of the last whole line in the metrics beside a journal; 0 without a line."""
+    """Returns the step of the last whole line of metrics.jsonl; 0 without a line."""
     try:
         lines = journal.with_name("metrics.jsonl").read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -62,9 +62,9 @@ STATUS_INTERVAL_S = 1.0
 PORT_RETRY_S = 1.0
 """Seconds between two tries to listen on a port that another process has."""
 SPARE_FILES = 256
-"""Files, libraries' descriptors and control clients beside the members' connections."""
+"""Descriptors for files, libraries and control clients, in addition to members' connections."""
 _M_ARENA_MAX = -8
-"""Of mallopt(3), in malloc.h."""
+"""Parameter of mallopt(3) in malloc.h."""
 
 _log = logging.getLogger("penstock.scheduler")
 
@@ -72,7 +72,7 @@ _log = logging.getLogger("penstock.scheduler")
 def main(
     run_dir: Path, port: int, parent_pid: int | None, grace_seconds: float | None = None
 ) -> int:
-    """Schedule the prepared run in ``run_dir``, listening on ``port``; the exit code.
+    """Runs the scheduler of the prepared run in ``run_dir`` on ``port``; returns the exit code.
 
     ``grace_seconds`` replaces ``cluster.stop_grace_s``.
     """
@@ -114,12 +114,12 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
             rules = replace(rules, data_samples=TrainingData.samples_of(run))
             loop = _open(run, rules, service, events, stack, alone=parent_pid is None)
         except JournalInUseError:
-            raise  # members of the run are the other scheduler's
+            raise  # the members belong to the other scheduler
         except PenstockError as error:
             _turn_away(run.path, rules, service, events, error)
             raise
         except Exception as error:
-            # To be started again would lead here again: nothing but these files has been read yet.
+            # A restart would fail in the same way: only these files have been read so far.
             _log.exception("cannot open the run's files")
             complaint = StateError(f"{run.path}: cannot open the run's files: {error!r}")
             _turn_away(run.path, rules, service, events, complaint)
@@ -130,9 +130,9 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
 def _await_port(
     serve: Callable[[], SchedulerServer], events: EventQueue, note: WaitNote
 ) -> SchedulerServer | None:
-    """Returns the server, as soon as it can listen; None: a stop was asked for. The node found the
-    port free: a process that took the port since keeps the run waiting, and does not end it.
-    Members wait as for a scheduler that is started, and ``note`` says why.
+    """Returns the server as soon as it can listen; None after a stop. The node found the port free,
+    so a process that has taken it since delays the run, and does not end it. Members wait as for a
+    scheduler that starts, and ``note`` shows the reason.
     """
     complaints = Complaints(_log)
     try:
@@ -143,7 +143,7 @@ def _await_port(
                 complaints.say(f"waiting: {error}")
                 note.renew(f"waiting: {error}")
             try:
-                events.get(timeout=PORT_RETRY_S)  # no member is heard yet: only a stop is there
+                events.get(timeout=PORT_RETRY_S)  # no member can connect: it is a stop
             except queue.Empty:
                 continue
             return None
@@ -152,7 +152,9 @@ def _await_port(
 
 
 def _stopped_early(run_dir: Path, port: int) -> int:
-    """Leaves word that the run ends before its scheduler could listen; returns the exit code."""
+    """Writes the result of a run that ends before its scheduler could listen; returns the exit
+    code.
+    """
     reason = (
         f"stopped by a signal while the scheduler waited for port {port}; steps that are not saved"
         " stay in memory for the next start"
@@ -164,10 +166,10 @@ def _stopped_early(run_dir: Path, port: int) -> int:
 
 
 def keep_one_heap() -> None:
-    """Have all threads of this process allocate in one heap, where the allocator is glibc's.
+    """Makes all threads of this process allocate from one heap, if the allocator is glibc's.
 
-    Else each of gRPC's threads keeps a heap of its own as large as it ever was: twenty floods of
-    headers, one after the other, made a server 64 MiB larger with them, and 37 MiB with one.
+    Otherwise each of gRPC's threads keeps a heap that never shrinks. Twenty floods of headers, one
+    after the other, enlarged a server by 64 MiB, and by 37 MiB with one heap.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -175,8 +177,8 @@ def keep_one_heap() -> None:
 
 
 def make_room_for_streams(num_members: int) -> None:
-    """Let this process have a connection for each member, and for as many again while lost ones
-    come back: the usual limit of 1,024 open files is met by a hundred nodes.
+    """Raises the limit of open files to two connections for each member, since lost members may
+    return before their old connections end. A hundred nodes exceed the usual limit of 1,024.
     """
     needed = 2 * num_members + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -194,10 +196,10 @@ def make_room_for_streams(num_members: int) -> None:
 
 
 def read_rules(run: RunDirectory) -> Rules:
-    """Read what does not change from a prepared run directory.
+    """Reads the constants of a run from its prepared directory.
 
     Raises:
-        ConfigError: nothing in the model can be trained.
+        ConfigError: the model has no trainable parameter.
     """
     blocks = tuple(b.index for b in run.table.blocks if b.trainable_elements)
     if not blocks:
@@ -223,16 +225,16 @@ def read_rules(run: RunDirectory) -> Rules:
 
 
 def _contributors(owners: Ownership, memoryds: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Returns memoryd -> the others in whose memory are gradients of its blocks."""
-    found: dict[str, set[str]] = {}
+    """Returns the other memoryds with gradients of a memoryd's blocks, by memoryd."""
+    sources: dict[str, set[str]] = {}
     for owner, computed_on in zip(owners.owner, owners.computed_on, strict=True):
         elsewhere = {memoryds[node] for node in computed_on if node != owner}
-        found.setdefault(memoryds[owner], set()).update(elsewhere)
-    return {memoryd: frozenset(others) for memoryd, others in found.items() if others}
+        sources.setdefault(memoryds[owner], set()).update(elsewhere)
+    return {memoryd: frozenset(others) for memoryd, others in sources.items() if others}
 
 
 def _hear_stops(events: EventQueue, grace: Grace, parent_pid: int | None) -> None:
-    """Stop signals become events, with the time that is left when they come."""
+    """Turns stop signals into events, with the seconds that are left then."""
 
     def heard(demand: Demand) -> None:
         within_s = grace.left_s(world.wall())
@@ -250,18 +252,18 @@ def _open(
     *,
     alone: bool,
 ) -> SchedulerLoop:
-    """Open and check the run's files; ``stack`` closes them. ``alone``: nobody started the run
-    before this process.
+    """Opens and checks the run's files; ``stack`` closes them. ``alone``: this process was started
+    without a node.
 
     Raises:
-        JournalInUseError: another scheduler of the run lives.
-        StateError: journal or saved state are damaged or foreign; nothing was touched.
+        JournalInUseError: another scheduler of the run is alive.
+        StateError: journal or saved state are damaged or of another run; no file was changed.
     """
     saved_states = _saved_states(run)
     newest = saved_states.newest()
     journal = Journal(run.path / "journal.sqlite", run.run_id)
     stack.callback(journal.close)
-    if alone:  # otherwise whoever starts the run does it
+    if alone:  # otherwise the node has done so
         forget_end(run.path)
     facts = journal.load()
     metrics = SchedulerMetrics(rules.config, rules.data_samples)
@@ -312,7 +314,7 @@ def _saved_states(run: RunDirectory) -> SavedStates:
 def _turn_away(
     run_dir: Path, rules: Rules, service: SchedulerServer, events: EventQueue, error: PenstockError
 ) -> None:
-    """The run cannot start: tell members to shut down as they come, for a while."""
+    """Sends Shutdown to members as they join, for a while: the run cannot start."""
     _log.error("cannot start: %s", error)
     end = NoteEnd(reason=str(error), code=error.exit_code, keep_memory=True, failed=True)
     write_run_result(run_dir, end)
@@ -350,10 +352,10 @@ class SchedulerLoop:
         self._metrics = metrics
 
     def run(self, home: HomeAddress) -> int:
-        """Run until the machine ends; returns the exit code.
+        """Runs until the machine ends; returns the exit code.
 
-        When the machine's address has changed it is that of a process that was interrupted: gRPC
-        cannot listen anew, and the node starts the scheduler again.
+        If the host's address has changed, the code is that of an interruption. The node then starts
+        the scheduler again, since gRPC cannot listen on another address.
         """
         tick_due_s = status_due_s = monotonic_s()
         while self._loop.exit is None:

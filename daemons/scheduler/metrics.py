@@ -1,4 +1,4 @@
-"""What a scheduler counts; names and meanings are in :mod:`penstock.protocol.metrics.scheduler`."""
+"""Metrics of the scheduler. :mod:`penstock.protocol.metrics.scheduler` has names and meanings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GAUGES = {
     "lr": "penstock_learning_rate",
     "loss_scale": "penstock_loss_scale",
 }
-"""Fields of a line of metrics, and the gauges that show the last attempt's."""
+"""Gauges that show the last attempt, by field of a line of metrics."""
 
 
 class SchedulerMetrics:
@@ -53,8 +53,8 @@ class SchedulerMetrics:
     def recall(
         self, train_line: str, eval_line: str, saved_at_s: float | None, position: Position | None
     ) -> None:
-        """Show what a scheduler before this one has left: its last lines (empty: there is none),
-        when its newest saved state was complete, and how far it came.
+        """Shows values of an earlier scheduler: its last lines (empty for none), the time of its
+        newest saved state, and its position.
         """
         for line, show in ((train_line, self._show_last), (eval_line, self._show_evaluation)):
             try:
@@ -74,7 +74,7 @@ class SchedulerMetrics:
             self._page.set("penstock_last_commit_timestamp_seconds", fields["time"])
 
     def line(self, metrics_json: str) -> None:
-        """An attempt was decided, or an evaluation is done."""
+        """Adds a line of an attempt or an evaluation."""
         fields: dict[str, Any] = json.loads(metrics_json)
         if fields["phase"] == "eval":
             self._show_evaluation(fields)
@@ -90,23 +90,23 @@ class SchedulerMetrics:
             self._page.set("penstock_last_commit_timestamp_seconds", fields["time"])
 
     def announced(self, seconds: float) -> None:
-        """A decision was journaled and announced, so long after the attempt's last report."""
+        """Adds the seconds from an attempt's last report to the announced decision."""
         self._page.observe("penstock_commit_latency_seconds", seconds)
 
     def went_on(self, seconds: float) -> None:
-        """The run went on, so long after a decision."""
+        """Adds the seconds from a decision to the next activity."""
         self._page.add("penstock_between_attempts_seconds", seconds)
 
     def saved(self, time_s: float) -> None:
-        """A state was saved, at ``time_s`` since 1970."""
+        """Shows the time of a saved state, ``time_s`` since 1970."""
         self._page.set("penstock_last_snapshot_timestamp_seconds", time_s)
 
     def ended(self, code: int) -> None:
-        """The run ends with an exit code."""
+        """Shows the exit code of the run."""
         self._page.set("penstock_run_ended", code)
 
     def update(self, machine: Observable, status: pb.StatusReply, now_s: float) -> None:
-        """Show what holds at ``now_s``."""
+        """Shows the machine's state at ``now_s``."""
         still_s = 0.0 if machine.activity is None else machine.hangs.still_s(now_s)
         self._page.set("penstock_standstill_seconds", still_s)
         self._page.set("penstock_step", status.version)
@@ -131,7 +131,7 @@ class SchedulerMetrics:
         self._count(machine.counters)
 
     def _count(self, counters: Counters) -> None:
-        """Add what happened since the last time."""
+        """Adds the growth of the machine's counters since the last call."""
         before = self._counted
         for cause in BreakCause:
             more = counters.broken[cause] - before.broken[cause]

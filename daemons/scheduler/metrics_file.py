@@ -1,8 +1,8 @@
 """``RUN_DIR/metrics.jsonl``: appended by the scheduler, repaired from the journal on start.
 
-The journal has every line first. So where a line cannot be written, for a full disk say, the run
-goes on: as soon as lines can be written again, those that are missing are taken from the journal.
-What a line says is in :mod:`penstock.daemons.scheduler.machine.metrics_lines`.
+The journal has every line first. So the run goes on if a line cannot be written, for example to a
+full disk. Missing lines are taken from the journal as soon as the disk has room.
+:mod:`penstock.daemons.scheduler.machine.metrics_lines` makes the lines.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """The open file. It holds whole lines only, whatever the disk does: see
-    :func:`penstock.host.files.append_whole`.
-    """
+    """The open file. It always holds whole lines (:func:`penstock.host.files.append_whole`)."""
 
     def __init__(self, path: Path, journal: Journal) -> None:
-        """Open or create; a full disk is no error.
+        """Opens or creates the file. A full disk is no error.
 
         Raises:
-            StateError: there is something else than a file.
-            ConfigError: it cannot be written for another reason than a full disk.
+            StateError: the path is no file.
+            ConfigError: the file cannot be written for another reason than a full disk.
         """
         if path.exists() and not path.is_file():
             raise StateError(f"{path}: is no file; move away what is there")
@@ -46,11 +44,11 @@ class MetricsFile:
                 raise cannot_write(path, error, _LINE_BYTES) from error
 
     def reconcile(self) -> None:
-        """Cut off a line that a kill left half written; append what the journal has beyond it.
+        """Removes an unfinished line that a kill left, and appends newer lines of the journal.
 
         Raises:
-            ConfigError: the file cannot be read or cut off.
-            StateError: it has a step that the journal has lost.
+            ConfigError: the file cannot be read or shortened.
+            StateError: the file has a step that the journal has lost.
         """
         with writing(self._path, _LINE_BYTES):
             self._last = self._repair_tail() if self._path.exists() else ""
@@ -62,7 +60,7 @@ class MetricsFile:
             self._write(missing)
 
     def append(self, line: str) -> None:
-        """Add one line, which is journaled; where lines before it are missing, those first."""
+        """Appends one journaled line, after earlier lines that are missing."""
         missing = self._journal.lines_after(self._last) if self._behind else None
         lines = missing or [line]
         was_behind = self._behind
@@ -71,7 +69,7 @@ class MetricsFile:
             _log.warning("%s: complete again, %d lines came late", self._path, len(lines))
 
     def catch_up(self) -> None:
-        """Write what could not be written before: nobody may come after this.
+        """Writes missing lines: no later scheduler may do so.
 
         Raises:
             StateError: the journal cannot be read.
@@ -80,22 +78,22 @@ class MetricsFile:
             self._write(self._journal.lines_after(self._last) or [])
 
     def close(self) -> None:
-        """Close the file, with what could not be written before."""
+        """Writes missing lines and closes the file."""
         self.catch_up()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _write(self, lines: list[str]) -> None:
-        """Append lines; the first time that this fails is logged."""
+        """Appends lines; logs the first failure."""
         try:
             for line in lines:
                 append_whole(self._open(), line.encode() + b"\n")
                 self._last = line
         except OSError as error:
             if not self._behind:
-                said = cannot_write(self._path, error, _LINE_BYTES)
-                _log.warning("%s; lines are kept in the journal meanwhile", said)
+                reason = cannot_write(self._path, error, _LINE_BYTES)
+                _log.warning("%s; lines are kept in the journal meanwhile", reason)
             self._behind = True
         else:
             self._behind = False
@@ -107,7 +105,7 @@ class MetricsFile:
         return self._descriptor
 
     def _repair_tail(self) -> str:
-        """Returns the last complete line; what follows it is cut off."""
+        """Returns the last complete line, and removes bytes after it."""
         with self._path.open("r+b") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(start)

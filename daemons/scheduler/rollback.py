@@ -1,8 +1,8 @@
-"""Going back to a saved state: journal and metrics forget what came after it.
+"""Rollback to a saved state: journal and metrics forget later rows.
 
-Epochs and attempts are never used again, so neither numbers nor traces of the steps that are taken
-back can be mistaken for those of their repetition. Memory that still holds a later step is of
-another incarnation than the journal's from now on, on whichever node it is: it is filled anew.
+Numbers of epochs and attempts are never used again. So the numbers and traces of the removed steps
+differ from those of their repetition. The journal gets a new incarnation. Memory that still holds a
+later step belongs to the old one, so the next start fills it again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def go_back(run: RunDirectory, directory: Path, version: int) -> None:
 
 
 def _cut_metrics(run_dir: Path, attempt: int) -> None:
-    """Keep the lines up to ``attempt``; trackers go on behind them."""
+    """Removes the lines after ``attempt``, and moves the trackers' bookmarks back."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return
@@ -60,7 +60,7 @@ def _cut_metrics(run_dir: Path, attempt: int) -> None:
 
 
 def line_attempt(line: str) -> int:
-    """Returns the attempt that a line of metrics is about; 0 for a line of somebody else."""
+    """Returns the attempt of a line of metrics; 0 for a line of another program."""
     try:
         attempt = parse_json(line)["attempt"]
     except (ValueError, TypeError, KeyError):

@@ -1,8 +1,8 @@
 """Saved states on disk: find the newest, complete a new one, remove old ones.
 
-A directory ``state/step-XXXXXXXX`` is complete by construction: its files were written and synced
-under a temporary name, the manifest last, and then the directory was renamed. What a state's files
-contain is memoryd's business (:mod:`penstock.daemons.memory.snapshot`).
+A directory ``state/step-XXXXXXXX`` is always complete. Its files are written and synced under a
+temporary name, the manifest last. Then the directory is renamed. memoryd defines the content of
+the files (:mod:`penstock.daemons.memory.snapshot`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class SavedStates:
         numerics: str = "",
         disk: Disk = DISK,
     ) -> None:
-        """``keep``: so many of the newest are kept, and those whose step is a multiple of
-        ``keep_every``, unless that is 0. ``numerics``: digest of the run's recipe, for manifests.
+        """Prepares access to a run's saved states; reads no file.
+
+        ``keep``: number of the newest states that stay. Multiples of ``keep_every`` stay, too (0:
+        none). ``numerics``: digest of the run's recipe, for manifests.
         """
         self._state_dir = state_dir.absolute()
         self._run_id = run_id
@@ -62,10 +64,10 @@ class SavedStates:
         self._disk = disk
 
     def newest(self, below: int | None = None) -> SavedState | None:
-        """Returns the newest whole saved state (of those before step ``below``), checked: manifest,
-        list of files, their sizes. Damaged ones are left out, with a warning for each.
+        """Returns the newest intact saved state before step ``below``. Manifest, list of files and
+        sizes are checked. Each damaged state is left out with a warning.
 
-        Checksums are memoryd's to check, when it reads the files.
+        memoryd checks the checksums when it reads the files.
 
         Raises:
             StateError: there are saved states, and all are damaged, or the newest is of another
@@ -76,23 +78,23 @@ class SavedStates:
             if below is not None and version >= below:
                 continue
             try:
-                found = self.checked(version, directory)
+                state = self.checked(version, directory)
             except DamagedError as error:
                 damage.append(str(error))
                 continue
             for text in damage:
                 warn(f"{text}; the saved state of step {version} is the newest that is whole")
-            return found
+            return state
         if damage:
             raise StateError(f"{'; '.join(damage)}; no older saved state is whole")
         return None
 
     def checked(self, version: int, directory: Path) -> SavedState:
-        """Returns a saved state whose manifest, list of files and sizes are right.
+        """Returns a saved state after a check of its manifest, list of files and sizes.
 
         Raises:
-            DamagedError: they are not.
-            StateError: it is of another model.
+            DamagedError: the state is damaged.
+            StateError: the state belongs to another model.
         """
         manifest = checked_manifest(
             directory, version, table_digest=self._table_digest, num_blocks=self._num_blocks
@@ -104,8 +106,8 @@ class SavedStates:
         return SavedState(version=version, directory=str(directory), position=position)
 
     def prepare(self, directory: Path) -> None:
-        """Make an empty directory for a new state. Those of earlier saves are left alone: a memoryd
-        may not have heard yet that its save has been given up.
+        """Makes an empty directory for a new state. Directories of earlier saves stay: a memoryd
+        may not know yet that its save was dropped.
 
         Raises:
             PenstockError: it cannot be made.
@@ -116,17 +118,18 @@ class SavedStates:
         self._disk.make_directory(directory)
 
     def remove_temporary(self) -> None:
-        """Remove what a save left that was cut short; what it was to replace gets its name back.
+        """Removes files of unfinished saves. A state that such a save was to replace gets its name
+        back.
 
         Raises:
-            ConfigError: the disk does not let it go.
+            ConfigError: the disk does not allow it.
         """
         for replaced in self._state_dir.glob(f"{REPLACED_PREFIX}step-*"):
-            # A save of the same step was about to take its place, and may not have got there.
+            # A save of the same step was about to take its place, and may not be complete.
             final = self._state_dir / replaced.name.removeprefix(REPLACED_PREFIX)
             with writing(replaced, 0):
                 if replaced.is_symlink() or not replaced.is_dir():
-                    # Under the name of a step it would pass for a saved state.
+                    # Under the name of a step, it would count as a saved state.
                     self._disk.remove(replaced)
                     warn(f"{replaced}: was no folder that Penstock made, and is removed")
                 elif final.exists():
@@ -139,7 +142,7 @@ class SavedStates:
                 self._disk.remove(path)
 
     def complete(self, save: CompleteSave) -> Path:
-        """Write the manifest, give the directory its name, remove what is too old.
+        """Writes the manifest, gives the directory its name, and removes old states.
 
         Raises:
             StateError: the files are not what memoryds said they wrote.
@@ -177,11 +180,11 @@ class SavedStates:
         return final
 
     def _prune(self, version: int) -> None:
-        """Remove what the policy does not keep of the states up to ``version``, which was saved
-        just now; later ones are of before the run went back. Renamed before it is removed: no step
-        directory is ever half there.
+        """Removes states up to the just saved ``version`` that the policy does not keep. Later
+        states stay: they are from before a rollback. A state is renamed before its removal, so that
+        no step directory is ever incomplete.
         """
-        older = [found for found in saved_steps(self._state_dir) if found[0] <= version]
+        older = [state for state in saved_steps(self._state_dir) if state[0] <= version]
         for step, directory in older[: -self._keep]:
             if not (self._keep_every and step % self._keep_every == 0):
                 doomed = self._state_dir / f"{TEMPORARY_PREFIX}{step:08d}-old"
@@ -202,14 +205,14 @@ def _position(manifest: Manifest, path: Path) -> Position:
 
 
 def warn(text: str) -> None:
-    """Say it where it is seen."""
+    """Writes a warning to the log and to stderr."""
     _log.warning("%s", text)
     sys.stderr.write(f"{SCHEDULERD}: {text}\n")
     sys.stderr.flush()
 
 
 def saved_at_s(state: SavedState | None) -> float | None:
-    """Returns when a saved state was complete, in seconds since 1970; None without one."""
+    """Returns the time at which a saved state was complete, in seconds since 1970, if any."""
     if state is None:
         return None
     return (Path(state.directory) / MANIFEST_NAME).stat().st_mtime

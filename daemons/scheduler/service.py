@@ -1,9 +1,9 @@
 """The scheduler's gRPC server: streams of members and control calls become events in one queue.
 
-Threads: one for all streams and calls, with an event loop (gRPC has a few of its own), however
-many members there are. Whatever the other end does, the thread that runs the machine only ever
-hands messages to that loop: a member that stops reading fills its own queue, and then loses its
-stream. What comes in is bounded, too (:mod:`penstock.daemons.scheduler.intake`).
+One thread with an event loop serves all streams and calls (gRPC has a few threads of its own). The
+machine's thread only passes messages to that loop, so no peer can block it. A member that stops
+reading fills its own queue, and then loses its stream. Input is bounded, too
+(:mod:`penstock.daemons.scheduler.intake`).
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from penstock.protocol.security.token import describe_listener
 MAX_QUEUED = 4096
 """Messages that wait to be written to one member."""
 MIN_PENDING = 16
-"""Streams that are no member's (yet), and calls without a message, at a time; where there are more
-members, as many as those. A member says Hello with its stream's first bytes, and comes again if it
-was cut.
+"""Pending connections at a time: streams without an accepted Hello, and calls without a message.
+With more members than that, the limit is their number. A member sends Hello with the first bytes of
+its stream, and retries if it was cut.
 """
 LAST_WORDS_TIMEOUT_S = 3.0
 CALL_TIMEOUT_S = 5.0
 WATCHED_S = 2.0
-"""Who asked for the status so lately asks again and again, and is to hear how the run ended."""
+"""Seconds after a status call for which the caller counts as a watcher of the run."""
 FAREWELL_S = 1.0
-"""The end waits so long for those."""
+"""Seconds that the end of the run waits for watchers."""
 SNAPSHOT_TIMEOUT_S = 3600.0
 MAX_CALLS = 16
 MAX_SNAPSHOTS = 4
-"""Snapshot calls, which may wait for long, leave room for the others."""
+"""Snapshot calls at a time. They may wait for long, and must leave room for other calls."""
 MAX_MESSAGE_BYTES = 2**20
-"""The longest message of a member is Saved, with about a hundred bytes a block."""
+"""Bytes of a member's longest message: Saved has about a hundred bytes a block."""
 MAX_WAITING = 1024
-"""Calls and streams in all, beside two of each member; more are turned away."""
+"""Calls and streams at a time, in addition to two of each member; more are rejected."""
 
 _NAMES = ("penstock.v1.Membership", "penstock.v1.Control")
 _JOIN = "/penstock.v1.Membership/Join"
@@ -85,14 +85,14 @@ _log = logging.getLogger(__name__)
 
 
 class _MemberStream:
-    """The server's end of one member's stream. ``due_s``: when it is cut; None while it may go on.
-    ``pending``: number among pending connections until the machine has accepted the stream.
-    """
+    """The server's end of one member's stream."""
 
     def __init__(self, number: int, context: Context) -> None:
         self.number = number
         self.due_s: float | None = None
+        """Time at which the stream is cut; None while it may go on."""
         self.pending = 0
+        """Number among pending connections until the machine has accepted the stream."""
         self.room = StreamCredit()
         self.caller = Caller(context)
         self._context = context
@@ -106,7 +106,7 @@ class _MemberStream:
             self.caller.send_away()
 
     def finish(self) -> None:
-        """End after what is queued is written, or soon in any case."""
+        """Ends the stream after its queue is written, or after a timeout."""
         self.due_s = time.monotonic() + LAST_WORDS_TIMEOUT_S
         try:
             self._outgoing.put_nowait(None)
@@ -119,7 +119,7 @@ class _MemberStream:
         return message if isinstance(message, pb.MemberMessage) else None
 
     async def write(self) -> None:
-        """Write what is queued until the stream is finished."""
+        """Writes the queue until the stream is finished."""
         while (message := await self._outgoing.get()) is not None:
             await self._context.write(message)
 
@@ -198,19 +198,19 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             self._events.put(received, stream.room)
 
     def accept(self, number: int) -> None:
-        """The stream is a member's."""
+        """Notes that the machine accepted a stream."""
         stream = self.streams.get(number)
         if stream is not None:
             self._pending.leave(stream.pending)
 
     def put(self, number: int, message: pb.SchedulerMessage) -> None:
-        """Queue a message for a stream, if it is still there."""
+        """Puts a message into the queue of a stream, if the stream is open."""
         stream = self.streams.get(number)
         if stream is not None:
             stream.put(message)
 
     def refuse(self, number: int, reason: str) -> None:
-        """Say so and end the stream."""
+        """Sends Refused and ends the stream."""
         stream = self.streams.get(number)
         if stream is not None:
             stream.put(pb.SchedulerMessage(refused=pb.Refused(reason=reason)))
@@ -223,8 +223,8 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             stream.caller.send_away()
 
     def beat(self, numbers: list[int]) -> None:
-        """Queue a heartbeat for streams, and cut those that are overdue: pending ones, or with
-        unread last words.
+        """Sends a heartbeat on streams, and cuts overdue ones: pending, or with unread last
+        messages.
         """
         now_s = time.monotonic()
         for number in numbers:
@@ -236,7 +236,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
                 stream.caller.send_away()
 
     def finish(self) -> None:
-        """End all calls and streams after what is queued for them."""
+        """Ends all calls and streams after their queues are written."""
         for ticket in list(self.calls):
             self.answer(ticket, _Ending("the scheduler ends"))
         for stream in self.streams.values():
@@ -256,7 +256,9 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         return reply
 
     async def bid_farewell(self, status: pb.StatusReply) -> None:
-        """Answer Status with ``status`` from now on; returns when who watches the run has it."""
+        """Answers Status with ``status`` from now on; returns after every watcher has received
+        it.
+        """
         self._last_status = status
         self._forget_watchers()
         if self._watchers:
@@ -264,7 +266,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
                 await asyncio.wait_for(self._all_told.wait(), FAREWELL_S)
 
     def _forget_watchers(self) -> None:
-        """Forget those that have not asked lately."""
+        """Forgets watchers without a recent call."""
         since_s = time.monotonic() - WATCHED_S
         self._watchers = {p: at_s for p, at_s in self._watchers.items() if at_s > since_s}
 
@@ -313,7 +315,7 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
             self._num_snapshots -= snapshot
 
     def answer(self, ticket: int, result: Any) -> None:
-        """Answer a call, if somebody still waits for it."""
+        """Answers a call, if its client still waits."""
         future = self.calls.get(ticket)
         if future is None or future.done():
             return
@@ -330,11 +332,11 @@ def _within(request: pb.StopRequest) -> float | None:
 
 
 class _CallFailed(Exception):
-    """The machine answered a call with an error."""
+    """The machine's error as the answer of a call."""
 
 
 class _Ending(_CallFailed):
-    """There is no machine any more to answer a call."""
+    """The end of the scheduler as the answer of a call."""
 
 
 class SchedulerServer:
@@ -350,12 +352,12 @@ class SchedulerServer:
         *,
         is_held: bool = False,
     ) -> None:
-        """Listen, for those whom ``admission`` knows. ``homes``: members, and their nodes.
+        """Listens for callers that ``admission`` accepts. ``homes``: nodes of members, by name.
         ``is_held``: this run's node keeps the port for this process
         (:class:`penstock.daemons.node.endpoint.OwnPort`).
 
         Raises:
-            ConfigError: the port cannot be had.
+            ConfigError: the port is not available.
         """
         # Without a hold a port in use is an error, not a load balancer.
         self._options = (("grpc.so_reuseport", int(is_held)), *_OPTIONS)
@@ -382,7 +384,7 @@ class SchedulerServer:
             ) from error
 
     async def _serve(self, address: str, listening: futures.Future[int]) -> None:
-        """The event loop's work, from listening to :meth:`close`."""
+        """Serves on the event loop, from listening to :meth:`close`."""
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         pending = PendingConnections(max(MIN_PENDING, len(self._homes)))
         authorizer = CallAuthorizer(self._admission)
@@ -412,7 +414,7 @@ class SchedulerServer:
         return server
 
     def start(self) -> None:
-        """Serve."""
+        """Starts to serve."""
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     async def _start(self) -> None:
@@ -421,23 +423,23 @@ class SchedulerServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     def accept(self, stream: int, member: str) -> None:
-        """From now on ``member`` is on ``stream``; a first heartbeat says that it is heard."""
+        """Binds ``member`` to ``stream``, and sends a first heartbeat as the confirmation."""
         self._streams_of[member] = stream
         self._do(self._servicer.accept, stream)
         self._do(self._servicer.put, stream, _HEARTBEAT)
 
     def send(self, member: str, message: pb.SchedulerMessage) -> None:
-        """Queue a message; it is dropped when the member's stream has ended."""
+        """Sends a message to a member; drops it if the member's stream has ended."""
         stream = self._streams_of.get(member)
         if stream is not None:
             self._do(self._servicer.put, stream, message)
 
     def beat(self) -> None:
-        """Queue a heartbeat for everyone, and clean up streams that are overdue."""
+        """Sends a heartbeat to every member, and cuts overdue streams."""
         self._do(self._servicer.beat, list(self._streams_of.values()))
 
     def refuse(self, stream: int, reason: str) -> None:
-        """Say so and end the stream."""
+        """Sends Refused and ends the stream."""
         self._do(self._servicer.refuse, stream, reason)
 
     def disconnect(self, stream: int) -> None:
@@ -445,9 +447,9 @@ class SchedulerServer:
         self._do(self._servicer.disconnect, stream)
 
     def bid_farewell(self, status: pb.StatusReply) -> None:
-        """The run is over, as ``status`` says: wait a moment for those who watch it to ask."""
-        told = self._servicer.bid_farewell(status)
-        asyncio.run_coroutine_threadsafe(told, self._loop).result()
+        """Sends ``status``, the end of the run, to watchers; waits for a moment until they call."""
+        farewell = self._servicer.bid_farewell(status)
+        asyncio.run_coroutine_threadsafe(farewell, self._loop).result()
 
     def answer(self, effect: Reply | ReplyError) -> None:
         """Answers a control call."""
@@ -455,19 +457,20 @@ class SchedulerServer:
         self._do(self._servicer.answer, effect.ticket, result)
 
     def close(self, grace_s: float = 1.0) -> None:
-        """Write what is queued, for at most ``grace_s``; end all streams, calls and threads."""
+        """Writes all queues for at most ``grace_s`` seconds; ends streams, calls and threads."""
         self._grace_s = grace_s
         self._do(self._closing.set)
         self._thread.join()
 
     def _do(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Have something done on the event loop, in the order of these calls."""
+        """Runs an action on the event loop, in the order of these calls."""
         self._orders.append((action, arguments))
-        if len(self._orders) == 1:  # else the loop is about to look, or is looking
+        if len(self._orders) == 1:  # otherwise the loop is awake, and takes this action, too
             self._loop.call_soon_threadsafe(self._obey)
 
     def _obey(self) -> None:
-        # An order that comes behind the last look finds none before it, and wakes the loop anew.
+        # An action added after the last check of the deque is alone in it, and wakes the loop
+        # again.
         while self._orders:
             action, arguments = self._orders.popleft()
             try:

@@ -1,12 +1,12 @@
-"""The scheduler's part of a run's trace: attempts, decisions, evaluations and saves, told from the
+"""The scheduler's part of a run's trace: attempts, decisions, evaluations and saves, as seen in the
 effects that are carried out.
 
-One thing follows the other, so each ends where the next begins::
+Spans follow each other, so each ends where the next begins::
 
     attempt (announced) | amending | commit, amend, skip (journaled, announced) | attempt …
 
-Where attempts are sampled, what follows one of them is traced as well: the step ends where that
-begins.
+If attempts are sampled, the span after a sampled attempt is traced as well: the step ends where
+that span begins.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from penstock.protocol.run.trace import TraceLane, TraceLog, now_s
 
 
 class DecisionTrace:
-    """Writes to ``log``, if that is kept at all."""
+    """Writes spans to ``log``, if the run keeps a trace."""
 
     def __init__(self, log: TraceLog) -> None:
         self._log = log
-        self._open: tuple[str, int, float] | None = None  # what, attempt, since
-        self._ends = False  # whether it ends with the list of effects
-        self._follows = False  # whether what was last told belongs to a traced attempt
+        self._open: tuple[str, int, float] | None = None  # name, attempt, start
+        self._ends = False  # the open span ends with the list of effects
+        self._follows = False  # the last span belongs to a traced attempt
 
     def begins(self, effect: Effect) -> None:
-        """An effect is about to be carried out."""
+        """Notes an effect that is about to be carried out."""
         if self._log.enabled:
             handler = self._HANDLERS.get(type(effect))
             if handler is not None:
                 handler(self, effect)
 
     def done(self) -> None:
-        """A list of effects was carried out."""
+        """Ends spans and flushes the log after a list of effects."""
         if self._ends:
             self._close()
-        self._log.flush()  # of nothing, mostly; a decision and the next attempt come in one list
+        self._log.flush()  # mostly empty; a decision and the next attempt come in one list
 
     def _begin(self, what: str, attempt: int, *, ends: bool = False) -> None:
         self._close()
@@ -65,7 +65,7 @@ class DecisionTrace:
         self._open, self._ends = None, False
 
     def _on_send(self, effect: Send) -> None:
-        """Of messages to several members the first counts."""
+        """Opens a span at the first of several equal messages."""
         kind = effect.message.WhichOneof("body")
         what = None if self._open is None else self._open[0]
         if kind == "run_attempt" and what != "attempt":
@@ -80,7 +80,7 @@ class DecisionTrace:
         self._begin(record.decision.name.lower(), record.attempt, ends=True)
 
     def _on_epoch(self, effect: JournalEpoch) -> None:
-        """What was under way is lost."""
+        """Closes the open span: the epoch broke."""
         self._close("broken")
 
     def _on_evaluated(self, effect: JournalEvaluation) -> None:
@@ -90,7 +90,7 @@ class DecisionTrace:
         self._begin("save", 0)
 
     def _on_complete(self, effect: CompleteSave) -> None:
-        """Attempts may have gone on long since."""
+        """Ends the span of the save, if attempts have not gone on before."""
         self._ends = self._ends or (self._open is not None and self._open[0] == "save")
 
     _HANDLERS: ClassVar[Mapping[type, Callable[[DecisionTrace, Any], None]]] = {

@@ -130,7 +130,7 @@ def test_a_journal_that_lost_its_last_rows_is_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "journal.sqlite", tmp_path / "old")
     fill(tmp_path, range(3, 5))
     shutil.copy(tmp_path / "old", tmp_path / "journal.sqlite")
-    with pytest.raises(StateError, match=r"ends at step 2, metrics\.jsonl beside it at step 4"):
+    with pytest.raises(StateError, match=r"ends at step 2, metrics\.jsonl next to it at step 4"):
         start_again(tmp_path)
 
 
@@ -221,17 +221,17 @@ def take_earlier_log(folder: Path) -> None:
 
 
 LOSSES = {
-    lose: r"ends at step 0, metrics\.jsonl beside it at step 4",
-    empty: r"ends at step 0, metrics\.jsonl beside it at step 4",
-    cut: r"ends at step \d, metrics\.jsonl beside it at step 4",
+    lose: r"ends at step 0, metrics\.jsonl next to it at step 4",
+    empty: r"ends at step 0, metrics\.jsonl next to it at step 4",
+    cut: r"ends at step \d, metrics\.jsonl next to it at step 4",
     lose_metrics_too: "has 2 transactions of 6",
-    lose_count_too: r"ends at step 0, metrics\.jsonl beside it at step 4",
-    lose_all_but_log: r"is missing or empty beside journal\.sqlite-wal",
-    empty_all_but_log: r"is missing or empty beside journal\.sqlite-wal",
-    empty_both: r"ends at step 0, metrics\.jsonl beside it at step 4",
+    lose_count_too: r"ends at step 0, metrics\.jsonl next to it at step 4",
+    lose_all_but_log: r"is missing or empty next to journal\.sqlite-wal",
+    empty_all_but_log: r"is missing or empty next to journal\.sqlite-wal",
+    empty_both: r"ends at step 0, metrics\.jsonl next to it at step 4",
     take_first_log_of_another_run: "run_id is 'fedcba987654'",
     take_later_log_of_another_run: "run_id is 'fedcba987654'",
-    take_earlier_log: r"ends at step 2, metrics\.jsonl beside it at step 4",
+    take_earlier_log: r"ends at step 2, metrics\.jsonl next to it at step 4",
 }
 
 
