@@ -50,8 +50,8 @@ from penstock.planner.cost.analytic import AnalyticCosts, analytic_costs
 from penstock.planner.cost.cluster import ADVANCE, IN_PLACE, SYNCHRONOUS, OptimizerModel
 from penstock.planner.cost.sources import Prices
 from penstock.planner.planning.build import ScheduleRequest, build_schedule
+from penstock.planner.planning.overlapped_updates import choose_overlap
 from penstock.planner.planning.pipeline import PlanContext
-from penstock.planner.planning.settling import choose_settled_early
 from penstock.planner.schedule.schedule import lower
 from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.plan.plan import Plan
@@ -179,7 +179,7 @@ def settled(plan: Plan, bed: AnalyticCosts, mode: str) -> Plan:
     """The plan with the blocks that the mode settles early."""
     if mode == "auto":
         prices = Prices(costs=bed.costs, cluster=bed.cluster)
-        return choose_settled_early(plan, PlanContext(prices=prices, stops_early=True))
+        return choose_overlap(plan, PlanContext(prices=prices, stops_early=True))
     blocks = tuple(range(plan.num_blocks)) if mode == "early" else ()
     return replace(plan, settled_early=blocks)
 

@@ -60,10 +60,9 @@ def plan(
     Shows a picture, step time, bubbles, memory and the distance from a lower bound.
     """
     with errors_explained():
-        from penstock.client.planning import plan_command, run_report
-        from penstock.client.planning.outputs import Outputs
+        from penstock.client.planning import outputs, plan_command, run_report
 
-        wanted: dict[str, Any] = {
+        request: dict[str, Any] = {
             "scheme": scheme,
             "num_devices": devices,
             "num_microbatches": micro_batches,
@@ -76,20 +75,20 @@ def plan(
         }
         report: PlanReport | RunReport
         if config is not None:
-            options.require_nothing({**wanted, "memory": memory})
+            options.require_nothing({**request, "memory": memory})
             report = run_report.make_run_report(load(config, settings), options.profile_path(costs))
         else:
             options.require_configuration(settings)
-            wanted["recompute_after"] = options.recompute_after(recompute_after)
+            request["recompute_after"] = options.recompute_after(recompute_after)
             conditions = plan_command.Conditions(
                 costs=costs or "unit",
                 optimizer=options.optimizer_name(optimizer),
                 memory_limit_bytes=options.size("--memory", memory),
                 search_s=search,
             )
-            report = plan_command.make_plan_report(plan_command.request_of(**wanted), conditions)
-        outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
-        _finish(report, outputs, as_json, show)
+            report = plan_command.make_plan_report(plan_command.request_of(**request), conditions)
+        files = outputs.Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
+        _finish(report, files, as_json, show)
 
 
 def simulate(

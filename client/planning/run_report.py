@@ -19,9 +19,6 @@ from penstock.daemons.node.preparing.planned_run import (
 )
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.planner.memory.table import MemoryRow
-from penstock.planner.planning.configured import build_plan
-from penstock.planner.planning.pipeline import try_plan
-from penstock.planner.planning.settling import settled
 from penstock.planner.render import Caption, timeline
 from penstock.planner.simulate import Simulation
 from penstock.planner.validate.check import program_grid
@@ -75,16 +72,16 @@ class RunReport:
         plan, flushed = self.run.plan, self.run.plan.flushed
         if not plan.updates and not self.forms_s:
             return {}
-        found: dict[str, Any] = {
+        updates: dict[str, Any] = {
             "previewed": sorted(plan.updates.keys() - set(flushed)),
             "flushed": list(flushed),
         }
         if self.forms_s:
-            found["simulated_s"] = {form.value: seconds for form, seconds in self.forms_s.items()}
-        return {"device_updates": found}
+            updates["simulated_s"] = {form.value: seconds for form, seconds in self.forms_s.items()}
+        return {"device_updates": updates}
 
     def _update_lines(self) -> Iterator[str]:
-        """Yields which blocks devices update and how, and why so if that was to be chosen."""
+        """Yields lines with the blocks that devices update, and with the choice of auto."""
         plan = self.run.plan
         if plan.updates:
             previewed = sorted(plan.updates.keys() - set(plan.flushed))
@@ -100,7 +97,7 @@ class RunReport:
 
     @property
     def caption(self) -> Caption:
-        """What pictures are headed with."""
+        """The heading of pictures."""
         return Caption(heading=heading(self.run.plan))
 
     def to_text(self, width: int, *, instructions: bool) -> str:
@@ -133,30 +130,32 @@ class RunReport:
 
 
 def make_run_report(config: Config, profile: Path | None = None) -> RunReport:
-    """Plans, simulates (with measured costs if there is a profile), and adds up memory.
+    """Plans and simulates a configuration, and adds up its memory. ``profile`` replaces the
+    configured one.
 
     Raises:
-        ConfigError: the configuration has no plan, the profile is of another model, or
-            ``optimizer.cores`` are not there.
-        CapacityError: ``schedule: auto`` found nothing that fits.
+        ConfigError: the configuration has no plan, the profile is of another model, or the machine
+            lacks some of ``optimizer.cores``.
+        CapacityError: no schedule of ``schedule: auto`` fits.
     """
     check_cores(config)
     config = config.with_profile(profile)
-    run = plan_run(RunRequest(config=config, table=table_of(config)), HostMachine.here(config))
-    return RunReport(run=run, simulation=run.simulate(), forms_s=_forms_s(run))
+    machine = HostMachine.here(config)
+    run = plan_run(RunRequest(config=config, table=table_of(config)), machine)
+    return RunReport(run=run, simulation=run.simulate(), forms_s=_forms_s(run, machine))
 
 
-def _forms_s(run: PlannedRun) -> dict[DeviceUpdates, float]:
-    """Returns the seconds of a step in both forms of updates on devices, if auto was to choose."""
-    config, found = run.config, {}
+def _forms_s(run: PlannedRun, machine: HostMachine) -> dict[DeviceUpdates, float]:
+    """Returns the seconds of a step with each form of updates on devices, if the form is auto."""
+    config, forms_s = run.config, dict[DeviceUpdates, float]()
     if config.schedule.device_updates is not DeviceUpdates.AUTO:
-        return {}
+        return forms_s
     for form in (DeviceUpdates.PREVIEW, DeviceUpdates.FLUSH):
         schedule = config.schedule.model_copy(update={"device_updates": form})
         other = config.model_copy(update={"schedule": schedule})
-        plan = settled(other, build_plan(other, run.table, run.context), run.context)
-        found[form] = try_plan(plan, run.context).makespan_s
-    return found
+        planned = plan_run(RunRequest(config=other, table=run.table), machine)
+        forms_s[form] = planned.simulate().makespan_s
+    return forms_s
 
 
 def _rows(rows: Sequence[MemoryRow]) -> str:

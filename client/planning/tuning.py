@@ -25,14 +25,18 @@ from penstock.config.schema import Config
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
     RunRequest,
-    SearchTerms,
-    search_run,
+    plan_run,
 )
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.sources import AnalyticSource
-from penstock.planner.planning.auto import TunedConfig, describe, trainable_schemes
+from penstock.planner.planning.auto import (
+    SearchTerms,
+    TunedConfig,
+    describe,
+    trainable_schemes,
+)
 from penstock.planner.planning.pipeline import (
     OPTIMIZER_WAYS,
     PlanContext,
@@ -139,24 +143,25 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
     if settings.device_bytes is not None:
         limit = {"device_limit": int(settings.device_bytes)}
         config = config.model_copy(update={"memory": config.memory.model_copy(update=limit)})
-    own = settings.optimizer == "advance"
+    configured = settings.optimizer == "advance"
     terms = SearchTerms(
         schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
-        optimizer=None if own else OPTIMIZER_WAYS[settings.optimizer],
+        optimizer=None if configured else OPTIMIZER_WAYS[settings.optimizer],
         any_plan=settings.everything,
         host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
         keep=settings.keep,
     )
-    request = RunRequest(config=config, table=table_of(config))
-    with _progress(console) as advance, options_named():
-        tuned, tried = search_run(request, HostMachine.here(config), terms, advance)
     what = (
         f"{config.run.name} on {config.num_workers} workers, {config.train.global_batch} sequences"
         f" a step, {'what train runs (--all: everything)' if runs else 'every scheme'}"
     )
-    best = _best(tried, what)
+    request = RunRequest(config=config, table=table_of(config), terms=terms)
+    with _progress(console) as advance, options_named(), _naming(what):
+        searched = plan_run(request, HostMachine.here(config), advance).searched
+    assert searched is not None, "the request has terms"
+    tuned, best = searched.tuned, searched.best
     return _report(
-        tried,
+        searched.search,
         what,
         _parts(tuned, best, settings),
         notes=(
@@ -243,13 +248,13 @@ def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
         host_bytes=_limit(settings.host_bytes, cluster.host_memory_bytes),
         keep=settings.keep,
     )
-    with _progress(console) as advance, options_named():
-        tried.run(space, advance)
     what = (
         f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
         f" {settings.sequence_length} tokens a step"
     )
-    best = _best(tried, what)
+    with _progress(console) as advance, options_named(), _naming(what):
+        tried.run(space, advance)
+        best = tried.required_best()
     trainable = _is_trainable(best, cluster.devices_per_node)
     words = _in_words(best, settings.sequence_length, "data sheets", trainable=trainable)
     parts = _with_cluster(fragment(best.candidate), settings, space)
@@ -282,7 +287,7 @@ class _Named:
         """Returns the plan of a candidate, whether workers can run it or not."""
         return make_plan(candidate.request, context)
 
-    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+    def with_overlap(self, plan: Plan, context: PlanContext) -> Plan:
         """Returns the plan as it is."""
         del context
         return plan
@@ -369,14 +374,13 @@ def _progress(console: Console) -> Iterator[Any]:
         yield advance
 
 
-def _best(tried: Search, what: str) -> Outcome:
-    if tried.best is None:
-        reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(tried.left_out.items()))
-        raise CapacityError(
-            f"{what}: no schedule fits (left out: {reasons or 'there are no candidates'}); use more"
-            " devices, more memory (--memory, --host-memory), a smaller --global-batch, or --all"
-        )
-    return tried.best
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Puts the subject of the search in front of a lack of memory."""
+    try:
+        yield
+    except CapacityError as error:
+        raise CapacityError(f"{what}: {error}") from error
 
 
 def _report(

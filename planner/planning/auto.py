@@ -1,8 +1,7 @@
-"""Searches for the schedule of a configuration, and ``schedule: auto``: the winner among what
-``train`` can run.
+"""Searches for the best plan of a configuration: ``schedule: auto``, and ``penstock tune``.
 
-The grid itself is in :mod:`.space`, the search in :mod:`.search`. What memory this machine has is
-the caller's to know (:class:`Capacity`).
+:mod:`.search_space` has the grid, :mod:`.plan_search` the search. The caller knows the memory of
+the machine (:class:`Capacity`).
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.profile import Guess
-from penstock.planner.planning.configured import (
-    config_context,
-    dropped_operators,
-    trainable_plan,
-)
+from penstock.planner.planning.configured import dropped_operators, trainable_plan
+from penstock.planner.planning.overlapped_updates import overlap_as_configured, with_overlap
 from penstock.planner.planning.pipeline import PlanContext, make_plan, try_plan
 from penstock.planner.planning.plan_search import Outcome, Progress, Search, fragment, host_bytes
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets, powers_of_two
-from penstock.planner.planning.settling import settle_as_configured, settled
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES
 from penstock.protocol.plan.instructions import Forward, Keep, Recompute
@@ -37,28 +33,27 @@ from penstock.shm.table import BlockTable
 
 
 class Capacity(Protocol):
-    """The memory that there is."""
+    """The memory of a machine."""
 
     def check(self, config: Config, plan: Plan, costs: Costs) -> None:
-        """Holds a plan of a configuration, with what its blocks cost, against it.
+        """Compares the memory that a plan of a configuration needs with the machine's.
 
         Raises:
-            CapacityError: something is short.
+            CapacityError: the plan needs more.
         """
 
 
 KEPT = 10
-"""Outcomes that a search for one winner keeps: passes are tried on the best of them, it is chosen
-which of their blocks are settled early, and candidates that cannot be faster than all of them are
-not simulated.
+"""Outcomes that ``schedule: auto`` keeps. Passes are tried on the best of them, and blocks are
+chosen whose state update is overlapped. Candidates that cannot beat the last one are not simulated.
 """
 
 WORK = 90_000
-"""Instructions of plans after which a search for one winner ends: some seconds of a core."""
+"""Instructions of plans after which ``schedule: auto`` ends: some seconds of a core."""
 
 STREAMING_COST = 0.03
-"""The share of a step that streaming must win on GPUs: copies beside computation slow it down by
-what they take of the memory's bandwidth, which no rate knows.
+"""The share of a step that streaming must win on GPUs. Copies take bandwidth of the memory from
+computation, and no rate describes that loss.
 """
 
 _SEARCHED = frozenset(
@@ -73,13 +68,15 @@ _REFUSED = ("file", "stages_per_device")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestPlan:
-    """What a search came to.
+    """The best plan that a search found.
 
-    ``config``: the configuration with the chosen schedule; ``default``: what the default scheme
-    would come to, in words. ``reasons``: for the choice, a line each.
+    ``config``: the configuration with the chosen schedule. ``plan``: complete, with the blocks of
+    ``optimizer.settle: auto``. ``default``: describes the speed without a search; ``reasons``: for
+    the choice, a line each.
     """
 
     config: Config
+    plan: Plan
     step_s: float
     default: str
     reasons: tuple[str, ...] = ()
@@ -114,10 +111,10 @@ _NOTHING = "nothing is recomputed"
 
 
 def _recomputed(plan: Plan) -> str:
-    """Returns which activations a plan makes again, in words."""
-    work = [one for program in plan.programs for one in program]
-    graphs = sum(isinstance(one, Forward) and one.keep is Keep.ALL for one in work)
-    made = sum(isinstance(one, Recompute) for one in work)
+    """Describes the activations that a plan recomputes."""
+    work = [instruction for program in plan.programs for instruction in program]
+    graphs = sum(isinstance(i, Forward) and i.keep is Keep.ALL for i in work)
+    made = sum(isinstance(instruction, Recompute) for instruction in work)
     if not made:
         return _NOTHING
     share = f" but for {graphs / (graphs + made):.0%}, which memory has room for" if graphs else ""
@@ -125,7 +122,7 @@ def _recomputed(plan: Plan) -> str:
 
 
 def _reasons(search: Search, best: Outcome) -> Iterator[str]:
-    """Yields what speaks for the best outcome of a search, in lines."""
+    """Yields the reasons for the best outcome of a search, in lines."""
     keeps_weights, recomputed = best.keeps[0], _recomputed(best.plan)
     memory = f" of {format_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
     yield (
@@ -157,8 +154,8 @@ def describe(schedule: ScheduleConfig) -> str:
     return ", ".join(words)
 
 
-def asked_of(schedule: ScheduleConfig) -> dict[str, Any]:
-    """Returns what a schedule with ``scheme: auto`` restricts the search to, key by key."""
+def search_constraints(schedule: ScheduleConfig) -> dict[str, Any]:
+    """Returns the keys of a schedule with ``scheme: auto`` that restrict the search."""
     given = schedule.model_dump(mode="json", exclude_unset=True, exclude={"scheme"})
     keys = {*_SEARCHED, "profile"}
     return {key: value for key, value in given.items() if key in keys and value is not None}
@@ -176,36 +173,88 @@ def choose(
     progress: Progress = lambda done, of, best: None,
     guess: Guess | None = None,
 ) -> BestPlan:
-    """Searches for the fastest schedule that ``train`` can run within all memory limits.
+    """Searches for the fastest plan that ``train`` can run within all memory limits.
 
     ``config.schedule`` may fix ``forward_stages``, ``backward_stages``, ``replicas``,
-    ``recompute`` (with ``drop``) and ``passes``: only candidates with these are looked at. So it is
-    with ``train.micro_batch``, unless that is ``auto``; then ``config.schedule`` may name a scheme,
-    too, whose stages stay as they are. ``table``: at full size.
+    ``recompute`` (with ``drop``) and ``passes``, and ``train.micro_batch`` a number: all candidates
+    have these. If only the micro-batch is ``auto``, the schedule stays. ``table``: at full size.
 
     Raises:
-        ConfigError: a key that does not go with ``auto``, or nothing is possible with those given.
-        CapacityError: nothing fits; says what was in the way.
+        ConfigError: a key excludes ``auto``, or no candidate has the given keys.
+        CapacityError: no plan fits; names the memory that is short.
     """
     if config.schedule.scheme != AUTO:
         return _choose_micro_batch(config, table, capacity, guess)
     _check_keys(config.schedule)
-    asked = asked_of(config.schedule)
+    asked = search_constraints(config.schedule)
     some = config.with_micro_batch(config.train.micro_batch or 1)
     tuned = TunedConfig(config=some, table=table, capacity=capacity, asked=asked, guess=guess)
-    # Hosts are held against what they have when a candidate is planned.
+    # ``capacity`` checks the memory of hosts when a candidate is planned.
     space = space_of(config, len(table.blocks), trainable_schemes())
     search = tuned.searched(space, progress, keep=KEPT, work=WORK)
     if search.best is None:
         raise _nothing(tuned, asked, search)
     return BestPlan(
         config=tuned.config_of(search.best.candidate),
+        plan=search.best.plan,
         step_s=search.best.step_s,
         default=_default(tuned),
         reasons=tuple(_reasons(search, search.best)),
         num_candidates=search.num_tried,
         left_out=dict(search.left_out),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTerms:
+    """The terms of a search among all schedules. ``schemes``: those that are tried. ``optimizer``
+    replaces the configured one. ``any_plan``: also plans that ``train`` refuses. ``host_bytes``: of
+    a node. ``keep``: most outcomes.
+    """
+
+    schemes: tuple[str, ...]
+    optimizer: OptimizerModel | None = None
+    any_plan: bool = False
+    host_bytes: float = inf
+    keep: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedPlan:
+    """The search among all schedules and micro-batches for a configuration, and its best outcome.
+    ``tuned`` has the configuration.
+    """
+
+    tuned: TunedConfig
+    search: Search
+    best: Outcome
+
+
+def search_all(
+    config: Config,
+    table: BlockTable,
+    terms: SearchTerms,
+    progress: Progress = lambda done, of, best: None,
+    guess: Guess | None = None,
+) -> SearchedPlan:
+    """Searches among all schedules and micro-batches, whatever the configuration's own are. The
+    memory of the machine's host is no limit.
+
+    Raises:
+        ConfigError: impossible model or profile.
+        CapacityError: no schedule fits; names the reasons.
+    """
+    tuned = TunedConfig(
+        config=config.with_micro_batch(config.train.micro_batch or 1),
+        table=table,
+        guess=guess,
+        optimizer=terms.optimizer,
+        any_plan=terms.any_plan,
+    )
+    everything = tuned.with_schedule({"scheme": AUTO}).with_micro_batch(CHOSEN_LATER)
+    space = space_of(everything, len(table.blocks), terms.schemes)
+    search = tuned.searched(space, progress, keep=terms.keep, host_bytes=terms.host_bytes)
+    return SearchedPlan(tuned=tuned, search=search, best=search.required_best())
 
 
 def _choose_micro_batch(
@@ -216,14 +265,14 @@ def _choose_micro_batch(
     Raises:
         ConfigError: no micro-batch has a plan. CapacityError: none of the plans fits.
     """
-    global_batch, steps_s = config.train.global_batch, dict[int, float]()
+    global_batch, steps_s, plans = config.train.global_batch, dict[int, float](), dict[int, Plan]()
     refused: list[ConfigError | CapacityError] = []
     for size in (size for size in powers_of_two(global_batch) if global_batch % size == 0):
         tuned = TunedConfig(
             config=config.with_micro_batch(size), table=table, capacity=capacity, guess=guess
         )
         try:
-            steps_s[size] = tuned.step_s(tuned.config)
+            plans[size], steps_s[size] = tuned.timed_plan(tuned.config)
         except (ConfigError, CapacityError) as error:
             refused.append(error)
     if not steps_s:
@@ -232,6 +281,7 @@ def _choose_micro_batch(
     smallest = min(steps_s)
     return BestPlan(
         config=config.with_micro_batch(best),
+        plan=plans[best],
         step_s=steps_s[best],
         default=f"micro-batches of {smallest} {SECONDS.format(steps_s[smallest])}",
         num_candidates=len(steps_s) + len(refused),
@@ -265,20 +315,19 @@ def space_of(config: Config, num_blocks: int, schemes: tuple[str, ...]) -> Space
 
 
 def trainable_schemes() -> tuple[str, ...]:
-    """Returns what ``schedule.scheme`` accepts beside ``auto``."""
+    """Returns the names that ``schedule.scheme`` accepts, without ``auto``."""
     accepted = get_args(ScheduleConfig.model_fields["scheme"].annotation)
     return tuple(name for name in SCHEMES if name in accepted)
 
 
 @dataclass(slots=True, kw_only=True)
 class TunedConfig:
-    """A configuration, of which schedules are searched (:class:`~.search.Tunable`).
+    """A configuration whose schedule is searched for (:class:`~.plan_search.Tunable`).
 
-    Its candidates are planned and refused as ``train`` plans and refuses them, or, if ``any_plan``,
-    whatever workers can run. ``guess``: rates where nothing was measured; ``optimizer``: the way of
-    an optimizer in place of the configuration's. ``capacity``: holds plans against a machine.
-    ``asked``: what ``schedule.asked`` says of the winner. ``refused``: a first example of each kind
-    of refusal.
+    Candidates are planned and refused as ``train`` plans and refuses them; with ``any_plan`` all
+    plans are accepted. ``guess``: rates where nothing was measured; ``optimizer`` replaces the
+    configured one. ``capacity`` checks plans against a machine. ``asked``: the constraints of the
+    search, which the best configuration keeps. ``refused``: a first example of each kind.
     """
 
     config: Config
@@ -305,7 +354,7 @@ class TunedConfig:
         work: float = inf,
     ) -> Search:
         """Returns a search that has tried a space within the memory of devices; arguments as those
-        of :class:`~.search.Search`.
+        of :class:`~.plan_search.Search`.
         """
         context = self.context(self.config.train.micro_batch)
         search = Search(
@@ -320,18 +369,22 @@ class TunedConfig:
         return search
 
     def step_s(self, config: Config) -> float:
-        """Returns the seconds of a step of a configuration that differs in its schedule only.
+        """Returns the seconds of :meth:`timed_plan`."""
+        return self.timed_plan(config)[1]
+
+    def timed_plan(self, config: Config) -> tuple[Plan, float]:
+        """Returns the plan of a configuration with another schedule, and the seconds of its step.
 
         Raises:
-            ConfigError: it cannot be trained. CapacityError: it does not fit.
+            ConfigError: the plan cannot be trained. CapacityError: it does not fit.
         """
         context = self.context(config.train.micro_batch)
-        plan = self.settled(self.plan_of(config, context), context)
+        plan = self.with_overlap(self.plan_of(config, context), context)
         limited = replace(context, memory_limit_bytes=device_bytes(config, context))
-        return try_plan(plan, limited).makespan_s
+        return plan, try_plan(plan, limited).makespan_s
 
     def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
-        """Returns the plan of a candidate; the first of each kind of refusal is remembered."""
+        """Returns the plan of a candidate; keeps the first refusal of each kind."""
         if self.any_plan:
             context = replace(context, block_work=None, updates_by=PREVIEW_SETTLE)
             return make_plan(candidate.request, context)
@@ -353,13 +406,13 @@ class TunedConfig:
             self.capacity.check(config, plan, context.prices.costs)
         return plan
 
-    def settled(self, plan: Plan, context: PlanContext) -> Plan:
-        """Returns the plan with ``optimizer.settle: auto``'s choice, if it has one."""
-        return settled(self.config, plan, context) if self.optimizer is None else plan
+    def with_overlap(self, plan: Plan, context: PlanContext) -> Plan:
+        """Returns the plan with the blocks that ``optimizer.settle: auto`` chooses."""
+        return with_overlap(self.config, plan, context) if self.optimizer is None else plan
 
     def host_bytes(self, plan: Plan, context: PlanContext) -> float:
         """Returns the bytes of the fullest host, as the configured optimizer stores its state."""
-        stored = storage(self.config, settle_as_configured(self.config, self.table, plan))
+        stored = storage(self.config, overlap_as_configured(self.config, self.table, plan))
         moments_bytes = self.config.optimizer.name.traits.state_bytes
         return host_bytes(plan, context.prices, storage=stored, moments_bytes=moments_bytes)
 
@@ -376,15 +429,15 @@ class TunedConfig:
         return self.config.model_copy(update={"schedule": schedule})
 
     def fragment_of(self, candidate: Candidate) -> dict[str, Any]:
-        """Returns what turns the configuration into the candidate's: also the defaults of keys that
-        only the configuration sets.
+        """Returns the keys that turn the configuration into the candidate's. Keys that only the
+        configuration sets get their defaults.
         """
         parts, default = fragment(candidate), ScheduleConfig().model_dump(mode="json")
-        own = self.config.schedule.model_dump(mode="json")
+        configured = self.config.schedule.model_dump(mode="json")
         unset = {
             key: default[key]
             for key in sorted(_SEARCHED)
-            if own[key] != default[key] and key not in parts["schedule"]
+            if configured[key] != default[key] and key not in parts["schedule"]
         }
         return {**parts, "schedule": {**parts["schedule"], **unset}}
 
@@ -417,7 +470,9 @@ def _default(tuned: TunedConfig) -> str:
 def _nothing(
     tuned: TunedConfig, asked: Mapping[str, Any], search: Search
 ) -> ConfigError | CapacityError:
-    """Returns why there is no winner: memory, if that was in the way of anything."""
+    """Returns the error of a search without an outcome. If memory was short for a candidate, the
+    error names memory.
+    """
     config, refused = tuned.config, tuned.refused
     counts = ", ".join(f"{n} {reason}" for reason, n in sorted(search.left_out.items()))
     given = "".join(f", schedule.{key} = {value!r}" for key, value in asked.items())
@@ -429,11 +484,11 @@ def _nothing(
     short = [text for kind, text in refused.items() if issubclass(kind, CapacityError)]
     if short or any("memory" in reason for reason in search.left_out):
         limit = search.device_bytes
-        there = [] if limit == inf else [f"devices have {format_bytes(limit)}"]
+        devices = [] if limit == inf else [f"devices have {format_bytes(limit)}"]
         advice = (
             "use more workers, smaller micro-batches, a smaller model, or raise memory.device_limit"
             " or memory.host_limit"
         )
-        return CapacityError("; ".join((tried, *there, *short[:1], advice)))
+        return CapacityError("; ".join((tried, *devices, *short[:1], advice)))
     first = next(iter(refused.values()), "no scheme accepts these numbers")
     return ConfigError(f"{tried}; for example {first}")

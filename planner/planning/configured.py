@@ -1,9 +1,10 @@
-"""Plans of configurations: what ``schedule`` asks for, or what is in ``schedule.file``.
+"""Plans of configurations: the schedule that a scheme makes, or the one in ``schedule.file``.
 
-A configuration becomes a :class:`~penstock.planner.planning.build.ScheduleRequest` and a
-:class:`~penstock.planner.planning.pipeline.PlanContext`; from there on it takes the way of all
-requests (:mod:`penstock.planner.planning.pipeline`). Here, too: what ``train`` refuses, and the
-smallest memory limit that a configuration could meet.
+A configuration becomes a :class:`~penstock.planner.planning.build.ScheduleRequest`. With the
+:class:`~penstock.planner.planning.pipeline.PlanContext` of its costs
+(:mod:`penstock.planner.planning.pricing`) it takes the way of all requests
+(:mod:`penstock.planner.planning.pipeline`). The module also refuses plans that ``train`` cannot
+run, and finds the smallest memory limit that a configuration can meet.
 """
 
 from __future__ import annotations
@@ -14,25 +15,20 @@ from math import ceil
 from pathlib import Path
 
 from penstock.config.execution import DeviceUpdates, ScheduleConfig
-from penstock.config.platforms import CoreUse
 from penstock.config.schema import Config
 from penstock.host.errors import CapacityError, ConfigError, ProtocolError, reason
 from penstock.host.inputs import read_bytes, read_text
-from penstock.planner.cost.cluster import OptimizerModel
-from penstock.planner.cost.emulation import Emulation, optimizer_way
 from penstock.planner.cost.operators import OPERATOR_SETS
-from penstock.planner.cost.profile import Guess, cluster_of, guess_of, table_costs
-from penstock.planner.cost.sources import Prices
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.planning.build import ScheduleRequest
+from penstock.planner.planning.overlapped_updates import overlap_as_configured, with_overlap
 from penstock.planner.planning.pipeline import PlanContext, finished, lowered, make_schedule
-from penstock.planner.planning.settling import settle_as_configured
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.planning.torch_actions import parse_actions, schedule_of_actions
 from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes import Recomputation
 from penstock.planner.validate.check import PlanError, validate
 from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan
-from penstock.protocol.plan.profile import load_profile
 from penstock.protocol.run.executable import check_executable, check_updates
 from penstock.shm.table import BlockTable
 
@@ -40,66 +36,10 @@ _NEAR = 1.005
 """How near to the smallest limit the named one is, where it has to be searched for."""
 
 
-def config_prices(config: Config, table: BlockTable, guess: Guess | None = None) -> Prices:
-    """Returns the cluster, and the costs of blocks for a configuration's micro-batches: those of
-    ``schedule.profile``; else those of the cluster that ``cluster.device`` models, or ``guess``, by
-    default the platform's.
-
-    Raises:
-        ConfigError: the profile cannot be read, or is of another model.
+def _with_schedule(context: PlanContext, config: Config) -> PlanContext:
+    """Returns a context with the schedule and limits of a configuration. The context was made of
+    one that differs in these keys only.
     """
-    profile, platform = config.schedule.profile, config.cluster.platform
-    if profile is None and platform.simulated_clock:
-        emulation = Emulation.of(config)
-        return Prices(costs=emulation.costs, cluster=emulation.cluster)
-    source = load_profile(profile) if profile is not None else guess or guess_of(platform)
-    return Prices(
-        costs=table_costs(
-            table,
-            source,
-            tokens=(config.train.micro_batch or 1) * config.data.sequence_length,
-            own_memory=platform.own_memory,
-        ),
-        cluster=replace(
-            cluster_of(source, devices_per_node=config.cluster.workers),
-            update_fetch_bytes=config.optimizer.name.traits.stepped_bytes,
-            shares_cores=platform.cores is CoreUse.COMPUTE,
-        ),
-    )
-
-
-def optimizer_of(config: Config) -> OptimizerModel:
-    """Returns how a configuration's optimizer works on its nodes' cores."""
-    emulated = config.cluster.platform.simulated_clock
-    way = Emulation.of(config).optimizer if emulated else optimizer_way(config.optimizer)
-    return replace(way, mirrored=config.mirrors)
-
-
-def config_context(config: Config, table: BlockTable, guess: Guess | None = None) -> PlanContext:
-    """Returns what plans of a configuration are made and simulated with (:func:`config_prices`).
-
-    Raises:
-        ConfigError: the profile cannot be read, or is of another model.
-    """
-    optimizer = optimizer_of(config)
-    early = config.optimizer.settle == "early"
-    return PlanContext(
-        prices=config_prices(config, table, guess),
-        block_work=tuple(block.forward_flops for block in table.blocks),
-        optimizer=optimizer,
-        stops_early=True,
-        memory_limit_bytes=config.memory.device_limit,
-        updates_by=(early and optimizer.early) or optimizer,
-        update_stride=config.schedule.update_stride,
-        resident_share=config.schedule.resident_share,
-        device_updates=config.schedule.device_updates,
-    )
-
-
-def _in(context: PlanContext | None, config: Config, table: BlockTable) -> PlanContext:
-    """Returns a context with what a configuration like the one it was made of says differently."""
-    if context is None:
-        return config_context(config, table)
     return replace(
         context,
         memory_limit_bytes=config.memory.device_limit,
@@ -118,7 +58,8 @@ def build_plan(config: Config, table: BlockTable, context: PlanContext | None = 
         ConfigError: impossible combination; names key, value, and what would be accepted. A
             :class:`~penstock.planner.validate.check.PlanError` for a plan file that makes no sense.
     """
-    file, context = config.schedule.file, _in(context, config, table)
+    file = config.schedule.file
+    context = _with_schedule(context or config_context(config, table), config)
     _check_used(config)
     if file is not None and file.suffix.lower() != ".csv":
         plan = _load(file, config)
@@ -128,7 +69,7 @@ def build_plan(config: Config, table: BlockTable, context: PlanContext | None = 
     else:
         plan = lowered(make_schedule(_request(config), context))
     _check_fits(plan, config, table)
-    plan = settle_as_configured(config, table, plan)
+    plan = overlap_as_configured(config, table, plan)
     try:
         validate(
             plan,
@@ -156,16 +97,15 @@ def trainable_plan(config: Config, table: BlockTable, context: PlanContext | Non
     return plan
 
 
-def plan_within_limit(config: Config, table: BlockTable, context: PlanContext) -> Plan:
-    """Returns :func:`trainable_plan`; where ``memory.device_limit`` is in its way, the error names
-    the smallest limit that is not.
+def complete_plan(config: Config, table: BlockTable, context: PlanContext) -> Plan:
+    """Returns :func:`trainable_plan` with the blocks that ``optimizer.settle: auto`` chooses.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
-        CapacityError: there is one, but not within ``memory.device_limit``; says what would do.
+        CapacityError: no plan fits ``memory.device_limit``; names the smallest limit that would do.
     """
     try:
-        return trainable_plan(config, table, context)
+        plan = trainable_plan(config, table, context)
     except ConfigError as error:
         limited = config.memory.device_limit is not None
         smallest = _smallest_limit(config, table, context) if limited else None
@@ -175,6 +115,7 @@ def plan_within_limit(config: Config, table: BlockTable, context: PlanContext) -
             f"{str(error).splitlines()[0]}. The smallest limit with which this configuration has a"
             f" plan: memory.device_limit = {smallest}"
         ) from error
+    return with_overlap(config, plan, context)
 
 
 def _smallest_limit(config: Config, table: BlockTable, context: PlanContext) -> int | None:

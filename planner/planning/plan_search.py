@@ -75,8 +75,8 @@ class Tunable(Protocol):
     def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
         """Returns the plan of a candidate, in the context of its micro-batches."""
 
-    def settled(self, plan: Plan, context: PlanContext) -> Plan:
-        """Returns a good plan with the choice of the blocks that are settled early."""
+    def with_overlap(self, plan: Plan, context: PlanContext) -> Plan:
+        """Returns a good plan with the best choice of blocks whose state update is overlapped."""
 
     def host_bytes(self, plan: Plan, context: PlanContext) -> float:
         """Returns the bytes of host memory of the node that needs most (:func:`host_bytes`)."""
@@ -179,7 +179,7 @@ class Search:
             0,
             self.work,
         )
-        self._settle_early()
+        self._overlap_updates()
         progress(total, total, self.best)
 
     def _try(
@@ -253,13 +253,13 @@ class Search:
     def _leave_out(self, why: str) -> None:
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
-    def _settle_early(self) -> None:
+    def _overlap_updates(self) -> None:
         """Has it chosen for all that could become the best: what it shortens is the tail."""
         best_s = inf
         for index, outcome in enumerate(self.outcomes):
             if outcome.step_s - outcome.optimizer_tail_s < best_s:
                 context = self._context(outcome.candidate)
-                plan = self.tuned.settled(outcome.plan, context)
+                plan = self.tuned.with_overlap(outcome.plan, context)
                 if plan is not outcome.plan:
                     host_bytes = self.tuned.host_bytes(plan, context)
                     outcome = self._outcome(
@@ -289,6 +289,21 @@ class Search:
     def best(self) -> Outcome | None:
         """The fastest outcome so far."""
         return self.outcomes[0] if self.outcomes else None
+
+    def required_best(self) -> Outcome:
+        """Returns the fastest outcome.
+
+        Raises:
+            CapacityError: no candidate fits; counts the reasons.
+        """
+        if self.best is None:
+            reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(self.left_out.items()))
+            raise CapacityError(
+                f"no schedule fits (left out: {reasons or 'there are no candidates'}); use more"
+                " devices, more memory (--memory, --host-memory), a smaller --global-batch, or"
+                " --all"
+            )
+        return self.best
 
     def consider(self, candidate: Candidate) -> None:
         """Tries a candidate; it stays if it is among the best."""

@@ -23,8 +23,9 @@ from penstock.daemons.preload.client import ChildProcess, spawn
 from penstock.daemons.preload.starting import Spawning
 from penstock.planner.cost.profile import CPU_GUESS
 from penstock.planner.planning.auto import trainable_schemes
-from penstock.planner.planning.configured import config_context, trainable_plan
+from penstock.planner.planning.configured import trainable_plan
 from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.render.units import SECONDS
 from penstock.planner.schemes import SCHEMES
 from penstock.protocol.plan.profile import KindProfile, LinearFit, Profile, to_json

@@ -12,7 +12,8 @@ from penstock.daemons.node.preparing.changes import find_changes, fixed_values
 from penstock.daemons.node.preparing.compiling import first_guess, is_to_try, keep_compile
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.host.errors import ConfigError
-from penstock.planner.planning.configured import config_context, plan_within_limit
+from penstock.planner.planning.configured import complete_plan
+from penstock.planner.planning.pricing import config_context
 from penstock.protocol.plan.plan import Plan
 from tests.scheduler.fakes import make_table
 
@@ -45,7 +46,7 @@ def config(
 def plan_of(asked: Config) -> Plan:
     """Returns the plan of a configuration for three small blocks."""
     table = make_table()
-    return plan_within_limit(asked, table, config_context(asked, table))
+    return complete_plan(asked, table, config_context(asked, table))
 
 
 def guess(asked: Config) -> tuple[object, list[str]]:

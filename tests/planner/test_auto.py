@@ -11,9 +11,10 @@ from penstock.config.values import CHOSEN_LATER
 from penstock.daemons.node.preparing.changes import keep_recomputation
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.costs import Costs
-from penstock.planner.planning.auto import BestPlan, asked_of, choose
-from penstock.planner.planning.configured import config_context, trainable_plan
+from penstock.planner.planning.auto import BestPlan, choose, search_constraints
+from penstock.planner.planning.configured import trainable_plan
 from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.render.units import SECONDS
 from penstock.protocol.plan.plan import Plan
 from tests.planner.conftest import AnyMachine, make_config, make_table
@@ -137,8 +138,8 @@ def test_plans_that_do_not_fit_are_not_chosen() -> None:
 
 def test_what_was_asked_is_what_was_given() -> None:
     given = make_config("auto", recompute=None, replicas=1, passes=[], profile="/p.json").schedule
-    assert asked_of(given) == {"replicas": 1, "passes": [], "profile": "/p.json"}
-    assert asked_of(make_config("auto").schedule) == {}
+    assert search_constraints(given) == {"replicas": 1, "passes": [], "profile": "/p.json"}
+    assert search_constraints(make_config("auto").schedule) == {}
 
 
 def test_auto_chooses_the_micro_batch_with_the_schedule() -> None:

@@ -13,9 +13,10 @@ from penstock.planner.cost.profile import guess_of_gpu
 from penstock.planner.planning import auto
 from penstock.planner.planning import plan_search as tuning
 from penstock.planner.planning.auto import WORK, choose
-from penstock.planner.planning.configured import config_context, trainable_plan
+from penstock.planner.planning.configured import trainable_plan
 from penstock.planner.planning.pipeline import try_plan
 from penstock.planner.planning.plan_search import Progress, Search
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.planning.search_space import Space
 from penstock.planner.simulate import Simulation, simulate
 from penstock.protocol.plan.plan import Plan

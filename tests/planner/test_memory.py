@@ -12,7 +12,8 @@ from penstock.host.errors import ConfigError
 from penstock.planner.cost.profile import GPU_GUESS, TableCosts, table_costs
 from penstock.planner.memory.footprint import DevicePeak, device_peaks, footprints
 from penstock.planner.memory.table import MemoryKind, MemoryRow, memory_table
-from penstock.planner.planning.configured import build_plan, config_prices
+from penstock.planner.planning.configured import build_plan
+from penstock.planner.planning.pricing import config_prices
 from penstock.protocol.plan.instructions import Opcode
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable, BorrowedTensor, DType

@@ -7,8 +7,9 @@ from typing import Any
 from penstock.config.schema import Config, parse_config
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.table import MemoryKind, node_rows
-from penstock.planner.planning.configured import build_plan, config_context
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.pricing import config_context
 from penstock.protocol.run.names import ownership
 from penstock.shm.layout import replica_layout
 

@@ -18,8 +18,9 @@ from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
 from penstock.planner.memory.early_receives import early_arrivals
 from penstock.planner.memory.footprint import device_peaks, inbox_peaks
 from penstock.planner.memory.table import MemoryKind
-from penstock.planner.planning.configured import config_context, config_prices, trainable_plan
+from penstock.planner.planning.configured import trainable_plan
 from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.pricing import config_context, config_prices
 from penstock.planner.schedule.tensors import Tensor, TensorKind
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.profile import KindProfile, LinearFit, OperatorProfile, Profile, to_json

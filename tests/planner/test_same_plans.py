@@ -36,7 +36,7 @@ from penstock.planner.memory.table import memory_table
 from penstock.planner.passes import PASSES
 from penstock.planner.planning.auto import choose
 from penstock.planner.planning.build import ScheduleRequest, with_stages
-from penstock.planner.planning.configured import build_plan, config_context
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.planning.pipeline import (
     OPTIMIZER_WAYS,
     PlanContext,
@@ -47,6 +47,7 @@ from penstock.planner.planning.pipeline import (
     try_schedule,
     validated,
 )
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation

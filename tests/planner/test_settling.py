@@ -19,8 +19,8 @@ from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.sources import Prices
 from penstock.planner.planning.configured import build_plan
+from penstock.planner.planning.overlapped_updates import choose_overlap, chooses_overlap
 from penstock.planner.planning.pipeline import PlanContext
-from penstock.planner.planning.settling import choose_settled_early, is_to_choose
 from penstock.planner.simulate import simulate
 from penstock.protocol.plan.instructions import parse_program
 from penstock.protocol.plan.plan import Plan, StageRange
@@ -57,7 +57,7 @@ def chosen(parameters: float, from_plan: Plan | None = None, **cluster: float) -
         cluster=Cluster(devices_per_node=1, **cluster),  # type: ignore[arg-type]
     )
     context = PlanContext(prices=prices, stops_early=True)
-    return choose_settled_early(from_plan or plan(), context)
+    return choose_overlap(from_plan or plan(), context)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ def test_auto_needs_rates_and_cores_of_its_own(make_config: Configs) -> None:
         return config.model_copy(update={"cluster": cluster, "schedule": schedule})
 
     profile = Path("profile.json")
-    assert is_to_choose(on("cuda", profile=profile))
-    assert is_to_choose(on("emulated:analytic:V100-32:gpt3-1.3b"))
+    assert chooses_overlap(on("cuda", profile=profile))
+    assert chooses_overlap(on("emulated:analytic:V100-32:gpt3-1.3b"))
     foreign = config.emulation.model_copy(update={"optimizer_start": "flush"})
     emulated = on("emulated:analytic:V100-32:gpt3-1.3b")
-    assert not is_to_choose(emulated.model_copy(update={"emulation": foreign}))
-    assert not is_to_choose(on("cuda"))
-    assert not is_to_choose(on("cpu", profile=profile))
-    assert not is_to_choose(on("cuda", profile=profile, file=Path("plan.json")))
+    assert not chooses_overlap(emulated.model_copy(update={"emulation": foreign}))
+    assert not chooses_overlap(on("cuda"))
+    assert not chooses_overlap(on("cpu", profile=profile))
+    assert not chooses_overlap(on("cuda", profile=profile, file=Path("plan.json")))
     for optimizer in ({"settle": "advance"}, {"rollback": "arithmetic"}, {"speculate": "never"}):
-        assert not is_to_choose(configured(on("cuda", profile=profile), **optimizer))
+        assert not chooses_overlap(configured(on("cuda", profile=profile), **optimizer))
 
 
 def test_the_choice_beats_both_ways_on_a_host_with_saturated_memory() -> None:

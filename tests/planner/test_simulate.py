@@ -15,8 +15,9 @@ from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import ADVANCE, SYNCHRONOUS, Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.planning.build import ScheduleRequest, build_schedule
-from penstock.planner.planning.configured import build_plan, config_context
+from penstock.planner.planning.configured import build_plan
 from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.schedule.schedule import lower
 from penstock.planner.schemes import SCHEMES
 from penstock.planner.simulate import Simulation, simulate

@@ -12,10 +12,10 @@ from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.sources import Prices
 from penstock.planner.planning.build import ScheduleRequest
+from penstock.planner.planning.overlapped_updates import choose_overlap
 from penstock.planner.planning.pipeline import PlanContext, make_plan
 from penstock.planner.planning.plan_search import Outcome, Search, fragment, host_bytes
 from penstock.planner.planning.search_space import Candidate, Space
-from penstock.planner.planning.settling import choose_settled_early
 from penstock.planner.simulate import simulate
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.layout import TWO_COPIES, Storage
@@ -82,7 +82,7 @@ class Model:
     def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
         return make_plan(candidate.request, context)
 
-    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+    def with_overlap(self, plan: Plan, context: PlanContext) -> Plan:
         if not self.settles:
             return plan
         self.asked.append(plan)
@@ -93,7 +93,7 @@ class Model:
 
 
 def settled_early(plan: Plan, found: Prices) -> Plan:
-    return choose_settled_early(plan, PlanContext(prices=found, stops_early=True))
+    return choose_overlap(plan, PlanContext(prices=found, stops_early=True))
 
 
 def searched(where: Space, storage: Storage = TWO_COPIES, **limits: float) -> Search:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from penstock.planner.memory.footprint import device_peaks
-from penstock.planner.planning.configured import config_prices
+from penstock.planner.planning.pricing import config_prices
 from penstock.protocol.run.rundir import RunDirectory
 from tests.system.conftest import Runner
 

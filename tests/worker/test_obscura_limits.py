@@ -27,7 +27,8 @@ from penstock.config.schema import Config
 from penstock.models.surgery.hf import resolve_hf_config
 from penstock.models.surgery.table import build_table
 from penstock.planner.memory.footprint import device_peaks
-from penstock.planner.planning.configured import config_prices, trainable_plan
+from penstock.planner.planning.configured import trainable_plan
+from penstock.planner.planning.pricing import config_prices
 from penstock.protocol.plan.instructions import Forward, Keep, SwapOut
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.profile import KindProfile, LinearFit, Profile, to_json

@@ -65,7 +65,7 @@ class Tuned:
         """Returns the plan of a candidate."""
         return make_plan(candidate.request, context)
 
-    def settled(self, plan: Plan, context: PlanContext) -> Plan:
+    def with_overlap(self, plan: Plan, context: PlanContext) -> Plan:
         """Returns the plan as it is: no host has a part in it."""
         del context
         return plan

@@ -23,8 +23,8 @@ from typing import Any
 from bench.papers.page import PaperTable
 from penstock.config.schema import Config
 from penstock.planner.memory.footprint import device_peaks
-from penstock.planner.planning.configured import config_context
 from penstock.planner.planning.pipeline import try_plan
+from penstock.planner.planning.pricing import config_context
 from penstock.protocol.plan.instructions import Forward, Keep, SwapOut
 from penstock.protocol.plan.plan import Plan
 from penstock.shm.table import BlockTable

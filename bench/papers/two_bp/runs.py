@@ -25,7 +25,7 @@ import yaml
 
 from bench.papers.two_bp.pictures import LEVELS, SEQUENCE_LENGTH, write_digits
 from penstock.host.files import write_atomically
-from penstock.planner.planning.configured import config_prices
+from penstock.planner.planning.pricing import config_prices
 from penstock.planner.simulate import simulate
 from penstock.protocol.plan.profile import load_profile
 from penstock.protocol.run.rundir import RunDirectory

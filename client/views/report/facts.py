@@ -26,7 +26,7 @@ from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.files import is_number, parse_json
 from penstock.host.process_identity import start_ticks
 from penstock.planner.memory.table import MemoryRow, memory_table
-from penstock.planner.planning.configured import config_prices
+from penstock.planner.planning.pricing import config_prices
 from penstock.protocol.run.data_size import epochs
 from penstock.protocol.run.run_result import RunEnd
 from penstock.protocol.run.rundir import RunDirectory

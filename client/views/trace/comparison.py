@@ -17,7 +17,7 @@ from penstock.client.views.trace.chrome_trace import Range, chrome_trace
 from penstock.client.views.trace.step_report import StepReport
 from penstock.client.views.trace.trace_report import TraceReport, compare_memory, typical_of
 from penstock.host.errors import ConfigError
-from penstock.planner.planning.configured import config_prices, optimizer_of
+from penstock.planner.planning.pricing import config_prices, optimizer_of
 from penstock.planner.render import Caption
 from penstock.planner.render.as_files import compared_png, compared_svg
 from penstock.planner.render.chart import Panel

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.planner.planning.step_costs import given_pricing, judge_step
+from penstock.planner.planning.pricing import given_pricing, judge_step
 from penstock.planner.render import SECONDS
 from penstock.planner.traces.critical_path import CriticalPath
 from penstock.planner.traces.dependency_graph import Resource

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.client.planning.outputs import heading
 from penstock.client.views.trace.step_report import StepReport
 from penstock.planner.memory.footprint import device_peaks
-from penstock.planner.planning.configured import config_prices
+from penstock.planner.planning.pricing import config_prices
 from penstock.planner.render import SECONDS
 from penstock.planner.render.lanes import Picturable
 from penstock.planner.render.units import format_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from penstock.host.errors import ConfigError
-from penstock.planner.planning.step_costs import fitted_pricing, given_pricing, judge_step
+from penstock.planner.planning.pricing import fitted_pricing, given_pricing, judge_step
 from penstock.planner.traces.critical_path import CriticalPath
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, measure

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.config.schema import Config
 from penstock.config.values import AUTO, CHOSEN_LATER
 from penstock.host.errors import ConfigError
-from penstock.planner.planning.auto import asked_of, describe, settings_of
+from penstock.planner.planning.auto import describe, search_constraints, settings_of
 from penstock.protocol.plan.step import STEP_TERMS
 
 FIXED = {
@@ -232,7 +232,10 @@ def keep_choice(config: Config, previous: Config | None, progress: Callable[[str
     if config.schedule.scheme != AUTO or previous is None or previous.schedule.asked is None:
         return config
     before, after = _deciding(previous), _deciding(config)
-    before["schedule"], after["schedule"] = previous.schedule.asked, asked_of(config.schedule)
+    before["schedule"], after["schedule"] = (
+        previous.schedule.asked,
+        search_constraints(config.schedule),
+    )
     differing = [key for key in after if before[key] != after[key]]
     if differing:
         words = "; ".join(f"{key}: {before[key]!r} -> {after[key]!r}" for key in differing)

@@ -1,9 +1,8 @@
 """The one way from a configuration to a plan on a machine: ``plan_run(request, machine)``.
 
-``penstock train``, ``plan``, ``estimate`` and ``doctor`` plan by this function; ``tune`` searches
-by :func:`search_run`. A request names the nodes on this machine; otherwise the machine that needs
-most is held against this one. Emulated devices are held against the machines that they emulate; the
-bytes that are stored, against this one.
+``penstock train``, ``plan``, ``tune``, ``estimate`` and ``doctor`` plan by this function. Memory is
+compared with that of the machine on which the requested nodes run. Emulated devices are compared
+with the machines that they emulate, and the bytes that are stored with this machine.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from functools import cached_property
 
 from penstock.config.schema import Config
-from penstock.config.values import AUTO, CHOSEN_LATER
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
     MemoryDemand,
@@ -26,39 +24,38 @@ from penstock.daemons.node.preparing.capacity import (
 from penstock.daemons.node.preparing.emulated import emulated_demands, emulated_rows
 from penstock.daemons.node.preparing.gpus import guess_here
 from penstock.host.cgroup import cpu_limit
-from penstock.planner.cost.cluster import OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import Guess
 from penstock.planner.memory.table import MemoryRow, memory_table
-from penstock.planner.planning.auto import TunedConfig, choose, space_of
-from penstock.planner.planning.configured import config_context, plan_within_limit
+from penstock.planner.planning.auto import SearchedPlan, SearchTerms, choose, search_all
+from penstock.planner.planning.configured import complete_plan
 from penstock.planner.planning.pipeline import PlanContext, try_plan
-from penstock.planner.planning.plan_search import Outcome, Search
-from penstock.planner.planning.plan_search import Progress as SearchProgress
-from penstock.planner.planning.settling import settled
+from penstock.planner.planning.plan_search import Outcome, Progress
+from penstock.planner.planning.pricing import config_context
 from penstock.planner.simulate import Simulation
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.hardware.cpus import check_cpus
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable
 
-SAY_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 """Seconds between progress lines of a long search."""
-
-Progress = Callable[[str], None]
-"""Takes a line of what is being done, or was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """A configuration with the block table of its model. ``nodes``: indices of the nodes that the
-    machine has; None: those of the host that needs most, which is taken to be like the machine.
+    """A configuration with the block table of its model.
+
+    ``nodes``: indices of the nodes on the machine; None: those of the host that needs most.
+    ``terms``: search among all schedules by these terms, as ``penstock tune`` does; None: keep the
+    configured schedule, and search if it is ``auto``.
     """
 
     config: Config
     table: BlockTable
     nodes: Sequence[int] | None = None
+    terms: SearchTerms | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,25 +80,39 @@ class HostMachine:
         return cls(memory=MachineMemory.probe(run_id, holders), guess=guess_here(config))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A plan of a configuration with the memory that it needs and that the machine has.
+    """A plan of a configuration on a machine.
 
-    ``config``: with the schedule that ``schedule: auto`` stands for; ``choice`` describes that
-    schedule, and is empty where nothing was to choose. ``table``: at full size. ``context``: prices
-    and limits that the plan was made with.
+    ``config`` has the schedule that was chosen, if the request left one open; ``choice`` describes
+    it. ``table``: at full size. ``context``: prices and limits that the plan was made with.
+    ``searched``: the search by the terms of the request.
     """
 
     config: Config
     table: BlockTable
     context: PlanContext
     plan: Plan
-    rows: tuple[MemoryRow, ...]
-    demands: tuple[MemoryDemand, ...]
+    limits: _Limits
     choice: str = ""
+    searched: SearchedPlan | None = None
+
+    @property
+    def rows(self) -> tuple[MemoryRow, ...]:
+        """The memory that the plan needs, by place and use."""
+        return self._memory[0]
+
+    @property
+    def demands(self) -> tuple[MemoryDemand, ...]:
+        """The sums of the rows beside the memory that is available."""
+        return self._memory[1]
+
+    @cached_property
+    def _memory(self) -> tuple[tuple[MemoryRow, ...], tuple[MemoryDemand, ...]]:
+        return self.limits.memory(self.config, self.plan, self.context.prices.costs)
 
     def simulate(self) -> Simulation:
-        """Returns an attempt of the plan, simulated.
+        """Returns a simulated attempt of the plan.
 
         Raises:
             ConfigError: a device needs more memory than its limit.
@@ -110,67 +121,41 @@ class PlannedRun:
 
 
 def plan_run(
-    request: RunRequest, machine: HostMachine, progress: Progress = lambda message: None
+    request: RunRequest,
+    machine: HostMachine,
+    progress: Progress = lambda done, of, best: None,
 ) -> PlannedRun:
-    """Returns schedule, plan and memory of a request on a machine. ``progress`` takes lines with
-    the state of a search, and its result.
+    """Returns schedule, plan and memory of a request on a machine. ``progress`` follows a search.
 
     Raises:
         ConfigError: no plan can be built, or workers cannot run it.
-        CapacityError: devices have less than any plan of it needs, or ``schedule: auto`` found
-            nothing that fits.
+        CapacityError: devices have less memory than every plan needs, or no schedule of a search
+            fits.
     """
+    limits = _Limits.of(request.config, request.table, machine.memory, request.nodes)
+    table, guess = limits.table, machine.guess
+    if request.terms is not None:
+        searched = search_all(request.config, table, request.terms, progress, guess)
+        candidate, plan = searched.best.candidate, searched.best.plan
+        return PlannedRun(
+            config=searched.tuned.config_of(candidate),
+            table=table,
+            context=searched.tuned.context(candidate.micro_batch),
+            plan=plan,
+            limits=limits,
+            searched=searched,
+        )
     config, choice = request.config.with_defaults().with_recomputation(), ""
-    surroundings = _Surroundings.of(config, request.table, machine.memory, request.nodes)
-    table = surroundings.table
     if config.chooses:
-        say = _now_and_then(progress)
-        winner = choose(config, table, surroundings, say, machine.guess)
-        config, choice = winner.config, str(winner)
-        progress(choice)
-    context = config_context(config, table, machine.guess)
-    plan = settled(config, plan_within_limit(config, table, context), context)
-    return surroundings.planned(config, context, plan, choice)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchTerms:
-    """The terms of a search for many schedules. ``schemes``: those that are tried. ``optimizer``: a
-    way of the optimizer in place of the configured one. ``any_plan``: also plans that ``train``
-    refuses. ``host_bytes``: of a node. ``keep``: most outcomes.
-    """
-
-    schemes: tuple[str, ...]
-    optimizer: OptimizerModel | None = None
-    any_plan: bool = False
-    host_bytes: float = inf
-    keep: int = 20
-
-
-def search_run(
-    request: RunRequest,
-    machine: HostMachine,
-    terms: SearchTerms,
-    progress: SearchProgress = lambda done, of, best: None,
-) -> tuple[TunedConfig, Search]:
-    """Returns a request's configuration with a schedule and micro-batch found by a search, in place
-    of its own. Host memory does not limit the search.
-
-    Raises:
-        ConfigError: impossible model or profile.
-    """
-    config = request.config
-    tuned = TunedConfig(
-        config=config.with_micro_batch(config.train.micro_batch or 1),
-        table=request.table,
-        guess=machine.guess,
-        optimizer=terms.optimizer,
-        any_plan=terms.any_plan,
+        best = choose(config, table, limits, progress, guess)
+        config, plan, choice = best.config, best.plan, str(best)
+        context = config_context(config, table, guess)
+    else:
+        context = config_context(config, table, guess)
+        plan = complete_plan(config, table, context)
+    return PlannedRun(
+        config=config, table=table, context=context, plan=plan, limits=limits, choice=choice
     )
-    anything = tuned.with_schedule({"scheme": AUTO}).with_micro_batch(CHOSEN_LATER)
-    space = space_of(anything, len(request.table.blocks), terms.schemes)
-    search = tuned.searched(space, progress, keep=terms.keep, host_bytes=terms.host_bytes)
-    return tuned, search
 
 
 def planned_before(directory: RunDirectory, nodes: Sequence[int]) -> PlannedRun:
@@ -182,16 +167,18 @@ def planned_before(directory: RunDirectory, nodes: Sequence[int]) -> PlannedRun:
     config = directory.config
     names = [config.cluster.nodes[node].name for node in nodes]
     memory = MachineMemory.probe(directory.run_id, names)
-    surroundings = _Surroundings.of(config, directory.table, memory, nodes)
-    context = config_context(config, surroundings.table)
-    return surroundings.planned(config, context, directory.plan)
+    limits = _Limits.of(config, directory.table, memory, nodes)
+    context = config_context(config, limits.table)
+    return PlannedRun(
+        config=config, table=limits.table, context=context, plan=directory.plan, limits=limits
+    )
 
 
 def check_room(directory: RunDirectory, node: int) -> None:
     """Refuses to start a node (by index) of a prepared run that lacks CPUs or memory.
 
     Raises:
-        CapacityError: says what is there, what is needed, and what to change.
+        CapacityError: names needed and available amounts, and what to change.
         ConfigError, StateError: the directory's files are damaged.
     """
     check_cpus(directory.config, [node], cpu_limit(), os.environ)
@@ -199,10 +186,9 @@ def check_room(directory: RunDirectory, node: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Surroundings:
-    """The limits of plans of a configuration; those of emulated devices are the limits of the
-    emulated machines. ``table``: at full size. ``nodes``: those on this machine, None where
-    that is not known.
+class _Limits:
+    """The memory that plans of a configuration may use; of emulated devices that of the emulated
+    machines. ``table``: at full size. ``nodes``: those on this machine; None: not known.
     """
 
     table: BlockTable
@@ -217,28 +203,13 @@ class _Surroundings:
         table: BlockTable,
         memory: MachineMemory,
         nodes: Sequence[int] | None,
-    ) -> _Surroundings:
+    ) -> _Limits:
         emulation = Emulation.of(config) if config.cluster.platform.simulated_clock else None
         return cls(
             table=table if emulation is None else emulation.table,
             emulation=emulation,
             machine=memory,
             nodes=None if nodes is None else tuple(nodes),
-        )
-
-    def planned(
-        self, config: Config, context: PlanContext, plan: Plan, choice: str = ""
-    ) -> PlannedRun:
-        """Returns a plan with its memory."""
-        rows, demands = self.memory(config, plan, context.prices.costs)
-        return PlannedRun(
-            config=config,
-            table=self.table,
-            context=context,
-            plan=plan,
-            rows=rows,
-            demands=demands,
-            choice=choice,
         )
 
     def memory(
@@ -257,22 +228,23 @@ class _Surroundings:
         return rows, emulated_demands(config, emulation, rows, self.machine, nodes)
 
     def check(self, config: Config, plan: Plan, costs: Costs) -> None:
-        """Refuses what does not fit.
+        """Refuses a plan that does not fit.
 
         Raises:
-            CapacityError: with the whole table.
+            CapacityError: has the whole table.
         """
         check_capacity(self.memory(config, plan, costs)[1])
 
 
-def _now_and_then(progress: Progress) -> Callable[[int, int, Outcome | None], None]:
-    due_s = time.monotonic() + SAY_EVERY_S
+def search_lines(write: Callable[[str], None]) -> Progress:
+    """Returns the progress of a search that writes a line every :data:`REPORT_EVERY_S`."""
+    due_s = time.monotonic() + REPORT_EVERY_S
 
-    def say(done: int, total: int, best: Outcome | None) -> None:
+    def report(done: int, total: int, best: Outcome | None) -> None:
         nonlocal due_s
         if time.monotonic() >= due_s:
-            due_s = time.monotonic() + SAY_EVERY_S
+            due_s = time.monotonic() + REPORT_EVERY_S
             leader = "" if best is None else f", best so far {best.candidate.request.scheme}"
-            progress(f"schedule: auto has tried {done} of {total} candidates{leader}")
+            write(f"schedule: auto has tried {done} of {total} candidates{leader}")
 
-    return say
+    return report

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.config.reading import read_mapping
@@ -48,7 +48,12 @@ from penstock.daemons.node.preparing.places import (
     with_absolute_paths,
     with_places,
 )
-from penstock.daemons.node.preparing.planned_run import HostMachine, Progress, RunRequest, plan_run
+from penstock.daemons.node.preparing.planned_run import (
+    HostMachine,
+    RunRequest,
+    plan_run,
+    search_lines,
+)
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
 from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import run_tool
@@ -74,6 +79,9 @@ from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.addresses import check_addresses
 from penstock.shm.inventory import inventory
 from penstock.shm.table import BlockTable
+
+Progress = Callable[[str], None]
+"""Takes a line about the work in progress, or its result."""
 
 PREVIOUS_PREPARATION_WAIT_S = 30.0
 """Seconds to wait for an earlier preparation. It dies with its parent, but not immediately."""
@@ -215,7 +223,10 @@ def _make_ready(
     # A fresh object: cached attributes may date from before the inputs were made.
     directory = RunDirectory(run_dir)
     request = RunRequest(config=config, table=directory.table, nodes=nodes)
-    run = plan_run(request, HostMachine.here(config, directory.run_id), progress)
+    machine = HostMachine.here(config, directory.run_id)
+    run = plan_run(request, machine, search_lines(progress))
+    if run.choice:
+        progress(run.choice)
     is_required = run.config.model.compile is True
     config = first_guess(run.config, run.plan, progress)
     check_capacity(run.demands)

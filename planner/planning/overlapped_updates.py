@@ -32,7 +32,7 @@ MATTERS = 1e-3
 _GRID = 12
 
 
-def settle_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
+def overlap_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
     """Returns the plan with what ``optimizer.settle`` says of all blocks; ``auto`` changes nothing.
 
     Raises:
@@ -56,14 +56,14 @@ def settle_as_configured(config: Config, table: BlockTable, plan: Plan) -> Plan:
     return replace(plan, settled_early=tuple(early) if optimizer.settle == "early" else ())
 
 
-def settled(config: Config, plan: Plan, context: PlanContext) -> Plan:
+def with_overlap(config: Config, plan: Plan, context: PlanContext) -> Plan:
     """Returns the plan of a configuration with the choice of ``optimizer.settle: auto``, if it has
     one.
     """
-    return choose_settled_early(plan, context) if is_to_choose(config) else plan
+    return choose_overlap(plan, context) if chooses_overlap(config) else plan
 
 
-def is_to_choose(config: Config) -> bool:
+def chooses_overlap(config: Config) -> bool:
     """Returns whether ``auto`` has something to choose, and something to choose by."""
     optimizer, schedule, emulation = config.optimizer, config.schedule, config.emulation
     platform = config.cluster.platform
@@ -80,7 +80,7 @@ def is_to_choose(config: Config) -> bool:
     )
 
 
-def choose_settled_early(plan: Plan, context: PlanContext) -> Plan:
+def choose_overlap(plan: Plan, context: PlanContext) -> Plan:
     """Returns the plan with so many of the last blocks settled early that the simulated step is
     shortest; with the fewest among those that make no difference (:data:`MATTERS`).
 
