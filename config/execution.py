@@ -155,11 +155,6 @@ class ScheduleConfig(Section):
         description="Measurements of `penstock profile`, for the costs of simulations. Unset: a"
         " guess at the device.",
     )
-    asked: dict[str, Any] | None = Field(
-        default=None,
-        description="Written to resolved.yaml, not by users: the keys that restricted the search of"
-        " `scheme: auto`.",
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -167,6 +162,9 @@ class ScheduleConfig(Section):
         data = {"scheme": data} if isinstance(data, str) else data
         if isinstance(data, dict) and data.get("scheme") == _PAPERS_1F1B:
             data = {**data, "scheme": "1f1b"}  # as old run directories have it
+        if isinstance(data, dict):
+            # Old run directories have the constraints of a search here; now search.json has them.
+            data = {key: value for key, value in data.items() if key != "asked"}
         return data
 
 

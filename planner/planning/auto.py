@@ -72,7 +72,8 @@ class BestPlan:
 
     ``config``: the configuration with the chosen schedule. ``plan``: complete, with the blocks of
     ``optimizer.settle: auto``. ``default``: describes the speed without a search; ``reasons``: for
-    the choice, a line each.
+    the choice, a line each. ``constraints``: the keys that restricted the search; None where the
+    schedule was given and the micro-batch chosen.
     """
 
     config: Config
@@ -82,11 +83,12 @@ class BestPlan:
     reasons: tuple[str, ...] = ()
     num_candidates: int
     left_out: Mapping[str, int]
+    constraints: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
         micro_batch, schedule = self.config.train.micro_batch, self.config.schedule
-        key = "train.micro_batch" if schedule.asked is None else "schedule"
+        key = "train.micro_batch" if self.constraints is None else "schedule"
         chosen = (
             f"{key}: auto chose {describe(schedule)}, micro-batches of {micro_batch}:"
             f" {SECONDS.format(self.step_s)} a step, simulated; {self.default}."
@@ -163,7 +165,12 @@ def search_constraints(schedule: ScheduleConfig) -> dict[str, Any]:
 
 def settings_of(schedule: ScheduleConfig) -> dict[str, Any]:
     """Returns the keys that no search decides."""
-    return schedule.model_dump(exclude={*_SEARCHED, "asked"})
+    return schedule.model_dump(exclude={*_SEARCHED})
+
+
+def searched_keys(schedule: ScheduleConfig) -> dict[str, Any]:
+    """Returns the keys that a search decides, as JSON has them."""
+    return schedule.model_dump(mode="json", include={*_SEARCHED})
 
 
 def choose(
@@ -186,14 +193,14 @@ def choose(
     if config.schedule.scheme != AUTO:
         return _choose_micro_batch(config, table, capacity, guess)
     _check_keys(config.schedule)
-    asked = search_constraints(config.schedule)
+    constraints = search_constraints(config.schedule)
     some = config.with_micro_batch(config.train.micro_batch or 1)
-    tuned = TunedConfig(config=some, table=table, capacity=capacity, asked=asked, guess=guess)
+    tuned = TunedConfig(config=some, table=table, capacity=capacity, guess=guess)
     # ``capacity`` checks the memory of hosts when a candidate is planned.
     space = space_of(config, len(table.blocks), trainable_schemes())
     search = tuned.searched(space, progress, keep=KEPT, work=WORK)
     if search.best is None:
-        raise _nothing(tuned, asked, search)
+        raise _nothing(tuned, constraints, search)
     return BestPlan(
         config=tuned.config_of(search.best.candidate),
         plan=search.best.plan,
@@ -202,6 +209,7 @@ def choose(
         reasons=tuple(_reasons(search, search.best)),
         num_candidates=search.num_tried,
         left_out=dict(search.left_out),
+        constraints=constraints,
     )
 
 
@@ -326,8 +334,8 @@ class TunedConfig:
 
     Candidates are planned and refused as ``train`` plans and refuses them; with ``any_plan`` all
     plans are accepted. ``guess``: rates where nothing was measured; ``optimizer`` replaces the
-    configured one. ``capacity`` checks plans against a machine. ``asked``: the constraints of the
-    search, which the best configuration keeps. ``refused``: a first example of each kind.
+    configured one. ``capacity`` checks plans against a machine. ``refused``: a first example of
+    each kind.
     """
 
     config: Config
@@ -336,7 +344,6 @@ class TunedConfig:
     optimizer: OptimizerModel | None = None
     any_plan: bool = False
     capacity: Capacity | None = None
-    asked: dict[str, Any] | None = None
     refused: dict[type[Exception], str] = field(default_factory=dict)
 
     def context(self, micro_batch: int) -> PlanContext:
@@ -425,7 +432,7 @@ class TunedConfig:
     def with_schedule(self, keys: dict[str, Any]) -> Config:
         """Returns the configuration with these keys in the place of those that a search decides."""
         settings = settings_of(self.config.schedule)
-        schedule = ScheduleConfig.model_validate({**settings, "asked": self.asked, **keys})
+        schedule = ScheduleConfig.model_validate({**settings, **keys})
         return self.config.model_copy(update={"schedule": schedule})
 
     def fragment_of(self, candidate: Candidate) -> dict[str, Any]:
@@ -468,14 +475,14 @@ def _default(tuned: TunedConfig) -> str:
 
 
 def _nothing(
-    tuned: TunedConfig, asked: Mapping[str, Any], search: Search
+    tuned: TunedConfig, constraints: Mapping[str, Any], search: Search
 ) -> ConfigError | CapacityError:
     """Returns the error of a search without an outcome. If memory was short for a candidate, the
     error names memory.
     """
     config, refused = tuned.config, tuned.refused
     counts = ", ".join(f"{n} {reason}" for reason, n in sorted(search.left_out.items()))
-    given = "".join(f", schedule.{key} = {value!r}" for key, value in asked.items())
+    given = "".join(f", schedule.{key} = {value!r}" for key, value in constraints.items())
     tried = (
         f"schedule.scheme = {AUTO}: none of {search.num_tried} candidates for {config.num_workers}"
         f" workers and {config.train.num_microbatches} micro-batches{given} can be trained"

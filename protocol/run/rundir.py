@@ -52,7 +52,7 @@ _FILES = (
         "model/config.json",
         "logs/console.txt",
     ),
-    *("software.json", "journal.sqlite-count", "places.json", CONSTANTS),
+    *("software.json", "journal.sqlite-count", "places.json", "search.json", CONSTANTS),
     *(NUMERICS, KERNELS),
 )
 COMPILED = "compiled"

@@ -14,7 +14,8 @@ from penstock.daemons.node.preparing.changes import (
     keep_micro_batch,
 )
 from penstock.daemons.node.preparing.prepare import prepare_run
-from penstock.host.errors import CapacityError
+from penstock.daemons.node.preparing.search_record import read_constraints, write_constraints
+from penstock.host.errors import CapacityError, StateError
 
 DEVICE = "emulated:analytic:V100-PCIE-32:gpt3-125m"
 
@@ -35,20 +36,22 @@ def config(
     )
 
 
-def resolved(asked: dict[str, object] | None, **changes: object) -> Config:
-    """A run's configuration with a schedule that was chosen (or not)."""
-    chosen = {"forward_stages": 2, "backward_stages": 2, "recompute": "none", "asked": asked}
+def resolved(**changes: object) -> Config:
+    """A run's configuration with a schedule that was chosen."""
+    chosen = {"forward_stages": 2, "backward_stages": 2, "recompute": "none"}
     return config(**{"scheme": "1f1b", **chosen, **changes})  # type: ignore[arg-type]
 
 
-def kept(new: Config, old: Config | None) -> tuple[str, list[str]]:
+def kept(
+    new: Config, old: Config | None, constraints: dict[str, object] | None
+) -> tuple[str, list[str]]:
     """The scheme, and what was said."""
     said: list[str] = []
-    return keep_choice(new, old, said.append).schedule.scheme, said
+    return keep_choice(new, old, constraints, said.append).schedule.scheme, said
 
 
 def test_a_resume_keeps_the_choice() -> None:
-    scheme, said = kept(config(steps=9), resolved({}))
+    scheme, said = kept(config(steps=9), resolved(), {})
     assert scheme == "1f1b"
     assert said == [
         "schedule: auto keeps what it chose for this run: 1f1b, 2 stages, recompute none (for a new"
@@ -66,26 +69,26 @@ def test_a_resume_keeps_the_choice() -> None:
         ),
         (config(recompute="full"), "schedule: {} -> {'recompute': 'full'}"),
     ],
-    ids=["workers", "limit", "asked"],
+    ids=["workers", "limit", "constraints"],
 )
 def test_a_choice_is_made_anew_for_a_reason_that_is_said(new: Config, words: str) -> None:
-    scheme, said = kept(new, resolved({}))
+    scheme, said = kept(new, resolved(), {})
     assert scheme == "auto"
     assert said[0].startswith(f"schedule: auto chooses again, because of {words}")
 
 
 def test_nothing_to_keep() -> None:
-    assert kept(config(), None) == ("auto", [])
-    assert kept(config(), resolved(None)) == ("auto", []), "the schedule was the user's own"
-    assert kept(config(scheme="gpipe"), resolved({})) == ("gpipe", [])
+    assert kept(config(), None, None) == ("auto", [])
+    assert kept(config(), resolved(), None) == ("auto", []), "the schedule was the user's own"
+    assert kept(config(scheme="gpipe"), resolved(), {}) == ("gpipe", [])
 
 
 def test_a_run_directory_from_the_first_choice_to_another(tmp_path: Path) -> None:
     run_dir, said = tmp_path / "run", list[str]()
     directory = prepare_run(config(), run_dir, said.append)
     first = load_config(run_dir / "resolved.yaml").schedule
-    assert first.scheme != "auto" and first.asked == {}
-    assert yaml.safe_load((run_dir / "resolved.yaml").read_text())["schedule"]["asked"] == {}
+    assert first.scheme != "auto" and read_constraints(run_dir, first) == {}
+    assert "asked" not in yaml.safe_load((run_dir / "resolved.yaml").read_text())["schedule"]
     assert directory.plan.scheme == first.scheme and directory.config.schedule == first
     assert said[-1].startswith(f"schedule: auto chose {first.scheme}, ")
     assert " a step, simulated; spipe, the default, " in said[-1]
@@ -110,9 +113,39 @@ def test_a_run_directory_from_the_first_choice_to_another(tmp_path: Path) -> Non
     assert (run_dir / "resolved.yaml").read_bytes() == before
 
 
+def test_a_run_of_an_older_version_has_the_constraints_in_its_configuration(tmp_path: Path) -> None:
+    """They go into a file of the run; a resume keeps the choice, and the key leaves."""
+    run_dir, said = tmp_path / "run", list[str]()
+    plan = prepare_run(config(recompute="full"), run_dir).plan
+    path, record = run_dir / "resolved.yaml", run_dir / "search.json"
+    older = yaml.safe_load(path.read_text())
+    older["schedule"]["asked"] = {"recompute": "full"}
+    path.write_text(yaml.safe_dump(older))
+    record.unlink()
+    (run_dir / "inputs.json").unlink()
+    again = prepare_run(config(steps=9, recompute="full"), run_dir, said.append)
+    assert again.plan == plan and said[1].startswith("schedule: auto keeps what it chose")
+    assert "asked" not in yaml.safe_load(path.read_text())["schedule"]
+    assert read_constraints(run_dir, again.config.schedule) == {"recompute": "full"}
+
+
+def test_a_record_is_of_one_schedule(tmp_path: Path) -> None:
+    chosen, other = resolved().schedule, resolved(scheme="gpipe").schedule
+    (tmp_path / "resolved.yaml").write_text("schedule: 1f1b\n")
+    write_constraints(tmp_path, chosen, None)
+    assert not (tmp_path / "search.json").exists()
+    write_constraints(tmp_path, chosen, {"replicas": 1})
+    assert read_constraints(tmp_path, chosen) == {"replicas": 1}
+    assert read_constraints(tmp_path, other) is None, "the schedule is the user's own"
+    text = (tmp_path / "search.json").read_text()
+    (tmp_path / "search.json").write_text(text.replace('"replicas": 1', '"replicas": 2', 1))
+    with pytest.raises(StateError, match=r"search\.json: its checksum does not match"):
+        read_constraints(tmp_path, chosen)
+
+
 def test_a_run_that_has_started_keeps_its_micro_batch() -> None:
     """Before the start a change of what the choice depends on has the micro-batch chosen anew."""
-    new, old = config(workers=4).with_micro_batch(0), resolved({}).with_micro_batch(2)
+    new, old = config(workers=4).with_micro_batch(0), resolved().with_micro_batch(2)
     said: list[str] = []
     assert keep_micro_batch(new, old, said.append, started=True).train.micro_batch == 2
     assert said == ["train.micro_batch: auto keeps this run's micro-batch: 2"]
@@ -126,6 +159,6 @@ def test_an_older_run_on_a_gpu_keeps_its_schedule() -> None:
     data = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
     new = parse_config({**data, "cluster": {"device": "cuda", "workers": 1}})
     older = parse_config(new.model_dump(mode="json"))
-    kept_keys = keep_defaults(new, older)
+    kept_keys = keep_defaults(new, older, None)
     assert kept_keys.schedule == older.schedule and kept_keys.train.micro_batch == 1
-    assert keep_defaults(new, None).chooses
+    assert keep_defaults(new, None, None).chooses

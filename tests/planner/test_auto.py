@@ -41,7 +41,7 @@ def test_the_winner_is_a_schedule_that_train_takes_and_beats_every_plain_one() -
     choice = chosen()
     schedule = choice.config.schedule
     assert parse_config(choice.config.model_dump(mode="json")) == choice.config
-    assert schedule.scheme != "auto" and schedule.asked == {}
+    assert schedule.scheme != "auto" and choice.constraints == {}
     assert seconds(choice.config) == pytest.approx(choice.step_s)
     plain = [seconds(make_config(scheme)) for scheme in ("spipe", "gpipe", "1f1b", "mobius")]
     assert choice.step_s <= min(plain)
@@ -53,7 +53,7 @@ def test_the_winner_is_a_schedule_that_train_takes_and_beats_every_plain_one() -
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "given",
     [
         {"recompute": "full"},
         {"recompute": "selective", "drop": ["mlp"]},
@@ -64,11 +64,11 @@ def test_the_winner_is_a_schedule_that_train_takes_and_beats_every_plain_one() -
     ],
     ids=str,
 )
-def test_keys_that_are_given_restrict_the_search(asked: dict[str, Any]) -> None:
-    schedule = chosen(**asked).config.schedule
-    found = schedule.model_dump(mode="json")
-    wanted = {**asked, **({"drop": found["drop"]} if "drop" in asked else {})}
-    assert {key: found[key] for key in asked} == wanted and schedule.asked == asked
+def test_keys_that_are_given_restrict_the_search(given: dict[str, Any]) -> None:
+    choice = chosen(**given)
+    keys = choice.config.schedule.model_dump(mode="json")
+    expected = {**given, **({"drop": keys["drop"]} if "drop" in given else {})}
+    assert {key: keys[key] for key in given} == expected and choice.constraints == given
 
 
 def test_settings_of_the_schedule_stay() -> None:
@@ -206,11 +206,11 @@ def test_a_run_keeps_its_recomputation_on_gpus() -> None:
     gpus = {**data, "cluster": {"device": "cuda", "workers": 2}}
     config = parse_config({**gpus, "schedule": "1f1b"})
     old = parse_config(config.model_dump(mode="json"))
-    assert keep_recomputation(config, old).with_recomputation().schedule.recompute is None
+    assert keep_recomputation(config, old, None).with_recomputation().schedule.recompute is None
     new = parse_config(config.with_recomputation().model_dump(mode="json"))
-    assert keep_recomputation(config, new).with_recomputation() == new
+    assert keep_recomputation(config, new, None).with_recomputation() == new
     other = parse_config({**gpus, "schedule": "gpipe"})
-    assert keep_recomputation(other, old).with_recomputation().schedule.recompute == "auto"
+    assert keep_recomputation(other, old, None).with_recomputation().schedule.recompute == "auto"
 
 
 def test_a_micro_batch_of_no_sequences_is_refused() -> None:

@@ -2,8 +2,8 @@
 cannot take.
 
 A resume keeps its plan even if a search would now choose another one. ``resolved.yaml`` therefore
-holds the schedule that ``schedule: auto`` chose and the search constraints. The choice is kept
-until one of its inputs changes.
+holds the schedule that ``schedule: auto`` chose, and ``search.json`` the search constraints. The
+choice is kept until one of its inputs changes.
 """
 
 from __future__ import annotations
@@ -168,14 +168,21 @@ def check_resume(changes: tuple[Change, ...], run_dir: Path, held: int | None) -
         )
 
 
-def keep_defaults(config: Config, previous: Config | None) -> Config:
+Constraints = Mapping[str, Any]
+"""The keys that restricted a search, with their values."""
+
+
+def keep_defaults(
+    config: Config, previous: Config | None, constraints: Constraints | None
+) -> Config:
     """Returns the configuration with ``auto`` where that is the default. A run that was prepared
     with a schedule and a micro-batch that no search chose keeps both.
 
-    ``previous``: the run's configuration until now, ``None`` for a new run.
+    ``previous``: the run's configuration until now, ``None`` for a new run. ``constraints``: those
+    of the search that chose its schedule, if one did.
     """
     defaulted = config.with_defaults()
-    if previous is None or previous.chooses or previous.schedule.asked is not None:
+    if previous is None or previous.chooses or constraints is not None:
         return defaulted
     changed = {
         name: getattr(previous, name)
@@ -190,13 +197,15 @@ def keep_defaults(config: Config, previous: Config | None) -> Config:
     return config.model_copy(update=changed)
 
 
-def keep_recomputation(config: Config, previous: Config | None) -> Config:
+def keep_recomputation(
+    config: Config, previous: Config | None, constraints: Constraints | None
+) -> Config:
     """Returns the configuration with the run's current recomputation, if the user sets none. Layers
     that drop operators run uncompiled, so bits depend on it. Another scheme, a schedule file and a
     search bring their own recomputation.
     """
     schedule, unset = config.schedule, {"recompute", "drop"} - config.schedule.model_fields_set
-    if previous is None or schedule.scheme == AUTO or previous.schedule.asked is not None:
+    if previous is None or schedule.scheme == AUTO or constraints is not None:
         return config
     before = previous.schedule
     if (schedule.scheme, schedule.file) != (before.scheme, before.file) or len(unset) < 2:
@@ -223,19 +232,19 @@ def keep_micro_batch(
     return kept
 
 
-def keep_choice(config: Config, previous: Config | None, progress: Callable[[str], None]) -> Config:
-    """Returns the configuration with the schedule that ``auto`` chose for the run before, if it was
-    asked the same.
-
-    ``previous``: the run's configuration until now, ``None`` for a new run.
+def keep_choice(
+    config: Config,
+    previous: Config | None,
+    constraints: Constraints | None,
+    progress: Callable[[str], None],
+) -> Config:
+    """Returns the configuration with the schedule that ``auto`` chose for the run before, if the
+    constraints are the same. Arguments as :func:`keep_defaults`.
     """
-    if config.schedule.scheme != AUTO or previous is None or previous.schedule.asked is None:
+    if config.schedule.scheme != AUTO or previous is None or constraints is None:
         return config
     before, after = _deciding(previous), _deciding(config)
-    before["schedule"], after["schedule"] = (
-        previous.schedule.asked,
-        search_constraints(config.schedule),
-    )
+    before["schedule"], after["schedule"] = constraints, search_constraints(config.schedule)
     differing = [key for key in after if before[key] != after[key]]
     if differing:
         words = "; ".join(f"{key}: {before[key]!r} -> {after[key]!r}" for key in differing)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import (
@@ -85,8 +86,9 @@ class PlannedRun:
     """A plan of a configuration on a machine.
 
     ``config`` has the schedule that was chosen, if the request left one open; ``choice`` describes
-    it. ``table``: at full size. ``context``: prices and limits that the plan was made with.
-    ``searched``: the search by the terms of the request.
+    it, and ``constraints`` restricted the choice (None: the schedule was given). ``table``: at full
+    size. ``context``: prices and limits that the plan was made with. ``searched``: the search by
+    the terms of the request.
     """
 
     config: Config
@@ -95,6 +97,7 @@ class PlannedRun:
     plan: Plan
     limits: _Limits
     choice: str = ""
+    constraints: Mapping[str, Any] | None = None
     searched: SearchedPlan | None = None
 
     @property
@@ -145,17 +148,21 @@ def plan_run(
             limits=limits,
             searched=searched,
         )
-    config, choice = request.config.with_defaults().with_recomputation(), ""
+    config = request.config.with_defaults().with_recomputation()
     if config.chooses:
         best = choose(config, table, limits, progress, guess)
-        config, plan, choice = best.config, best.plan, str(best)
-        context = config_context(config, table, guess)
-    else:
-        context = config_context(config, table, guess)
-        plan = complete_plan(config, table, context)
-    return PlannedRun(
-        config=config, table=table, context=context, plan=plan, limits=limits, choice=choice
-    )
+        return PlannedRun(
+            config=best.config,
+            table=table,
+            context=config_context(best.config, table, guess),
+            plan=best.plan,
+            limits=limits,
+            choice=str(best),
+            constraints=best.constraints,
+        )
+    context = config_context(config, table, guess)
+    plan = complete_plan(config, table, context)
+    return PlannedRun(config=config, table=table, context=context, plan=plan, limits=limits)
 
 
 def planned_before(directory: RunDirectory, nodes: Sequence[int]) -> PlannedRun:

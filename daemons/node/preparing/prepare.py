@@ -55,6 +55,7 @@ from penstock.daemons.node.preparing.planned_run import (
     search_lines,
 )
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
+from penstock.daemons.node.preparing.search_record import read_constraints, write_constraints
 from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import (
@@ -149,12 +150,14 @@ def _prepare(
     config = _name_tokenizer(config, previous, run_dir, progress)
     config = _keep_bos(config, previous, run_dir, progress)
     config = keep_compile(config, previous)
-    config = keep_defaults(config, previous)
+    constraints = None if previous is None else read_constraints(run_dir, previous.schedule)
+    config = keep_defaults(config, previous, constraints)
     started = RunDirectory(run_dir).has_started
     config = keep_attention(config, previous if started else None)
-    config = keep_recomputation(config, previous if started else None).with_recomputation()
+    before = previous if started else None
+    config = keep_recomputation(config, before, constraints).with_recomputation()
     config = keep_micro_batch(config, previous, progress, started=started)
-    config = keep_choice(config, previous, progress)
+    config = keep_choice(config, previous, constraints, progress)
     changes = _changes(config, previous, run_dir, progress)
     if config.optimizer.rollback == "arithmetic":
         progress(_NOT_EXACT)
@@ -166,6 +169,8 @@ def _prepare(
     if started:
         check_software(config, run_dir, software, progress)
     with unchanged_if_refused(run_dir):
+        if previous is not None:  # runs of older versions have no record yet
+            write_constraints(run_dir, previous.schedule, constraints)
         run = _make_ready(
             config, run_dir, previous, changes, progress, nodes, lock, starter, software
         )
@@ -234,6 +239,7 @@ def _make_ready(
     if config.data.tokens is not None and not makes_inputs:
         move_tokens(directory, config.data.tokens)
     _write_plan(directory, config, run.plan)
+    write_constraints(run_dir, config.schedule, run.constraints)
     if is_to_try(config, previous, changes) and not compiles(
         run_dir,
         asked=is_required,

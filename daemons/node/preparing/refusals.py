@@ -24,6 +24,7 @@ _WRITTEN = (
     "places.json",
     KERNELS,
     "software.json",
+    "search.json",
     ".home",
     CHECKSUMS,
 )

@@ -16,6 +16,7 @@ from penstock.client.views.report.facts import RunFacts
 from penstock.client.views.report.incidents import read_history
 from penstock.client.views.report.readings import read_metrics
 from penstock.client.views.run_view import _metrics
+from penstock.config.execution import ScheduleConfig
 from penstock.daemons.monitor.metrics.targets import addresses
 from penstock.daemons.monitor.observer.analysed import Analysed
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
@@ -23,6 +24,7 @@ from penstock.daemons.monitor.trackers.sampled import JsonLines
 from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
 from penstock.daemons.node.preparing.numerics import _kernels
 from penstock.daemons.node.preparing.places import _recorded
+from penstock.daemons.node.preparing.search_record import read_constraints
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.run_lock import former_home, original_of
 from penstock.daemons.node.service_manager import progress_of
@@ -31,6 +33,7 @@ from penstock.daemons.scheduler.journal_count import step_of
 from penstock.daemons.scheduler.rollback import line_attempt
 from penstock.host.errors import ExitCode, PenstockError
 from penstock.models.checkpoints.causes import quantization_of
+from penstock.planner.planning.auto import searched_keys
 from penstock.protocol.run.checksums import (
     checksums_text,
     read_checked,
@@ -287,6 +290,18 @@ RUN_FILES = (
         _recorded,
         ("daemons.node.preparing.places._recorded",),
         {"format": 1, "digests": {"model.path": "00ff", "data.path": "ff00"}},
+    ),
+    json_file(
+        "search",
+        "search.json",
+        lambda folder: read_constraints(folder, ScheduleConfig()),
+        ("daemons.node.preparing.search_record.read_constraints",),
+        {
+            "format": 1,
+            "constraints": {"recompute": "full"},
+            "schedule": searched_keys(ScheduleConfig()),
+        },
+        allowed=(PenstockError,),
     ),
     json_file(
         "quantization",
