@@ -23,7 +23,7 @@ from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.frameworks import IDEAL, Framework
-from penstock.planner.cost.kernels.work import Shape
+from penstock.planner.cost.kernels import Shape
 from penstock.planner.cost.language_models import LanguageModel
 from penstock.planner.cost.operators import OPERATOR_SETS, operator_set
 

@@ -11,7 +11,7 @@ from penstock.host.sums import added
 from penstock.planner.cost.catalogue import Gpu
 from penstock.planner.cost.costs import BlockCost, OperatorCost
 from penstock.planner.cost.frameworks import Framework, tile_efficiency
-from penstock.planner.cost.kernels.work import Kernel, KernelWork, Shape, all_reduce
+from penstock.planner.cost.kernels import Kernel, KernelWork, Shape, all_reduce
 from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
 from penstock.planner.cost.operators import (
     embedding_kernels,

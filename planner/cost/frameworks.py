@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from types import MappingProxyType
 
-from penstock.planner.cost.kernels.work import Product
+from penstock.planner.cost.kernels import Product
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Of a product's result, as cuBLAS has them (NVIDIA, Matrix Multiplication Background, 2.3)."""

@@ -20,17 +20,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.planner.cost.kernels.experts import expert_kernels
-from penstock.planner.cost.kernels.state_space import state_space_kernels
-from penstock.planner.cost.kernels.transformer import attention_kernels, mlp_kernels
-from penstock.planner.cost.kernels.work import (
+from penstock.planner.cost.kernels import (
     NOTHING,
     Kernel,
     KernelWork,
     Shape,
+    attention_kernels,
     elementwise,
+    expert_kernels,
     linear,
+    mlp_kernels,
     norm,
+    state_space_kernels,
 )
 from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
 

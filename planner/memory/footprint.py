@@ -12,16 +12,17 @@ keep all the time. Shared memory and the table of a configuration:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from penstock.host.sums import added
 from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.allocation_ledger import MemoryBooks, Sizes, Swapped
-from penstock.planner.memory.early_receives import early_arrivals
 from penstock.planner.schedule.layout import OrderedInstruction, StageLayout
+from penstock.planner.schedule.tensors import Receive, Send, Tensor, taken_by, transferred
 from penstock.planner.schedule.timing import order_times, unit_costs
+from penstock.protocol.plan.instructions import Program
 from penstock.protocol.plan.plan import Plan
 
 
@@ -183,3 +184,54 @@ def _guests(
                 (max(begin, end), -swap.num_bytes),
             ]
     return guests
+
+
+_Clock = list[int]
+"""The number of instructions that each device has surely executed."""
+
+
+def early_arrivals(programs: tuple[Program, ...]) -> Iterator[tuple[int, Tensor, int, int]]:
+    """Yields tensors that may arrive before their receive is posted: device, tensor, the first
+    instruction during which it may arrive, and the one that posts the receive.
+
+    A peer sends a tensor when the tensor is made, which may be long before the device posts the
+    receive; the message waits in the host's memory. Only an instruction that takes a tensor from
+    another device waits for a peer, so these instructions bound how far peers can be. The programs
+    must be those of a valid plan.
+    """
+    sent = _sent(programs)
+    for device, program in enumerate(programs):
+        for position, instruction in enumerate(program):
+            if isinstance(instruction, Receive):
+                tensor = transferred(instruction)
+                earliest = sent[tensor, device][device]
+                if earliest < position:
+                    yield device, tensor, earliest, position
+
+
+def _sent(programs: tuple[Program, ...]) -> dict[tuple[Tensor, int], _Clock]:
+    """Returns by tensor and target the instructions that are surely executed when it is sent."""
+    sent: dict[tuple[Tensor, int], _Clock] = {}
+    clocks = [[0] * len(programs) for _ in programs]
+    awaited = [_received(program) for program in programs]
+    moved = True
+    while moved:
+        moved = False
+        for device, program in enumerate(programs):
+            clock = clocks[device]
+            while clock[device] < len(program):
+                instruction = program[clock[device]]
+                taken = taken_by(instruction)
+                if taken is not None and taken in awaited[device]:
+                    if (taken, device) not in sent:
+                        break
+                    clock[:] = map(max, clock, sent[taken, device])
+                if isinstance(instruction, Send):
+                    sent[transferred(instruction), instruction.peer] = clock.copy()
+                clock[device] += 1
+                moved = True
+    return sent
+
+
+def _received(program: Program) -> frozenset[Tensor]:
+    return frozenset(transferred(i) for i in program if isinstance(i, Receive))

@@ -24,8 +24,7 @@ from penstock.planner.cost.costs import Costs
 from penstock.planner.orders.search import Effort, gap
 from penstock.planner.passes.base import Pass, PassContext
 from penstock.planner.passes.spipe import require_decouplable
-from penstock.planner.schedule.layout import ComputeInstruction, StageLayout
-from penstock.planner.schedule.partition import partition
+from penstock.planner.schedule.layout import ComputeInstruction, StageLayout, partition
 from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, all_forward_all_backward
 from penstock.planner.schemes.spipe import SCHEME

@@ -29,8 +29,7 @@ from penstock.host.errors import ConfigError
 from penstock.host.sums import added
 from penstock.planner.cost.costs import Costs
 from penstock.planner.passes.base import Pass, PassContext
-from penstock.planner.schedule.layout import Residency, StageLayout
-from penstock.planner.schedule.partition import partition
+from penstock.planner.schedule.layout import Residency, StageLayout, partition
 from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, all_forward_all_backward
 from penstock.planner.schemes.spipe import SCHEME

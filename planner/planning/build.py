@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.host.errors import ConfigError
-from penstock.planner.schedule.layout import Residency, StageLayout
-from penstock.planner.schedule.partition import partition
+from penstock.planner.schedule.layout import Residency, StageLayout, partition
 from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes import SCHEMES, Recomputation, RecomputeMode, Scheme
 from penstock.protocol.plan.instructions import RecomputeAfter

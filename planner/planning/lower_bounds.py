@@ -19,9 +19,8 @@ from penstock.planner.cost.costs import BlockCost
 from penstock.planner.planning.build import build_schedule
 from penstock.planner.planning.pipeline import PlanContext
 from penstock.planner.planning.search_space import Candidate
-from penstock.planner.schedule.layout import Residency
+from penstock.planner.schedule.layout import Residency, partition
 from penstock.planner.schedule.memory_order import peak_bytes
-from penstock.planner.schedule.partition import partition
 from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schedule.timing import order_times
 from penstock.planner.schemes import SCHEMES

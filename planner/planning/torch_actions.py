@@ -30,8 +30,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.host.errors import ConfigError, ProtocolError
-from penstock.planner.schedule.layout import OrderedInstruction, Residency, StageLayout
-from penstock.planner.schedule.partition import partition
+from penstock.planner.schedule.layout import OrderedInstruction, Residency, StageLayout, partition
 from penstock.planner.schedule.schedule import Schedule
 from penstock.planner.schemes.base import Recomputation, backward_weight
 from penstock.protocol.plan.instructions import (

@@ -26,7 +26,7 @@ from penstock.models.profiling.blocks import BlockBench
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.saved_activations import release_values
 from penstock.planner.cost.catalogue import MODELS
-from penstock.planner.cost.kernels.work import Shape
+from penstock.planner.cost.kernels import Shape
 from penstock.planner.cost.language_models import (
     Experts,
     FeedForward,

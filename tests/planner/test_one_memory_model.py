@@ -15,8 +15,7 @@ import pytest
 from penstock.config.schema import Config
 from penstock.host.errors import CapacityError, ExitCode
 from penstock.planner.cost.profile import CPU_GUESS, GPU_GUESS, table_costs
-from penstock.planner.memory.early_receives import early_arrivals
-from penstock.planner.memory.footprint import device_peaks, inbox_peaks
+from penstock.planner.memory.footprint import device_peaks, early_arrivals, inbox_peaks
 from penstock.planner.memory.table import MemoryKind
 from penstock.planner.planning.configured import trainable_plan
 from penstock.planner.planning.pipeline import try_plan

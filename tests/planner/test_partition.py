@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.schedule.partition import partition
+from penstock.planner.schedule.layout import partition
 
 
 def sizes(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.planner.schedule.layout import Order, StageLayout
-from penstock.planner.schedule.lowering.gradients import insert_gradient_offload
-from penstock.planner.schedule.lowering.transfers import insert_transfers
+from penstock.planner.schedule.lowering.transfers import insert_gradient_offload, insert_transfers
 from penstock.planner.schedule.lowering.weights import (
     insert_resident_weights,
     insert_streamed_weights,

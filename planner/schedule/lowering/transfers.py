@@ -24,9 +24,15 @@ from dataclasses import dataclass
 
 from penstock.planner.schedule.layout import Order, OrderedInstruction, StageLayout
 from penstock.planner.schedule.timing import OrderTimes, order_times, unit_costs
-from penstock.protocol.plan.instructions import Instruction, Program, SendCheckpoint
-from penstock.protocol.plan.resources import PlanFacts, Resource, TensorKind
-from penstock.protocol.plan.semantics import RECEIVES, SENDS, makes, reads
+from penstock.protocol.plan.instructions import (
+    Instruction,
+    OffloadGradients,
+    Program,
+    ReduceGradients,
+    SendCheckpoint,
+)
+from penstock.protocol.plan.resources import PlanFacts, Resource, StateKind, TensorKind
+from penstock.protocol.plan.semantics import RECEIVES, SENDS, Lane, classes, makers, makes, reads
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,3 +139,47 @@ def _merge(orders: Sequence[Order], messages: Sequence[_Message]) -> tuple[Progr
             program += sent
         programs.append(tuple(program))
     return tuple(programs)
+
+
+_SUMMING = makers(StateKind.SUMS)
+_FOLLOWERS = classes(lambda row: row.lane in (Lane.LINK, Lane.REDUCE, Lane.OFFLOAD))
+
+
+def after_sends(program: Program, position: int) -> int:
+    """Returns the first position behind ``position`` and the sends and offloads that follow it.
+
+    Peers wait for sends and the optimizer for offloads, so nothing is put in front of them.
+    """
+    position += 1
+    while position < len(program) and isinstance(program[position], _FOLLOWERS):
+        position += 1
+    return position
+
+
+def insert_gradient_offload(
+    programs: Sequence[Program], *, reduces_gradients: bool
+) -> tuple[Program, ...]:
+    """Returns programs, which have transfers, with one OFFLOAD_GRADIENTS per backward stage.
+
+    The offload follows the stage's last BACKWARD or BACKWARD_WEIGHT, so that the optimizer starts
+    on a stage while the device computes the next one. Data-parallel gradients are reduced before;
+    optimizer updates on the device wait for the offload.
+    """
+    return tuple(_insert(program, reduces_gradients) for program in programs)
+
+
+def _insert(program: Program, reduces_gradients: bool) -> Program:
+    last = {
+        instruction.stage: position
+        for position, instruction in enumerate(program)
+        if isinstance(instruction, _SUMMING)
+    }
+    stages = {after_sends(program, position): stage for stage, position in last.items()}
+    result: list[Instruction] = []
+    for position in range(len(program) + 1):
+        if position in stages:
+            if reduces_gradients:
+                result.append(ReduceGradients(stage=stages[position]))
+            result.append(OffloadGradients(stage=stages[position]))
+        result += program[position : position + 1]
+    return tuple(result)

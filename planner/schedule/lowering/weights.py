@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.planner.schedule.layout import ComputeInstruction, StageLayout
-from penstock.planner.schedule.lowering.gradients import after_sends
+from penstock.planner.schedule.lowering.transfers import after_sends
 from penstock.protocol.plan.instructions import (
     FetchWeights,
     Instruction,

@@ -1,1 +1,0 @@
-"""What the parts of a language model do on a GPU, kernel by kernel."""
