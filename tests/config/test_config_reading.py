@@ -13,8 +13,8 @@ from penstock.config.schema import Config, load_config
 from penstock.config.words import apply_overrides
 from penstock.host import inputs
 from penstock.host.errors import ConfigError, ProtocolError
-from penstock.planner.planning.configured import load_profile
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.profile import load_profile
 
 MINIMAL = "model: {hf: {model_type: llama}}\ndata: {path: '@stdlib'}\n"
 """Lines 1 and 2 of most files below."""
