@@ -33,8 +33,8 @@ from penstock.models.saved_activations import (
     saving_activations,
 )
 from penstock.models.torch_device import torch_device
-from penstock.planner.cost.kernels import Shape, attention_kernels, mlp_kernels
 from penstock.planner.cost.language_models import LanguageModel
+from penstock.planner.cost.layer_kernels import Shape, attention_kernels, mlp_kernels
 from penstock.planner.cost.operators import OPERATOR_SETS
 
 HEAD_SIZE = 64

@@ -1,1 +1,1 @@
-"""What work takes in seconds and bytes: data sheets, measured profiles, guesses, clusters."""
+"""Costs of work in seconds and bytes: data sheets, measured profiles, guesses, clusters."""

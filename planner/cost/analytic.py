@@ -1,11 +1,13 @@
-"""Costs of a named model on a named GPU, computed from data sheets: no measurement, nothing fitted.
+"""Costs of a named model on a named GPU, computed from data sheets; no number is measured or
+fitted.
 
-A kernel takes max(operations / (peak x efficiency), bytes / (bandwidth x 0.85)): the roofline. The
-sum over the kernels of :mod:`penstock.planner.cost.operators` gives the forward of a block and both
-halves of its backward, so that the ratio of backward to forward is a result. Left out, unless a
-:class:`~penstock.planner.cost.frameworks.Framework` says otherwise: launch overhead below
-:data:`INSTRUCTION_S`, quantisation of matrix sizes to tiles, and the slow-down of small products
-beyond what the roofline shows.
+A kernel takes max(operations / (peak x efficiency), bytes / (bandwidth x 0.85)): the roofline.
+Kernels (:mod:`penstock.planner.cost.operators`) add up to the forward of a block and both halves of
+its backward. So the ratio of backward to forward is a result.
+
+By default three effects are left out: launch overhead below :data:`INSTRUCTION_S`, quantisation of
+matrix sizes to tiles, and the slow-down of small products beyond the roofline. A
+:class:`~penstock.planner.cost.frameworks.Framework` can add them.
 
 The head is one block like the embedding. With ``half_layers`` a transformer layer is two blocks,
 its attention (or state space) and its MLP (or experts; 2 L + 2 blocks: Obscura, section 7.2).
@@ -23,8 +25,8 @@ from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.frameworks import IDEAL, Framework
-from penstock.planner.cost.kernels import Shape
 from penstock.planner.cost.language_models import LanguageModel
+from penstock.planner.cost.layer_kernels import Shape
 from penstock.planner.cost.operators import OPERATOR_SETS, operator_set
 
 _Entry = TypeVar("_Entry")
@@ -94,14 +96,16 @@ def analytic_costs(
 ) -> AnalyticCosts:
     """Returns costs for micro-batches of ``micro_batch`` sequences of ``sequence_length`` tokens.
 
-    ``model``: named, or a shape; ``layers``: as many instead of its own number. ``offloaded``: the
-    optimizer's state is in host memory and gradients accumulate in fp32; otherwise the device keeps
-    12 bytes a parameter of optimizer state all the time (``static_bytes``) beside weights and
+    ``model``: a name or a shape; ``layers`` replaces its number of layers. ``offloaded``: the
+    optimizer's state is in host memory and gradients accumulate in fp32. Otherwise the device
+    always keeps 12 bytes a parameter of optimizer state (``static_bytes``), and weights and
     gradients of ``itemsize`` bytes: 16 bytes a parameter in all, or 18 with
     ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given. ``framework``: how
-    kernels run. ``tensor_parallel``: a device of the plan is a group of so many GPUs, each of which
-    has its part of every layer (Megatron's way, without sequence parallelism): costs and bytes are
-    those of one of them, sums pass over NVLink or, where a group is larger than a node, over NICs.
+    kernels run.
+
+    ``tensor_parallel``: a device of the plan is a group of so many GPUs, each with its part of
+    every layer (Megatron's way, without sequence parallelism). Costs and bytes are those of one
+    GPU. Sums pass over NVLink or, if a group is larger than a node, over NICs.
 
     Raises:
         ConfigError: unknown GPU or model, or an impossible number; says what is accepted.
@@ -177,7 +181,7 @@ def _named(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
 
 
 def _cluster(gpu: Gpu, devices_per_node: int, devices_per_switch: int, host: Host) -> Cluster:
-    """Returns one node; peers talk over NVLink, or over PCIe through the host where there is none.
+    """Returns one node. Peers talk over NVLink; without NVLink, over PCIe through the host.
 
     A device's own Adam pass moves 30 bytes a parameter of its memory: reads 16 (gradient, weight,
     moments in fp32), writes 14 (with the 16-bit copy).

@@ -1,5 +1,5 @@
-"""Costs of the blocks of a model on one GPU, or one GPU of a tensor-parallel group: the kernels of
-:mod:`penstock.planner.cost.operators`, each as long as the roofline says.
+"""Costs of the blocks of a model on one GPU, or on one GPU of a tensor-parallel group. Each kernel
+of :mod:`penstock.planner.cost.operators` takes as long as the roofline says.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from penstock.host.sums import added
 from penstock.planner.cost.catalogue import Gpu
 from penstock.planner.cost.costs import BlockCost, OperatorCost
 from penstock.planner.cost.frameworks import Framework, tile_efficiency
-from penstock.planner.cost.kernels import Kernel, KernelWork, Shape, all_reduce
 from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
+from penstock.planner.cost.layer_kernels import Kernel, KernelWork, Shape, all_reduce
 from penstock.planner.cost.operators import (
     embedding_kernels,
     feed_forward_kernels,
@@ -24,10 +24,10 @@ BANDWIDTH_SHARE = 0.85
 """Share of the memory bandwidth that element-wise kernels reach (STREAM-like kernels: 0.8-0.9)."""
 
 LAUNCH_S = 5.0e-6
-"""From one kernel to the next where a device waits for the host to launch them."""
+"""Seconds between two kernels if a device waits for the host to launch them."""
 
 MANY_LAUNCHES = 16.0
-"""Of one operator: more are a loop over tokens, which waits for each launch."""
+"""Launches of one operator; more are a loop over tokens, which waits for each launch."""
 
 ADAM_STATE_BYTES = 12.0
 """fp32 master weight and two moments per parameter, where the optimizer is on the device."""
@@ -132,20 +132,20 @@ class BlockMaker:
         )
 
     def _head(self) -> BlockCost:
-        """Returns the head. With a tied matrix the last stage has its own copy, whose gradients are
-        summed.
+        """Returns the head. With a tied matrix the last stage has a copy; the gradients of both
+        copies are summed.
         """
         model, shape = self.model, self.shape
-        own = model.head_own_parameters
+        head_parameters = model.head_own_parameters
         matrix = model.vocab_size * model.hidden_size
         block = self._block(
             self._reduced(head_kernels(model, shape), forward=False),
-            own + matrix,
+            head_parameters + matrix,
             input_bytes=shape.bytes_of(model.hidden_size),
             workspace_bytes=shape.bytes_of(model.vocab_size)
             + 4.0 * shape.tokens * model.vocab_size,
         )
-        return replace(block, parameters=float(own)) if model.tied else block
+        return replace(block, parameters=float(head_parameters)) if model.tied else block
 
     def _reduced(
         self, kernels: Sequence[Kernel], *, forward: bool = True, backward: bool = True
@@ -189,7 +189,7 @@ class BlockMaker:
         )
 
     def _operators(self, kernels: Sequence[Kernel]) -> tuple[OperatorCost, ...]:
-        """Kernels of one operator together, in the order in which operators first run."""
+        """Yields the kernels of each operator, in the order in which operators first run."""
         names = dict.fromkeys(kernel.operator for kernel in kernels)
         return tuple(
             OperatorCost(
@@ -216,7 +216,7 @@ class BlockMaker:
 
     def _seconds(self, work: KernelWork) -> float:
         """Returns the seconds of a kernel by the roofline: the largest of computing, moving bytes,
-        and launching all but the first where there are more launches than a kernel has in itself.
+        and launching. Launches beyond those of the kernel itself count, but for the first.
         """
         gpu, rate = self.gpu, self.gpu.peak_flops * self.share
         if self.framework.tiles and work.product is not None:

@@ -1,21 +1,24 @@
 """Named GPUs and named language models: the numbers that data sheets and papers print.
 
-Data only; :mod:`penstock.planner.cost.analytic` makes costs of it. Nothing here is fitted to a
-measured run of a pipeline.
+The module has data only; :mod:`penstock.planner.cost.analytic` makes costs of them. No number is
+fitted to a measured run of a pipeline.
 
-Sources of the GPUs: NVIDIA's data sheets of V100, A100, A800, H100 and H200 (dense tensor rates of
-16-bit products that accumulate in fp32, memory bandwidth, NVLink) and the GA102 and AD102
-architecture white papers (RTX 3090 and 4090: the rate with fp32 accumulation, which is half of the
-rate usually advertised).
+Sources of the GPUs: NVIDIA's data sheets of V100, A100, A800, H100 and H200, and the architecture
+white papers of GA102 and AD102 (RTX 3090 and 4090). Rates are dense tensor rates of 16-bit products
+that accumulate in fp32, memory bandwidth, and NVLink. For the RTX cards the rate with fp32
+accumulation is half of the advertised rate.
 
-``efficiency`` is the share of the peak that large matrix products reach, in steady state and
-without what :mod:`~penstock.planner.cost.analytic` counts apart (element-wise kernels, bubbles,
-transfers). It is chosen per generation from published model FLOP utilisation (MFU), which it must
-exceed: A100 0.51-0.56 for 175B-1T including pipeline bubbles and tensor-parallel communication
-(Korthikanti et al. 2022, table 5), hence 0.65; H100 0.38-0.43 for 405B (Llama Team 2024, table 4)
-and about 0.5 where one node suffices, hence 0.6 (large products meet the power limit); V100: the
-TFLOP/s that SPipe's artifact prints are 0.41 of the peak without recomputation, 0.55 with it, hence
-0.6; GeForce cards with halved accumulation rate are easy to keep busy, hence 0.75.
+``efficiency`` is the share of the peak that large matrix products reach in steady state.
+:mod:`~penstock.planner.cost.analytic` counts element-wise kernels, bubbles and transfers apart. The
+share is chosen per generation from published model FLOP utilisation (MFU), which it must exceed:
+
+- A100: 0.65. MFU is 0.51-0.56 for 175B-1T, including pipeline bubbles and tensor-parallel
+  communication (Korthikanti et al. 2022, table 5).
+- H100: 0.6, as large products meet the power limit. MFU is 0.38-0.43 for 405B (Llama Team 2024,
+  table 4) and about 0.5 within one node.
+- V100: 0.6. The TFLOP/s that SPipe's artifact prints are 0.41 of the peak without recomputation,
+  0.55 with it.
+- GeForce cards: 0.75. Their halved accumulation rate is easy to reach.
 """
 
 from __future__ import annotations
@@ -211,8 +214,8 @@ _PUBLISHED = (
     _gpt("gpt3-13b", 40, 5120, 40),
     _gpt("gpt3-175b", 96, 12288, 96),
 )
-"""LLaMA-2 and 3 (Touvron et al. 2023, Llama Team 2024) and GPT-3 (Brown et al. 2020, table 2.1, 13B
-with Megatron's hidden size of 5120 instead of 5140).
+"""LLaMA-2 and 3 (Touvron et al. 2023, Llama Team 2024), and GPT-3 (Brown et al. 2020, table 2.1).
+The 13B model has Megatron's hidden size of 5120 instead of 5140.
 """
 
 _OBSCURA = (
@@ -223,9 +226,9 @@ _OBSCURA = (
     _gpt("gpt3-23b", 72, 5120, 40, positions=4096),
     _gpt("gpt3-28b", 88, 5120, 40, positions=4096),
 )
-"""Obscura, section 9.2: the 13B models with layers added. The numbers of layers are not printed;
-these are the multiples of eight (stages) that give the sizes: 18.1, 23.2, 28.2 and 17.9, 23.0,
-28.0 billion parameters.
+"""Obscura, section 9.2: the 13B models with layers added. The paper does not print numbers of
+layers. The numbers are multiples of eight (stages) that give the printed sizes: 18.1, 23.2, 28.2
+and 17.9, 23.0, 28.0 billion parameters.
 """
 
 _MARIO = (
@@ -251,10 +254,10 @@ _SPIPE = tuple(
         (110, 192, 6912, 18432),
     )
 )
-"""SPipe, table 2. Keys and values have the full width and the vocabulary is GPT-2's: with the
-column "# KV heads" taken as grouped queries, or with LLaMA's vocabulary, the models would be
-smaller than their names (8.4 instead of 10 billion), and the TFLOP/s that the artifact prints
-beside iteration times are those of full attention and 50,257 tokens.
+"""SPipe, table 2. Keys and values have the full width, and the vocabulary is GPT-2's. With the
+column "# KV heads" read as grouped queries, or with LLaMA's vocabulary, models would be smaller
+than their names (8.4 instead of 10 billion). The artifact's TFLOP/s are those of full attention and
+50,257 tokens, too.
 """
 
 _WINDOWED, _OF_EXPERTS = LayerKind(mixer=Mixer.WINDOW), LayerKind(feed_forward=FeedForward.EXPERTS)
@@ -320,8 +323,9 @@ _WINDOWS = (
     _gemma2("gemma2-9b", 42, 3584, 14336, 16, key_value_heads=8),
     _gemma2("gemma2-27b", 46, 4608, 36864, 32, key_value_heads=16, head_size=128),
 )
-"""Mistral 7B (Jiang et al. 2023, table 1) and Gemma 2 (Gemma Team 2024, table 1), where every other
-layer has a window; its activation of the gate is GELU, its logits' soft cap is left out.
+"""Mistral 7B (Jiang et al. 2023, table 1) and Gemma 2 (Gemma Team 2024, table 1). Every other layer
+of Gemma 2 has a window. GELU stands for the activation of its gate; the soft cap of its logits is
+left out.
 """
 
 _EXPERTS = (
@@ -356,7 +360,7 @@ _EXPERTS = (
     ),
 )
 """Mixtral (Jiang et al. 2024, table 1), Qwen1.5-MoE and Qwen3 (their published configurations), and
-Jamba (Lieber et al. 2024), whose layers are of three kinds.
+Jamba (Lieber et al. 2024). Jamba has layers of three kinds.
 """
 
 

@@ -1,5 +1,5 @@
-"""The machines a plan runs on: what moves bytes, how fast, who shares it, and how the CPU optimizer
-works there.
+"""The machines that a plan runs on: links and their speed, devices that share a link, and the CPU
+optimizer of a node.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from penstock.config.optimizers import OPTIMIZERS, OptimizerName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices. Bandwidths in bytes/s, ``inf`` where something is no limit.
+    """Nodes of equal devices. Bandwidths in bytes/s, ``inf`` for no limit.
 
     ``fetch_bandwidth`` and ``offload_bandwidth``: host to device and back, of one device's copy
     engines. ``devices_per_switch`` devices share a PCIe switch of ``switch_bandwidth`` each way
     towards the host. ``peer_bandwidth``: between two devices of a node, each way;
     ``peer_through_host``: such transfers cross the switches and DRAM (no NVLink).
-    ``nic_bandwidth``: of a node, each way, for all transfers to other nodes; ``read_bandwidth``, if
-    given, instead for each read of another node's memory (weights, gradients), shared by none.
-    ``dram_bandwidth``: of a node, shared by copies, transfers through the host, and the optimizer's
-    threads. ``latency_s`` of a message.
+    ``nic_bandwidth``: of a node, each way, for all transfers to other nodes. ``read_bandwidth``, if
+    given, replaces it for reads of another node's memory (weights, gradients); each read has all of
+    it. ``dram_bandwidth``: of a node, shared by copies, transfers through the host, and the
+    optimizer's threads. ``latency_s`` of a message.
 
     ``numa_domains``: parts into which a node's memory channels and cores are split (NPS of an EPYC,
-    sockets), where processes are bound to theirs: gradients of a device, and the optimizer's work
-    on them, stay in the domain of its own, with as large a share of ``dram_bandwidth`` and
+    sockets), if processes are bound to them. Gradients of a device, and the optimizer's work on
+    them, then stay in the device's domain. A domain has an equal share of ``dram_bandwidth`` and
     ``optimizer_rate``.
 
     ``optimizer_rate``: parameters/s that all optimizer cores of a node can process if DRAM is no
-    limit. ``preview_speed``, ``settle_speed``: how many times as fast they preview, or settle, as
-    they do both in one sweep. ``device_optimizer_rate``: parameters/s of an UPDATE on a device,
-    without its copies; ``update_fetch_bytes`` and ``update_offload_bytes``: what it copies per
-    parameter, the state there and the weight back.
+    limit. ``preview_speed``, ``settle_speed``: speed of a preview, or of settling, relative to one
+    sweep that does both. ``device_optimizer_rate``: parameters/s of an UPDATE on a device, without
+    its copies. ``update_fetch_bytes`` and ``update_offload_bytes``: bytes that an UPDATE copies per
+    parameter, the state to the device and the weight back.
 
     ``replicas``: copies of the whole plan that train together (data parallelism beyond the plan's
-    own routes); REDUCE_GRADIENTS sums over them, from each device to its replica at
+    own routes). REDUCE_GRADIENTS sums over them, from each device to its replica at
     ``replica_bandwidth``, through the NICs if ``replicas_on_other_nodes``.
 
     ``device_memory_bytes``, ``host_memory_bytes``: of one device, of one node.
@@ -86,8 +86,8 @@ class Cluster:
         return self.node_of(device) * per_node + inside
 
     def update_bytes_out(self, *, flush: bool) -> float:
-        """Returns the bytes per parameter that an UPDATE sends to the host: the weight, and with
-        ``flush`` the state as well, which are as many as came.
+        """Returns the bytes per parameter that an UPDATE sends to the host: the weight; with
+        ``flush`` also the state, as many bytes as came.
         """
         return self.update_offload_bytes + (self.update_fetch_bytes if flush else 0.0)
 
@@ -96,7 +96,9 @@ class OptimizerStart(StrEnum):
     """When optimizer work may begin."""
 
     OFFLOAD = "offload"
-    """As soon as a stage's gradients are in host memory: what this system and SPipe do."""
+    """Updates start as soon as a stage's gradients are in host memory, as in this system and in
+    SPipe.
+    """
     FLUSH = "flush"
     """When all gradients of all devices are: the synchronous optimizer of Mobius and Megatron."""
 
@@ -129,7 +131,7 @@ class OptimizerModel:
 
 
 MOMENTS_BYTES = OPTIMIZERS[OptimizerName.ADAMW].state_bytes
-"""Of the moments, per parameter: what is reckoned with where nobody names an optimizer."""
+"""Bytes of the moments per parameter, if no optimizer is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +147,11 @@ class SweepBytes:
 
     @classmethod
     def of(cls, state_bytes: float = MOMENTS_BYTES, *, split: bool = False) -> SweepBytes:
-        """Of an optimizer whose state arrays have ``state_bytes`` per parameter.
+        """Returns the way of an optimizer whose state arrays have ``state_bytes`` per parameter.
 
-        A sweep that writes the state of a split master writes its lower halves only: the upper
-        ones lie in a slot of the weights, written by the preview (``native/storage.h``). It reads
-        both, as much as a whole master.
+        A sweep that writes the state of a split master writes its lower halves only. The preview
+        has written the upper halves into a slot of the weights (``native/storage.h``). The sweep
+        reads both halves, as many bytes as a whole master.
         """
         grads, weights = 2.0, 2.0
         read = 4.0 + state_bytes

@@ -39,10 +39,11 @@ class OperatorCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSource:
-    """Outputs of ``operator`` that the backward does not read, but a recomputation may.
+    """Outputs of ``operator`` that a recomputation may read, but not the backward.
 
-    For one micro-batch ``num_bytes`` of them are kept where all operators of one set in
-    ``needed_by`` are dropped, and ``operator`` (empty: nothing that could be dropped) is not.
+    For one micro-batch ``num_bytes`` of them are kept if two conditions hold: all operators of a
+    set in ``needed_by`` are dropped, and ``operator`` is not. An empty ``operator`` cannot be
+    dropped.
     """
 
     operator: str
@@ -51,18 +52,18 @@ class RecomputeSource:
 
     def kept_bytes(self, drop: frozenset[str]) -> float:
         """Returns the bytes that are kept where these operators are dropped."""
-        asked = any(drop.issuperset(names) for names in self.needed_by)
-        return self.num_bytes if asked and self.operator not in drop else 0.0
+        needed = any(drop.issuperset(names) for names in self.needed_by)
+        return self.num_bytes if needed and self.operator not in drop else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspaces:
-    """Bytes that each kind of computation needs for one micro-batch while it runs, beyond what a
-    device then holds anyway: input, output, and all that the stage keeps. ``forward``: without a
-    graph; ``graph``: FORWARD that keeps one, RECOMPUTE; the others: BACKWARD and its halves.
+    """Bytes that each kind of computation needs for one micro-batch while it runs, beyond what the
+    device holds anyway: input, output, and all that the stage keeps.
 
-    Of a stage less than of its greediest block, if that runs while others keep nothing yet, or
-    nothing any more.
+    ``forward``: without a graph; ``graph``: FORWARD that keeps one, RECOMPUTE; the others: BACKWARD
+    and its halves. A stage needs less than its greediest block, if that block runs while others
+    keep nothing.
     """
 
     forward: float = 0.0
@@ -90,21 +91,21 @@ class BlockCost:
     Seconds per micro-batch: ``forward_s``; ``recompute_s``, its forward again, with autograd;
     ``backward_input_s`` and ``backward_weight_s``, p1 and p2 of the 2BP paper.
 
-    Bytes per micro-batch: ``output_bytes``, of its output, and so of the next block's checkpoint or
-    gradient (of a stage: of its last block); ``activation_bytes``, what a forward keeps for the
-    backward; ``deferred_bytes``, what stays between BACKWARD_INPUT and BACKWARD_WEIGHT;
-    ``workspace_bytes``, what compute needs while it runs (of a stage: of its greediest block);
-    ``workspaces``, the same by kind of computation, where that is known.
+    Bytes per micro-batch: ``output_bytes``, of the output, and so of the next block's checkpoint or
+    gradient (a stage has those of its last block); ``activation_bytes``, which a forward keeps for
+    the backward; ``deferred_bytes``, which stay between BACKWARD_INPUT and BACKWARD_WEIGHT;
+    ``workspace_bytes`` while compute runs (a stage has those of its greediest block);
+    ``workspaces``, the same by kind of computation, if known.
 
     Once for all micro-batches and blocks of a device: ``constant_bytes`` (masks, rotary tables).
 
     Per attempt: trainable ``parameters``; ``weight_bytes``, of a weight buffer;
     ``device_gradient_bytes``, accumulated on the device; ``gradient_bytes``, as offloaded;
-    ``static_bytes``, what else a device keeps all the time for a block it owns (optimizer state of
-    systems that do not keep it on the host).
+    ``static_bytes``, other memory that a device always keeps for a block that it owns (optimizer
+    state of systems that do not keep it on the host).
 
-    ``operators`` make up ``forward_s`` and ``activation_bytes``; empty where they are not known.
-    ``sources``: what is kept instead where some of them are dropped.
+    ``operators`` make up ``forward_s`` and ``activation_bytes``; empty if unknown. ``sources``:
+    tensors that are kept instead if some of them are dropped.
     """
 
     forward_s: float = 0.0
@@ -136,12 +137,14 @@ class BlockCost:
         )
 
     def seconds_of(self, kind: type[Instruction]) -> float:
-        """Seconds per micro-batch of a compute instruction on a stage, nothing dropped."""
+        """Returns the seconds of a compute instruction on a stage per micro-batch, with nothing
+        dropped.
+        """
         seconds: float = getattr(self, _SECONDS[kind])
         return seconds
 
     def workspace_of(self, instruction: Instruction) -> float:
-        """Workspace bytes of an instruction on a stage; 0 of what does not compute."""
+        """Returns the workspace bytes of an instruction on a stage; 0 if it does not compute."""
         kind = _WORKSPACES.get(type(instruction))
         if kind is None:
             return 0.0
@@ -175,8 +178,8 @@ class BlockCost:
         return added(source.kept_bytes(names) for source in self.sources)
 
     def kept_on_device(self) -> BlockCost:
-        """Returns the cost with weights, gradients and what the optimizer works on in device
-        memory, for good: nothing of the block moves, and its optimizer step is left out.
+        """Returns the cost with weights, gradients and optimizer state in device memory for good.
+        Nothing of the block moves, and its optimizer step is left out.
         """
         return replace(
             self,
@@ -208,7 +211,7 @@ class BlockCost:
         )
 
     def __add__(self, other: BlockCost) -> BlockCost:
-        """This block followed by another."""
+        """Returns the cost of this block followed by another."""
         values = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
         return BlockCost(
             **values,
@@ -244,7 +247,7 @@ _WORKSPACES: Mapping[type[Instruction], str] = MappingProxyType(
 
 def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | None:
     """While the first computes, the second keeps nothing: not yet in forwards, no longer in
-    backwards. Its gradient is there then, which nobody but the first takes.
+    backwards. The second's gradient is on the device then, and only the first takes it.
     """
     if second.workspaces is None:
         return None
@@ -261,7 +264,7 @@ def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | No
 
 
 _SENT = (Forward, Backward, BackwardInput)
-"""Instructions whose result goes to another stage."""
+"""Instructions that send their result to another stage."""
 
 _COMPUTED = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
 _SUMMED = tuple(
@@ -283,12 +286,12 @@ _SUMMED = tuple(
 class Costs:
     """All blocks, and the fixed overhead of each compute instruction in seconds.
 
-    ``sending_s``: how much longer an instruction takes whose result is sent, where compute waits
-    for transfers.
+    ``sending_s``: seconds that an instruction takes longer if its result is sent, on devices whose
+    compute waits for transfers.
 
-    ``separate_memory``: devices do not compute in the host's, so that OFFLOAD_GRADIENTS copies,
-    beside what follows it, and UPDATE needs buffers; otherwise the sums are gone when the former
-    has run, and the latter works where the state is.
+    ``separate_memory``: devices have memory of their own. OFFLOAD_GRADIENTS then copies while later
+    instructions run, and UPDATE needs buffers. Otherwise sums are gone after OFFLOAD_GRADIENTS, and
+    UPDATE works on the state in place.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -314,7 +317,7 @@ class Costs:
         return replace(self, blocks=tuple(block.faster(factor) for block in self.blocks))
 
     def input_bytes(self, block: int) -> float:
-        """Bytes of a block's input, which comes out of the block before; nothing of the batch."""
+        """Returns the bytes of a block's input, which the block before puts out; 0 of the batch."""
         return self.blocks[block - 1].output_bytes if block else 0.0
 
     @cached_property

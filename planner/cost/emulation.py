@@ -1,16 +1,16 @@
-"""Emulated devices: what ``cluster.device: emulated:…`` stands for.
+"""Emulated devices: the model, GPU and costs of ``cluster.device: emulated:…``.
 
-``emulated:analytic:GPU:MODEL[:option=…]`` is a model and a GPU by name (as ``--costs`` has them;
-lengths of sequences and micro-batches are the configuration's), ``emulated:FILE.json`` what
-``penstock profile`` measured. With ``offloaded=no`` weights, gradients and the optimizer's state
-are in device memory: they count there, nothing of them moves, and the optimizer's step takes no
-time, as where papers compare schedules of models that fit. Both bring the model's block table, so
-the ``model`` section needs its ``dtype`` only.
+``emulated:analytic:GPU:MODEL[:option=…]`` is a model and a GPU by name, as ``--costs`` has them;
+the configuration has the lengths of sequences and micro-batches. ``emulated:FILE.json`` is a file
+of ``penstock profile``. With ``offloaded=no`` weights, gradients and the optimizer's state are in
+device memory: they count there, nothing of them moves, and the optimizer's step takes no time, as
+in papers that compare schedules of models that fit. Both bring the model's block table, so the
+``model`` section needs its ``dtype`` only.
 
-An emulated run has two tables. The **full** one is what plans, memory and durations are reckoned
-with. The **stored** one has the same blocks and tensors at ``emulation.scale`` of their size: that
-is what lies in shared memory, is updated, and is sent. How workers spend the durations is
-:mod:`penstock.workers.platforms.emulated`'s matter.
+An emulated run has two tables. Plans, memory and durations follow from the **full** one. The
+**stored** one has the same blocks and tensors at ``emulation.scale`` of their size: shared memory
+has its bytes, optimizers update them, and peers send them. How workers spend the durations:
+:mod:`penstock.workers.platforms.emulated`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ _TOKENS = "tokens"
 
 _STATUS_BYTES = 2.0
 _STATUS_SPEED = 5.6
-"""How many times as fast as a preview gradients are looked at (measured on two cores, both from
-memory): that does next to no arithmetic, so the rate of the optimizer's says nothing about it.
+"""Speed of a check of gradients relative to a preview (measured on two cores, both from memory).
+The check does next to no arithmetic, so the optimizer's rate says nothing about it.
 """
 _CAST_BYTES = 6.0
 
 
 def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
-    """How the optimizer gets from version to version, where the plan does not say it."""
+    """How the optimizer gets from version to version, if the plan does not say it."""
     moved = _sweep_bytes(config)
     if config.rollback == "arithmetic":
-        # Gradients are looked at before the step: what Inf destroys no arithmetic brings back.
+        # Gradients are checked before the step: no arithmetic brings back a value that Inf
+        # destroyed.
         return OptimizerModel(tail_bytes=moved.hold + _STATUS_BYTES)
     return moved.advancing
 
@@ -61,8 +62,8 @@ def _sweep_bytes(config: OptimizerConfig) -> SweepBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRates:
-    """The optimizer's sweeps on all cores of an emulated node, by name: parameters/s, or what they
-    move (bytes per parameter) where that many parameters/s are one limit and memory is the other.
+    """The optimizer's sweeps on all cores of an emulated node, by name: parameters/s, or bytes per
+    parameter. Bytes are used if a number of parameters/s is one limit and memory the other.
     """
 
     parameters_per_s: Mapping[str, float]
@@ -70,7 +71,7 @@ class SweepRates:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster, sweeps: SweepBytes) -> SweepRates:
-        """Each sweep at the speed of the cores, and of what copies leave of DRAM."""
+        """Returns sweeps at the speed of the cores and of the DRAM that copies leave."""
         moved = {
             "advance": sweeps.advance,
             "preview": sweeps.preview,
@@ -88,7 +89,7 @@ class SweepRates:
 
     @classmethod
     def measured(cls, profile: Profile) -> SweepRates:
-        """Those of a profile; sweeps that it does not know take a preview's time."""
+        """Returns the sweeps of a profile; those that it does not know take a preview's time."""
         machine = profile.machine
         rates = {
             "advance": machine.advance_rate,
@@ -102,15 +103,15 @@ class SweepRates:
         return cls(parameters_per_s=rates, bytes_per_parameter=dict.fromkeys(rates, 0.0))
 
     def without(self, name: str) -> SweepRates:
-        """Where a sweep moves nothing."""
+        """Returns sweeps that move no memory."""
         rates = {other: rate for other, rate in self.parameters_per_s.items() if other != name}
         return replace(self, parameters_per_s=rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepWork:
-    """A sweep on an emulated node: bytes it moves, at most at ``limit`` bytes/s of the clock, while
-    the memory moves ``capacity``. (Without memory traffic bytes are parameters.)
+    """A sweep on an emulated node: the bytes that it moves. Its speed is at most ``limit`` bytes/s
+    of the clock, while the memory moves ``capacity``. Without memory traffic bytes are parameters.
     """
 
     num_bytes: float
@@ -137,7 +138,7 @@ class Emulation:
 
     @classmethod
     def of(cls, config: Config) -> Emulation:
-        """What a configuration with an emulated device stands for.
+        """Returns the emulation of a configuration with an emulated device.
 
         Raises:
             ConfigError: no emulated device, an unknown GPU or model, a profile that does not fit.
@@ -148,36 +149,36 @@ class Emulation:
         _check_supported(config)
         if config.train.micro_batch == CHOSEN_LATER:
             config = config.with_micro_batch(1)
-        wanted = config.emulation
+        settings = config.emulation
         made = _of_profile(Path(text), config) if text.endswith(".json") else _named(text, config)
         _check_model(config, made.table)
         fetched = config.optimizer.name.traits.stepped_bytes
         cluster = _changed(replace(made.cluster, update_fetch_bytes=fetched), config)
         moved, way = _sweep_bytes(config.optimizer), optimizer_way(config.optimizer)
-        if wanted.optimizer_bytes is not None:
-            moved = replace(moved, advance=wanted.optimizer_bytes)
+        if settings.optimizer_bytes is not None:
+            moved = replace(moved, advance=settings.optimizer_bytes)
             if way.early is not None:
-                way = replace(way, tail_bytes=wanted.optimizer_bytes)
+                way = replace(way, tail_bytes=settings.optimizer_bytes)
         sweeps = made.sweeps or SweepRates.of_cluster(cluster, moved)
         if config.optimizer.master == "split":
             sweeps = sweeps.without("cast")  # weights are there with the state: a word is set
-        costs = made.costs.faster(wanted.compute_speed)
-        if wanted.instruction_s is not None:
-            costs = replace(costs, instruction_s=wanted.instruction_s)
+        costs = made.costs.faster(settings.compute_speed)
+        if settings.instruction_s is not None:
+            costs = replace(costs, instruction_s=settings.instruction_s)
         return cls(
             name=made.name,
             table=made.table,
-            stored=stored_table(made.table, wanted.scale),
+            stored=stored_table(made.table, settings.scale),
             costs=costs,
             cluster=cluster,
-            optimizer=replace(way, start=OptimizerStart(wanted.optimizer_start)),
+            optimizer=replace(way, start=OptimizerStart(settings.optimizer_start)),
             sweeps=sweeps,
-            time_scale=wanted.time_scale,
+            time_scale=settings.time_scale,
             offloaded=made.offloaded,
         )
 
     def reads(self, run_dir: Path, config: Config, node: int) -> NodeReads:
-        """The time of what a node's processes read from other nodes."""
+        """Returns the seconds of a read of other nodes' memory by the processes of a node."""
         return NodeReads(
             board=NicReservations.of_run(run_dir, len(config.cluster.nodes)),
             node=node,
@@ -186,14 +187,14 @@ class Emulation:
 
     @property
     def reads_bytes_per_s(self) -> float:
-        """How many stored bytes a node reads from others in a second of the clock."""
+        """Bytes of stored state that a node reads from others in a second of the clock."""
         growth = self.table.num_parameters / self.stored.num_parameters if self.offloaded else 0.0
         return self.cluster.nic_bandwidth / max(growth, 1e-9) / self.time_scale
 
     def sweep_work(self, name: str, block: int) -> SweepWork | None:
-        """An optimizer sweep (its name as in its class) over a block, in seconds of the clock."""
+        """Returns the seconds of the clock of an optimizer sweep (by its class' name) over a block."""
         if name not in self.sweeps.parameters_per_s:
-            return None  # also a repair: nobody knows how much of the block was left
+            return None  # also a repair, whose remaining part is unknown
         parameters = self.costs.blocks[block].parameters
         moved, capacity = self.sweeps.bytes_per_parameter[name], self.cluster.dram_bandwidth
         if not moved or isinf(capacity):
@@ -208,7 +209,7 @@ class Emulation:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What ``cluster.device`` says; ``sweeps`` only if they were measured."""
+    """The model and cluster of ``cluster.device``; ``sweeps`` only if they were measured."""
 
     name: str
     table: BlockTable
@@ -219,7 +220,7 @@ class _Source:
 
 
 def stored_table(table: BlockTable, scale: float) -> BlockTable:
-    """The same blocks and tensors at ``scale`` of their size, at least one vector each."""
+    """Returns the same blocks and tensors at ``scale`` of their size, at least one vector each."""
     blocks = tuple(_stored_block(block, scale) for block in table.blocks)
     stored = replace(
         table,
@@ -258,19 +259,20 @@ def _check_supported(config: Config) -> None:
 
 
 def _check_model(config: Config, table: BlockTable) -> None:
-    """A Hugging Face configuration left in the file must at least have the model's layers."""
+    """Checks that a Hugging Face configuration left in the file has the model's layers."""
     hf = config.model.hf or {}
     layers = hf.get("num_hidden_layers", hf.get("n_layer"))
-    there = len({block.layer_index for block in table.blocks} - {None})
-    if layers not in (None, there):
+    num_layers = len({block.layer_index for block in table.blocks} - {None})
+    if layers not in (None, num_layers):
         raise ConfigError(
             f"model.hf: has {layers} layers, the model of cluster.device ="
-            f" {config.cluster.device!r} has {there}; leave model.hf out or name the same model"
+            f" {config.cluster.device!r} has {num_layers}; leave model.hf out or"
+            " name the same model"
         )
 
 
 def _changed(cluster: Cluster, config: Config) -> Cluster:
-    """With what ``emulation.machine`` says differently."""
+    """Returns the cluster with the values of ``emulation.machine``."""
     changes: dict[str, Any] = dict(config.emulation.machine)
     fixed = ("devices_per_node", "replicas", "replica_bandwidth", "replicas_on_other_nodes")
     known = [field.name for field in fields(Cluster) if field.name not in fixed]
@@ -356,7 +358,7 @@ def _named(text: str, config: Config) -> _Source:
 
 
 def _check_options(text: str, source: AnalyticSource) -> None:
-    """What the configuration says elsewhere is not said here."""
+    """Refuses options that repeat keys of the configuration."""
     elsewhere = {
         "sequence_length": "data.sequence_length",
         "micro_batch": "train.micro_batch",
@@ -368,12 +370,13 @@ def _check_options(text: str, source: AnalyticSource) -> None:
 
 
 def _published(block: BlockCost, table: BlockTable) -> BlockCost:
-    """Gradients leave in the configured type."""
+    """Returns the costs with gradients that leave in the configured type."""
     return replace(block, gradient_bytes=block.parameters * table.grad_dtype.itemsize)
 
 
 def _table(found: AnalyticCosts, config: Config) -> BlockTable:
-    """The block table of a named model: one tensor a block, and the one that a tied head borrows.
+    """Returns the block table of a named model: one tensor a block, and the one that a tied head
+    borrows.
 
     Work is in operations that the GPU would do in the block's time, so that cuts are balanced by
     time.

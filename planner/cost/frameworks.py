@@ -1,8 +1,8 @@
-"""How training frameworks run kernels, where that costs time beyond the roofline.
+"""Extra time of training frameworks' kernels, beyond the roofline.
 
-:data:`IDEAL` is what all costs are reckoned with unless told: a product reaches its share of the
-peak whatever its size, norms and rotary embeddings are one kernel each, sums of weight gradients
-cost nothing beyond their product, and the host is never late.
+:data:`IDEAL`, the default, adds none. A product reaches its share of the peak at every size, norms
+and rotary embeddings are one kernel each, sums of weight gradients are part of their product, and
+the host is never late.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from math import ceil
 from types import MappingProxyType
 
-from penstock.planner.cost.kernels import Product
+from penstock.planner.cost.layer_kernels import Product
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Of a product's result, as cuBLAS has them (NVIDIA, Matrix Multiplication Background, 2.3)."""
+"""Tiles of a product's result, as cuBLAS has them (NVIDIA, Matrix Multiplication Background, 2.3).
+"""
 
 _L2_FLOPS_PER_BYTE = 43.0
-"""Of 16-bit products at the peak per byte that multiprocessors can read from L2: A100, 312 TFLOP/s
-and 5120 bytes per clock (NVIDIA A100 whitepaper). Smaller tiles read more and are slower.
+"""Operations of 16-bit products at the peak per byte that multiprocessors can read from L2: A100,
+312 TFLOP/s and 5120 bytes per clock (NVIDIA A100 whitepaper). Smaller tiles read more and are
+slower.
 """
 
 _TILE_ITEMSIZE = 2.0
@@ -64,7 +66,7 @@ MEGATRON_DEEPSPEED = Framework(
     launch_s=1.0e-5,
     blocking=True,
 )
-"""With Megatron's kernels for norms, and DeepSpeed's pipeline engine, whose sends block."""
+"""Megatron's kernels for norms, and DeepSpeed's pipeline engine with its blocking sends."""
 
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
     {one.name: one for one in (IDEAL, EAGER, MEGATRON_DEEPSPEED)}

@@ -14,7 +14,7 @@ from penstock.host.errors import ConfigError
 
 
 class Mixer(StrEnum):
-    """What the first half of a layer mixes tokens with."""
+    """The part of a layer's first half that mixes tokens."""
 
     ATTENTION = "attention"
     WINDOW = "window"
@@ -24,7 +24,7 @@ class Mixer(StrEnum):
 
 
 class FeedForward(StrEnum):
-    """What the second half of a layer is."""
+    """The second half of a layer."""
 
     DENSE = "dense"
     EXPERTS = "experts"
@@ -45,7 +45,7 @@ class Experts:
     """A mixture of experts in place of an MLP: a router sends each token to ``per_token`` of
     ``number`` gated MLPs.
 
-    ``shared_size``: width of an MLP beside them that sees every token, behind a gate of one number
+    ``shared_size``: width of a shared MLP that sees every token, behind a gate of one number
     (Qwen's); 0: none.
     """
 
@@ -72,19 +72,19 @@ class StateSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
-    """The shape of a model of one of three families:
+    """The shape of a model of one of three families.
 
     ``gated``: LLaMA's (RMSNorm, gate and up projection with SiLU, no biases, no dropout, rotary
     embedding). Otherwise GPT's (LayerNorm, learned positions, GELU, biases, dropout after both
-    halves of a layer); not ``causal``: of these BERT's, a masked language model (every token sees
-    all others, norms after the sums, token types, and a dense layer before the projection to the
-    vocabulary).
+    halves of a layer). Not ``causal``: BERT's, a masked language model of GPT's kernels: every
+    token sees all others, norms follow the sums, and there are token types and a dense layer before
+    the projection to the vocabulary.
 
     ``pattern``: layers are of these kinds, in turns. ``key_value_size``: width of keys, and of
-    values (the hidden size, or less with grouped queries); ``query_size``: of queries, the hidden
-    size unless given. ``query_key_norms``: of how many numbers each head's norm of queries and of
-    keys is (Qwen3), 0 without. ``qkv_biases``: of a gated model. ``post_norms``: a norm also after
-    each half of a layer (Gemma 2). ``window``: tokens that a query of :attr:`Mixer.WINDOW` sees.
+    values (the hidden size, or less with grouped queries). ``query_size``: of queries, the hidden
+    size unless given. ``query_key_norms``: numbers of each head's norm of queries and of keys
+    (Qwen3), 0 without. ``qkv_biases``: of a gated model. ``post_norms``: a norm also after each
+    half of a layer (Gemma 2). ``window``: tokens that a query of :attr:`Mixer.WINDOW` sees.
     ``tied``: the head uses the embedding's matrix. ``max_positions``: learned position embeddings,
     0 for rotary ones.
     """
@@ -143,8 +143,8 @@ class LanguageModel:
         experts, h = self.experts, self.hidden_size
         assert experts is not None, "a layer of experts in a model that has none"
         shared = 3 * h * experts.shared_size + h if experts.shared_size else 0
-        own = experts.number * 3 * h * experts.intermediate_size
-        return h * experts.number + own + shared + self._half_norms
+        expert_weights = experts.number * 3 * h * experts.intermediate_size
+        return h * experts.number + expert_weights + shared + self._half_norms
 
     @property
     def state_space_parameters(self) -> int:
@@ -153,8 +153,8 @@ class LanguageModel:
         assert space is not None, "a layer of state space in a model that has none"
         e, r, n = space.inner_size, space.time_rank, space.state_size
         products = h * 2 * e + e * (r + 2 * n) + r * e + e * h
-        own = e * space.taps + e + e + e * n + e  # convolution, biases, A and D
-        return products + own + (r + 2 * n) * space.inner_norms + self._half_norms
+        total = e * space.taps + e + e + e * n + e  # convolution, biases, A and D
+        return products + total + (r + 2 * n) * space.inner_norms + self._half_norms
 
     def mixer_parameters(self, kind: LayerKind) -> int:
         """Returns the parameters of the first half of a layer."""
@@ -182,7 +182,7 @@ class LanguageModel:
     @property
     def head_own_parameters(self) -> int:
         """Parameters of the head without its matrix to the vocabulary: the last norm, or BERT's
-        dense layer with its norm, and the biases of the vocabulary.
+        dense layer with its norm, and the biases.
         """
         h = self.hidden_size
         return self.norm_parameters if self.causal else h * h + h + 2 * h + self.vocab_size
@@ -196,9 +196,11 @@ class LanguageModel:
         return self.embedding_parameters + layers + self.head_own_parameters + matrix
 
     def shard(self, shards: int) -> LanguageModel:
-        """Returns what each of ``shards`` devices has of the model under tensor parallelism: its
-        part of the heads, of the MLPs' (and experts', and state spaces') inner width, and of the
-        vocabulary; norms, position embeddings and the router are everywhere (Shoeybi et al. 2019).
+        """Returns the part of the model that each of ``shards`` devices has under tensor
+        parallelism (Shoeybi et al. 2019).
+
+        Split are heads, the inner width of MLPs, experts and state spaces, and the vocabulary.
+        Norms, position embeddings and the router are on every device.
 
         Raises:
             ConfigError: a width that does not divide evenly.

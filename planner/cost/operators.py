@@ -1,18 +1,18 @@
-"""What a language model does on a GPU, kernel by kernel: operations, bytes moved, bytes kept.
+"""Kernels of a language model on a GPU: operations, bytes moved, bytes kept.
 
-From first principles, after Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022, section 4: a 16-bit activation of the hidden size h is 2h bytes a token,
-a dropout mask h, and so on; with flash attention (Dao et al. 2022) no scores are kept. How long it
-takes is :mod:`penstock.planner.cost.analytic`'s matter.
+The numbers follow from first principles (Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models", 2022, section 4). A 16-bit activation of the hidden size h is 2h bytes a
+token, a dropout mask h, and so on. With flash attention (Dao et al. 2022) no scores are kept.
+:mod:`penstock.planner.cost.analytic` has the seconds.
 
 Every tensor that the backward reads belongs to the operator that makes it, so that dropping the
-operator saves exactly this tensor. The input of a block belongs to nobody: the block cannot make
-it again. Where one tensor cannot be dropped without another step, the steps are one operator: the
-rotary embedding belongs to ``qkv``, residual additions to the projection before them.
+operator saves exactly this tensor. The input of a block belongs to no operator, as the block cannot
+make it again. If dropping one tensor needs another step, the steps are one operator: the rotary
+embedding belongs to ``qkv``, residual additions to the projection before them.
 
 Split backward (2BP, section 3): only matrix products with weights, biases and the embedding have a
-second half; norms, attention, scans and element-wise kernels are p1 alone (the gradients of norms'
-weights come with it).
+second half. Norms, attention, scans and element-wise kernels are p1 alone, with the gradients of
+norms' weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from penstock.planner.cost.kernels import (
+from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
+from penstock.planner.cost.layer_kernels import (
     NOTHING,
     Kernel,
     KernelWork,
@@ -33,7 +34,6 @@ from penstock.planner.cost.kernels import (
     norm,
     state_space_kernels,
 )
-from penstock.planner.cost.language_models import FeedForward, LanguageModel, LayerKind, Mixer
 
 OPERATOR_SETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -75,8 +75,8 @@ def feed_forward_kernels(model: LanguageModel, shape: Shape, kind: LayerKind) ->
 
 
 def embedding_kernels(model: LanguageModel, shape: Shape) -> list[Kernel]:
-    """Rows of the table; their gradients are added to it. Nobody needs an input gradient. BERT
-    adds types and a norm.
+    """Returns rows of the table, and the addition of their gradients. The embedding has no input
+    gradient. BERT adds types and a norm.
     """
     h, tokens = model.hidden_size, shape.tokens
     row = shape.bytes_of(h)

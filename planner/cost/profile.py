@@ -1,4 +1,4 @@
-"""Costs of a configured model on the machine at hand: measured, or guessed while nobody measured.
+"""Costs of a configured model on this machine: measured, or guessed.
 
 A block table and either a :class:`~penstock.protocol.plan.profile.Profile` or a :class:`Guess` give
 :class:`~penstock.planner.cost.costs.Costs` and a :class:`~penstock.planner.cost.cluster.Cluster`.
@@ -26,12 +26,12 @@ from penstock.protocol.plan.profile import KindProfile, MachineProfile, Profile
 from penstock.shm.table import BlockSpec, BlockTable, DType
 
 _GRADIENT_ITEMSIZE = 4
-"""Gradients accumulate in fp32 on the device, whatever they are published in."""
+"""Bytes of a gradient on the device: gradients accumulate in fp32 and are published in any type."""
 
 _COMPUTE_ITEMSIZE_OF_CPUS = 4
 _SINGLE_BYTES = 4096 + 5056
-"""Losses and other single numbers, which are kept until the end of an attempt, and the state of a
-CPU's random generator, which chunks of the loss keep while they run again.
+"""Bytes of losses and other single numbers, kept until the end of an attempt, and of the state of a
+CPU's random generator, which recomputed chunks of the loss keep.
 """
 
 _UPDATE_BYTES = 30.0
@@ -53,7 +53,7 @@ _GPU_MACHINE = MachineProfile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guess:
-    """Rates of a machine nobody measured, and the block table's own estimates.
+    """Guessed rates of a machine, and the block table's own estimates.
 
     ``device_flops`` per second in FORWARD; ``backward_ratio``: BACKWARD relative to FORWARD, half
     of it p1.
@@ -108,8 +108,8 @@ def guess_of_gpu(name: str, dtype: DType) -> Guess:
 
 
 def guess_of_device(name: str, memory_bytes: float, dtype: DType) -> Guess:
-    """Returns the rates of the GPU that a driver calls ``name``, with ``memory_bytes``: those of
-    :func:`guess_of_gpu`, or of :data:`GPU_GUESS` where the catalogue has none of its kind.
+    """Returns the rates of the GPU with a driver's ``name`` and ``memory_bytes``: those of
+    :func:`guess_of_gpu`. A GPU that the catalogue lacks has :data:`GPU_GUESS`.
     """
     gpu = gpu_called(name)
     guess = GPU_GUESS if gpu is None else guess_of_gpu(gpu.name, dtype)
@@ -156,10 +156,10 @@ def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class TableCosts(Costs):
-    """A table's costs; a stage that borrows a tensor of another block holds the array that it is
-    in, whole, and sums its gradients in an array of that size.
+    """A table's costs. A stage that borrows a tensor of another block holds the whole array that
+    has the tensor, and sums its gradients in an array of that size.
 
-    ``widening``: how much larger weights are on the device than where they are stored.
+    ``widening``: size of weights on the device relative to their stored size.
     """
 
     table: BlockTable
@@ -178,7 +178,7 @@ class TableCosts(Costs):
 
     def _borrowing(self, cost: BlockCost, blocks: range) -> BlockCost:
         table = self.table
-        lent = [found for index in blocks for found in table.blocks[index].borrows]
+        lent = [borrowed for index in blocks for borrowed in table.blocks[index].borrows]
         arrays = {(b.owner, bool(b.contribution)) for b in lent if b.owner not in blocks}
         weights = sum(
             table.blocks[owner].trainable_elements
@@ -200,9 +200,8 @@ def table_costs(
     table: BlockTable, source: Profile | Guess, *, tokens: int, own_memory: bool
 ) -> TableCosts:
     """Returns the costs of a table's blocks. Devices with ``own_memory`` compute in the type of the
-    weights; those without compute in fp32, whatever weights are stored in, and in the host's
-    memory. The one model of what devices hold: passes, checks, searches and tables all reckon with
-    it.
+    weights, all others in fp32 and in the host's memory. Passes, checks, searches and tables all
+    use this one model of the memory of devices.
 
     Raises:
         ConfigError: a kind of block is not in the profile.
@@ -243,8 +242,8 @@ def _guessed(block: BlockSpec, table: BlockTable, guess: Guess, tokens: int) -> 
 
 
 def _loss_bytes(table: BlockTable, tokens: int) -> float:
-    """Returns what a chunk of the loss needs beside the graph: logits and their gradients in fp32.
-    A loss of one chunk keeps its logits in the graph.
+    """Returns the bytes that a chunk of the loss needs besides the graph: logits and their
+    gradients in fp32. A loss of one chunk keeps its logits in the graph.
     """
     rows = table.rows_of_loss
     return 0.0 if tokens <= rows else 8.0 * rows * table.vocab_size

@@ -1,4 +1,4 @@
-"""Where a command takes costs from: ``--costs unit:…``, ``analytic:GPU:MODEL:…``, or a profile.
+"""Sources of a command's costs: ``--costs unit:…``, ``analytic:GPU:MODEL:…``, or a profile.
 
 Each source *prices* a model: costs of its blocks and the cluster they run on. Units know no model:
 theirs has as many equal blocks as both numbers of stages divide.
@@ -25,7 +25,7 @@ COSTS_SYNTAX = (
     "unit[:f=1,b=2,p1=1,p2=1,r=1,o=0] | analytic:GPU:MODEL[:sequence_length=2048,micro_batch=1,…]"
     " | profile.json"
 )
-"""What :func:`parse_costs` reads, for ``--help`` and errors."""
+"""The syntax that :func:`parse_costs` reads, for ``--help`` and errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +142,9 @@ CostSource = UnitCosts | AnalyticSource | ProfileSource
 
 
 def parse_costs(text: str) -> CostSource:
-    """Read the value of ``--costs``: see :data:`COSTS_SYNTAX`.
+    """Reads the value of ``--costs``: see :data:`COSTS_SYNTAX`.
 
-    Of the backward, ``b`` is p1 + p2; where only ``b`` is given, p1 and p2 are half of it. ``r`` is
+    ``b`` is p1 + p2 of the backward; if only ``b`` is given, p1 and p2 are half of it. ``r`` is
     ``f`` unless given.
 
     Raises:

@@ -1,10 +1,10 @@
-"""How many optimizer subgroups belong on the GPU: performance models of the update phase.
+"""Numbers of optimizer subgroups that belong on the GPU: performance models of the update phase.
 
 Sources: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer Models
-Using Interleaved Offloading", Middleware 2024, section 4.2, equation 1; and its counterpart for our
-own step of preview and settle, derived at :func:`preview_ratio`.
+Using Interleaved Offloading", Middleware 2024, section 4.2, equation 1. :func:`preview_ratio`
+derives the counterpart for our own step of preview and settle.
 
-A *subgroup* is what is updated at once: there a slice of the parameters, here a block. A *stride*
+A *subgroup* is a unit of updates: a slice of the parameters in the paper, a block here. A *stride*
 of k puts every k-th subgroup on the GPU (algorithm 1: those with ``(i + 1) % k == 0``); strides
 need not be whole.
 """
@@ -19,7 +19,8 @@ from penstock.planner.cost.cluster import Cluster, OptimizerModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRates:
-    """What one GPU, and its share of the host, update and move; all in parameters per second.
+    """Rates at which one GPU, and its share of the host, update and move; all in parameters per
+    second.
 
     ``transfer``: B, fp32 numbers over PCIe, each way at the same time; ``device``: U_g, updates on
     the GPU; ``host``: U_c, updates on the CPU; ``downscale``: D_c, fp32 to 16 bits on the CPU.
@@ -32,40 +33,41 @@ class UpdateRates:
 
 
 def cpu_subgroups_per_gpu(rates: UpdateRates) -> float:
-    """Equation 1's k: subgroups that the CPU updates while one visits the GPU, as a real number.
+    """Returns equation 1's k: subgroups that the CPU updates while one visits the GPU, as a real
+    number.
 
-    While one subgroup of S parameters is swapped (3 S fp32 numbers each way: weights and moments)
-    and updated on the GPU, the CPU updates and converts k subgroups, and their 16-bit weights (k S
-    / 2 numbers) go to the GPU, in the direction that is therefore the slower one::
+    One subgroup of S parameters is swapped (3 S fp32 numbers each way: weights and moments) and
+    updated on the GPU. Meanwhile the CPU updates and converts k subgroups. Their 16-bit weights (k
+    S / 2 numbers) go to the GPU, which makes this direction the slower one::
 
         k (S / U_c + S / D_c) = 3 S / B + k S / (2 B) + S / U_g
 
     The size of subgroups cancels. Nothing is rounded or limited: below 1 the GPU takes more
-    subgroups than the CPU, and ``inf`` says that the CPU's 16-bit weights alone fill the link, so
-    that whatever visits the GPU only makes the update longer.
+    subgroups than the CPU. ``inf`` means that the CPU's 16-bit weights alone fill the link, so that
+    every visit of the GPU makes the update longer.
     """
     per_cpu_s = 1.0 / rates.host + 1.0 / rates.downscale - 0.5 / rates.transfer
     return (3.0 / rates.transfer + 1.0 / rates.device) / per_cpu_s if per_cpu_s > 0.0 else inf
 
 
 def update_stride(rates: UpdateRates) -> float:
-    """Every how many-th subgroup goes to the GPU, as equation 1 was derived: k + 1.
+    """Returns the stride of subgroups on the GPU, as equation 1 was derived: k + 1.
 
-    It counts k subgroups on the CPU *beside* one on the GPU. The paper's text and algorithm 1 take
-    k itself as the stride ("k = 2, i.e., every alternate subgroup"); its measurements agree with k
-    + 1 on both machines (:mod:`bench.papers.deep_optimizer_states` shows both readings). A stride
-    of 1.5 is two of three subgroups; ``inf`` is none.
+    The equation counts k subgroups on the CPU *and* one on the GPU. The paper's text and algorithm
+    1 take k itself as the stride ("k = 2, i.e., every alternate subgroup"). Its measurements agree
+    with k + 1 on both machines (:mod:`bench.papers.deep_optimizer_states` shows both readings). A
+    stride of 1.5 is two of three subgroups; ``inf`` is none.
     """
     return cpu_subgroups_per_gpu(rates) + 1.0
 
 
 def update_throughput(rates: UpdateRates, stride: float | None) -> float:
-    """Parameters/s of CPU and GPU together, with every ``stride``-th subgroup on the GPU.
+    """Returns parameters/s of CPU and GPU together, with every ``stride``-th subgroup on the GPU.
 
-    Of each ``stride`` subgroups the slower side decides: the CPU's updates and conversions, or the
+    The slower side of each ``stride`` subgroups decides: the CPU's updates and conversions, or the
     link towards the GPU (prefetched state of one, 16-bit weights of the others) and the GPU.
-    ``inf``: all on the CPU. ``None``: the same, and 16-bit weights copied while it waits, as ZeRO-3
-    offload does (section 4.1).
+    ``inf``: all on the CPU. ``None``: the same, and the CPU waits while 16-bit weights are copied,
+    as ZeRO-3 offload does (section 4.1).
 
     Raises:
         ValueError: a stride below 1.
@@ -83,10 +85,10 @@ def update_throughput(rates: UpdateRates, stride: float | None) -> float:
 
 
 def resident_throughput(rates: UpdateRates, resident: float, stride: float | None) -> float:
-    """Parameters/s with a share ``resident`` of the subgroups always on the GPU.
+    """Returns parameters/s with a share ``resident`` of the subgroups always on the GPU.
 
     With ``stride=None`` residents are updated first, and the CPU waits (TwinFlow, section 4.1 and
-    figure 5); with a stride they come last, under the transfers of the subgroups before ("static
+    figure 5). With a stride they come last, under the transfers of the subgroups before ("static
     residents last").
 
     Raises:
@@ -100,32 +102,34 @@ def resident_throughput(rates: UpdateRates, resident: float, stride: float | Non
 
 
 def preview_ratio(cluster: Cluster, optimizer: OptimizerModel) -> float:
-    """Our counterpart of equation 1: parameters previewed by the CPU for each by all GPUs.
+    """Returns our counterpart of equation 1: parameters previewed by the CPU for each by all GPUs.
 
     A preview reads master weight and moments (``update_fetch_bytes``, 12) and writes the 16-bit
-    weight only (``update_offload_bytes``, 2); state is settled later, on the CPU, for all blocks
-    alike. So unlike equation 1:
+    weight only (``update_offload_bytes``, 2). The CPU settles the state of all blocks later. So two
+    terms differ from equation 1:
 
-    - Nothing but the new weight comes back, and the CPU's new weights do not cross to the GPU at
-      this time: they are fetched with the stage that needs them. Fetch and offload overlap::
+    - Only the new weight comes back. The CPU's new weights do not cross to the GPU now, but with
+      the fetch of the stage that needs them. Fetch and offload overlap::
 
         1 / R_g = max(12 / B_fetch, 2 / B_offload) + 1 / U_g   (one GPU, bytes/s and parameters/s)
 
     - Conversion is part of the CPU's sweep: there is no D_c.
     - n GPUs and the cores share the host's memory. A preview on the CPU moves ``tail_bytes`` (16),
-      one on a GPU 14 there. The GPUs can use at most all of it, the CPU what they leave::
+      one on a GPU 14 there. The GPUs can use at most all of it, the CPU the rest::
 
         R = min(n R_g, M / 14)          U = min(U_c, (M - 14 R) / 16)
 
-    Both end together if parameters are split as U : R. This returns U / R: 0 where the GPUs fill
-    the memory bandwidth alone, ``inf`` where the CPU takes no time, or GPUs cannot update.
+    Both end together if parameters are split as U : R. The function returns U / R. The ratio is 0
+    if the GPUs fill the memory bandwidth alone, ``inf`` if the CPU takes no time, or GPUs cannot
+    update.
     """
     on_cpu, on_devices = host_rate(cluster, optimizer), _devices_rate(cluster)
     return on_cpu / on_devices if on_cpu < inf and on_devices else inf
 
 
 def preview_throughput(cluster: Cluster, optimizer: OptimizerModel, stride: float | None) -> float:
-    """Parameters/s that a node previews with every ``stride``-th block on GPUs (``None``: none).
+    """Returns parameters/s that a node previews with every ``stride``-th block on GPUs (``None``:
+    none).
 
     Limits are the GPUs' copies and kernels, the cores, and the host's memory, which all share::
 
@@ -148,10 +152,10 @@ def preview_throughput(cluster: Cluster, optimizer: OptimizerModel, stride: floa
 
 
 def preview_stride(cluster: Cluster, optimizer: OptimizerModel) -> float | None:
-    """Every how many-th block goes to a GPU: the stride with the highest throughput.
+    """Returns the stride of blocks on GPUs with the highest throughput.
 
-    It is U / R + 1 of :func:`preview_ratio`, or a whole number that is as good within 1 %; among
-    equals the larger one, since the GPUs have other work. ``None`` where no GPU helps.
+    The stride is U / R + 1 of :func:`preview_ratio`, or a whole number that is as good within 1 %.
+    Among equals the larger one is taken, since the GPUs have other work. ``None`` if no GPU helps.
     """
     ratio = preview_ratio(cluster, optimizer)
     if ratio == inf:
@@ -166,24 +170,26 @@ def preview_stride(cluster: Cluster, optimizer: OptimizerModel) -> float | None:
 
 
 def flushing(cluster: Cluster) -> Cluster:
-    """Returns the cluster with updates that flush: with it :func:`preview_ratio` and its like speak
-    of the paper's form.
+    """Returns the cluster with updates that flush; :func:`preview_ratio` and its like then describe
+    the paper's form.
 
-    State goes to the GPU and back, beside the new weight: ``1 / R_g = max(12 / B_fetch, 14 /
-    B_offload) + 1 / U_g``, and 26 bytes of the host's memory instead of 14. In exchange nobody
-    settles these blocks, which would be another 26 (with 16-bit gradients) and the cores' time
-    during the next forward.
+    State goes to the GPU and back, together with the new weight: ``1 / R_g = max(12 / B_fetch, 14 /
+    B_offload) + 1 / U_g``, and 26 bytes of the host's memory instead of 14. In exchange these
+    blocks need no settling. Settling would take another 26 bytes (with 16-bit gradients) and the
+    cores' time during the next forward.
     """
     return replace(cluster, update_offload_bytes=cluster.update_bytes_out(flush=True))
 
 
 def device_rate(cluster: Cluster) -> float:
-    """R / n of :func:`preview_ratio`: parameters/s of previews on each GPU of a node."""
+    """Returns R / n of :func:`preview_ratio`: parameters/s of previews on each GPU of a node."""
     return _devices_rate(cluster) / cluster.devices_per_node
 
 
 def host_rate(cluster: Cluster, optimizer: OptimizerModel, *, alone: bool = False) -> float:
-    """U of :func:`preview_ratio`: parameters/s of a node's CPU beside its GPUs, or ``alone``."""
+    """Returns U of :func:`preview_ratio`: parameters/s of a node's CPU, with GPUs previewing too or
+    ``alone``.
+    """
     if cluster.dram_bandwidth == inf or not optimizer.tail_bytes:
         return _cores_rate(cluster, optimizer)
     used = 0.0 if alone else _update_bytes(cluster) * _devices_rate(cluster)
@@ -192,7 +198,9 @@ def host_rate(cluster: Cluster, optimizer: OptimizerModel, *, alone: bool = Fals
 
 
 def _cores_rate(cluster: Cluster, optimizer: OptimizerModel) -> float:
-    """If DRAM is no limit: of previews, or of sweeps that settle as well."""
+    """Returns the CPU's parameters/s of previews, or of sweeps that settle as well, if DRAM is no
+    limit.
+    """
     speed = cluster.preview_speed if optimizer.settle_bytes else 1.0
     return cluster.optimizer_rate * speed
 
@@ -204,7 +212,7 @@ def _devices_rate(cluster: Cluster) -> float:
 
 
 def _visit_s(cluster: Cluster) -> float:
-    """Seconds per parameter on one GPU: copies both ways at once, then the kernel."""
+    """Returns the seconds per parameter on one GPU: copies both ways at once, then the kernel."""
     copies_s = max(
         cluster.update_fetch_bytes / cluster.fetch_bandwidth,
         cluster.update_offload_bytes / cluster.offload_bandwidth,

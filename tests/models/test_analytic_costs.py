@@ -26,7 +26,6 @@ from penstock.models.profiling.blocks import BlockBench
 from penstock.models.profiling.storages import StorageLedger, StorageMode
 from penstock.models.saved_activations import release_values
 from penstock.planner.cost.catalogue import MODELS
-from penstock.planner.cost.kernels import Shape
 from penstock.planner.cost.language_models import (
     Experts,
     FeedForward,
@@ -34,6 +33,7 @@ from penstock.planner.cost.language_models import (
     LayerKind,
     StateSpace,
 )
+from penstock.planner.cost.layer_kernels import Shape
 from penstock.planner.cost.operators import feed_forward_kernels, mixer_kernels
 
 MAMBA = {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 50280}

@@ -14,8 +14,8 @@ from penstock.planner.cost.catalogue import GPUS, MODELS
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs
 from penstock.planner.cost.frameworks import EAGER, IDEAL, Framework, tile_efficiency
-from penstock.planner.cost.kernels import Product, Shape
 from penstock.planner.cost.language_models import LanguageModel, LayerKind
+from penstock.planner.cost.layer_kernels import Product, Shape
 from penstock.planner.cost.operators import mixer_kernels
 from penstock.planner.cost.sources import AnalyticSource, UnitCosts, parse_costs
 

@@ -105,8 +105,8 @@ def norm(shape: Shape, hidden: float, operator: str = "norm") -> Kernel:
 
 
 def rotary(operator: str, shape: Shape, width: float) -> Kernel:
-    """Returns the rotary embedding of queries and keys, ``width`` numbers a token together; not
-    fused it is two products, a negation, a concatenation and a sum of each.
+    """Returns the rotary embedding of queries and keys, ``width`` numbers a token together.
+    Unfused, it is two products, a negation, a concatenation and a sum of each.
     """
     if shape.fused_rotary:
         return elementwise(operator, shape, reads=width, writes=width)
@@ -117,8 +117,8 @@ def rotary(operator: str, shape: Shape, width: float) -> Kernel:
 def all_reduce(
     shape: Shape, width: float, *, forward: bool = True, backward: bool = True
 ) -> Kernel:
-    """Returns the sum over a tensor-parallel group of a tensor, ``width`` numbers a token: of an
-    output in forwards, of the gradient of an input in backwards.
+    """Returns the sum of a tensor, ``width`` numbers a token, over a tensor-parallel group.
+    Forwards sum an output, backwards the gradient of an input.
     """
     work = KernelWork(reduced_bytes=shape.bytes_of(width))
     return Kernel(
@@ -274,8 +274,8 @@ def residual_kernel(operator: str, model: LanguageModel, shape: Shape) -> Kernel
 
 
 def _flash_core(model: LanguageModel, shape: Shape, window: int) -> Kernel:
-    """Returns attention with two products forward, five backward (scores again); under a causal
-    mask only half of them, with a window w in s tokens w - w² / 2 s of s columns.
+    """Returns attention with two products forward and five backward (scores again). A causal mask
+    halves them; a window w in s tokens leaves w - w² / 2 s of s columns.
 
     Kept: its output, and an fp32 number per head and token. Source: Dao et al. 2022 and 2023.
     """
@@ -330,8 +330,8 @@ def _plain_core(model: LanguageModel, shape: Shape) -> Kernel:
 
 
 def _leave(operator: str, model: LanguageModel, shape: Shape) -> list[Kernel]:
-    """Returns what follows a half of a layer: dropout (GPT), whose byte mask is kept, or a norm
-    (Gemma 2), whose input is kept, and the residual.
+    """Returns the end of a half of a layer: the residual, and GPT's dropout or Gemma 2's norm.
+    Dropout keeps its byte mask, the norm its input.
     """
     h = model.hidden_size
     residual = residual_kernel(operator, model, shape)
@@ -419,12 +419,13 @@ def state_space_kernels(model: LanguageModel, shape: Shape, *, residual_kept: bo
     """Returns norm, projections, convolution, scan and output projection of Mamba's selective state
     space (Gu and Dao 2023, section 3.3 and appendix D).
 
-    Fused kernels (``Shape.flash``) are those of its authors: they keep the projected input, the
+    Fused kernels (``Shape.flash``) are those of its authors. They keep the projected input, the
     part of it that time steps come from, and the scan's result before the gate. The backward makes
-    convolution, time steps and states again. Other kernels run the recurrence step by step, as
-    Hugging Face's modules do: states of each token and the matrices between them are made and kept
-    in fp32, and each token launches three kernels. ``residual_kept``: the other half of the same
-    block keeps the sum after it.
+    convolution, time steps and states again.
+
+    Other kernels run the recurrence step by step, as Hugging Face's modules do. States of each
+    token and the matrices between them are made and kept in fp32, and each token launches three
+    kernels. ``residual_kept``: the other half of the same block keeps the sum after it.
     """
     space, h = model.state_space, model.hidden_size
     assert space is not None, "a layer of state space in a model that has none"
@@ -480,9 +481,8 @@ def _recurrence(space: StateSpace, shape: Shape) -> Kernel:
     """Returns the recurrence in fp32: exp(A dt), B dt x and the states of every token are tensors
     of inner size x states.
 
-    Passes over them: the forward writes A dt, its exponential, B dt and that times x and reads what
-    these come from, then reads two and writes one in each step; the backward the same with
-    gradients.
+    The forward writes A dt, its exponential, B dt and that times x, and reads their operands; each
+    step reads two tensors and writes one. The backward does the same with gradients.
     """
     e, n, tokens = space.inner_size, space.state_size, shape.tokens
     states = _FP32 * tokens * e * n
