@@ -139,11 +139,11 @@ def profile(
 
         console = Console(stderr=True)
         with console.status("starting") as status:
-            found = measure(config, tuple(settings or ()), out, status.update)
+            measured = measure(config, tuple(settings or ()), out, status.update)
         if as_json:
             typer.echo(out.read_text(encoding="utf-8"))
         else:
-            typer.echo(summary(found, out))
+            typer.echo(summary(measured, out))
 
 
 def tune(
@@ -176,7 +176,7 @@ def tune(
 
         from penstock.client.planning.tuning import TuneOptions, search, to_json, write_tuned
 
-        wanted = TuneOptions(
+        tune_options = TuneOptions(
             model=model,
             gpu=gpu,
             num_devices=devices,
@@ -193,7 +193,7 @@ def tune(
             keep=keep,
         )
         loaded = None if config is None else load(config, settings)
-        report = search(loaded, wanted, Console(stderr=True))
+        report = search(loaded, tune_options, Console(stderr=True))
         write_tuned(report, out, config, tuple(settings or ()))
         if as_json:
             typer.echo(to_json(report))

@@ -71,7 +71,7 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host RAM that the processes of a machine need beside /dev/shm."""
+        """Bytes of host RAM that the processes of a machine need outside /dev/shm."""
         shm, both = self.run.demands[:2]
         return both.needed - shm.needed
 

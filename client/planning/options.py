@@ -329,10 +329,10 @@ _OPTION_AND_KEY = MappingProxyType(
 
 
 def require_nothing(wanted: Mapping[str, object]) -> None:
-    """Refuses options beside a configuration, whose keys say what they would.
+    """Refuses options that repeat keys of a given configuration.
 
     Raises:
-        ConfigError: an option was given; says which, and what to write instead.
+        ConfigError: an option was given; names it, and the key to set instead.
     """
     for field, value in wanted.items():
         if value not in (None, ()):
@@ -416,10 +416,10 @@ def shows_instructions(show: str | None) -> bool:
 
 
 def profile_path(costs: str | None) -> Path | None:
-    """Returns the profile that ``--costs`` names beside a configuration.
+    """Returns the profile that ``--costs`` names for a configuration.
 
     Raises:
-        ConfigError: other costs, which a configuration's model does not go with.
+        ConfigError: other costs, which do not fit a configuration's model.
     """
     if costs is None:
         return None

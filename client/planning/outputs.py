@@ -21,7 +21,7 @@ from penstock.protocol.plan.plan import MAX_PLAN_BYTES, Plan, StageRange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Where to write what; ``None``: nowhere."""
+    """The paths of files to write; ``None``: the file is not written."""
 
     plan: Path | None = None
     svg: Path | None = None
@@ -29,7 +29,7 @@ class Outputs:
     torch_csv: Path | None = None
 
     def write(self, simulation: Simulation, caption: Caption) -> None:
-        """Make and write the files that were asked for.
+        """Makes and writes the requested files.
 
         Raises:
             ConfigError: a file cannot be written, or the action text has no word for something.
@@ -62,10 +62,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan file; its programs are not validated here.
+    """Reads a plan file; its programs are not validated here.
 
     Raises:
-        ConfigError: it cannot be read, or is no plan.
+        ConfigError: the file cannot be read, or is no plan.
     """
     try:
         return Plan.from_json(read_bytes(path, MAX_PLAN_BYTES))

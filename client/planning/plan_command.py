@@ -53,11 +53,11 @@ _OPTION_OF_KEY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a schedule is tried with, as the options of ``plan`` and ``simulate`` have it.
+    """The conditions of a simulation, as the options of ``plan`` and ``simulate`` have them.
 
     ``costs``: text of ``--costs``; ``optimizer``: a name of
-    :data:`~penstock.planner.planning.pipeline.OPTIMIZER_WAYS`; ``search_s``: how long the best
-    order is searched for, ``None``: not at all.
+    :data:`~penstock.planner.planning.pipeline.OPTIMIZER_WAYS`; ``search_s``: seconds of the search
+    for the best order, ``None``: no search.
     """
 
     costs: str = "unit"
@@ -109,7 +109,7 @@ class PlanReport:
 
     @property
     def caption(self) -> Caption:
-        """What pictures are headed with, and in which unit."""
+        """The heading of pictures, and the unit of their times."""
         return Caption(
             heading=heading(self.simulation.plan, self.passes),
             unit=ABSTRACT if self.abstract else SECONDS,
@@ -301,7 +301,7 @@ def _with_operators(request: ScheduleRequest, source: CostSource) -> ScheduleReq
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """Errors about keys of a configuration speak of the command's options instead."""
+    """Names the command's options in errors about keys of a configuration."""
     try:
         yield
     except ConfigError as error:

@@ -16,11 +16,11 @@ def measure(
 ) -> Profile:
     """Measures the model and machine of a configuration, writes ``out``, and reads it back.
 
-    ``progress`` hears what is being measured.
+    ``progress`` gets the name of each measurement.
 
     Raises:
         ConfigError, CapacityError: bad configuration, or ``out`` cannot be written.
-        LostMemberError: it did not end in time.
+        LostMemberError: the process did not end in time.
         PenstockError: the process failed otherwise.
     """
     if not out.absolute().parent.is_dir():

@@ -124,11 +124,12 @@ class TuneReport:
 
 
 def search(config: Config | None, settings: TuneOptions, console: Console) -> TuneReport:
-    """Search for a configuration, or else for what the options name; progress on ``console``.
+    """Searches for a configuration, or for the model and cluster of the options; shows progress on
+    ``console``.
 
     Raises:
         ConfigError: impossible configuration or options.
-        CapacityError: nothing fits; says what was in the way.
+        CapacityError: nothing fits; names the memory that is short.
     """
     if config is None:
         return tune_names(settings, console)
@@ -267,10 +268,10 @@ def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """A model and GPUs by name to be tuned
+    """A named model and named GPUs to be tuned
     (:class:`~penstock.planner.planning.plan_search.Tunable`).
 
-    Its optimizer is Adam, whose choice of blocks that are settled early nobody has asked for.
+    The optimizer is Adam, without a choice of blocks that are settled early.
     """
 
     source: AnalyticSource
@@ -404,8 +405,9 @@ def _report(
 def write_tuned(
     report: TuneReport, path: Path | None, source: Path | None, settings: tuple[str, ...]
 ) -> None:
-    """Writes what was tuned: a whole configuration where ``source`` was tuned, with ``settings``;
-    of a model by name, or where ``train`` cannot run it, the part that was chosen.
+    """Writes the result of a search: a whole configuration if ``source`` was tuned, with
+    ``settings``. For a named model, or if ``train`` cannot run the result, only the chosen keys are
+    written.
 
     Raises:
         ConfigError: the file cannot be written.

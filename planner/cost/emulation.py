@@ -47,7 +47,7 @@ _CAST_BYTES = 6.0
 
 
 def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
-    """How the optimizer gets from version to version, if the plan does not say it."""
+    """The optimizer's way from version to version, if the plan does not name one."""
     moved = _sweep_bytes(config)
     if config.rollback == "arithmetic":
         # Gradients are checked before the step: no arithmetic brings back a value that Inf
@@ -192,7 +192,7 @@ class Emulation:
         return self.cluster.nic_bandwidth / max(growth, 1e-9) / self.time_scale
 
     def sweep_work(self, name: str, block: int) -> SweepWork | None:
-        """Returns the seconds of the clock of an optimizer sweep (by its class' name) over a block."""
+        """Returns the seconds of the clock of an optimizer sweep of a block, named by its class."""
         if name not in self.sweeps.parameters_per_s:
             return None  # also a repair, whose remaining part is unknown
         parameters = self.costs.blocks[block].parameters

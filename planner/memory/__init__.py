@@ -1,1 +1,1 @@
-"""What devices and nodes hold, in bytes, over the course of a program."""
+"""Bytes that devices and nodes hold over the course of a program."""

@@ -1,7 +1,7 @@
-"""Books what the instructions of a program take from a device's memory and give back.
+"""Books of the memory that instructions of a program take from a device and give back.
 
-Running totals, one step per instruction. What is counted is said in
-:mod:`penstock.planner.memory.footprint`, which puts devices together.
+The books are running totals, one step per instruction. :mod:`penstock.planner.memory.footprint`
+puts devices together, and says which bytes count.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Swapped:
 
 
 class Sizes:
-    """Looks up the bytes of stages once."""
+    """Returns the bytes of stages, and remembers them."""
 
     def __init__(self, plan: Plan, layout: StageLayout, costs: Costs) -> None:
         self.layout = layout
@@ -132,8 +132,8 @@ class Sizes:
         return len(work.micro_batches) * max(self.blocks[b].deferred_bytes for b in blocks)
 
     def static_bytes(self, device: int) -> float:
-        """Returns the bytes that a device keeps for its backward stages all the time, its shard if
-        all share, and those of what its stages are called with.
+        """Returns the bytes that a device always keeps for its backward stages, and the constants
+        of its stages. If devices share weights, the bytes are those of its shard.
         """
         backward = [self.backward[b] for b in self.layout.backward_stages_on(device)]
         forward = [self.forward[f] for f in self.layout.forward_stages_on(device)]
@@ -163,9 +163,9 @@ class MemoryBooks:
         self._accumulating: set[int] = set()
         self._on_their_way: list[Resource] = []
         self._leaving: int | None = None
-        """The stage whose sums were offloaded last, and may not have left yet."""
+        """The stage with the sums that were offloaded last; the sums may not have left yet."""
         self._out: dict[Resource, tuple[int, float]] = {}
-        # UPDATE runs beside what follows it, in buffers that stay.
+        # UPDATE runs while later instructions run, in buffers that stay.
         updated = (sizes.blocks[u.block].parameters for u in program if isinstance(u, Update))
         largest = max(updated, default=0.0) if sizes.separate_memory else 0.0
         self._staging = staging_bytes(largest)
@@ -208,7 +208,7 @@ class MemoryBooks:
                 self._offload(taken.stage)
             elif sending:
                 self._sent(taken)
-            elif is_part:  # of the graph, whose bytes say so
+            elif is_part:  # of the graph, which has bytes of its own
                 self._hold(taken, 0.0)
             else:
                 self._later(taken)
@@ -220,8 +220,8 @@ class MemoryBooks:
                 hold(resource, self._bytes(resource, instruction))
 
     def _replaces(self, made: Resource, instruction: Instruction) -> bool:
-        """Returns whether something takes the place of what was there: what is left of a graph, and
-        the input of a forward stage, which is the checkpoint of a backward stage that starts there.
+        """Returns whether a tensor takes the place of another: the rest of a graph, or the input of
+        a forward stage. The input is the checkpoint of a backward stage that starts there.
         """
         if made.kind is TensorKind.CHECKPOINT and isinstance(instruction, Forward):
             layout = self._sizes.layout
@@ -274,9 +274,9 @@ class MemoryBooks:
         return self._sizes.backward[stage].device_gradient_bytes
 
     def _sent(self, resource: Resource) -> None:
-        """Books a send. Messages from the device's own memory are sent from where tensors are,
-        beside what comes next: that they are gone when another instruction has computed is to be
-        expected.
+        """Books a send. Messages from the device's own memory are sent from the tensors themselves,
+        while the next instruction runs. So they are expected to be gone when another instruction
+        has computed.
         """
         if self._sizes.separate_memory:
             self._later(resource)

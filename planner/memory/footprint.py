@@ -1,12 +1,18 @@
 """Bytes on each device, from the order of its program alone.
 
-Counted are weight buffers; gradients, accumulated in fp32; kept activations (less what was dropped,
-plus what was made again, less what is swapped out, plus what peers swapped to here); what a
-BACKWARD_INPUT leaves for its BACKWARD_WEIGHT; checkpoints; tensors that arrive or wait to be sent
-(receives from their posting on: before, a message waits in the host's memory, see
-:func:`inbox_peaks`; sends until they are issued); workspace while compute runs; and what devices
-keep all the time. Shared memory and the table of a configuration:
-:mod:`penstock.planner.memory.table`; memory over *time* is the simulator's.
+Counted are:
+
+- weight buffers, and gradients, accumulated in fp32;
+- kept activations: less the dropped and the swapped out, plus the recomputed and those that peers
+  swapped to the device;
+- checkpoints, and tensors that BACKWARD_INPUT leaves for its BACKWARD_WEIGHT;
+- tensors that arrive, from the posting of their receive on (before, a message waits in the host's
+  memory, see :func:`inbox_peaks`);
+- tensors that wait to be sent, until the send is issued;
+- workspace while compute runs, and the bytes that devices always keep.
+
+Shared memory and the table of a configuration: :mod:`penstock.planner.memory.table`. The simulator
+has memory over *time*.
 """
 
 from __future__ import annotations
@@ -81,7 +87,7 @@ class Footprint:
 
     @property
     def peak(self) -> DevicePeak:
-        """What the device holds at that instruction."""
+        """The bytes that the device holds at that instruction."""
         if not self.weight_bytes:
             return DevicePeak(static_bytes=self.static_bytes)
         at = self.peak_position
@@ -128,17 +134,17 @@ def footprints(plan: Plan, costs: Costs) -> tuple[Footprint, ...]:
     layout = StageLayout.of(plan)
     sizes = Sizes(plan, layout, costs)
     books = [MemoryBooks(sizes, program) for program in plan.programs]
-    guests = _guests(plan, layout, [own.swaps for own in books])
+    guests = _guests(plan, layout, [ledger.swaps for ledger in books])
     return tuple(
         Footprint(
-            weight_bytes=tuple(own.weights),
-            gradient_bytes=tuple(own.gradients),
-            activation_bytes=_with_guests(own.activations, guests[device]),
-            workspace_bytes=tuple(own.workspace),
-            host_bytes=tuple(own.host),
-            static_bytes=sizes.static_bytes(device) + own.resident_bytes,
+            weight_bytes=tuple(ledger.weights),
+            gradient_bytes=tuple(ledger.gradients),
+            activation_bytes=_with_guests(ledger.activations, guests[device]),
+            workspace_bytes=tuple(ledger.workspace),
+            host_bytes=tuple(ledger.host),
+            static_bytes=sizes.static_bytes(device) + ledger.resident_bytes,
         )
-        for device, own in enumerate(books)
+        for device, ledger in enumerate(books)
     )
 
 
@@ -176,9 +182,9 @@ def _guests(
                 continue
             out_s = times.ends[device][bisect_left(places[device], swap.out_at)]
             in_s = times.starts[device][bisect_left(places[device], swap.in_at)]
-            there = [*places[swap.peer], len(plan.programs[swap.peer])]
-            begin = there[bisect_right(times.ends[swap.peer], out_s)]
-            end = there[bisect_left(times.starts[swap.peer], in_s)]
+            ends = [*places[swap.peer], len(plan.programs[swap.peer])]
+            begin = ends[bisect_right(times.ends[swap.peer], out_s)]
+            end = ends[bisect_left(times.starts[swap.peer], in_s)]
             guests[swap.peer] += [
                 (begin, swap.num_bytes),
                 (max(begin, end), -swap.num_bytes),
@@ -191,11 +197,13 @@ _Clock = list[int]
 
 
 def early_arrivals(programs: tuple[Program, ...]) -> Iterator[tuple[int, Tensor, int, int]]:
-    """Yields tensors that may arrive before their receive is posted: device, tensor, the first
-    instruction during which it may arrive, and the one that posts the receive.
+    """Yields tensors that may arrive before their receive is posted.
 
-    A peer sends a tensor when the tensor is made, which may be long before the device posts the
-    receive; the message waits in the host's memory. Only an instruction that takes a tensor from
+    Each has the device, the tensor, the first instruction during which it may arrive, and the one
+    that posts the receive.
+
+    A peer sends a tensor when the tensor is made, which may be long before the receive is posted.
+    Until then the message waits in the host's memory. Only an instruction that takes a tensor from
     another device waits for a peer, so these instructions bound how far peers can be. The programs
     must be those of a valid plan.
     """

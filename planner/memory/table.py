@@ -1,7 +1,7 @@
-"""What a plan needs: shared memory of each node by array, memory of each device by use.
+"""Memory that a plan needs: shared memory of each node by array, memory of each device by use.
 
-Only needs are computed here; what is there, and whether it suffices, is the client's business.
-Devices' memory by instruction: :mod:`penstock.planner.memory.footprint`.
+Only demands are computed here; the client compares them with the memory of the machine. Devices'
+memory by instruction: :mod:`penstock.planner.memory.footprint`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MemoryRow:
 def memory_table(
     config: Config, table: BlockTable, plan: Plan, costs: Costs
 ) -> tuple[MemoryRow, ...]:
-    """Returns rows of all nodes, then of all devices, whose blocks cost ``costs``."""
+    """Returns the rows of all nodes, then of all devices; blocks cost ``costs``."""
     return (*node_rows(config, table, plan), *device_rows(config, plan, costs))
 
 

@@ -1,11 +1,11 @@
-"""How far orders are from the best possible ones, as a number.
+"""Distance of orders from the best possible ones, as a number.
 
-For the instructions of a schedule on their devices, :func:`search` looks for the order with the
-least makespan when only compute takes time (:func:`penstock.planner.schedule.timing.order_times`),
-under a limit of what each device holds. Two simple rules and a beam search find good orders; then
-branch and bound, best bound first, goes on until the best is proved or a limit ends it. Up to a few
-dozen instructions that is usually at once, because the bound meets the order that was found. The
-problem, the branching and the bound are those of :mod:`penstock.planner.orders.sequencing`;
+:func:`search` finds the order of a schedule's instructions with the least makespan if only compute
+takes time (:func:`penstock.planner.schedule.timing.order_times`). The memory of each device is
+limited. Two simple rules and a beam search find good orders. Branch and bound, best bound first,
+goes on until the best is proved or a limit ends the search. Up to a few dozen instructions the
+proof is usually immediate, because the bound meets the order.
+:mod:`penstock.planner.orders.sequencing` has the problem, the branching and the bound;
 micro-batches keep their order.
 """
 
@@ -52,8 +52,8 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Limits a search: states kept at each step of the beam, states looked at by branch and
-    bound (a limit that gives the same result everywhere), and seconds in all.
+    """Limits of a search: states kept at each step of the beam, states that branch and bound
+    visits, and seconds in all. A limit of states gives the same result on every machine.
     """
 
     beam_width: int = 24
@@ -63,10 +63,9 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Holds the best orders that were found. ``optimal``: no order is better; then the bound is
-    exact.
+    """The best orders of a search. ``optimal``: no order is better; then the bound is exact.
 
-    ``states``: how many partial solutions branch and bound looked at.
+    ``states``: number of partial solutions that branch and bound visited.
     """
 
     orders: tuple[Order, ...]
@@ -156,10 +155,10 @@ def gap(
         memory_limit_bytes=memory_limit_bytes,
         hop_s=hop_s,
     )
-    own = tuple(
+    kept_orders = tuple(
         tuple(i for i in order if isinstance(i, ComputeInstruction)) for order in schedule.orders
     )
-    best = _solve(problem, effort or Effort(), incumbent=(own, makespan_s))
+    best = _solve(problem, effort or Effort(), incumbent=(kept_orders, makespan_s))
     return Gap(makespan_s=makespan_s, best=best)
 
 
@@ -253,21 +252,21 @@ def _dispatch(problem: Problem, preference: Sequence[type[ComputeInstruction]]) 
 
 
 def _beam(problem: Problem, width: int) -> State | None:
-    """Returns the best completion found by keeping ``width`` states of each number of jobs.
+    """Returns the best completion of a beam with ``width`` states of each number of jobs.
 
-    States are ranked by their bound (the quick one where there are many jobs), then by how many
-    backwards have run, how long devices stood still, and how little they made wait.
+    States are ranked by their bound (the quick one if there are many jobs). Ties are broken by the
+    backwards that have run, the idle time of devices, and the waits that they cause.
     """
     bound_s = problem.bound_s if len(problem.jobs) <= _FEW_JOBS else problem.quick_bound_s
     beam = [problem.start]
     for _ in problem.jobs:
-        found: dict[tuple[int, ...], tuple[_Rank, State]] = {}
+        states_by_position: dict[tuple[int, ...], tuple[_Rank, State]] = {}
         for state in itertools.chain.from_iterable(_after_one(problem, s) for s in beam):
             backwards, idle_s = _progress(problem, state)
             rank = (bound_s(state), -backwards, idle_s, len(state.waiting))
-            if state.counts not in found or rank < found[state.counts][0]:
-                found[state.counts] = (rank, state)
-        ranked = heapq.nsmallest(width, found.values(), key=lambda entry: entry[0])
+            if state.counts not in states_by_position or rank < states_by_position[state.counts][0]:
+                states_by_position[state.counts] = (rank, state)
+        ranked = heapq.nsmallest(width, states_by_position.values(), key=lambda entry: entry[0])
         beam = [state for _, state in ranked]
     return min(beam, key=lambda state: state.makespan_s, default=None)
 
@@ -315,7 +314,7 @@ class _Tree:
         return min(self._heap[0][0], self.best_s) if self._heap else self.best_s
 
     def grow(self, max_states: int, deadline_s: float) -> None:
-        """Looks at states until nothing better can be left, or a limit is reached."""
+        """Visits states until nothing better can be left, or a limit is reached."""
         ties = itertools.count()
         start = self.problem.start
         self._heap = [(self.problem.bound_s(start), 0, next(ties), start)]

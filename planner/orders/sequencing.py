@@ -1,22 +1,22 @@
-"""Ordering compute instructions as a problem: jobs on machines, and its partial solutions.
+"""Ordering of compute instructions as a problem: jobs on machines, and its partial solutions.
 
 A **job** is an instruction with its device, seconds, needs, and the bytes it takes and leaves. Jobs
-that differ only in their micro-batch form a **lane** and run in ascending order. That costs nothing
-where the micro-batches of a route are alike: in any solution let the k-th run of a lane be that of
-the k-th micro-batch; the k-th run of a lane starts after k runs of the lane it needs have ended, so
-all needs are still met, at the same times and with the same bytes held. Where a schedule treats
-micro-batches differently (recomputes some), it is the restriction that all schemes keep.
+that differ only in their micro-batch form a **lane** and run in ascending order. The restriction
+costs nothing if the micro-batches of a route are alike. In any solution, let the k-th run of a lane
+be that of the k-th micro-batch. The k-th run starts after k runs of the lane it needs have ended.
+So all needs are still met, at the same times and with the same bytes held. If a schedule treats
+micro-batches differently (recomputes some), all schemes keep this restriction anyway.
 
-A **state** is how far each lane is and when devices and results are ready. What follows after it
-depends on nothing else, so of two states that are equally far one can be dropped if the other is
-nowhere later (dominance).
+A **state** is the position of each lane and the moments at which devices and results are ready. The
+rest of a solution depends on nothing else. So of two states at equal positions one can be dropped
+if the other is nowhere later (dominance).
 
-:func:`Problem.successors` gives a set of next states of which one leads to an optimum, after
-Giffler and Thompson, "Algorithms for solving production-scheduling problems", 1960: of all jobs
-that can run next, take the one that would end first; whatever its device runs next starts before
-that end, since otherwise the job would fit in before it. A memory limit breaks this argument where
-the job adds to what is held, because what then comes later may no longer fit: hence one more
-successor, in which this lane waits until its device has run something else.
+:func:`Problem.successors` gives a set of next states of which one leads to an optimum (Giffler and
+Thompson, "Algorithms for solving production-scheduling problems", 1960). Of all jobs that can run
+next, take the one that would end first. The next job of its device starts before that end, since
+otherwise the first job would fit in before it. A memory limit breaks this argument if the job adds
+to the bytes held, because a later job may no longer fit. Hence one more successor, in which this
+lane waits until its device has run something else.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Problem:
             (start_s + self.jobs[job].seconds, start_s, job) for start_s, job in ready
         )
         device = self.jobs[first].device
-        found = [
+        next_states = [
             self.run(state, job, start_s)
             for start_s, job in ready
             if self.jobs[job].device == device and (start_s < first_end_s or job == first)
@@ -179,8 +179,8 @@ class Problem:
         if self.jobs[first].leaves_bytes > 0.0 and self.memory_limit_bytes < inf:
             waiting = state.waiting | {self.jobs[first].lane}
             if self._has_way_out(state.counts, waiting, device):
-                found.append(replace(state, waiting=waiting))
-        return found
+                next_states.append(replace(state, waiting=waiting))
+        return next_states
 
     def _has_way_out(self, counts: tuple[int, ...], waiting: frozenset[int], device: int) -> bool:
         """Returns whether the device has a job that needs none of those that wait for it."""
@@ -358,11 +358,11 @@ def _micro_batch(instruction: ComputeInstruction) -> int:
 
 
 def _ancestors(chained: Sequence[Sequence[int]], sequence: Sequence[int]) -> tuple[int, ...]:
-    found = [0] * len(chained)
+    ancestors = [0] * len(chained)
     for number in sequence:
         for needed in chained[number]:
-            found[number] |= found[needed] | 1 << needed
-    return tuple(found)
+            ancestors[number] |= ancestors[needed] | 1 << needed
+    return tuple(ancestors)
 
 
 def _with_tails(
@@ -392,12 +392,12 @@ def _with_bytes(
         OrderMemory.of(layout, residency, costs, device) for device in range(layout.num_devices)
     ]
     fixed_bytes = tuple(memory.total_bytes for memory in memories)
-    found = list(jobs)
+    copies = list(jobs)
     for number in sequence:
         job, memory = jobs[number], memories[jobs[number].device]
         before = memory.total_bytes
         takes_bytes = memory.needed_bytes(job.instruction) - before
         memory.apply(job.instruction)
         leaves_bytes = memory.total_bytes - before
-        found[number] = replace(job, takes_bytes=takes_bytes, leaves_bytes=leaves_bytes)
-    return found, fixed_bytes
+        copies[number] = replace(job, takes_bytes=takes_bytes, leaves_bytes=leaves_bytes)
+    return copies, fixed_bytes

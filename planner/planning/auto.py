@@ -44,8 +44,8 @@ class Capacity(Protocol):
 
 
 KEPT = 10
-"""Outcomes that ``schedule: auto`` keeps. Passes are tried on the best of them, and blocks are
-chosen whose state update is overlapped. Candidates that cannot beat the last one are not simulated.
+"""Outcomes that ``schedule: auto`` keeps. Passes and overlapped state updates are tried on the best
+of them. Candidates that cannot beat the last one are not simulated.
 """
 
 WORK = 90_000
@@ -104,7 +104,7 @@ def device_bytes(config: Config, context: PlanContext) -> float:
 
 
 def streaming_cost(config: Config) -> float:
-    """Returns :data:`STREAMING_COST` where devices are GPUs whose memory copies share."""
+    """Returns :data:`STREAMING_COST` on GPUs; 0 on devices that compute in the host's memory."""
     platform = config.cluster.platform
     return STREAMING_COST if platform.own_memory and not platform.simulated_clock else 0.0
 
@@ -245,8 +245,8 @@ def search_all(
     progress: Progress = lambda done, of, best: None,
     guess: Guess | None = None,
 ) -> SearchedPlan:
-    """Searches among all schedules and micro-batches, whatever the configuration's own are. The
-    memory of the machine's host is no limit.
+    """Searches among all schedules and micro-batches, not only the configured ones. The memory of
+    the machine's host is no limit.
 
     Raises:
         ConfigError: impossible model or profile.
@@ -268,10 +268,11 @@ def search_all(
 def _choose_micro_batch(
     config: Config, table: BlockTable, capacity: Capacity, guess: Guess | None
 ) -> BestPlan:
-    """Returns the configuration with the micro-batch whose step is shortest; its schedule stays.
+    """Returns the configuration with the micro-batch of the shortest step; its schedule stays.
 
     Raises:
-        ConfigError: no micro-batch has a plan. CapacityError: none of the plans fits.
+        ConfigError: no micro-batch has a plan.
+        CapacityError: none of the plans fits.
     """
     global_batch, steps_s, plans = config.train.global_batch, dict[int, float](), dict[int, Plan]()
     refused: list[ConfigError | CapacityError] = []
@@ -330,7 +331,7 @@ def trainable_schemes() -> tuple[str, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class TunedConfig:
-    """A configuration whose schedule is searched for (:class:`~.plan_search.Tunable`).
+    """A configuration to search schedules for (:class:`~.plan_search.Tunable`).
 
     Candidates are planned and refused as ``train`` plans and refuses them; with ``any_plan`` all
     plans are accepted. ``guess``: rates where nothing was measured; ``optimizer`` replaces the

@@ -1,7 +1,7 @@
-"""From a request to the schedule of a scheme: one replica, before passes.
+"""The schedule of a scheme that a request names: one replica, before passes.
 
-What is done to the schedule afterwards: :mod:`penstock.planner.planning.pipeline`. Requests of
-configurations: :mod:`penstock.planner.planning.configured`.
+:mod:`penstock.planner.planning.pipeline` applies passes and replicas. Requests of configurations:
+:mod:`penstock.planner.planning.configured`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _BLOCKS_PER_DEVICE = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRequest:
-    """What someone wants scheduled: a scheme, what is done to its schedule, and how often it runs.
+    """A request for a schedule: scheme, passes, replicas.
 
     Numbers are those of one replica, numbers of stages those of one route; they default to the
     scheme's. ``stages_per_device``: forward stages of a route on each of its devices, instead of
-    ``forward_stages``. ``drop`` names the operators that ``recompute="selective"`` makes again,
-    ``recompute="auto"`` keeps what devices have room for and makes the others again;
-    ``recompute_after`` says what recomputations wait for. ``passes`` are applied in order, then the
-    schedule is repeated for ``replicas``. ``reduce_gradients`` as
-    :func:`~penstock.planner.schedule.replicas.with_reduction` has it; ``concatenates_gradients`` as
-    in
-    :class:`~penstock.protocol.plan.plan.Plan`; ``None`` leaves what the scheme and the passes say.
+    ``forward_stages``. ``drop`` names the operators that ``recompute="selective"`` makes again.
+    ``recompute="auto"`` keeps as many activations as devices have room for. ``recompute_after``:
+    the event that a recomputation waits for. ``passes`` are applied in order; then the schedule is
+    repeated for ``replicas``. ``reduce_gradients``: see
+    :func:`~penstock.planner.schedule.replicas.with_reduction`. ``concatenates_gradients``: see
+    :class:`~penstock.protocol.plan.plan.Plan`. ``None`` keeps the values of the scheme and the
+    passes.
     """
 
     scheme: str
@@ -175,11 +175,11 @@ def _check_devices(request: ScheduleRequest, scheme: Scheme, num_blocks: int) ->
 def _numbers_of_stages(
     request: ScheduleRequest, scheme: Scheme, num_blocks: int
 ) -> tuple[int, int]:
-    asked = _forward_stages(request, scheme)
+    given = _forward_stages(request, scheme)
     note = f" ({request.stages_per_device} per worker)" if request.stages_per_device else ""
-    if asked is not None:
-        _check_maximum("forward_stages", asked, num_blocks, note)
-    num_forward, num_backward = scheme.default_stages(request.num_devices, num_blocks, asked)
+    if given is not None:
+        _check_maximum("forward_stages", given, num_blocks, note)
+    num_forward, num_backward = scheme.default_stages(request.num_devices, num_blocks, given)
     if request.backward_stages is not None:
         _check_maximum("backward_stages", request.backward_stages, num_blocks)
         num_backward = request.backward_stages

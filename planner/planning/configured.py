@@ -33,7 +33,8 @@ from penstock.protocol.run.executable import check_executable, check_updates
 from penstock.shm.table import BlockTable
 
 _NEAR = 1.005
-"""How near to the smallest limit the named one is, where it has to be searched for."""
+"""Largest ratio of the limit that an error names to the smallest possible one, if it is searched.
+"""
 
 
 def _with_schedule(context: PlanContext, config: Config) -> PlanContext:
@@ -188,15 +189,15 @@ def dropped_operators(words: Sequence[str]) -> tuple[str, ...]:
         ConfigError: an unknown name.
     """
     known = dict.fromkeys(name for members in OPERATOR_SETS.values() for name in members)
-    found: dict[str, None] = {}
+    chosen: dict[str, None] = {}
     for word in words:
         if word not in OPERATOR_SETS and word not in known:
             raise ConfigError(
                 f"schedule.drop = {list(words)}: unknown operator {word!r}; accepted:"
                 f" {', '.join(known)}, or the sets {', '.join(OPERATOR_SETS)}"
             )
-        found |= dict.fromkeys(OPERATOR_SETS.get(word, (word,)))
-    return tuple(sorted(found))
+        chosen |= dict.fromkeys(OPERATOR_SETS.get(word, (word,)))
+    return tuple(sorted(chosen))
 
 
 def _unless_default(schedule: ScheduleConfig) -> str:
@@ -205,7 +206,7 @@ def _unless_default(schedule: ScheduleConfig) -> str:
 
 
 def _check_used(config: Config) -> None:
-    """Refuses keys for passes that no configured pass looks at."""
+    """Refuses keys that no configured pass uses."""
     schedule = config.schedule
     for key, value, users in (
         ("update_stride", schedule.update_stride, ("interleave-updates",)),
@@ -261,7 +262,7 @@ def _source(file: Path) -> str:
 
 
 def _check_fits(plan: Plan, config: Config, table: BlockTable) -> None:
-    """Hold the numbers of a plan from a file against configuration and model."""
+    """Compares the numbers of a plan from a file with configuration and model."""
     file = config.schedule.file
     if file is None:
         return

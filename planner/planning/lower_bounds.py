@@ -1,10 +1,10 @@
-"""Seconds that a candidate cannot beat, and bytes that it cannot do without, known before it is
-planned: what makes a search short.
+"""Lower bounds of a candidate's seconds and bytes, known before it is planned. They make a search
+short.
 
-Two floors, both of compute alone. :meth:`Floors.seconds` knows only where stages are: a device
-cannot start before the first micro-batch has come to it, computes what it has to for all of them,
-and after its last backward the stages before it follow. :func:`ordered` knows the order of each
-device: the simulator has the same order, and transfers on top.
+Both bounds are of compute alone. :meth:`Floors.seconds` knows only the places of stages. A device
+cannot start before the first micro-batch has come to it. It computes its part of all of them, and
+after its last backward the stages before it follow. :func:`ordered` knows the order of each device:
+the simulator has the same order, and transfers on top.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SAME_STAGES = frozenset({"2bp", "mario", "keep-graphs", "keep-what-fits", "obsc
 
 @dataclass(slots=True, kw_only=True)
 class _Load:
-    """The load of one device, in seconds: its work, of that the second halves of backwards, and the
-    least that others work before it and after it.
+    """The load of one device, in seconds: all work, and of that the second halves of backwards. The
+    heads and tails are the least work of other devices before and after it.
     """
 
     work_s: float = 0.0
@@ -131,7 +131,7 @@ def _with_tails(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ordered:
-    """What the order of a candidate without passes takes at least; ``splits`` backwards."""
+    """Lower bounds by the order of a candidate without passes. ``splits``: splits backwards."""
 
     seconds: float
     device_bytes: float
@@ -139,11 +139,11 @@ class Ordered:
 
 
 def ordered(candidate: Candidate, context: PlanContext) -> Ordered:
-    """Returns floors by the order of one replica.
+    """Returns lower bounds by the order of one replica.
 
-    Where forwards stop at their last checkpoint, a recomputed order may take less than its
-    instructions say; its seconds are then 0. So are the bytes where weights are streamed, whose
-    buffers only the plan knows, and where backwards are split, whose halves overlap.
+    If forwards stop at their last checkpoint, a recomputed order may take less than its
+    instructions say; its seconds are then 0. Bytes are 0 in two cases: streamed weights have
+    buffers that only the plan knows, and the halves of split backwards overlap.
 
     Raises:
         ConfigError: an impossible combination.

@@ -1,15 +1,15 @@
-"""Which blocks are settled early (``optimizer.settle``): the plan's field, and ``auto``'s choice.
+"""Blocks with an overlapped state update: ``optimizer.settle`` and the plan's ``settled_early``.
 
-A block that advances takes one sweep behind its gradients. One that is settled early takes two, of
-which only the shorter one is behind them; the other runs while the next forward leaves the cores
-alone. So what counts is when gradients come: where backwards hide a sweep, an advance is less work;
-behind the last backwards nothing hides it, and the step ends sooner with previews. ``auto`` tries
-how many of the last blocks should be settled early, by simulation.
+A block that advances takes one sweep after its gradients. A block that is settled early takes two:
+a short preview after its gradients, and a deferred update of the state. The second sweep overlaps
+the next forward, which leaves the cores alone. If backwards hide a sweep, an advance is less work.
+After the last backwards nothing hides a sweep, and the step ends sooner with previews. ``auto``
+tries by simulation how many of the last blocks should be settled early.
 
-It advances all blocks where that is better, or where nothing is known: without a profile of the
-machine (unless it is an emulated one, whose speeds are given), and with CPU workers, which compute
-on the optimizer's cores, so that less work is what counts. Steps in place, updates that always wait
-for the norm, and emulated optimizers of other systems leave nothing to choose.
+``auto`` advances all blocks if that is better, or if the machine has no profile (an emulated one
+has given speeds). CPU workers compute on the optimizer's cores, so that less work is faster: their
+blocks advance, too. Three kinds of runs leave no choice: steps in place, updates that always wait
+for the norm, and emulated optimizers of other systems.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.protocol.plan.semantics import Lane
 from penstock.shm.table import BlockTable
 
 MATTERS = 1e-3
-"""What steps must be shorter by, relatively, for more blocks to be settled early."""
+"""Least relative gain of a step for which more blocks are settled early."""
 
 _GRID = 12
 
@@ -81,8 +81,8 @@ def chooses_overlap(config: Config) -> bool:
 
 
 def choose_overlap(plan: Plan, context: PlanContext) -> Plan:
-    """Returns the plan with so many of the last blocks settled early that the simulated step is
-    shortest; with the fewest among those that make no difference (:data:`MATTERS`).
+    """Returns the plan with the number of last blocks settled early that makes the simulated step
+    shortest. Among numbers that make no difference (:data:`MATTERS`) the smallest is taken.
 
     The context's optimizer is one with an ``early`` way.
     """
@@ -119,8 +119,8 @@ def _last_first(simulation: Simulation) -> tuple[int, ...]:
 
 
 def _fewest(step_s: Callable[[int], float], most: int) -> int:
-    """Returns the least number, from 0 to ``most``, with the shortest step; it is looked for on a
-    grid, then closer to the best point of it.
+    """Returns the least number, from 0 to ``most``, with the shortest step. The search takes a
+    grid, then numbers closer to its best point.
     """
     stride = max(1, -(-most // _GRID))
     known = {count: step_s(count) for count in (*range(0, most, stride), most)}

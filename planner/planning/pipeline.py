@@ -46,18 +46,18 @@ OPTIMIZER_WAYS: Mapping[str, OptimizerModel] = MappingProxyType(
         "synchronous": SYNCHRONOUS,
     }
 )
-"""How a CPU optimizer can work, by the names that ``--optimizer`` accepts."""
+"""Ways of a CPU optimizer, by the names that ``--optimizer`` accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
-    """What plans are made and judged with.
+    """Costs, limits and settings that plans are made and judged with.
 
-    ``block_work``: what stages are balanced by; forward seconds unless given.
-    ``memory_limit_bytes``: of one device, ``None`` where it is no limit. ``optimizer`` and
-    ``stops_early``: as in :func:`penstock.planner.simulate.simulate`. ``updates_by``,
-    ``update_stride``, ``resident_share`` and ``device_updates`` are what passes decide updates by,
-    see :class:`~penstock.planner.passes.PassContext`.
+    ``block_work``: the work by which stages are balanced; forward seconds unless given.
+    ``memory_limit_bytes``: of one device, ``None`` for no limit. ``optimizer`` and ``stops_early``:
+    see :func:`penstock.planner.simulate.simulate`. Passes decide about updates by ``updates_by``,
+    ``update_stride``, ``resident_share`` and ``device_updates``, see
+    :class:`~penstock.planner.passes.PassContext`.
     """
 
     prices: Prices
@@ -72,12 +72,12 @@ class PlanContext:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """What stages are balanced by, of each block."""
+        """The work of each block, by which stages are balanced."""
         return self.block_work or self.prices.block_work
 
     @property
     def of_passes(self) -> PassContext:
-        """What passes see; a hop carries the largest output between blocks."""
+        """The context of passes; a hop carries the largest output between blocks."""
         costs, cluster = self.prices.costs, self.prices.cluster
         largest = max(block.output_bytes for block in costs.blocks)
         return PassContext(
@@ -137,8 +137,8 @@ def finished(schedule: Schedule, request: ScheduleRequest, context: PlanContext)
 
 
 def apply_passes(schedule: Schedule, passes: Sequence[str], context: PlanContext) -> Schedule:
-    """Returns the schedule after passes, applied in order. What comes between two of them is
-    validated; the last one's is for whoever lowers it (:func:`validated`).
+    """Returns the schedule after passes, applied in order. The results between two passes are
+    validated. The caller validates the last result when it lowers it (:func:`validated`).
 
     Raises:
         ConfigError: unknown pass, or one that cannot work on this schedule.
@@ -160,7 +160,7 @@ def lowered(schedule: Schedule) -> Plan:
     """Returns the plan of a schedule, not validated yet.
 
     Raises:
-        ConfigError: its instructions wait for each other, or for work that nobody does.
+        ConfigError: its instructions wait for each other, or for work that no device does.
     """
     try:
         return lower(schedule)
@@ -291,17 +291,17 @@ def operators_named(words: Sequence[str], costs: Costs) -> tuple[str, ...]:
         ConfigError: nothing named, or a name that the model does not have; lists those it has.
     """
     known = tuple(dict.fromkeys(op.name for block in costs.blocks for op in block.operators))
-    found: dict[str, None] = {}
+    chosen: dict[str, None] = {}
     for word in words:
         members = OPERATOR_SETS.get(word, (word,))
         present = [operator for operator in members if operator in known]
         if not present:
             words = ()
             break
-        found |= dict.fromkeys(present)
+        chosen |= dict.fromkeys(present)
     if not words:
         raise ConfigError(
             f"operators to drop: expected names among {', '.join(known) or 'none'}, or of the sets"
             f" {', '.join(OPERATOR_SETS)}"
         )
-    return tuple(found)
+    return tuple(chosen)

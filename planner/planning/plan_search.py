@@ -1,16 +1,15 @@
-"""Which schedule is fastest on a cluster, within its memory?
+"""The search for the fastest schedule on a cluster, within its memory.
 
-A grid over scheme, pipeline x data parallelism, micro-batch size, recomputation and numbers of
-stages; then passes on the best of it. The search is pure and deterministic: the same space gives
-the same table. What a candidate costs is decided by its plan
-(:mod:`penstock.planner.planning.pipeline`, :mod:`penstock.planner.planning.configured`) and the
-simulator.
+The search tries a grid over scheme, pipeline x data parallelism, micro-batch size, recomputation
+and numbers of stages; then passes on the best of it. It is pure and deterministic: the same space
+gives the same table. The plan of a candidate (:mod:`penstock.planner.planning.pipeline`,
+:mod:`penstock.planner.planning.configured`) and the simulator decide its cost.
 
-Not everything is simulated, and little is planned. Candidates wait in line by the least that they
-could take (:mod:`penstock.planner.planning.lower_bounds`), first by where their stages are, then by
-their order; who comes to the front is planned and simulated. The search is over when the first in
-line cannot beat the last in the table, so that the table is that of an exhaustive search. A
-candidate is left out when the weights it keeps cannot fit, or when its devices would need more
+Not every candidate is simulated, and few are planned. A queue sorts candidates by lower bounds of
+their step (:mod:`penstock.planner.planning.lower_bounds`): first by the places of their stages,
+then by their order. The first candidate is planned and simulated. The search ends when the first in
+the queue cannot beat the last in the table. So the table is that of an exhaustive search. A
+candidate is left out if its kept weights cannot fit. It is also left out if devices need more
 memory than the limit (counted on its order, then on the lowered plan).
 """
 
@@ -51,8 +50,8 @@ Progress = Callable[[int, int, "Outcome | None"], None]
 BEST = 3
 SCHEMES_REFINED = 4
 RESCUED = 3
-"""Passes are tried on so many of the best candidates of the grid, on the best of so many other
-schemes, and on so many that would be fast but need too much device memory.
+"""Numbers of candidates that passes are tried on: the best of the grid, the best of other schemes,
+and fast ones that lack device memory.
 """
 
 WAYS = tuple(product((True, False), repeat=2))
@@ -76,7 +75,7 @@ class Tunable(Protocol):
         """Returns the plan of a candidate, in the context of its micro-batches."""
 
     def with_overlap(self, plan: Plan, context: PlanContext) -> Plan:
-        """Returns a good plan with the best choice of blocks whose state update is overlapped."""
+        """Returns a good plan with the best choice of blocks with an overlapped state update."""
 
     def host_bytes(self, plan: Plan, context: PlanContext) -> float:
         """Returns the bytes of host memory of the node that needs most (:func:`host_bytes`)."""
@@ -99,17 +98,17 @@ class Outcome:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """What outcomes are sorted by: fastest first, then least memory."""
+        """The sort key of outcomes: fastest first, then least memory."""
         return self.score_s, self.device_bytes, self.candidate.key
 
     @property
     def keeps(self) -> tuple[bool, bool]:
-        """Whether weights stay on devices, and whether nothing is recomputed (:data:`WAYS`)."""
+        """True if weights stay on devices, and True if nothing is recomputed (:data:`WAYS`)."""
         recomputes = any(isinstance(one, Recompute) for one in chain(*self.plan.programs))
         return not streams(self.candidate), not recomputes
 
     def is_like(self, other: Outcome) -> bool:
-        """Returns whether devices do the same, whatever the scheme is called."""
+        """Returns whether devices do the same, under any name of the scheme."""
         return (
             self.step_s == other.step_s
             and self.candidate.micro_batch == other.candidate.micro_batch
@@ -133,16 +132,15 @@ class _Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """The best outcomes so far, ``keep`` at most, and why others are not among them.
+    """The best outcomes so far, ``keep`` at most, and the reasons why others are not among them.
 
-    ``device_bytes``, ``host_bytes``: of one device's and of one node's memory. The choice of blocks
-    that are settled early is asked for the best only, once all are known, and what comes of it
-    decides their order.
+    ``device_bytes``, ``host_bytes``: of one device's and of one node's memory. Blocks to be settled
+    early are chosen for the best outcomes only, once all are known; the result decides their order.
 
-    ``streaming_cost``: the share of a step that a plan that streams weights must win over one that
-    keeps them. ``work``: instructions of plans after which candidates are no longer planned, if one
-    fits; a part of them is left for the passes. ``num_instructions``: those so far.
-    ``fastest``: the fastest outcome of each way of keeping weights and activations.
+    ``streaming_cost``: the share of a step that a plan with streamed weights must win over one that
+    keeps them. ``work``: instructions of plans after which no candidate is planned any more, if one
+    fits; a part of them is left for the passes. ``num_instructions``: those so far. ``fastest``:
+    the fastest outcome of each way of keeping weights and activations.
     """
 
     tuned: Tunable
@@ -235,12 +233,12 @@ class Search:
             self._refuse("device memory")
             return None
         try:
-            found = ordered(candidate, context)
+            least = ordered(candidate, context)
         except ConfigError:
             return replace(first, is_ordered=True)  # its plan says, and keeps, what is impossible
-        self._splits[candidate.request.scheme] = found.splits
-        floor_s = max(first.floor_s, found.seconds)
-        if found.device_bytes > self.device_bytes:
+        self._splits[candidate.request.scheme] = least.splits
+        floor_s = max(first.floor_s, least.seconds)
+        if least.device_bytes > self.device_bytes:
             self._too_large.append((floor_s, candidate))
             self._refuse("device memory")
             return None
@@ -254,7 +252,9 @@ class Search:
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
     def _overlap_updates(self) -> None:
-        """Has it chosen for all that could become the best: what it shortens is the tail."""
+        """Chooses overlapped updates for all outcomes that could become the best; they shorten the
+        tail.
+        """
         best_s = inf
         for index, outcome in enumerate(self.outcomes):
             if outcome.step_s - outcome.optimizer_tail_s < best_s:
@@ -409,7 +409,7 @@ def fragment(candidate: Candidate) -> dict[str, Any]:
 
 
 def _kept_bytes(candidate: Candidate, costs: Costs) -> float:
-    """Returns what devices keep on average of a model whose weights stay on them."""
+    """Returns the average bytes of kept weights on a device; 0 if weights are streamed."""
     if SCHEMES[candidate.request.scheme].residency is Residency.STREAMED:
         return 0.0
     kept = added(
@@ -429,11 +429,11 @@ def host_bytes(
     """Returns the bytes of model state, gradients and swapped activations of the node that needs
     most.
 
-    Counted are per parameter two copies of weights, and two or one of gradients, as they travel;
-    the float32 master weight (of a split one its lower half) and ``moments_bytes`` of what else the
-    optimizer keeps, both twice of blocks that are flushed; nothing where its state stays on the
-    devices. A node owns the blocks whose backward it runs (for the first route), and holds the
-    gradients that its devices make.
+    Each parameter has two copies of weights, and two or one of gradients, as they travel. The
+    optimizer keeps the float32 master weight (the lower half of a split one) and ``moments_bytes``.
+    Flushed blocks have both twice; on devices that keep the state, the host has none. A node owns
+    the blocks of the backward stages that it runs (for the first route), and holds the gradients
+    that its devices make.
     """
     state_bytes = moments_bytes + (2.0 if storage.split_master else 4.0)
     costs, cluster = prices.costs, prices.cluster

@@ -1,4 +1,4 @@
-"""What the tuner can look at: candidates, and the grid that they are points of."""
+"""Candidates of the tuner, and the grid of candidates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ elsewhere.
 """
 
 _ON_ONE_DEVICE = frozenset(("1f1b", "interleaved"))
-"""Schemes that stand on one device for all whose weights stay: with one stage, and with several."""
+"""Schemes that represent all schemes with resident weights on one device: one with one stage, one
+with several.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[str | int | tuple[str, ...], ...]:
-        """What candidates that are as good as each other are ordered by."""
+        """The key that orders equally good candidates."""
         r = self.request
         sizes = (r.num_devices, r.replicas, self.micro_batch, r.num_microbatches)
         return (r.scheme, *sizes, *self.stages, r.recompute or "", r.drop, r.passes)
@@ -66,7 +68,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What to search. ``num_devices`` of all replicas together, ``global_batch`` in sequences.
+    """The space of a search. ``num_devices`` of all replicas together, ``global_batch`` in
+    sequences.
 
     Empty ``schemes`` or ``micro_batches``: all that make sense. ``recomputations``: mode and
     operators. ``max_replicas``: 1 for one pipeline over all devices. ``replicas``,
@@ -90,8 +93,8 @@ class Space:
     passes: tuple[str, ...] = ()
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Returns every combination that its scheme accepts; short programs first, so that a good
-        candidate is known before the expensive ones are looked at.
+        """Returns every combination that its scheme accepts. Short programs come first, so that a
+        good candidate is known before expensive ones are tried.
         """
         return tuple(sorted(set(self._combinations()), key=lambda c: (c.length, c.key)))
 
@@ -148,20 +151,20 @@ class Space:
     def _stages(self, name: str, num_devices: int) -> Iterable[tuple[int, int]]:
         """Numbers of stages that the scheme accepts: its own choice, and those of the space."""
         scheme = SCHEMES[name]
-        wanted = self.forward_stages, self.backward_stages
-        found = {scheme.default_stages(num_devices, self.num_blocks, self.forward_stages)}
+        given = self.forward_stages, self.backward_stages
+        pairs = {scheme.default_stages(num_devices, self.num_blocks, self.forward_stages)}
         per_route = 1 if scheme.whole_model_per_device else num_devices
         per_device = self.stages_per_device
         if num_devices == 1:
             per_device = (*per_device, *_doubled(max(per_device), self.num_blocks))
         for chunks, finer in product(per_device, self.backward_per_forward):
             forward = self.forward_stages or chunks * per_route
-            found.add((forward, self.backward_stages or finer * forward))
+            pairs.add((forward, self.backward_stages or finer * forward))
         return sorted(
             stages
-            for stages in found
+            for stages in pairs
             if max(stages) <= self.num_blocks
-            and all(want in (None, number) for want, number in zip(wanted, stages, strict=True))
+            and all(want in (None, number) for want, number in zip(given, stages, strict=True))
             and scheme.check_stages(*stages, num_devices) is None
         )
 
@@ -174,9 +177,7 @@ def _doubled(number: int, at_most: int) -> Iterator[int]:
 
 
 def known_pass_sets(*, own_memory: bool = True) -> tuple[tuple[str, ...], ...]:
-    """Returns those of :data:`PASS_SETS` that are of use on devices with ``own_memory`` or without,
-    and whose passes exist.
-    """
+    """Returns the known :data:`PASS_SETS` that help devices with ``own_memory``, or without."""
     useful = (names for names in PASS_SETS if own_memory or names not in _FOR_GPUS)
     return tuple(names for names in useful if all(name in PASSES for name in names))
 

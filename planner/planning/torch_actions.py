@@ -1,22 +1,26 @@
-"""The action text of ``torch.distributed.pipelining``: read it, write it.
+"""The action text of ``torch.distributed.pipelining``: reads it, writes it.
 
-One line per rank, cells separated by commas, one action a cell: stage, kind, micro-batch, as in
-``0F0,0F1,1B0``. It comes in two forms. *Compute only* has the actions F (forward), B (whole
-backward), I and W (its input and weight halves), and empty cells where torch lets a rank wait.
-*With communication* has SEND_F, RECV_F, SEND_B, RECV_B and, without a micro-batch, UNSHARD, RESHARD
-and REDUCE_GRAD as well. ``(1F4;2B0)OVERLAP_F_B`` is a forward and a backward at the same time; here
-it is one after the other.
+The text has one line per rank, cells separated by commas, and one action a cell: stage, kind,
+micro-batch, as in ``0F0,0F1,1B0``. It has two forms. *Compute only* has the actions F (forward), B
+(whole backward), I and W (its input and weight halves). Torch lets a rank wait in empty cells.
+*With communication* also has SEND_F, RECV_F, SEND_B, RECV_B and, without a micro-batch, UNSHARD,
+RESHARD and REDUCE_GRAD. ``(1F4;2B0)OVERLAP_F_B`` is a forward and a backward at the same time; a
+schedule here has one after the other.
 
-What the text cannot say, and so what writing refuses or leaves out: routes, and backward stages
-other than the forward stages (refused), swaps and updates on the device (refused); when a
-recomputation runs (left out: in torch it is the stage module's own business), which weight halves
-are computed at once (written one by one), offloads to the host (left out). Receives name the stage
-that *receives* in torch, and the stage that produced the tensor in our instructions.
+The text has no words for some parts of a plan:
+
+- refused: routes, backward stages other than the forward stages, swaps, and updates on the device;
+- left out: recomputations (torch's stage module decides about them) and offloads to the host;
+- written one by one: weight halves that are computed at once.
+
+Receives name the stage that *receives* in torch, and the stage that produced the tensor in our
+instructions.
 
 A schedule that is read gets transfers and weights from :mod:`penstock.planner.schedule.lowering`
-like any other; its communication actions only say where weights are (resharded and unsharded again:
-in host memory) and whether gradients are reduced. Whether an order can run is decided by
-:mod:`penstock.planner.validate.check`. Nothing here imports torch.
+like any other. Its communication actions only say two things: whether weights are in host memory
+(resharded and unsharded again), and whether gradients are reduced.
+:mod:`penstock.planner.validate.check` decides whether an order can run. The module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -103,7 +107,7 @@ Actions = tuple[tuple[Action, ...], ...]
 
 
 def parse_actions(text: str) -> Actions:
-    """Read either form of the text. Empty cells are skipped, lines at the end too.
+    """Reads either form of the text; skips empty cells, and empty lines at the end.
 
     Raises:
         ProtocolError: names line and cell, and what would do.
@@ -311,21 +315,21 @@ def _order(rank: Sequence[Action], recompute: Recomputation) -> Iterator[Ordered
 
 
 def _devices_of_stages(actions: Actions) -> tuple[int, ...]:
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for rank, line in enumerate(actions):
         for action in line:
-            if found.setdefault(action.stage, rank) != rank:
+            if ranks.setdefault(action.stage, rank) != rank:
                 raise ProtocolError(
-                    f"{_at(action)}: stage {action.stage} is on rank {found[action.stage]} already;"
+                    f"{_at(action)}: stage {action.stage} is on rank {ranks[action.stage]} already;"
                     " all actions of a stage belong on one line"
                 )
-    for stage in range(len(found)):
-        if stage not in found:
+    for stage in range(len(ranks)):
+        if stage not in ranks:
             raise ProtocolError(
-                f"stage {stage} has no actions, stage {max(found)} has; stages are numbered from 0"
+                f"stage {stage} has no actions, stage {max(ranks)} has; stages are numbered from 0"
                 " without gaps"
             )
-    return tuple(found[stage] for stage in range(len(found)))
+    return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
 def _check_complete(compute: Sequence[Action], num_stages: int, num_microbatches: int) -> None:
@@ -339,9 +343,9 @@ def _check_complete(compute: Sequence[Action], num_stages: int, num_microbatches
             has = {kind for kind in _COMPUTE if (stage, kind, m) in seen}
             backward = has - {ActionKind.FORWARD}
             if ActionKind.FORWARD not in has or backward not in _BACKWARDS:
-                there = ", ".join(sorted(f"{stage}{kind}{m}" for kind in has)) or "nothing"
+                present = ", ".join(sorted(f"{stage}{kind}{m}" for kind in has)) or "nothing"
                 raise ProtocolError(
-                    f"stage {stage}, micro-batch {m}: there is {there}; expected {stage}F{m} and"
+                    f"stage {stage}, micro-batch {m}: there is {present}; expected {stage}F{m} and"
                     f" {stage}B{m}, or {stage}F{m}, {stage}I{m} and {stage}W{m}"
                 )
 

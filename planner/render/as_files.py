@@ -119,7 +119,7 @@ def png_of(drawing: Drawing) -> bytes:
 
 
 def _paint(axes: Axes, drawing: Drawing) -> None:
-    """Paints one collection for each look: thousands of single patches would take many seconds."""
+    """Paints one collection for each style: thousands of single patches would take many seconds."""
     rectangles = [s for s in drawing.shapes if isinstance(s, Rectangle)]
     lines = [s for s in drawing.shapes if isinstance(s, LineSegment)]
     _paint_lines(axes, [line for line in lines if not line.dashed], order=1)

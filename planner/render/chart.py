@@ -49,7 +49,7 @@ Shape = Rectangle | LineSegment | Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caption:
-    """What stands above the chart. ``heading`` names the schedule; times are in ``unit``."""
+    """The lines above the chart. ``heading`` names the schedule; times are in ``unit``."""
 
     heading: str = ""
     unit: TimeUnit = SECONDS
@@ -299,7 +299,7 @@ class _Chart:
 
 
 class _Panel(_Chart):
-    """A chart whose axis may be longer than its time line, without a legend of its own."""
+    """A chart without a legend; its axis may be longer than its time line."""
 
     def __init__(self, simulation: Picturable, caption: Caption, axis_s: float) -> None:
         super().__init__(simulation, caption)

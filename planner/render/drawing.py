@@ -25,7 +25,7 @@ _DARKEST = 0.22
 
 
 class Anchor(StrEnum):
-    """Which end of a text lies at its position."""
+    """The end of a text that lies at its position."""
 
     START = "start"
     MIDDLE = "middle"

@@ -17,8 +17,8 @@ _FAMILY = {"F": "forward", "R": "backward", "B": "backward", "BI": "backward", "
 
 
 class Picturable(Protocol):
-    """What a picture needs of a :class:`~penstock.planner.simulate.Simulation`. All times are in
-    seconds.
+    """The part of a :class:`~penstock.planner.simulate.Simulation` that a picture needs. All times
+    are in seconds.
     """
 
     @property
@@ -31,7 +31,7 @@ class Picturable(Protocol):
 
     @property
     def optimizer_tail_s(self) -> float:
-        """How long the optimizer works after that."""
+        """Seconds of the optimizer after that."""
 
     @property
     def bubble_ratio(self) -> float:
@@ -39,7 +39,7 @@ class Picturable(Protocol):
 
     @property
     def devices(self) -> tuple[DeviceTimes, ...]:
-        """How long each device computes, and does not."""
+        """Seconds in which each device computes, and in which it does not."""
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -48,9 +48,9 @@ class Picturable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartRow:
-    """One resource: a stream of a device, what a device sends, or the optimizer of a node.
+    """One resource: a stream of a device, its sends, or the optimizer of a node.
 
-    What a device updates itself is in its compute row, whose stream it occupies. ``tracks`` are
+    Updates on a device are in its compute row, as they occupy the compute stream. ``tracks`` are
     spans by start; none overlaps another of its track, but in the last one.
     """
 
@@ -65,13 +65,13 @@ def rows_of(simulation: Picturable) -> tuple[ChartRow, ...]:
 
     Rows without a span that takes time are left out, but for compute streams.
     """
-    found: dict[tuple[Lane, int], list[Span]] = defaultdict(list)
+    by_lane: dict[tuple[Lane, int], list[Span]] = defaultdict(list)
     for device in range(len(simulation.devices)):
-        found[Lane.COMPUTE, device] = []
+        by_lane[Lane.COMPUTE, device] = []
     for span in simulation.spans:
         if span.end_s > span.start_s:
             lane = Lane.COMPUTE if span.lane == "update" else span.lane
-            found[lane, span.place].append(span)
+            by_lane[lane, span.place].append(span)
     lanes = list(Lane)
 
     def position(key: tuple[Lane, int]) -> tuple[bool, int, bool, int]:
@@ -79,8 +79,8 @@ def rows_of(simulation: Picturable) -> tuple[ChartRow, ...]:
         return lane is Lane.OPTIMIZER, place, lane is not Lane.COMPUTE, lanes.index(lane)
 
     return tuple(
-        ChartRow(lane=lane, place=place, tracks=_tracks(found[lane, place]))
-        for lane, place in sorted(found, key=position)
+        ChartRow(lane=lane, place=place, tracks=_tracks(by_lane[lane, place]))
+        for lane, place in sorted(by_lane, key=position)
     )
 
 
@@ -109,10 +109,10 @@ def numbers_of(span: Span) -> tuple[int | None, str]:
 
 
 def shades_of(spans: Sequence[Span]) -> dict[tuple[str, int], tuple[int, int]]:
-    """Returns, by ``(code, stage)`` of one device's work, which of its stages that is, and of how
-    many.
+    """Returns, by ``(code, stage)`` of a device's work, the index of the stage among the device's,
+    and their number.
 
-    Forward and backward stages are counted apart: a device's second forward stage has the same
+    Forward and backward stages are counted apart. A device's second forward stage has the same
     shade whether it is stage 4 of 8, or the first of Chimera's other direction.
     """
     stages: dict[str, set[int]] = defaultdict(set)
@@ -122,7 +122,7 @@ def shades_of(spans: Sequence[Span]) -> dict[tuple[str, int], tuple[int, int]]:
         if stage is not None and code in _FAMILY:
             stages[_FAMILY[code]].add(stage)
             codes.add((code, stage))
-    order = {family: sorted(found) for family, found in stages.items()}
+    order = {family: sorted(members) for family, members in stages.items()}
     return {
         (code, stage): (order[_FAMILY[code]].index(stage), len(order[_FAMILY[code]]))
         for code, stage in codes

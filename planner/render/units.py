@@ -11,7 +11,7 @@ _NICE_STEPS = (1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUnit:
-    """What one second of a simulation stands for: a second, or an abstract unit."""
+    """The unit of a simulation's second: a second, or an abstract unit."""
 
     abstract: bool
 
