@@ -1,13 +1,15 @@
-"""Keep what fits: spend the memory that a device has left on activations, the dearest first.
+"""Keep what fits: spends the memory that a device has left on activations, the dearest first.
 
-Ours, for schedules whose forward and backward stages are coupled (Mobius, Megatron-offload, GPipe,
-1F1B, …). ``keep-graphs`` keeps all that some micro-batches of some stages save, and recomputes the
-others; it looks at no operators, so layers may be compiled. ``keep-what-fits`` looks at them: full
-recomputation leaves device memory unused, no recomputation does not fit; in between,
-:class:`~penstock.protocol.plan.instructions.Keep` ``selective`` drops some operators' outputs. What
-to drop is decided stage by stage: operators are ordered by seconds of recomputation per byte, and
-the cheapest bytes go first. Obscura's integer program (:mod:`.obscura`) chooses the same for all
-micro-batches of a stage, with swaps; here nothing is swapped.
+The passes are ours, for coupled forward and backward stages (Mobius, Megatron-offload, GPipe, 1F1B,
+…). ``keep-graphs`` keeps all that some micro-batches of some stages save, and recomputes the
+others. It needs no operators, so layers may be compiled.
+
+``keep-what-fits`` chooses operators: full recomputation leaves device memory unused, no
+recomputation does not fit. In between, :class:`~penstock.protocol.plan.instructions.Keep`
+``selective`` drops some operators' outputs. Each stage decides for itself: operators are ordered by
+seconds of recomputation per byte, and the cheapest bytes go first. Obscura's integer program
+(:mod:`.obscura`) chooses the same operators for all micro-batches of a stage, with swaps; here
+nothing is swapped.
 """
 
 from __future__ import annotations
@@ -54,18 +56,18 @@ Work = tuple[int, int]
 """A stage and a micro-batch."""
 
 _GUESS_MARGIN = 1.35
-"""Factor on bytes of graphs without a measurement. Eager layers in bf16 save 1.08 to 1.31 times the
-bytes of the block table, compiled layers 0.77 to 0.84 times (LLaMA and Qwen3).
+"""Factor on bytes of graphs without a measurement. Relative to the block table, eager layers in
+bf16 save 1.08 to 1.31 times the bytes, compiled layers 0.77 to 0.84 times (LLaMA and Qwen3).
 """
 
 
 def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
-    """Drops no more than the memory limit asks for; without a limit, the device's memory.
+    """Drops no more than the memory limit requires; without a limit, the device's memory.
 
-    First everything is dropped that can be made again from the inputs of the blocks. That takes the
-    memory of full recomputation (checkpoints of every block instead of every stage), and less time:
-    the last product of a block need not be repeated. Then each device keeps one operator of one
-    stage after the other, as far as there is room for all micro-batches that are in flight.
+    First all operators are dropped that can be made again from the inputs of the blocks. That takes
+    the memory of full recomputation (checkpoints of every block instead of every stage), and less
+    time: the last product of a block need not be repeated. Then each device keeps operators of one
+    stage after the other, as long as all micro-batches in flight have room.
 
     Raises:
         ConfigError: stages are not coupled, costs name no operators, activations are swapped, or
@@ -151,8 +153,8 @@ def _filled(
 
 
 def _recomputed(program: Program) -> list[tuple[slice, Work]]:
-    """Returns from where to where graphs would be kept that a program makes again, and whose; the
-    shortest first.
+    """Yields the first and the last position of each graph that a program recomputes, and the
+    graph; the shortest first.
     """
     starts: dict[Work, int] = {}
     spans = []
@@ -166,8 +168,8 @@ def _recomputed(program: Program) -> list[tuple[slice, Work]]:
 
 
 def _within(schedule: Schedule, kept: set[Work], context: PassContext) -> Schedule:
-    """Returns the schedule with the graphs of ``kept`` kept, without those of early stages as far
-    as workspaces of forwards with graphs take more than was left.
+    """Returns the schedule with the graphs of ``kept``. Graphs of early stages are left out if
+    workspaces of forwards with graphs need the memory.
     """
     by_stage = sorted(kept, reverse=True)
     while by_stage:
@@ -313,7 +315,7 @@ PASSES = (
     ),
     Pass(
         name="keep-what-fits",
-        summary="recompute only the operators whose outputs memory has no room for (ours)",
+        summary="recompute only operators with outputs that memory has no room for (ours)",
         run=keep_what_fits,
     ),
 )

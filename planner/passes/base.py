@@ -1,4 +1,4 @@
-"""What an optimising pass is: a pure function from a schedule to a schedule."""
+"""Optimising passes: pure functions from a schedule to a schedule."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from penstock.planner.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
-    """What passes decide by.
+    """The facts that passes decide by.
 
-    ``memory_limit_bytes``: of one device; ``None`` where memory is no limit. ``hop_s``: how long a
-    tensor takes from one device to the next, for decisions by
-    :func:`penstock.planner.schedule.timing.order_times`. ``optimizer``: what the CPU does with the
-    blocks that it updates. ``update_stride``: ``interleave-updates`` takes every so many blocks, or
-    decides itself (``None``). ``resident_share``: the share of each device's parameters whose
-    optimizer state stays there. ``device_updates``: whether devices preview blocks, flush them, or
-    (``auto``) what makes the simulated step shorter.
+    ``memory_limit_bytes``: of one device; ``None`` for no limit. ``hop_s``: seconds of a tensor
+    from one device to the next, for decisions by
+    :func:`penstock.planner.schedule.timing.order_times`. ``optimizer``: the CPU's way with the
+    blocks that it updates. ``update_stride``: every so many-th block is taken by
+    ``interleave-updates``; ``None``: the pass decides. ``resident_share``: the share of each
+    device's parameters with optimizer state on the device. ``device_updates``: devices preview
+    blocks, flush them, or (``auto``) use the form with the shorter simulated step.
     """
 
     costs: Costs

@@ -1,16 +1,17 @@
-"""Passes of our own that cut stages anew or search for an order.
+"""Passes of our own that cut stages again or search for an order.
 
 ``match-stages`` and ``skip-dead-forward`` are for decoupled schedules (SPipe) with full
-recomputation. The first cuts both directions anew; the second leaves out what the backward repeats
-anyway. They go together with ``overlap-recompute`` (:mod:`.mario`): a recomputation runs while its
-gradient is on its way, so a gradient passes a backward stage in two thirds of the time that SPipe
-takes, and forward stages, which need not be longer than that, can be finer.
+recomputation. The first cuts both directions again; the second leaves out the part that the
+backward repeats anyway. They go together with ``overlap-recompute`` (:mod:`.mario`), which
+recomputes while the gradient is on its way. So a gradient passes a backward stage in two thirds of
+the time that SPipe takes. Forward stages need not be longer than that, and can be finer.
 
-``reorder`` takes the best order that :mod:`penstock.planner.orders.search` finds. It follows no
-rule but searches, so it is for small cases: a few devices and micro-batches. It moves no work to
+``reorder`` takes the best order that :mod:`penstock.planner.orders.search` finds. The search
+follows no rule, so it is for small cases: a few devices and micro-batches. It moves no work to
 another device and keeps the micro-batches of a stage in order.
 
-Updates on devices are in :mod:`.deep_optimizer_states`, selective recomputation in :mod:`.keeping`.
+Updates on devices are in :mod:`.deep_optimizer_states`, selective recomputation in
+:mod:`.activation_budget`.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from penstock.protocol.plan.instructions import Backward, Forward, Keep
 from penstock.protocol.plan.plan import StageRange
 
 STAGES_PER_DEVICE = (1, 2, 3, 4, 6)
-"""Of each direction, that ``match-stages`` tries."""
+"""Numbers of stages per device and direction that ``match-stages`` tries."""
 _EFFORT = Effort(beam_width=16, max_states=20_000, time_limit_s=60.0)
 """States end the search, so that every machine finds the same order."""
 
 
 def skip_dead_forward(schedule: Schedule, context: PassContext) -> Schedule:
-    """Leave out the forward of the blocks of the last backward stage.
+    """Leaves out the forward of the blocks of the last backward stage.
 
-    That stage recomputes them from its checkpoint, and nobody needs their output: the loss is
-    counted in the recomputation. Where the last forward stage also has blocks before, it is cut in
-    two. Saves the forward of one backward stage, on the device that has it.
+    That stage recomputes them from its checkpoint, and no stage needs their output: the loss is
+    counted in the recomputation. If the last forward stage also has blocks before, it is cut in
+    two. The pass saves the forward of one backward stage, on its device.
 
     Raises:
         ConfigError: several routes, or activations that forwards keep.
@@ -72,7 +73,7 @@ def skip_dead_forward(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def _with_cut_at(stages: Sequence[StageRange], block: int) -> tuple[StageRange, ...]:
-    """The same stages, cut at ``block``; one that lies on both sides becomes two."""
+    """Returns the same stages, cut at ``block``; a stage on both sides becomes two."""
     result: list[StageRange] = []
     for stage in stages:
         if stage.start < block < stage.stop:
@@ -83,10 +84,10 @@ def _with_cut_at(stages: Sequence[StageRange], block: int) -> tuple[StageRange, 
 
 
 def match_stages(schedule: Schedule, context: PassContext) -> Schedule:
-    """Cut both directions anew: k_f p forward stages and k_b p + 1 backward stages, balanced.
+    """Cuts both directions again: k_f p forward stages and k_b p + 1 backward stages, balanced.
 
-    The backward stage more is the last one, with the head; it begins a forward stage of its own,
-    which ``skip-dead-forward`` leaves out. Tried are the numbers of stages per device in
+    The extra backward stage is the last one, with the head. It begins a forward stage of its own,
+    which ``skip-dead-forward`` leaves out. The pass tries the numbers of stages per device in
     ``STAGES_PER_DEVICE``; the shortest :func:`estimate_s` wins. Finer stages mean less skew and a
     shorter optimizer tail, coarser ones less overhead of instructions.
 
@@ -107,7 +108,8 @@ def match_stages(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def estimate_s(layout: StageLayout, costs: Costs) -> float:
-    """Time of a decoupled schedule: the busiest device's work, and the skew of the pipeline.
+    """Returns the seconds of a decoupled schedule: the busiest device's work, and the skew of the
+    pipeline.
 
     The last forward stage is taken to be skipped. The skew is p - 1 times the longest hop: a
     forward stage, or the backward of a backward stage (its recomputation runs ahead).
@@ -147,7 +149,7 @@ def _matched_layouts(layout: StageLayout, costs: Costs) -> Iterator[StageLayout]
 def _placed(
     layout: StageLayout, forward: Sequence[range], backward: Sequence[range]
 ) -> StageLayout:
-    """SPipe's placement: the device after the last live forward stage is free first."""
+    """Returns SPipe's placement: the device after the last live forward stage is free first."""
     placement = SCHEME.place(len(forward) - 1, len(backward), layout.num_devices)
     last = placement.backward[-1]
     return replace(
@@ -164,24 +166,24 @@ def _placed(
 
 
 def reorder(schedule: Schedule, context: PassContext) -> Schedule:
-    """The schedule in the best order found, or as it is if none is faster or if it swaps or updates
-    on devices (the search does not place those).
+    """Returns the schedule in the best order of the search, or as it is if none is faster.
+    Schedules with swaps or updates on devices stay: the search does not place these.
 
     Raises:
         ConfigError: the schedule itself is over the memory limit.
     """
     if any(not isinstance(i, ComputeInstruction) for order in schedule.orders for i in order):
         return schedule
-    found = gap(
+    distance = gap(
         schedule,
         context.costs,
         memory_limit_bytes=context.memory_limit_bytes,
         hop_s=context.hop_s,
         effort=_EFFORT,
     )
-    if found.best.makespan_s >= found.makespan_s:
+    if distance.best.makespan_s >= distance.makespan_s:
         return schedule
-    return replace(schedule, orders=found.best.orders)
+    return replace(schedule, orders=distance.best.orders)
 
 
 PASSES = (
@@ -201,4 +203,4 @@ PASSES = (
         run=reorder,
     ),
 )
-"""In the order in which they are meant to run."""
+"""The passes of this module, in the order in which they are meant to run."""

@@ -1,21 +1,25 @@
 """UPDATE on devices: optimizer work that the GPUs do while the CPU does the rest.
 
 Source: Maurya et al., "Deep Optimizer States", Middleware 2024, sections 4.1 to 4.3, with blocks as
-subgroups. An UPDATE has one of two forms (``context.device_updates``): our own *preview* (state in,
-next weights out, see :func:`penstock.planner.cost.update_rates.preview_ratio`; the CPU takes the
-step into the state later), or the paper's *flush* (state in, next weights and state out,
-:func:`penstock.planner.cost.update_rates.flushing`). What the CPU does with the others is
-``context.optimizer``.
+subgroups. An UPDATE has one of two forms (``context.device_updates``):
+
+- our own *preview*: state in, next weights out
+  (:func:`penstock.planner.cost.update_rates.preview_ratio`). The CPU takes the step into the state
+  later.
+- the paper's *flush*: state in, next weights and state out
+  (:func:`penstock.planner.cost.update_rates.flushing`).
+
+``context.optimizer`` is the CPU's way with all other blocks.
 
 - ``interleave-updates``: every k-th block, right behind the last backward of its stage. Its state
   comes over the idle host-to-device stream; the kernel fills a gap between compute instructions.
-  With static residents (``resident_share``), the last ones: their kernels run while what others
-  left is still being copied.
+  With static residents (``resident_share``), the last ones: their kernels run while the bytes of
+  others are still being copied.
 - ``twinflow``: static residents only, the first ones, and nothing interleaved: DeepSpeed's TwinFlow
   (ZeRO-Offload++), for comparison.
-- ``device-update``: only the last blocks, whose gradients come when nothing hides an update any
-  more. Ours, for SPipe's optimizer tail; it is also what the paper's static residents last come to
-  where no state stays on a GPU.
+- ``device-update``: only the last blocks, as nothing hides the update of their gradients any more.
+  Ours, for SPipe's optimizer tail. The paper's static residents last are the same if no state stays
+  on a GPU.
 
 An UPDATE runs on the device that made the block's gradients: it reads them there. Residents are
 always previewed.
@@ -44,10 +48,10 @@ from penstock.planner.simulate import simulate
 from penstock.protocol.plan.instructions import Backward, BackwardInput, BackwardWeight, Update
 
 WORTH_FLUSHING = 0.01
-"""What steps must be shorter by, relatively, for spare room for the state of blocks."""
+"""Least relative gain of a step for which spare room takes the state of blocks."""
 
 WORTH_EXTENDING = 0.002
-"""What steps must be shorter by, relatively, for one block more of each device."""
+"""Least relative gain of a step for which each device takes one block more."""
 
 
 def subgroups_on_gpu(
@@ -78,12 +82,12 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
     k is ``context.update_stride``, or that of our counterpart of equation 1,
     :func:`penstock.planner.cost.update_rates.preview_stride`. Each device counts its own blocks, in
     the order in which their gradients become final, so that links and GPUs of a node get equal
-    work; the devices of a node begin to count a part of a stride apart, so that their shares add up
-    to the node's. Nothing changes where nothing is asked for and the cluster's CPU optimizer is no
-    limit, or devices are its own cores.
+    work. The devices of a node begin to count a part of a stride apart, so that their shares add up
+    to the node's. Without a given stride, two cases change nothing: the cluster's CPU optimizer is
+    no limit, or devices are its own cores.
 
     Raises:
-        ConfigError: there are several routes, or updates are there already.
+        ConfigError: there are several routes, or the schedule has updates already.
     """
     _require_plain(schedule, "interleave-updates")
     return _in_form(schedule, context, _interleaved)
@@ -141,17 +145,17 @@ def _residents(
 
 
 def device_update(schedule: Schedule, context: PassContext) -> Schedule:
-    """Puts so many of the last blocks on GPUs that CPU and GPUs of each node end together.
+    """Puts as many of the last blocks on GPUs as let CPU and GPUs of each node end together.
 
     In each node the CPU is taken to have the last backward stage of every device left when the
-    backwards end. Block by block, from the device that is free first, work goes from the CPU to
-    that device as long as it is done there before the CPU would be. Where the CPU's sweeps are fast
-    (memory moves them quicker than PCIe), no block moves. Where all of these blocks move, the CPU
-    may still be behind with earlier stages: their blocks follow, the latest first, while that makes
-    the simulated step shorter.
+    backwards end. Work goes from the CPU to the device that is free first, block by block, as long
+    as the device would be done before the CPU. If the CPU's sweeps are fast (memory moves them
+    quicker than PCIe), no block moves. If all of these blocks move, the CPU may still be behind
+    with earlier stages. Their blocks follow, the latest first, while that makes the simulated step
+    shorter.
 
     Raises:
-        ConfigError: there are several routes, or updates are there already.
+        ConfigError: there are several routes, or the schedule has updates already.
     """
     _require_plain(schedule, "device-update")
     return _in_form(schedule, context, _device_updated)
@@ -179,8 +183,8 @@ def _extended(
     *,
     flush: bool,
 ) -> Schedule:
-    """Returns the schedule with updates of earlier blocks, too: of one more block of each device at
-    a time, the latest first, while the simulated step gets shorter by :data:`WORTH_EXTENDING`.
+    """Returns the schedule with updates of earlier blocks, too. Each round adds the latest block of
+    each device that is left, while the simulated step gets shorter by :data:`WORTH_EXTENDING`.
     """
     step_s, moved = _step_s(updated, context), set(chosen)
     queues = [
@@ -325,12 +329,12 @@ def _inserted(order: Order, updates: dict[int, tuple[Update, ...]]) -> Iterator[
 
 def _last_backwards(order: Sequence[OrderedInstruction]) -> dict[int, int]:
     """Returns stages by the position at which their gradients are final."""
-    found = {
+    added = {
         instruction.stage: position
         for position, instruction in enumerate(order)
         if isinstance(instruction, Backward | BackwardInput | BackwardWeight)
     }
-    return {position: stage for stage, position in found.items()}
+    return {position: stage for stage, position in added.items()}
 
 
 PASSES = (

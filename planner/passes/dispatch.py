@@ -1,12 +1,12 @@
-"""Fill the time in which devices wait: run later instructions of an order ahead of their turn.
+"""Fills the time in which devices wait: runs later instructions of an order ahead of their turn.
 
-A simulation in which every device decides what it runs next (:mod:`.dispatcher`). The first
-instruction of its order that is left runs as soon as its inputs are there. While it waits, a
-*filler* may run: a later instruction of a movable kind whose inputs are there. So only the place of
-fillers changes; all other instructions, and fillers of the same stage among themselves, keep their
-order.
+In a simulation every device decides which instruction it runs next (:mod:`.dispatcher`). The first
+instruction of its order that is left runs as soon as its inputs have come. While it waits, a
+*filler* may run: a later instruction of a movable kind with its inputs present. So only the place
+of fillers changes. All other instructions, and fillers of the same stage among themselves, keep
+their order.
 
-What passes make of it: :mod:`penstock.planner.passes.mario` moves forwards and recomputations,
+Two passes use it: :mod:`penstock.planner.passes.mario` moves forwards and recomputations,
 :mod:`penstock.planner.passes.two_bp` weight gradients. Times are those of
 :mod:`penstock.planner.schedule.timing`: compute, and one latency per hop.
 """
@@ -54,24 +54,24 @@ def fill_waits(
     """Returns the shortest of the schedules that each :class:`~.dispatcher.FillPolicy` makes,
     repeated while that helps.
 
-    Returns the same schedule where none is shorter, or where those that are need more memory than
-    the context's limit (and than this one).
+    Returns the same schedule if none is shorter, or if shorter ones need more memory than the
+    context's limit (and than the given one).
 
-    ``movable``: FORWARD (those that keep no graph, so that preposing them costs a checkpoint only),
-    RECOMPUTE (ahead of forwards, never of another backward or recomputation, so that one
-    micro-batch's activations exist at a time), or BACKWARD_WEIGHT. ``eager``: waits are filled also
-    where the schedule becomes only as short.
+    ``movable``: FORWARD, RECOMPUTE or BACKWARD_WEIGHT. Forwards that move keep no graph, so that
+    preposing them costs a checkpoint only. Recomputations move ahead of forwards, never of another
+    backward or recomputation, so that one micro-batch's activations exist at a time. ``eager``:
+    waits are also filled if the schedule becomes no longer.
     """
     times = _times(schedule, context)
     best_s, latest_s = times.makespan_s, times.starts
     board = Board.of(schedule.layout, schedule.orders, context, movable)
     while True:
-        found = _best(board, latest_s, schedule, context)
-        shorter = found is not None and is_less(found.makespan_s, best_s)
-        if found is not None and (shorter or (eager and not is_less(best_s, found.makespan_s))):
-            board = board.permuted(found)
+        better = _best(board, latest_s, schedule, context)
+        shorter = better is not None and is_less(better.makespan_s, best_s)
+        if better is not None and (shorter or (eager and not is_less(best_s, better.makespan_s))):
+            board = board.permuted(better)
             schedule = replace(schedule, orders=board.orders)
-            best_s, latest_s = found.makespan_s, found.starts_s
+            best_s, latest_s = better.makespan_s, better.starts_s
         if not shorter:
             return schedule
 

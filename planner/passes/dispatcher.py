@@ -30,10 +30,10 @@ from penstock.protocol.plan.instructions import (
 from penstock.protocol.plan.resources import PlanFacts
 
 _ROUNDING = 1e-9
-"""Times whose relative difference is smaller count as the same."""
+"""Times with a smaller relative difference count as the same."""
 
 BACKWARDS = (Recompute, Backward, BackwardInput)
-"""Instructions that keep their order on a device, whatever moves around them."""
+"""Instructions that keep their order on a device, while others move around them."""
 
 
 def is_less(left_s: float, right_s: float) -> bool:
@@ -42,7 +42,7 @@ def is_less(left_s: float, right_s: float) -> bool:
 
 
 class FillPolicy(StrEnum):
-    """Which fillers may run while the first instruction that is left waits."""
+    """Fillers that may run while the first instruction that is left waits."""
 
     IN_GAPS = "in gaps"
     """Only fillers that end before that instruction started so far: nothing starts later than it
@@ -149,7 +149,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
-    """For every device the positions of its line as they ran, and when each started."""
+    """The positions of each device's queue in the order in which they ran, and the start of each."""
 
     positions: tuple[tuple[int, ...], ...]
     starts_s: tuple[tuple[float, ...], ...]
@@ -157,7 +157,7 @@ class Dispatched:
 
     @property
     def moved(self) -> bool:
-        """Whether a filler ran ahead of its turn."""
+        """True if a filler ran ahead of its turn."""
         return any(left > right for line in self.positions for left, right in pairwise(line))
 
 
@@ -258,7 +258,9 @@ class Dispatcher:
         )
 
     def _choose(self, number: int, now_s: float) -> tuple[int | None, float | None]:
-        """Returns what to start now; else when to look again, as far as that is known."""
+        """Returns the instruction to start now; otherwise the moment of the next check, if it is
+        known.
+        """
         device = self._devices[number]
         ready_s = self._ready_s(number, device.head)
         if ready_s is not None and ready_s <= now_s:
@@ -282,7 +284,7 @@ class Dispatcher:
         return limit_s is None or not is_less(limit_s, start_s + device.line.seconds[position])
 
     def _start(self, number: int, position: int, now_s: float) -> Iterator[tuple[float, int]]:
-        """Books an instruction; yields when and on which devices somebody may go on."""
+        """Books an instruction; yields moments and devices at which an instruction may go on."""
         device = self._devices[number]
         device.done[position] = True
         device.free_s = end_s = now_s + device.line.seconds[position]

@@ -2,23 +2,27 @@
 
 Source: Liu, Li, Tan, Jia, "Mario: Near Zero-cost Activation Checkpointing in Pipeline Parallelism",
 PPoPP 2025, section 5.1. Passes 1 to 4 in the paper's order, and ``mario``, which applies them until
-nothing gets shorter. None knows the shape of the pipeline: they work on every scheme whose forward
-and backward stages are coupled, and leave alone what already recomputes.
+nothing gets shorter. None knows the shape of the pipeline. They work on every scheme with coupled
+forward and backward stages, and leave existing recomputations alone.
 
 Passes 2 to 4 never make a schedule slower: a rearrangement that would is dropped. With weights that
 are streamed (:class:`~penstock.planner.schedule.layout.Residency`) nothing is moved, since leaving
 a stage and coming back costs another fetch.
 
-Where the paper's step 1 recomputes only when the gradient has arrived (28 units in figure 2), the
-plan says so: ``R s m after=gradient``. Overlapping it is then, first of all, not waiting.
+The paper's step 1 recomputes only when the gradient has arrived (28 units in figure 2); a plan
+writes ``R s m after=gradient``. So the first step of overlapping is not to wait.
 
 Section 5.1 distinguishes two places for the send of a forward that is preposed, because its sends
 block until they are received. Ours do not: a send starts a transfer, a receive posts a buffer, and
-lowering posts it one instruction ahead of the forward that consumes it. So if the next device
-preposes its forward as well, the receive is posted early and the output leaves at once (the paper's
-case 1); if not, the transfer waits for the receive and the output stays in the sender's memory
-until then (case 2). Neither can deadlock, because lowering posts all receives between two devices
-in the order of the sends.
+lowering posts it one instruction ahead of the forward that consumes it.
+
+- The next device preposes its forward as well: the receive is posted early, and the output leaves
+  at once (the paper's case 1).
+- It does not: the transfer waits for the receive, and the output stays in the sender's memory until
+  then (case 2).
+
+Neither can deadlock, because lowering posts all receives between two devices in the order of the
+sends.
 """
 
 from __future__ import annotations
@@ -43,12 +47,13 @@ from penstock.protocol.plan.instructions import (
 
 
 def apply_checkpoint(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 1: forwards keep their input only, and each backward recomputes right before it starts.
+    """Applies pass 1: forwards keep their input only, and each backward recomputes right before it
+    starts.
 
     The recomputation waits for the gradient, as in frameworks that recompute inside their backward.
     Swaps of activations that are not kept any more go. A device then holds the activations of one
-    micro-batch and one stage (table 1: 1/v of a device's share with v stages per device), whatever
-    the number of devices, and of every other micro-batch the input.
+    micro-batch and one stage, and of every other micro-batch the input. With v stages per device
+    the activations are 1/v of a device's share (table 1), for any number of devices.
     """
     del context
     kept = {
@@ -79,7 +84,8 @@ def _checkpointed(order: Order, kept: set[tuple[int, int]]) -> Iterator[OrderedI
 
 
 def overlap_recompute(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 2: recomputations run while the gradient is on its way, and ahead of forwards that wait.
+    """Applies pass 2: recomputations run while the gradient is on its way, and ahead of forwards
+    that wait.
 
     A recomputation is never moved ahead of another backward, so the activations of one micro-batch
     exist at a time, as after pass 1.
@@ -95,7 +101,8 @@ def _without_waiting(instruction: OrderedInstruction) -> OrderedInstruction:
 
 
 def remove_redundancy(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 3: a forward directly followed by its recomputation and backward keeps everything.
+    """Applies pass 3: a forward directly followed by its recomputation and backward keeps
+    everything.
 
     The memory is the same, since the recomputation would fill it at once.
     """
@@ -128,7 +135,7 @@ def _without_redundancy(order: Order, coupled: set[int]) -> Iterable[OrderedInst
 
 
 def prepose_forward(schedule: Schedule, context: PassContext) -> Schedule:
-    """Pass 4: forwards that keep their input only run in earlier bubbles.
+    """Applies pass 4: forwards that keep their input only run in earlier bubbles.
 
     That leaves bubbles later, which recomputations fill, so these move along (as in pass 2). Each
     preposed forward costs one more input checkpoint on its device.

@@ -1,12 +1,12 @@
 """Keep or swap: activations that devices cannot keep are swapped to the host, or made again.
 
-Ours, for schedules whose forward and backward stages are coupled. Obscura's integer program
-(:mod:`.obscura`) swaps some micro-batches of 1F1B; here every order is taken as it is, and the
-newest rule of paging decides: of what is on a device, that goes whose backward is furthest away
-(Belady), and it comes back as early as a copy takes. What is cheap to make again is not copied: the
-operators to drop are chosen so that neither compute nor the copies take longer than they must,
-within the host's memory. One choice holds for all stages, or every other stage of each device drops
-one operator more: devices stay equally busy.
+The pass is ours, for coupled forward and backward stages. Obscura's integer program
+(:mod:`.obscura`) swaps some micro-batches of 1F1B. This pass takes every order as it is, and
+follows Belady's rule of paging: the activation with the furthest backward goes first, and it comes
+back as early as a copy takes. Activations that are cheap to make again are not copied. The choice
+of dropped operators keeps both compute and the copies short, within the host's memory. One choice
+holds for all stages, or every other stage of each device drops one operator more: devices stay
+equally busy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SLACK = 2
 """Activations for which room is left while they are on their way out."""
 
 _TRIES = 6
-"""How often the room for activations is narrowed where a device is over the limit."""
+"""Number of times that the room for activations is narrowed on a device over the limit."""
 
 
 def keep_or_swap(schedule: Schedule, context: PassContext) -> Schedule:
@@ -95,7 +95,7 @@ def _every_other_stage(schedule: Schedule) -> list[bool]:
 
 
 def _rooms(schedule: Schedule, context: PassContext) -> list[float]:
-    """Returns the bytes that each device has for activations, beside the most of all else."""
+    """Returns the bytes that each device has for activations, besides the most of all other uses."""
     return [
         context.device_limit_bytes
         - max(t - a for t, a in zip(one.total_bytes, one.activation_bytes, strict=True))
@@ -127,8 +127,8 @@ def _place_all(
 def _fitting(schedule: Schedule, rooms: Sequence[float], context: PassContext) -> Schedule | None:
     """Returns the schedule with swaps within the memory of devices and hosts, or None.
 
-    What else a device holds while activations are there is known when swaps are placed: where it is
-    over the limit then, there is less room for them.
+    The other bytes of a device are known only when swaps are placed. A device that is over the
+    limit then gets less room for activations.
     """
     limit = context.device_limit_bytes
     for _ in range(_TRIES):
@@ -136,8 +136,8 @@ def _fitting(schedule: Schedule, rooms: Sequence[float], context: PassContext) -
         if not placed or not _hosts_fit(context, [one.host_bytes for one in placed]):
             return None
         made = replace(schedule, orders=tuple(one.order for one in placed))
-        found = footprints(lower(made), context.costs)
-        over = [max(0.0, max(one.total_bytes) - limit) for one in found]
+        peaks = footprints(lower(made), context.costs)
+        over = [max(0.0, max(one.total_bytes) - limit) for one in peaks]
         if not any(over):
             return made
         rooms = [room - excess for room, excess in zip(rooms, over, strict=True)]
@@ -145,7 +145,7 @@ def _fitting(schedule: Schedule, rooms: Sequence[float], context: PassContext) -
 
 
 def _hosts_fit(context: PassContext, swapped: Sequence[float]) -> bool:
-    """Returns whether hosts have room for what their devices swap, beside the model's state."""
+    """Returns whether hosts have room for the swaps of their devices and for the model's state."""
     cluster = context.cluster
     nodes = -(-len(swapped) // cluster.devices_per_node)
     parameters = added(block.parameters for block in context.costs.blocks)

@@ -1,19 +1,19 @@
 """SPipe: forward and backward of a block on different devices, and finer backward stages.
 
 Source: Ryu et al., "SPipe: Hybrid GPU and CPU Pipeline for Training LLMs under Memory Pressure",
-section 3.1. Two passes, for schedules of all forwards, then all backwards, with full recomputation
-and streamed weights (Mobius): ``decouple-backward`` and ``refine-backward``. Mobius with both is
-the scheme :mod:`penstock.planner.schemes.spipe`.
+section 3.1. Two passes work on schedules of all forwards, then all backwards, with full
+recomputation and streamed weights (Mobius): ``decouple-backward`` and ``refine-backward``. Mobius
+with both is the scheme :mod:`penstock.planner.schemes.spipe`.
 
-The rest of section 3 is no matter of the order of compute instructions, and holds for every
+The rest of section 3 does not concern the order of compute instructions, and holds for every
 schedule:
 
 - Checkpoints leave right after the forward that makes them, and their receives are posted at the
   matching step (asynchronous checkpoint communication):
   :mod:`penstock.planner.schedule.lowering.transfers`.
-- The next stage's weights arrive while the current one computes, gradients leave when the last
-  micro-batch of their stage is done: :mod:`penstock.planner.schedule.lowering.weights` and
-  ``.gradients``.
+- The next stage's weights arrive while the current one computes:
+  :mod:`penstock.planner.schedule.lowering.weights`. Gradients leave when the last micro-batch of
+  their stage is done: ``.transfers``.
 - Each backward stage's gradients are an optimizer task of their own, which starts as soon as they
   are in host memory (asynchronous CPU optimizer, section 3.2):
   :class:`penstock.planner.cost.cluster.OptimizerStart`.
@@ -147,4 +147,4 @@ PASSES = (
         run=refine_backward,
     ),
 )
-"""In the order in which they are meant to run."""
+"""The passes of this module, in the order in which they are meant to run."""

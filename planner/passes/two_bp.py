@@ -1,16 +1,19 @@
-"""2BP: split the backward in two, and put the weight gradients where devices would wait.
+"""2BP: splits the backward in two, and puts the weight gradients where devices would wait.
 
 Source: Rae, Lee, Richings, "2BP: 2-Stage Backpropagation", 2024, sections 3 and 4.2. Passes:
-``split-backward`` (B becomes BI and BW), ``fill-bubbles`` (BW into idle time between BI calls, the
-rest to the end), ``concatenate`` (what is left of a stage as one BW), ``2bp`` (the three, if
-shorter), and two that take memory back, since between BI and BW a micro-batch's intermediate
-derivatives stay: ``flush-half`` (figure 5) and ``limit-deferred``.
+
+- ``split-backward``: B becomes BI and BW.
+- ``fill-bubbles``: BW into idle time between BI calls, the rest to the end.
+- ``concatenate``: the remaining BW of a stage as one.
+- ``2bp``: the three, if shorter.
+- ``flush-half`` (figure 5) and ``limit-deferred`` take memory back, since between BI and BW a
+  micro-batch's intermediate derivatives stay.
 
 A BW can move back to the end of its device's work, since it reads no weights: streamed ones may be
 gone by then. It cannot pass an UPDATE on the device, which needs final gradients. The weight
 gradients of a stage are taken in the order of its backwards, so they add up to the same bits as
-unsplit. What passes look at is compute: gradients that are final later also reach the optimizer
-later, which only a simulation shows.
+unsplit. Passes see compute only. Gradients that are final later also reach the optimizer later,
+which only a simulation shows.
 """
 
 from __future__ import annotations
@@ -141,10 +144,10 @@ def _calls(batches_of_stage: dict[int, tuple[int, ...]]) -> list[BackwardWeight]
 
 
 def two_bp(schedule: Schedule, context: PassContext) -> Schedule:
-    """Splits, fills and concatenates; returns the given schedule where the result is not shorter.
+    """Splits, fills and concatenates; returns the given schedule if the result is not shorter.
 
-    The result keeps the context's memory limit, as far as the given schedule does, and the memory
-    of the given schedule where that takes no longer.
+    The result keeps the context's memory limit, if the given schedule does. It keeps the memory of
+    the given schedule if that takes no longer.
     """
     result = schedule
     for one in (split_backward, fill_bubbles, concatenate, limit_deferred):
@@ -158,11 +161,10 @@ def two_bp(schedule: Schedule, context: PassContext) -> Schedule:
 
 
 def flush_half(schedule: Schedule, context: PassContext) -> Schedule:
-    """Catches up, half-way through the backwards of a device, with the weight gradients left so
-    far.
+    """Runs, half-way through the backwards of a device, all weight gradients that are left so far.
 
-    This is the paper's figure 5, for 1F1B-2: a device then keeps the intermediate derivatives of
-    half of its micro-batches at most, for a longer makespan where the devices before it wait.
+    This is the paper's figure 5, for 1F1B-2. A device then keeps the intermediate derivatives of
+    half of its micro-batches at most. The makespan is longer if the devices before it wait.
     """
     del context
     return replace(schedule, orders=tuple(tuple(_flushed(order)) for order in schedule.orders))
@@ -183,13 +185,15 @@ def _flushed(order: Order) -> Iterator[OrderedInstruction]:
 def limit_deferred(schedule: Schedule, context: PassContext) -> Schedule:
     """Takes weight gradients earlier, so that no device exceeds its memory.
 
-    The limit is the context's ``memory_limit_bytes``, for what
-    :mod:`penstock.planner.schedule.memory_order` counts. What exceeds it with nothing deferred
-    stays so: this pass gives back what 2BP took. It returns the shortest of three ways. In the
-    first, weight gradients stay where they are, but the oldest run at once whenever memory would
-    not suffice. In the second, each runs as many BACKWARD_INPUT later as memory allows on its
-    device (with a lag of d on device d this is ZB-H1), or earlier where the device waits. In the
-    third, each runs at once.
+    The limit is the context's ``memory_limit_bytes``, for the bytes that
+    :mod:`penstock.planner.schedule.memory_order` counts. A schedule that exceeds it with nothing
+    deferred still does: this pass only gives back the memory that 2BP took. It returns the shortest
+    of three ways.
+
+    - Weight gradients stay in place, but the oldest run at once whenever memory would not suffice.
+    - Each runs as many BACKWARD_INPUT later as memory allows on its device, or earlier if the
+      device waits. With a lag of d on device d this is ZB-H1.
+    - Each runs at once.
     """
     limit_bytes = context.memory_limit_bytes
     if limit_bytes is None:

@@ -1,22 +1,25 @@
 """A time that no order of a schedule's instructions on their devices can beat.
 
-Compute only: transfers, copies, memory limits and the optimizer can only add to it.
+The bound counts compute only: transfers, copies, memory limits and the optimizer can only add to
+it.
 
-What is kept: which instruction runs on which device, what it takes, and what it needs before it
-can start. What is free: the order on each device. Every instruction i has a **head** r(i), the
-longest chain of instructions that must end before it starts, a **body** p(i), and a **tail** q(i),
-the longest chain that can only start after it.
+Fixed are the device of each instruction, its seconds, and its needs. Free is the order on each
+device. Every instruction i has a **head** r(i), a **body** p(i), and a **tail** q(i). The head is
+the longest chain of instructions that must end before i starts, the tail the longest chain that can
+only start after i.
 
-Proof that :func:`lower_bound_s` holds. Take any order that respects the needs, and one device.
-There instruction i starts no earlier than r(i), because its chain needs that time wherever it runs;
-the device works on one instruction at a time; and the end of everything is no earlier than C(i) +
-q(i), where C(i) is the end of i. So the makespan is at least the optimum of the one-machine problem
-"minimise the largest C(i) + q(i) with release times r(i)". Letting the machine interrupt
-instructions can only lower that optimum, and with interruptions the rule "always run the released
-instruction with the longest tail" attains it (Jackson's preemptive schedule; Carlier, "The
-one-machine sequencing problem", 1982), which is computed here. It equals the maximum over all sets
-S of instructions of the device of min r + sum p + min q over S: needed compute plus a ramp before
-and after that nothing can avoid. The bound is the largest over all devices.
+Proof that :func:`lower_bound_s` holds. Take any order that respects the needs, and one device. On
+it instruction i starts no earlier than r(i), because its chain needs that time on any device. The
+device works on one instruction at a time. The end of everything is no earlier than C(i) + q(i),
+where C(i) is the end of i. So the makespan is at least the optimum of the one-machine problem
+"minimise the largest C(i) + q(i) with release times r(i)".
+
+Letting the machine interrupt instructions can only lower that optimum. With interruptions the rule
+"always run the released instruction with the longest tail" attains it (Jackson's preemptive
+schedule; Carlier, "The one-machine sequencing problem", 1982). The rule is computed here. Its
+result equals the maximum over all sets S of instructions of the device of min r + sum p + min q
+over S: needed compute plus an unavoidable ramp before and after. The bound is the largest over all
+devices.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ def one_machine_s(jobs: Sequence[OneMachineJob]) -> float:
 
 
 def dependencies(layout: StageLayout, work: Sequence[ComputeInstruction]) -> list[list[int]]:
-    """Returns for each instruction the numbers of those whose results it uses."""
+    """Returns for each instruction the numbers of the instructions with results that it uses."""
     facts = PlanFacts.of(layout, [work])
     made = {resource: index for index, i in enumerate(work) for resource in makes(i, facts)}
     return [[made[needed] for needed in reads(i, facts) if needed in made] for i in work]

@@ -55,8 +55,9 @@ _RESOLUTION = 2**40
 def partition(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """Cuts ``costs`` into ``num_stages`` non-empty contiguous ranges.
 
-    Minimizes the largest stage cost; among those cuts the sum of squared stage costs, so that one
-    heavy block does not leave the rest unbalanced; among those the earlier stages are smaller.
+    The largest stage cost is as small as possible. Among those cuts the sum of squared stage costs
+    is, so that one heavy block does not leave the rest unbalanced. Among those the earlier stages
+    are smaller.
 
     Raises:
         ValueError: more stages than blocks, or fewer than one stage.

@@ -1,9 +1,9 @@
-"""What a device holds while it runs an order: the bytes that passes decide by.
+"""Bytes that a device holds while it runs an order; passes decide by them.
 
-Weights, accumulated gradients and static bytes of all its stages (two stages where weights are
-streamed), and of each micro-batch what forwards, recomputations and split backwards leave behind.
-Transfers, posted receives and the memory of plans are :mod:`penstock.planner.memory.footprint`'s
-matter.
+Counted are weights, accumulated gradients and static bytes of all its stages (two stages if weights
+are streamed). Each micro-batch adds the tensors that forwards, recomputations and split backwards
+leave. :mod:`penstock.planner.memory.footprint` has transfers, posted receives and the memory of
+plans.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _Changes = Collection[tuple[Place, float]]
 class OrderMemory:
     """Counts the bytes of one device, instruction by instruction.
 
-    ``fixed_bytes``: what does not depend on the order. ``work_bytes``: what is held for a (stage,
-    micro-batch); ``swapped_bytes``: what of it is elsewhere; ``drops``: operators that forwards
-    have dropped so far (``facts`` looks at the same mapping).
+    ``fixed_bytes`` do not depend on the order. ``work_bytes``: held for a (stage, micro-batch);
+    ``swapped_bytes``: the part of them elsewhere; ``drops``: operators that forwards have dropped
+    so far (``facts`` uses the same mapping).
     """
 
     facts: PlanFacts

@@ -1,9 +1,9 @@
 """Data parallelism: a schedule repeated on other devices, each copy with its share of the batch.
 
-Replicas are routes (:class:`penstock.protocol.plan.plan.Plan`): replica r has the stages of the
+Replicas are routes (:class:`penstock.protocol.plan.plan.Plan`). Replica r has the stages of the
 original on the next devices, and the next of equal, consecutive shares of the micro-batches. Each
 computes gradients of every block, and the result is that of one replica with all the micro-batches.
-Where the sums are made is :func:`with_reduction`'s choice.
+:func:`with_reduction` chooses where the sums are made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.protocol.plan.semantics import side_of
 def replicate(schedule: Schedule, replicas: int) -> Schedule:
     """Returns the schedule ``replicas`` times: as many times the devices, micro-batches and routes.
 
-    Updates on devices stay with the first replica, whose nodes own the blocks.
+    Updates on devices stay with the first replica: its nodes own the blocks.
 
     Raises:
         ConfigError: activations are kept, and forward and backward stages are not as many.
@@ -44,7 +44,7 @@ def replicate(schedule: Schedule, replicas: int) -> Schedule:
         for i in order
     )
     if keeps and len(layout.forward) != len(layout.backward):
-        # A stage whose graph stays has one number in both lists, which the shift would undo.
+        # A stage with a kept graph has one number in both lists, which the shift would undo.
         raise ConfigError(
             f"schedule.replicas = {replicas}: {schedule.scheme} keeps activations with"
             f" {len(layout.forward)} forward and {len(layout.backward)} backward stages; with"

@@ -41,7 +41,7 @@ def lower(schedule: Schedule) -> Plan:
     """Returns the plan of a schedule, with its evaluation.
 
     Raises:
-        ValueError: instructions wait for each other in a circle, or for work that nobody does.
+        ValueError: instructions wait for each other in a circle, or for work that no device does.
     """
     layout = schedule.layout
     streamed = schedule.residency is Residency.STREAMED

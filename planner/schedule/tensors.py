@@ -1,4 +1,4 @@
-"""What travels between stages, and between which devices."""
+"""Tensors that travel between stages, and the devices that they travel between."""
 
 from __future__ import annotations
 

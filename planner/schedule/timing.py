@@ -1,8 +1,8 @@
-"""When compute instructions run if only they take time: orders without transfers and copies.
+"""Times of compute instructions if only they take time: orders without transfers and copies.
 
-What passes look at while they rearrange orders, and lowering to match receives to sends. It knows
-compute times and one latency per hop; links, copies, memory and the optimizer are
-:mod:`penstock.planner.simulate`'s matter.
+Passes use them to rearrange orders, and lowering to match receives to sends. The model has compute
+times and one latency per hop. :mod:`penstock.planner.simulate` adds links, copies, memory and the
+optimizer.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def maker_of(instruction: OrderedInstruction) -> Maker | None:
 
 
 def needs(facts: PlanFacts, instruction: OrderedInstruction) -> Iterator[Maker]:
-    """Yields whom an instruction waits for. Graphs have their place in an order, and are not
-    awaited.
+    """Yields the instructions that an instruction waits for. Graphs have their place in an order,
+    and are not awaited.
     """
     for resource in reads(instruction, facts):
         if resource.kind in _AWAITED:

@@ -1,8 +1,8 @@
 """The schemes by name: every :class:`Scheme` that a module of this folder defines.
 
 A new scheme is a module here, and its name among the choices of ``schedule.scheme``
-(:data:`penstock.config.execution.SchemeName`), whose order is that of :data:`SCHEMES`.
-A module's second scheme needs no name there: it can be planned and simulated, not trained with.
+(:data:`penstock.config.execution.SchemeName`). :data:`SCHEMES` has the order of these choices. A
+module's second scheme needs no name there: it can be planned and simulated, not trained with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.planner.schemes.base import Recomputation, RecomputeMode, Scheme, 
 
 
 def _defined() -> Iterator[tuple[Scheme, ...]]:
-    """The schemes of each module, as it defines them."""
+    """Returns the schemes of each module, in the order of their definition."""
     for module in iter_modules(__path__):
         values = vars(import_module(f"{__name__}.{module.name}")).values()
         if schemes := tuple(value for value in values if isinstance(value, Scheme)):
@@ -35,6 +35,6 @@ def _registry() -> Mapping[str, Scheme]:
 
 
 SCHEMES = _registry()
-"""Those that ``schedule.scheme`` can name, and beside each the others of its module."""
+"""Schemes that ``schedule.scheme`` can name, each followed by the others of its module."""
 
 __all__ = ["SCHEMES", "Recomputation", "RecomputeMode", "Scheme", "StageDevices"]

@@ -1,10 +1,10 @@
-"""What all 1F1B orders share: warm-up forwards, pairs of forward and backward, what is left.
+"""The common part of all 1F1B orders: warm-up forwards, pairs of forward and backward, the rest.
 
 A device has V chunks, chunk c being stage ``c p + d`` of the model. Micro-batches go through a
 device's chunks in rounds of ``g``: g micro-batches through chunk 0, the same g through chunk 1, …,
-then the next g; backwards do the same from the last chunk. With one chunk this is plain 1F1B. With
+then the next g. Backwards do the same from the last chunk. With one chunk this is plain 1F1B. With
 a split backward, BACKWARD_WEIGHT of device d lags d backwards behind (ZB-H1), so that all devices
-keep about as much; the rest fills the end.
+keep about as much. The rest fills the end.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def round_size(num_microbatches: int, num_devices: int) -> int | None:
     """Returns the micro-batches of a round: as many as devices, or more if that makes all rounds
     equal.
 
-    Returns ``None`` where rounds cannot be equal. Megatron admits multiples of the number of
-    devices only; torch.distributed.pipelining admits whatever fits into rounds of one size, and so
+    Returns ``None`` if rounds cannot be equal. Megatron admits multiples of the number of devices
+    only. torch.distributed.pipelining admits all numbers that fit into rounds of one size, and so
     do we.
     """
     rounds = max(1, num_microbatches // num_devices)

@@ -1,9 +1,8 @@
-"""What a scheme is: where stages go, and in which order each device computes.
+"""The interface of schemes: places of stages, and the order in which each device computes.
 
-Orders contain compute and swap instructions only; transfers, weights and gradients are inserted by
-:mod:`penstock.planner.schedule.lowering`. In every scheme a stage takes its micro-batches in
-ascending order, so that gradients accumulate in one order and schemes agree to the last bit where
-the cut is the same.
+Orders contain compute and swap instructions only; :mod:`penstock.planner.schedule.lowering` inserts
+transfers, weights and gradients. In every scheme a stage takes its micro-batches in ascending
+order. So gradients accumulate in one order, and schemes with the same cut agree to the last bit.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ RecomputeMode = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What forwards keep and backwards make again; with mode ``selective`` the outputs of operators
-    ``drop``.
+    """The tensors that forwards keep and backwards make again. Mode ``selective`` makes the outputs
+    of operators ``drop`` again.
 
-    ``after``: what a RECOMPUTE waits for.
+    ``after``: the event that a RECOMPUTE waits for.
     """
 
     mode: RecomputeMode

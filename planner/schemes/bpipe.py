@@ -52,7 +52,7 @@ def _balanced(
 ) -> Iterator[OrderedInstruction]:
     pair = layout.num_devices - 1 - device
     here = 0
-    there: deque[int] = deque()
+    away: deque[int] = deque()
     for instruction in order:
         yield instruction
         match instruction:
@@ -61,11 +61,11 @@ def _balanced(
                 if here == bound and m + 1 < layout.num_microbatches:
                     yield SwapOut(stage=stage, micro_batch=m, fraction=1.0, peer=pair)
                     here -= 1
-                    there.append(m)
+                    away.append(m)
             case Backward(stage=stage):
                 here -= 1
-                if there:
-                    yield SwapIn(stage=stage, micro_batch=there.popleft(), fraction=1.0, peer=pair)
+                if away:
+                    yield SwapIn(stage=stage, micro_batch=away.popleft(), fraction=1.0, peer=pair)
                     here += 1
 
 

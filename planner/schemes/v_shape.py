@@ -1,8 +1,9 @@
-"""What the V-shaped zero-bubble schemes share: two chunks per device, instructions by counting.
+"""The common part of V-shaped zero-bubble schemes: two chunks per device, instructions by counting.
 
-Device d has stage d on the way down (chunk 0) and stage 2 p - 1 - d on the way up (chunk 1), so the
-loss is where the batch comes in. Such schemes are written as a sequence of *moves*: what to do next
-with which chunk. The n-th time that a move occurs it means micro-batch n of that chunk.
+Device d has stage d on the way down (chunk 0) and stage 2 p - 1 - d on the way up (chunk 1). So the
+loss is on the device that reads the batch. Such schemes are written as a sequence of *moves*: the
+next action with one of the chunks. The n-th time that a move occurs it means micro-batch n of that
+chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.planner.schemes.base import Recomputation, backward_weight
 
 
 class Move(Enum):
-    """What a device does next. DOWN is its first chunk, UP its second."""
+    """The next action of a device. DOWN is its first chunk, UP its second."""
 
     FORWARD_DOWN = auto()
     FORWARD_UP = auto()

@@ -3,11 +3,12 @@
 Swaps go into the order of a stage in the three phases of the paper (section 6.1, figure 10).
 *Eviction*, in the warm-up, keeps the number of blocks on the device at its target.
 *Eviction-loading*, in the steady phase, evicts one block for every block that comes back.
-*Loading*, in the end, only brings back. What is evicted is always the newest block, whose backward
-is the furthest away, so that blocks needed soon stay and few blocks have to move at all (Belady's
-rule). A block is on the device from its forward, or from its SWAP_IN, until its backward has ended
-or its SWAP_OUT has. The steady phase gives a SWAP_OUT the time of a backward, and a SWAP_IN that of
-a whole round.
+*Loading*, in the end, only brings back.
+
+The newest block is always evicted, as its backward is the furthest away. So blocks needed soon
+stay, and few blocks have to move at all (Belady's rule). A block is on the device from its forward,
+or from its SWAP_IN, until its backward or its SWAP_OUT has ended. The steady phase gives a SWAP_OUT
+the time of a backward, and a SWAP_IN that of a whole round.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def recompute_problem(schedule: Schedule, context: PassContext, grain: Grain) ->
 def stage_times(schedule: Schedule, context: PassContext) -> tuple[StageTimes, ...]:
     """Returns the seconds of every stage, with the recomputation that its forwards ask for."""
     costs = context.costs
-    found: list[StageTimes] = []
+    stages: list[StageTimes] = []
     for order in stage_orders(schedule, swaps=True):
         cost = costs.of(schedule.layout.forward[order.stage].blocks)
         remake_s = 0.0
@@ -113,14 +114,14 @@ def stage_times(schedule: Schedule, context: PassContext) -> tuple[StageTimes, .
             full = order.recompute.mode == "full"
             remake_s = cost.recompute_s if full else cost.drop_seconds(order.recompute.drop)
             remake_s += costs.instruction_s
-        found.append(
+        stages.append(
             StageTimes(
                 forward_s=cost.forward_s + costs.overhead_s(Forward),
                 backward_s=cost.backward_s + costs.overhead_s(Backward),
                 recompute_s=remake_s,
             )
         )
-    return tuple(found)
+    return tuple(stages)
 
 
 def _stage_problem(
@@ -214,10 +215,10 @@ def _require_full(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapRule:
-    """How a stage swaps.
+    """The swaps of a stage.
 
-    It evicts ``evicted`` blocks (lambda) in the warm-up, ``fraction`` (beta) of each, to the host
-    or to device ``peer``. One transfer takes ``pace`` forwards, rounded up.
+    The stage evicts ``evicted`` blocks (lambda) in the warm-up, ``fraction`` (beta) of each, to the
+    host or to device ``peer``. One transfer takes ``pace`` forwards, rounded up.
     """
 
     evicted: int
@@ -258,9 +259,9 @@ class _Placer:
             yield from self._load(m)
 
     def _evicted_in_warmup(self) -> frozenset[int]:
-        """Returns the micro-batches that are evicted in the warm-up: as late as possible and as far
-        apart as a transfer takes, so that the last transfer ends before the last forward of the
-        warm-up begins.
+        """Returns the micro-batches that are evicted in the warm-up, as late as possible and as far
+        apart as a transfer takes. So the last transfer ends before the last forward of the warm-up
+        begins.
         """
         last, pace = self.order.warmup - 2, self.rule.pace
         return frozenset(last - pace * i for i in range(1, self.rule.evicted + 1))
@@ -269,10 +270,10 @@ class _Placer:
         return self.order.warmup - self.rule.evicted * self.rule.fraction
 
     def _make_room(self, backward: int, *, more: bool) -> Iterator[SwapOut]:
-        """Evicts until the next forward and the next block to load fit beside what stays.
+        """Evicts until the next forward and the next block to load fit with the blocks that stay.
 
         Before this backward there are at most as many blocks as the target. After it there is room
-        for one forward more, if there is one, and for what is loaded meanwhile.
+        for one forward more, if there is one, and for blocks that are loaded meanwhile.
         """
         due = self.rule.fraction if self._due(backward) is not None else 0.0
         size = len(self.here) + len(self.away) * (1.0 - self.rule.fraction)
@@ -282,8 +283,8 @@ class _Placer:
             surplus -= self.rule.fraction
 
     def _due(self, backward: int) -> int | None:
-        wanted = backward + LOOKAHEAD
-        return wanted if wanted in self.away else None
+        ahead_of = backward + LOOKAHEAD
+        return ahead_of if ahead_of in self.away else None
 
     def _load(self, backward: int) -> Iterator[SwapIn]:
         due = self._due(backward)

@@ -1,9 +1,9 @@
-"""How much memory the stages of a schedule need, as Obscura's section 6.2 counts it.
+"""Memory that the stages of a schedule need, as Obscura's section 6.2 counts it.
 
-``M_s = W_s + A_s``: what a stage always has, and activations of the micro-batches it holds. To that
-comes what depends on how a system recomputes (:class:`Grain`), and room for workspace and tensors
-between stages, which the paper leaves out. So a schedule that fits here fits by the books of its
-plan (:mod:`penstock.planner.memory.footprint`), too.
+``M_s = W_s + A_s``: the constant memory of a stage, and activations of the micro-batches it holds.
+Two parts are added: bytes that depend on a system's way to recompute (:class:`Grain`), and room for
+workspace and tensors between stages, which the paper leaves out. So a schedule that fits here also
+fits by the ledger of its plan (:mod:`penstock.planner.memory.footprint`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ON_THEIR_WAY = 4
 
 
 class Grain(StrEnum):
-    """How much of a stage is recomputed before its backward begins."""
+    """The part of a stage that is recomputed before its backward begins."""
 
     STAGE = "stage"
     """All of it: this system's RECOMPUTE."""
@@ -35,7 +35,7 @@ class Grain(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """Bytes of one stage: ``fixed_bytes`` (W_s and workspace), ``kept_bytes`` of a micro-batch
-    whose forward has run, and ``remade_bytes`` that its recomputation adds until its backward ends.
+    after its forward, and ``remade_bytes`` that its recomputation adds until its backward ends.
     """
 
     fixed_bytes: float
@@ -43,12 +43,14 @@ class StageMemory:
     remade_bytes: float
 
     def with_microbatches(self, held: float) -> float:
-        """Bytes with so many micro-batches held, one of them recomputed."""
+        """Returns the bytes with so many micro-batches held, one of them recomputed."""
         return self.fixed_bytes + held * self.kept_bytes + self.remade_bytes
 
 
 def fixed_bytes(costs: Costs, blocks: range) -> float:
-    """Weights, gradients, optimizer state if it is there (W_s), workspace, tensors on their way."""
+    """Returns weights, gradients, optimizer state on the device (W_s), workspace, and tensors on
+    their way.
+    """
     stage = costs.of(blocks)
     around = costs.blocks[max(blocks.start - 1, 0) : blocks.stop]
     return (
@@ -63,7 +65,7 @@ def fixed_bytes(costs: Costs, blocks: range) -> float:
 def stage_memory(
     layout: StageLayout, costs: Costs, stage: int, recompute: Recomputation, grain: Grain
 ) -> StageMemory:
-    """Memory of a stage that recomputes like this."""
+    """Returns the memory of a stage that recomputes like this."""
     blocks = layout.forward[stage].blocks
     cost = costs.of(blocks)
     parts = [blocks] if grain is Grain.STAGE else [range(i, i + 1) for i in blocks]
@@ -77,13 +79,15 @@ def stage_memory(
 
 
 def order_memory(layout: StageLayout, costs: Costs, order: StageOrder, grain: Grain) -> float:
-    """Peak bytes of a stage with an order without swaps."""
+    """Returns the peak bytes of a stage with an order without swaps."""
     memory = stage_memory(layout, costs, order.stage, order.recompute, grain)
     return memory.with_microbatches(order.in_flight)
 
 
 def schedule_memory(schedule: Schedule, costs: Costs, grain: Grain) -> tuple[float, ...]:
-    """Peak bytes of every stage, swaps included; what peers keep for others counts all the time."""
+    """Returns the peak bytes of every stage with swaps; bytes that peers keep for others always
+    count.
+    """
     peaks = [0.0] * len(schedule.orders)
     for order in stage_orders(schedule, swaps=True):
         stage, instructions = order.stage, schedule.orders[order.stage]
@@ -96,7 +100,7 @@ def schedule_memory(schedule: Schedule, costs: Costs, grain: Grain) -> tuple[flo
 
 
 def away_microbatches(order: Order) -> float:
-    """The most micro-batches whose activations are elsewhere, in parts where parts are here."""
+    """Returns the most micro-batches with activations elsewhere; parts count as parts."""
     away = most = 0.0
     for instruction in order:
         match instruction:
@@ -109,7 +113,7 @@ def away_microbatches(order: Order) -> float:
 
 
 def held_microbatches(order: Order) -> float:
-    """The most micro-batches whose activations are on the device, in parts where parts are away.
+    """Returns the most micro-batches with activations on the device; parts count as parts.
 
     A swap counts from where it starts: a SWAP_OUT has the next backward's time, or in the warm-up
     the next forwards', to end.

@@ -1,13 +1,15 @@
-"""Which stages are adjusted, and where their forwards go (sections 3.2, 5 and 8).
+"""The choice of adjusted stages, and the new places of their forwards (sections 3.2, 5 and 8).
 
 A stage over the memory limit becomes an *adjusted stage*: it recomputes everything, and the other
 passes change its order. :func:`identify` is this first step of the strawman.
 :func:`identify_cost_effective` (CMB-identifying) first lets such a stage drop the outputs of
-operators that are large and quick to make again; only if that is not enough does it become an
-adjusted stage. Fewer adjusted stages mean a larger distance from the last of them to the end of
-the pipeline, and that distance is what conceals recomputation. All stages up to the last adjusted
-one are made adjusted stages: forwards that run early there need forwards that run early in the
-stages before. With even stages that is what happens anyway.
+operators that are large and quick to make again. Only if that is not enough does it become an
+adjusted stage.
+
+Fewer adjusted stages mean a larger distance from the last of them to the end of the pipeline. That
+distance conceals recomputation. All stages up to the last adjusted one are made adjusted stages:
+forwards that run early there need forwards that run early in the stages before. With even stages
+this happens anyway.
 
 The passes that migrate set how many forwards run before each backward (``StageOrder.ahead``); times
 follow from that. Let stage s of p run w forwards in the warm-up of 1F1B (w = p - s).
@@ -20,8 +22,8 @@ refined                the same with the n of the last adjusted stage
 =====================  ==========================================================
 
 Each is at most the number of micro-batches. With forward time 1 and backward time 2 stage s of 1F1B
-has 2 (p - s - 1) forward and p - s - 1 backward bubbles (section 3.1); n = 2 (p - s - 1) turns all
-forward bubbles into backward bubbles, of which there are then min(m - 1, 3 (p - s - 1)) (section
+has 2 (p - s - 1) forward and p - s - 1 backward bubbles (section 3.1). n = 2 (p - s - 1) turns all
+forward bubbles into backward bubbles. There are then min(m - 1, 3 (p - s - 1)) of them (section
 5.3), unless the stage waits for earlier ones.
 """
 
@@ -120,8 +122,8 @@ def cost_effective(stage: BlockCost) -> Recomputation:
     """Returns the CMB strategy for a stage: its cost-effective operators are dropped, nothing if it
     has none.
     """
-    found = dict.fromkeys(op.name for op in stage.operators if op.name in COST_EFFECTIVE)
-    return Recomputation(mode="selective", drop=tuple(found)) if found else NONE
+    chosen = dict.fromkeys(op.name for op in stage.operators if op.name in COST_EFFECTIVE)
+    return Recomputation(mode="selective", drop=tuple(chosen)) if chosen else NONE
 
 
 def migrate_forwards(schedule: Schedule, context: PassContext) -> Schedule:
@@ -153,9 +155,9 @@ def migrate_forwards(schedule: Schedule, context: PassContext) -> Schedule:
 def relax_dependencies(schedule: Schedule, context: PassContext) -> Schedule:
     """Lets the remaining forwards of adjusted stages follow one by one, from the first backward on.
 
-    In section 5.2 forwards move left, so that backwards can move right (they do so by themselves
-    where they are late). A stage then runs ahead of its successors by its migrated forwards all the
-    time, and delays nobody until its recomputation has eaten them up.
+    In section 5.2 forwards move left, so that backwards can move right (late backwards do so by
+    themselves). A stage then always runs ahead of its successors by its migrated forwards. It
+    delays no stage until its recomputation has used them up.
     """
     del context
     adjusted = adjusted_stages(schedule)
@@ -171,10 +173,10 @@ def relax_dependencies(schedule: Schedule, context: PassContext) -> Schedule:
 def refine_migration(schedule: Schedule, context: PassContext) -> Schedule:
     """Migrates no more forwards in any adjusted stage than in the last one, k (section 5.3).
 
-    Recomputation that stage k cannot conceal delays all stages before it, so more converted bubbles
-    there are of no use but cost memory. What is aligned are the converted bubbles: the p - s - 1
-    backward bubbles that a stage has in 1F1B come from its dependencies and stay, so that stage s <
-    k keeps k - s more than stage k. It also holds k - s more micro-batches, as section 6.2 has it
+    Recomputation that stage k cannot conceal delays all stages before it. So more converted bubbles
+    in earlier stages are of no use but cost memory. Converted bubbles are aligned: the p - s - 1
+    backward bubbles that a stage has in 1F1B come from its dependencies and stay. So stage s < k
+    keeps k - s more than stage k. It also holds k - s more micro-batches, as section 6.2 has it
     ("stage s - 1 evicts one more activation block than stage s").
     """
     del context

@@ -5,12 +5,13 @@ move one at a time from the slowest adjusted stage to the fastest other one, unt
 same time by the model of section 7.1. Costs with half layers as blocks give the paper's
 granularity. Stages are ranges of consecutive blocks, so a move shifts all stages between the two.
 
-As printed, the algorithm takes back its last move, which overshoots. But when several adjusted
-stages are equally slow, only the last of their moves shortens anything, and taking it back leaves
-the others without use. So the fastest partition on the way is taken here, unless told otherwise.
+As printed, the algorithm takes back its last move, which overshoots. But if several adjusted stages
+are equally slow, only the last of their moves shortens the step. Taking it back leaves the others
+without use. So the fastest partition on the way is taken by default.
 
-Beyond the algorithm as printed: memory must suffice *with* the moved block (printed: before, in the
-stage that takes it); a stage keeps at least one block; and it ends where no stage can give or take.
+Three rules go beyond the algorithm as printed. Memory must suffice *with* the moved block (printed:
+before, in the stage that takes it). A stage keeps at least one block. The algorithm ends if no
+stage can give or take.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Swapping-aware recomputation as mathematics: the model of time, and the integer program.
 
-The model of time (sections 6.2 and 7.1) reckons with execution, communication and uneven stages.
-Where the paper writes f, 2f and r, a stage's own forward, backward and recomputation are taken. Let
-k be the last adjusted stage, and the *busy* time of a stage the sum of the three. Adjusted stages
-work at the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non (Equation
-5). Without recomputation in stages after k and without swaps the model agrees with
-:func:`penstock.planner.schedule.timing.order_times` to the last bit where recomputation waits for
-the gradient; a test shows it.
+The model of time (sections 6.2 and 7.1) includes execution, communication and uneven stages. For
+the paper's f, 2f and r, a stage's own forward, backward and recomputation are taken. Let k be the
+last adjusted stage, and the *busy* time of a stage the sum of the three. Adjusted stages work at
+the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non (Equation 5). The
+model agrees with :func:`penstock.planner.schedule.timing.order_times` to the last bit in one case,
+which a test shows: no swaps, no recomputation in stages after k, and recomputation that waits for
+the gradient.
 
-The integer program (section 6.2) chooses, for a swapping design (:class:`SwapStyle`), a number of
-evicted blocks (lambda) and a fraction (beta), the operators that adjusted stages make again. It is
-Equation 4: minimise T_0 (Equations 2, 3), subject to memory (Equation 1) and bandwidth. All
+The integer program (section 6.2) chooses the operators that adjusted stages make again. Given are a
+swapping design (:class:`SwapStyle`), a number of evicted blocks (lambda) and a fraction (beta). It
+is Equation 4: minimise T_0 (Equations 2, 3), subject to memory (Equation 1) and bandwidth. All
 adjusted stages drop the same operators, as in the paper. Lambda and beta are enumerated, HiGHS
 solves each program, and the fastest combination wins; among equals the one that moves least.
 
-Every maximum of Equations 2, 3 and 5 becomes a variable with one lower bound per argument, which
-is exact because the objective presses it down. Beyond the equations, memory holds what
-recomputation makes (:class:`~penstock.planner.passes.obscura.memory.Grain`), and the evictions of
-the warm-up must be able to end with it: Equation 2 lets computation wait for them, a program of
-ours does not.
+Every maximum of Equations 2, 3 and 5 becomes a variable with one lower bound per argument. That is
+exact because the objective presses it down. Two rules go beyond the equations. Memory has room for
+recomputed tensors (:class:`~penstock.planner.passes.obscura.memory.Grain`). The evictions of the
+warm-up must be able to end with it: Equation 2 lets computation wait for them, a program of ours
+does not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 LOOKAHEAD = 2
 """A swapped block comes back when the backward this many micro-batches before its own ends."""
 _TIE = 1e-9
-"""Times whose relative difference is smaller are equal."""
+"""Times with a smaller relative difference are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """Swapping of a stage: it evicts ``evicted`` activation blocks (lambda) in the warm-up, and
-    moves one of them one way in ``block_s`` (a beta / B).
+    """Swapping of a stage. It evicts ``evicted`` activation blocks (lambda) in the warm-up. One of
+    them takes ``block_s`` one way (a beta / B).
     """
 
     evicted: int = 0
@@ -104,7 +104,7 @@ def execution_times(
 
 
 class SwapStyle(StrEnum):
-    """Where activation blocks go."""
+    """The destination of activation blocks."""
 
     NONE = "none"
     HOST = "host"
@@ -123,21 +123,20 @@ class Swap:
 
 
 Source = tuple[str, tuple[tuple[str, ...], ...]]
-"""An operator whose outputs must be kept if it is not dropped, but all operators of one of these
-sets are (:class:`penstock.planner.cost.costs.RecomputeSource`).
+"""An operator with outputs that must be kept if two conditions hold: the operator is not dropped,
+and all operators of one of these sets are (:class:`penstock.planner.cost.costs.RecomputeSource`).
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProblem:
-    """What the program knows of one adjusted stage.
+    """The facts of one adjusted stage in the program.
 
     ``operator_s`` and ``operator_bytes``: seconds and bytes of each candidate operator;
-    ``source_bytes``: bytes of each source.
-    ``remade_bytes``: rows of bytes by operator; recomputation holds at most what the greediest row
-    makes (one row for a whole stage, one per block otherwise). ``held``: micro-batches in flight
-    (mu). ``peer``: the stage that takes its blocks, with ``peer_bytes`` free; ``None`` where there
-    is none.
+    ``source_bytes``: bytes of each source. ``remade_bytes``: rows of bytes by operator;
+    recomputation holds at most the bytes of the greediest row (one row for a whole stage, one per
+    block otherwise). ``held``: micro-batches in flight (mu). ``peer``: the stage that takes its
+    blocks, with ``peer_bytes`` free; ``None`` if there is none.
     """
 
     forward_s: float
@@ -176,8 +175,8 @@ class RecomputeProblem:
         dropped = zip(self.operators, at.operator_bytes, strict=True)
         kept = at.activation_bytes - added(size for name, size in dropped if name in names)
         for (operator, needed_by), size in zip(self.sources, at.source_bytes, strict=True):
-            asked = any(names.issuperset(several) for several in needed_by)
-            kept += size if asked and operator not in names else 0.0
+            required = any(names.issuperset(several) for several in needed_by)
+            kept += size if required and operator not in names else 0.0
         return kept
 
     @property
@@ -220,8 +219,8 @@ def swaps(problem: RecomputeProblem, evictions: Sequence[int]) -> Iterator[Swap]
 
 
 def evictions_of(stage: StageProblem) -> int:
-    """Returns how many blocks of the warm-up can be evicted at most: not those needed first, nor
-    the last ones, whose transfers would not end with it.
+    """Returns the most blocks of the warm-up that can be evicted. Blocks needed first cannot, nor
+    the last ones: their transfers would not end with the warm-up.
     """
     return stage.held - 2 - LOOKAHEAD
 
@@ -251,31 +250,31 @@ def solve(problem: RecomputeProblem, swap: Swap) -> RecomputeSolution | None:
         if problem.evicted(index, swap) > max(evictions_of(stage), 0):
             return None
     rows = _Rows(problem, swap)
-    found = milp(
+    solution = milp(
         rows.objective,
         integrality=rows.integrality,
         bounds=Bounds(rows.lower, rows.upper),
         constraints=LinearConstraint(np.array(rows.matrix), ub=np.array(rows.limits)),
         options={"mip_rel_gap": 0.0},
     )
-    if found.status == 2:
+    if solution.status == 2:
         return None
-    if found.x is None:
-        raise RuntimeError(f"the integer program of {swap} was not solved: {found.message}")
+    if solution.x is None:
+        raise RuntimeError(f"the integer program of {swap} was not solved: {solution.message}")
     count = len(problem.operators)
     chosen = tuple(
-        name for name, x in zip(problem.operators, found.x[:count], strict=True) if x > 0.5
+        name for name, x in zip(problem.operators, solution.x[:count], strict=True) if x > 0.5
     )
     return RecomputeSolution(
-        drop=chosen, swap=swap, time_s=float(found.x[rows.time(0)]) * rows.second
+        drop=chosen, swap=swap, time_s=float(solution.x[rows.time(0)]) * rows.second
     )
 
 
 class _Rows:
-    """The program as arrays: ``matrix @ x <= limits``.
+    """Returns the program as arrays: ``matrix @ x <= limits``.
 
-    Variables: x of every operator (0 or 1), C_adj, then for every stage T_s and the two terms of
-    T_s^C, then u of every source (1 where it must be kept). Seconds are in units of T_{k+1} or a
+    Variables, in this order: x of every operator (0 or 1); C_adj; for every stage T_s and the two
+    terms of T_s^C; u of every source (1 if it must be kept). Seconds are in units of T_{k+1} or a
     forward, bytes in units of the limit, so that the solver's tolerances fit.
     """
 
@@ -314,8 +313,8 @@ class _Rows:
         self.limits.append(limit / unit)
 
     def _add_sources(self) -> None:
-        """Adds when sources must be kept: the sum of x of a set, less what is one too few of it and
-        x of the source's own operator, is at most u.
+        """Adds the condition for kept sources. For each set, u is at least the sum of its x, less
+        one less than its size, less the x of the source's own operator.
         """
         places = {name: index for index, name in enumerate(self._problem.operators)}
         for index, (operator, needed_by) in enumerate(self._problem.sources):
@@ -323,8 +322,8 @@ class _Rows:
             made = [(places[operator], -1.0)] if operator in places else []
             for names in needed_by:
                 if places.keys() >= set(names):
-                    asked = [(places[name], 1.0) for name in names]
-                    self._add(len(names) - 1.0, 1.0, *asked, *made, kept)
+                    terms = [(places[name], 1.0) for name in names]
+                    self._add(len(names) - 1.0, 1.0, *terms, *made, kept)
 
     def _add_times(self, index: int) -> None:
         problem, second = self._problem, self.second

@@ -1,9 +1,9 @@
-"""What the passes of this folder work on: 1F1B-shaped orders, and what can be read from them.
+"""1F1B-shaped orders, which the passes of this folder work on, and the facts that follow from them.
 
 A stage's order is a warm-up of forwards, then backwards with forwards between them, both in the
-order of micro-batches. All that Obscura's passes change is *where* forwards are among the
-backwards (:attr:`StageOrder.ahead`) and what forwards keep. Swaps are
-:mod:`penstock.planner.passes.obscura.aware`'s matter.
+order of micro-batches. Obscura's passes only change *where* forwards are among the backwards
+(:attr:`StageOrder.ahead`) and which tensors forwards keep. Swaps are in
+:mod:`penstock.planner.passes.obscura.aware`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class StageOrder:
 
     @property
     def num_microbatches(self) -> int:
-        """How many micro-batches the stage takes: all."""
+        """The number of micro-batches of the stage: all."""
         return len(self.ahead)
 
     @property
     def warmup(self) -> int:
-        """How many forwards run before the first backward."""
+        """The number of forwards before the first backward."""
         return self.ahead[0]
 
     @property
     def in_flight(self) -> int:
-        """The most micro-batches whose forward has run and whose backward has not ended."""
+        """The most micro-batches between the start of their forward and the end of their backward."""
         return max(count - m for m, count in enumerate(self.ahead))
 
     def instructions(self) -> Order:

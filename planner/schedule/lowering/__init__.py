@@ -1,7 +1,6 @@
-"""From orders to full programs: a chain of small pure steps.
+"""The chain of small pure steps from orders to full programs.
 
-Tied tensors need nothing here: the runtime fetches borrowed tensors with the stage that borrows
-them.
+Tied tensors need no step: the runtime fetches borrowed tensors with the stage that borrows them.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""Insert sends and receives between compute instructions that run on different devices.
+"""Inserts sends and receives between compute instructions that run on different devices.
 
-Sends follow the instruction that produced the tensor: the activation or gradient first (a peer may
-be waiting for it), then the checkpoints, the one needed first in front. Receives only post a
-buffer; where they are posted decides memory and deadlocks:
+Sends follow the instruction that produced the tensor. The activation or gradient comes first (a
+peer may be waiting for it), then the checkpoints, the one needed first in front. Receives only post
+a buffer; the place of the posting decides memory and deadlocks:
 
 - An activation or gradient is posted one compute instruction ahead of its consumer: two buffers.
-
 - A checkpoint is posted when its sender sends it (at matching steps, by
   :mod:`penstock.planner.schedule.timing`), at the latest one compute instruction ahead of its
   RECOMPUTE.
-
 - Between two devices, receives are posted in the order of the sends, and everything sent before a
-  tensor is posted before the tensor's consumer. So an ordered channel whose sends wait for their
-  receives cannot block.
+  tensor is posted before the tensor's consumer. So an ordered channel with sends that wait for
+  their receives cannot block.
 """
 
 from __future__ import annotations

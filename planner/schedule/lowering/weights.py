@@ -1,12 +1,12 @@
-"""Insert FETCH_WEIGHTS and RELEASE_WEIGHTS.
+"""Inserts FETCH_WEIGHTS and RELEASE_WEIGHTS.
 
 *Resident*: every stage of a device has a buffer, fetched at the start and released after its last
 use.
 
 *Streamed*: two stage-sized buffers, the next stage fetched one ahead. A device works through a
 sequence of stages, each for some run of compute instructions. The first two stages are fetched at
-the start; when a run has done its last compute instruction its buffer is released and takes the
-stage of the run after the next. If that is the stage it holds, it stays: two stages in turns are
+the start. When a run has done its last compute instruction, its buffer is released and takes the
+stage of the run after the next. If the buffer has that stage, it keeps it: two stages in turns are
 fetched once. Forward and backward of the same blocks under the same stage number share a buffer.
 """
 
@@ -143,8 +143,8 @@ def _runs(layout: StageLayout, program: Program) -> list[_Run]:
 def _stays(runs: Sequence[_Run]) -> list[_Stay]:
     """Returns when each buffer is taken and given back, in the order of first use.
 
-    While a run computes, the weights of the next one arrive: so the other buffer takes those of the
-    run after the next, unless they are what it holds.
+    While a run computes, the weights of the next one arrive. So the other buffer takes those of the
+    run after the next, unless it has them.
     """
     stays: list[_Stay] = []
     current: list[_Stay] = []
