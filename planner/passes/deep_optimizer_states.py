@@ -135,13 +135,13 @@ def _residents(
     room: dict[int, float] = defaultdict(float)
     for block, device in device_of.items():
         room[device] += context.resident_share * costs[block].parameters
-    found: set[int] = set()
+    positions: set[int] = set()
     for block in chain.from_iterable(orders):
         device = device_of[block]
         room[device] -= costs[block].parameters
         if room[device] >= -1e-9 * costs[block].parameters:
-            found.add(block)
-    return found
+            positions.add(block)
+    return positions
 
 
 def device_update(schedule: Schedule, context: PassContext) -> Schedule:
@@ -213,9 +213,9 @@ def _in_form(schedule: Schedule, context: PassContext, updated: _Updated) -> Sch
     With ``auto`` they flush where that makes the simulated step shorter by :data:`WORTH_FLUSHING`.
     Where nothing says how many blocks devices update, a schedule without updates is tried, too.
     """
-    wanted = context.device_updates
-    if wanted is not DeviceUpdates.AUTO:
-        return updated(schedule, context, flush=wanted is DeviceUpdates.FLUSH)
+    requested = context.device_updates
+    if requested is not DeviceUpdates.AUTO:
+        return updated(schedule, context, flush=requested is DeviceUpdates.FLUSH)
     previewed, flushed = (updated(schedule, context, flush=flush) for flush in (False, True))
     before_s, after_s = (_step_s(one, context) for one in (previewed, flushed))
     best, best_s = previewed, before_s

@@ -149,7 +149,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatched:
-    """The positions of each device's queue in the order in which they ran, and the start of each."""
+    """The positions of each device's queue in the order of their run, and the start of each."""
 
     positions: tuple[tuple[int, ...], ...]
     starts_s: tuple[tuple[float, ...], ...]

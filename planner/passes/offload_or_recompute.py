@@ -95,7 +95,7 @@ def _every_other_stage(schedule: Schedule) -> list[bool]:
 
 
 def _rooms(schedule: Schedule, context: PassContext) -> list[float]:
-    """Returns the bytes that each device has for activations, besides the most of all other uses."""
+    """Returns the bytes that each device has for activations, less the most of all other uses."""
     return [
         context.device_limit_bytes
         - max(t - a for t, a in zip(one.total_bytes, one.activation_bytes, strict=True))

@@ -31,8 +31,8 @@ def bytes_of(arrays: Any) -> int:
 class Columns:
     """All instructions of all devices, one after the other; a **row** is a place in that list.
 
-    ``codes``: see :data:`CODES`; ``devices``: who runs it; ``starts[d]``: first row of device d.
-    ``stages`` (of an Update: its block) and ``micro_batches`` (-1: none, or several).
+    ``codes``: see :data:`CODES`; ``devices``: the device of each row; ``starts[d]``: first row of
+    device d. ``stages`` (of an Update: its block) and ``micro_batches`` (-1: none, or several).
     """
 
     instructions: NDArray[np.object_]
@@ -44,7 +44,7 @@ class Columns:
 
     @classmethod
     def of(cls, programs: tuple[Program, ...]) -> Columns:
-        """Reads programs; looks once at each instruction for its type and each of its numbers."""
+        """Reads programs; visits each instruction once for its type and each of its numbers."""
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
         flat = list(chain.from_iterable(programs))
         codes = np.fromiter(map(CODES.__getitem__, map(type, flat)), np.int8, len(flat))
@@ -71,8 +71,8 @@ class Columns:
 
     def rows(self, *kinds: type[Instruction]) -> Ints:
         """Returns the rows of instructions of these classes, ascending."""
-        found = [self._rows_by_code[CODES[kind]] for kind in kinds]
-        return found[0] if len(found) == 1 else np.sort(np.concatenate(found), kind="stable")
+        by_kind = [self._rows_by_code[CODES[kind]] for kind in kinds]
+        return by_kind[0] if len(by_kind) == 1 else np.sort(np.concatenate(by_kind), kind="stable")
 
     @cached_property
     def _rows_by_code(self) -> list[Ints]:
@@ -82,8 +82,8 @@ class Columns:
 
     def at(self, rows: Ints) -> Iterable[Any]:
         """Returns the instructions of rows."""
-        found: list[Any] = self.instructions[rows].tolist()
-        return found
+        listed: list[Any] = self.instructions[rows].tolist()
+        return listed
 
     def numbers(self, rows: Ints, field: str) -> Ints:
         """Returns a field of the instruction of each row."""
@@ -100,7 +100,7 @@ class Columns:
 
     @cached_property
     def _computes_before(self) -> Ints:
-        """How many rows up to each row, itself included, compute."""
+        """The number of compute rows up to each row, itself included."""
         counted = np.zeros(len(self.codes), dtype=np.int64)
         counted[self.computes] = 1
         return np.cumsum(counted)

@@ -135,10 +135,10 @@ def _add_users(context: Context, tasks: Ints, rows: Ints) -> None:
     columns = context.columns
     back = columns.rows(SwapIn)
     arriving = tasks[np.searchsorted(rows, back)]
-    wanted = context.pairs(back)
+    backward_pairs = context.pairs(back)
     for kind in _USERS:
         users = columns.rows(kind)
         numbers = np.searchsorted(columns.computes, users)
-        found = lookup(context.pairs(users), numbers, wanted, context.num_pairs)
-        later = (found >= 0) & (columns.computes[found] > back)
-        context.builder.need(found[later], arriving[later])
+        matches = lookup(context.pairs(users), numbers, backward_pairs, context.num_pairs)
+        later = (matches >= 0) & (columns.computes[matches] > back)
+        context.builder.need(matches[later], arriving[later])

@@ -1,4 +1,4 @@
-"""What all steps of lowering a plan to tasks work with."""
+"""The shared facts of all steps that lower a plan to tasks."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def lookup(keys: Ints, values: Ints, wanted: Ints, size: int) -> Ints:
     """Returns the value of each wanted key, or -1. Keys are unique, and below ``size``."""
     table = np.full(size, -1)
     table[keys] = values
-    found: Ints = table[wanted]
-    return found
+    looked_up: Ints = table[wanted]
+    return looked_up

@@ -19,18 +19,18 @@ from penstock.protocol.plan.resources import StateKind
 from penstock.protocol.plan.semantics import Lane, takers
 
 Reduced = Mapping[int, Ints]
-"""By backward stage that publishes, the tasks after which its gradients are summed."""
+"""The tasks after which the gradients of a publishing backward stage are summed, by stage."""
 
 Offloads = Mapping[tuple[int, int], int]
-"""By row of an OFFLOAD_GRADIENTS and block, the task after which the gradients are on the host."""
+"""The task after which gradients are on the host, by row of an OFFLOAD_GRADIENTS and block."""
 
 
 def add_reductions(context: Context) -> Reduced:
-    """Adds the sums of groups: backward stages of the same blocks, whose root publishes the sum
-    (:mod:`penstock.protocol.plan.reduction`).
+    """Adds the sums of groups: backward stages of the same blocks. The root of a group publishes
+    the sum (:mod:`penstock.protocol.plan.reduction`).
 
     The others send theirs to the root; with ``shards_weights`` all take part in a ring
-    reduce-scatter. Then a ring all-reduce between the replicas of the whole plan.
+    reduce-scatter. Then a ring all-reduce follows between the replicas of the whole plan.
     """
     rows = context.columns.rows(ReduceGradients)
     members: dict[int, list[int]] = defaultdict(list)
@@ -138,16 +138,16 @@ def _copied(blocks: range, by_block: bool) -> list[range]:
 
 
 def _await_former(context: Context, offloads: Ints, rows: Ints) -> None:
-    """A device holds sums of one stage that leaves, as
-    :mod:`penstock.planner.memory.allocation_ledger` counts them: the first backward of a stage
+    """Lets a device hold the sums of one leaving stage, as
+    :mod:`penstock.planner.memory.allocation_ledger` counts them. The first backward of a stage
     waits for all offloads before it but the last.
     """
     columns = context.columns
     backwards = columns.rows(*takers(StateKind.GRAPH))
     firsts = backwards[np.unique(columns.stages[backwards], return_index=True)[1]]
-    own = np.searchsorted(rows, columns.starts[columns.devices[firsts]])
+    first_rows = np.searchsorted(rows, columns.starts[columns.devices[firsts]])
     awaited = np.searchsorted(rows, firsts) - 2
-    waits = awaited >= own
+    waits = awaited >= first_rows
     if waits.any() and context.costs.separate_memory:
         tasks = np.searchsorted(columns.computes, firsts[waits])
         context.builder.need(tasks, offloads[awaited[waits]])

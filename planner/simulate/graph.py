@@ -78,7 +78,7 @@ class Queues:
 class Tasks:
     """All tasks. The first ``num_compute`` are the compute instructions, in the order of rows.
 
-    ``lanes``: index of the :class:`Lane`, -1 for what nobody sees. ``origins``: rows.
+    ``lanes``: index of the :class:`Lane`, -1 for invisible tasks. ``origins``: rows.
     """
 
     num_compute: int
@@ -155,7 +155,7 @@ class GraphBuilder:
         delays: Any = 0.0,
         unordered: bool = False,
     ) -> Ints:
-        """Add ``count`` tasks; returns their numbers. A value is one for all, or one for each."""
+        """Adds ``count`` tasks; returns their numbers. A value is one for all, or one for each."""
         values = {
             "seconds": seconds,
             "amounts": amounts,
@@ -177,10 +177,10 @@ class GraphBuilder:
         return np.arange(self.num_tasks - count, self.num_tasks)
 
     def need(self, tasks: Any, needs: Any) -> None:
-        """``tasks[i]`` starts after ``needs[i]`` has ended; where that is -1, it need not."""
+        """Makes ``tasks[i]`` start after ``needs[i]`` has ended; -1 means no need."""
         tasks, needs = np.broadcast_arrays(tasks, needs)
-        wanted = needs >= 0
-        self._edges.append((tasks[wanted], needs[wanted]))
+        present = needs >= 0
+        self._edges.append((tasks[present], needs[present]))
 
     def build(self) -> Tasks:
         """Returns everything that was added."""

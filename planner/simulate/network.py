@@ -1,17 +1,18 @@
-"""Routes: which shared resources bytes cross on their way, as numbers for the event core.
+"""Routes: the shared resources that bytes cross on their way, as numbers for the event core.
 
-Resources of a cluster, each with its own capacity towards and from the host: the PCIe link of a
-device (only where transfers between devices use it too; otherwise nothing shares it and its
-bandwidth is a limit of the route), the PCIe switch, the NIC of a node, and its DRAM.
+Each resource of a cluster has its own capacity towards and from the host: the PCIe link of a
+device, the PCIe switch, the NIC of a node, and its DRAM. The PCIe link is a resource only if
+transfers between devices use it too. Otherwise nothing shares it, and its bandwidth is a limit of
+the route.
 
 - Fetches and offloads cross PCIe link, switch and DRAM.
 - Between devices of a node nothing is shared, or with ``peer_through_host`` both links and
   switches, and DRAM twice: written and read.
 - Between nodes both NICs; with ``peer_through_host`` also links, switches, and the DRAM of each
   node twice.
-- The optimizer's threads use DRAM, of their NUMA domain where a node has several.
+- The optimizer's threads use DRAM, that of their NUMA domain if a node has several.
 
-What is unlimited costs nothing and does not appear.
+Unlimited resources cost nothing and do not appear.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Optimizer work: on the cores of nodes, and updates on devices.
 
-A **unit** is what a node does in one go: blocks whose gradients come by the same copies and that
-are settled in the same way, so a block, or one backward stage (``by_block`` of offloads). One
-optimizer owns a block and sums what routes contribute, which other nodes send it; where gradients
-are reduced there is one contribution, made on the node of the owner
+A **unit** is one piece of a node's work: blocks with gradients that come by the same copies and
+that are settled in the same way. So it is a block, or one backward stage (``by_block`` of
+offloads). One optimizer owns a block and sums the partials of routes, which other nodes send it. If
+gradients are reduced there is one partial, made on the node of the owner
 (:mod:`penstock.protocol.plan.reduction`).
 
-An UPDATE takes a block from its unit. The block is settled at the start of the attempt; its state
-is fetched when the instruction is issued, its kernel runs on the compute stream when the state is
-there and nothing else can run, and its weights go back when the kernel is over. One that flushes
-sends its state back as well, and nobody settles its block. Its bytes are those
-of a sweep that reads the gradients from device memory; on another device than the one that made
-them they are fetched as well. Of a resident no state is fetched; the kernel takes twice as long,
-since it takes the last commit in first.
+An UPDATE takes a block from its unit. The block is settled at the start of the attempt. Its state
+is fetched when the instruction is issued. Its kernel runs on the compute stream when the state has
+come and nothing else can run, and its weights go back when the kernel is over. A flushing UPDATE
+sends its state back as well, and its block needs no settling. Its bytes are those of a sweep that
+reads the gradients from device memory. On another device than the one that made them, they are
+fetched as well. A resident's state is not fetched; its kernel takes twice as long, since it takes
+the last commit in first.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _tail(context: Context, unit: _Unit, updated: frozenset[int]) -> _Sweep:
 
 
 def _add_settles(context: Context, units: list[_Unit]) -> dict[int, int]:
-    """Adds settles from the start of the attempt on; returns them by block: of units that are
-    settled in a sweep of its own, and of what devices update.
+    """Adds settles from the start of the attempt on; returns them by block. Settled are units with
+    a sweep of their own, and blocks that devices update.
     """
     updated = frozenset(context.plan.updates).difference(context.plan.flushed)
     flushed = frozenset(context.plan.flushed)
@@ -280,15 +280,15 @@ def _add_updates(
 
 
 def _elsewhere(context: Context, rows: Ints, offloads: Offloads) -> tuple[np.ndarray, Ints]:
-    """Returns the gradient bytes that updates fetch, and the offloads they wait for, where another
-    device made the gradients (0 and -1 where its own did).
+    """Returns the gradient bytes that updates fetch, and the offloads they wait for, if another
+    device made the gradients; otherwise 0 and -1.
     """
     columns, plan = context.columns, context.plan
     copies = {(int(columns.stages[row]), block): task for (row, block), task in offloads.items()}
     num_bytes, needs = [], []
     for device, block in zip(columns.devices[rows], columns.stages[rows].tolist(), strict=True):
         stage = context.reduction.roots[plan.backward_stage_of(block)]
-        own = plan.backward_stages[stage].device == device
-        num_bytes.append(0.0 if own else context.costs.blocks[block].gradient_bytes)
-        needs.append(-1 if own else copies.get((stage, block), -1))
+        is_local = plan.backward_stages[stage].device == device
+        num_bytes.append(0.0 if is_local else context.costs.blocks[block].gradient_bytes)
+        needs.append(-1 if is_local else copies.get((stage, block), -1))
     return np.array(num_bytes), np.array(needs, dtype=np.int64)

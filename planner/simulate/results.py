@@ -1,6 +1,6 @@
-"""What a simulation says: times, shares of idle time, spans.
+"""Results of a simulation: times, shares of idle time, spans.
 
-Labels of spans, from the instructions that their tasks come from.
+Labels of spans follow from the instructions that their tasks come from.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Span:
     """One piece of work on one resource, while it occupies it.
 
     ``place``: device, or node for the optimizer; ``peer``: the other device of links. ``label``
-    starts with a code: ``F 3 0`` and the like for instructions, ``activation 3 0`` and the like for
-    transfers, ``U 3`` for the optimizer of backward stage 3 (``S 3``: its settle), ``U 7`` on a
-    device for the update of block 7.
+    starts with a code. Instructions have ``F 3 0`` and the like, transfers ``activation 3 0`` and
+    the like. The optimizer of backward stage 3 has ``U 3`` (``S 3``: its settle). On a device ``U
+    7`` is the update of block 7.
     """
 
     lane: Lane
@@ -112,7 +112,7 @@ class Simulation:
 
     @cached_property
     def devices(self) -> tuple[DeviceTimes, ...]:
-        """How long each device computes."""
+        """Seconds in which each device computes."""
         busy = np.bincount(
             self.tasks.places[self._computes],
             weights=self.tasks.seconds[self._computes],
@@ -124,7 +124,7 @@ class Simulation:
 
     @property
     def num_tasks(self) -> int:
-        """How many pieces of work were simulated."""
+        """Number of simulated pieces of work."""
         return len(self.tasks.seconds)
 
     @property
@@ -151,13 +151,13 @@ class Simulation:
 
     @property
     def device_bubble_ratios(self) -> tuple[float, ...]:
-        """Of each device, the share of the pipeline's time in which it does not compute."""
+        """The share of the pipeline's time in which a device does not compute, for each device."""
         period_s = self.pipeline_s
         return tuple(d.idle_s / period_s if period_s > 0.0 else 0.0 for d in self.devices)
 
     @cached_property
     def lower_bound_s(self) -> float:
-        """What no order of the plan's compute instructions can beat (:mod:`.bounds`)."""
+        """Seconds that no order of the plan's compute instructions can beat (:mod:`.bounds`)."""
         schedule = schedule_of(self.plan)
         return lower_bound_s(schedule.layout, schedule.orders, self.costs)
 

@@ -1,6 +1,4 @@
-"""From a plan to its time line: lowering to tasks, the event core, and what went wrong if tasks
-wait for each other.
-"""
+"""The run of a simulation: lowers a plan to tasks, calls the event core, explains stuck tasks."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ def simulate(
 ) -> Simulation:
     """Runs one attempt of a valid plan.
 
-    ``stops_early``: a forward of the last stage with ``keep=input`` ends at the last checkpoint it
-    leaves, weights that another node owns come from there, and gradients are published (and blocks
-    updated) one by one, as our workers do it; otherwise it computes the whole stage, every node has
-    all weights, and a stage's gradients are one copy and one update, as in the papers.
-    ``peaks``: of the devices' memory, where they are known already.
+    ``stops_early``: as our workers do it. A forward of the last stage with ``keep=input`` ends at
+    the last checkpoint that it leaves. Weights that another node owns come from its memory.
+    Gradients are published (and blocks updated) one by one. Otherwise, as in the papers, a forward
+    computes the whole stage, every node has all weights, and a stage's gradients are one copy and
+    one update. ``peaks``: of the devices' memory, if they are known already.
 
     Raises:
         ConfigError: the plan makes no sense: a send without receive, or instructions that wait for
@@ -68,7 +66,7 @@ def simulate(
 
 
 def _circle(context: Context, tasks: Tasks, times: Times) -> str:
-    """Follow what a stuck task waits for until a task comes again."""
+    """Follows the needs of a stuck task until a task comes again."""
     stuck = np.isnan(times.ends)
     needs: dict[int, int] = {}
     for task, needed in zip(tasks.edge_tasks.tolist(), tasks.edge_needs.tolist(), strict=True):

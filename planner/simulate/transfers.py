@@ -1,10 +1,9 @@
-"""Tensors between devices as tasks of ordered links, and who waits for them.
+"""Tensors between devices as tasks of ordered links, and the instructions that wait for them.
 
-Collectives: every member sends to the next of a ring, all at the same time.
-
-A ring all-reduce of n members sends 2 (n - 1) / n of the data over each link, a reduce-scatter or
-an all-gather half of that (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", 2009).
+In a collective every member sends to the next of a ring, all at the same time. A ring all-reduce of
+n members sends 2 (n - 1) / n of the data over each link, a reduce-scatter or an all-gather half of
+that. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from penstock.protocol.plan.semantics import COMPUTES, RECEIVES, SEMANTICS, SEND
 
 _NUMBERS = {kind: number for number, kind in enumerate(TensorKind)}
 _KINDS = np.zeros(len(CODES), dtype=np.int64)
-"""Which tensor a send or receive moves, by code."""
+"""The tensor that a send or receive moves, by code."""
 for _transfers in (SENDS, RECEIVES):
     _KINDS[[CODES[_transfers[kind]] for kind in TensorKind]] = [_NUMBERS[k] for k in TensorKind]
 _KINDS.flags.writeable = False
@@ -69,8 +68,8 @@ def _routes(context: Context, sources: Ints, targets: Ints) -> Ints:
     pairs, which = np.unique(sources * num_devices + targets, return_inverse=True)
     link = context.network.link
     routes = np.array([link(*divmod(pair, num_devices)) for pair in pairs.tolist()])
-    found: Ints = routes[which]
-    return found
+    routes_of_rows: Ints = routes[which]
+    return routes_of_rows
 
 
 def _receives(context: Context, sends: Ints, targets: Ints) -> Ints:
@@ -81,18 +80,18 @@ def _receives(context: Context, sends: Ints, targets: Ints) -> Ints:
     """
     columns = context.columns
     receives = columns.rows(*RECEIVES.values())
-    found = lookup(_tensors(context, receives), receives, _tensors(context, sends), _size(context))
-    there = found >= 0
+    posts = lookup(_tensors(context, receives), receives, _tensors(context, sends), _size(context))
+    is_posted = posts >= 0
     peers = np.full(len(columns.codes), -1)
     peers[receives] = columns.numbers(receives, "peer")
-    there &= (columns.devices[found] == targets) & (peers[found] == columns.devices[sends])
-    if not there.all():
-        row = int(sends[np.flatnonzero(~there)[0]])
+    is_posted &= (columns.devices[posts] == targets) & (peers[posts] == columns.devices[sends])
+    if not is_posted.all():
+        row = int(sends[np.flatnonzero(~is_posted)[0]])
         raise ConfigError(
             f"plan: device {columns.devices[row]}, instruction {columns.position(row)}"
             f" ({columns.instructions[row]}): its peer never receives this"
         )
-    return found
+    return posts
 
 
 def _add_consumers(context: Context, tasks: Ints, sends: Ints, targets: Ints) -> None:
@@ -133,7 +132,7 @@ def _tensors(context: Context, rows: Ints) -> Ints:
 def add_ring(context: Context, *, rows: Ints, needs: Ints, amount: float, label: Label) -> int:
     """Adds a ring of the devices of ``rows``; all start when all ``needs`` have ended.
 
-    ``amount``: bytes that each member sends. Returns the task with whose end all have ended.
+    ``amount``: bytes that each member sends. Returns the task that ends when all have ended.
     """
     builder, queues = context.builder, context.queues
     ready = context.barrier(needs, int(rows[0]))

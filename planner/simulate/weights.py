@@ -1,6 +1,6 @@
-"""Weights into buffers: fetches, gathered shards, and who waits for them.
+"""Weights into buffers: fetches, gathered shards, and the instructions that wait for them.
 
-With ``shards_weights`` a device fetches its share of a stage; then the devices that fetch the same
+With ``shards_weights`` a device fetches its share of a stage. Then the devices that fetch the same
 blocks pass their shares around a ring (an all-gather).
 """
 
@@ -23,9 +23,9 @@ _FORWARD = [CODES[cls] for cls in COMPUTES if SEMANTICS[cls.opcode].side is Phas
 
 
 def add_weights(context: Context, *, from_owners: bool = False) -> None:
-    """Adds fetches; each starts when it is issued, which is after the release before it. Where
-    devices share the host's cores, a fetch is one of the instructions that a device computes, and
-    shards are whole: the host has all of them.
+    """Adds fetches; each starts when it is issued, which is after the release before it. If devices
+    share the host's cores, a fetch is one of the instructions that a device computes. Shards are
+    whole then: the host has all of them.
 
     ``from_owners``: blocks that another node owns come from its memory; otherwise every node has
     all weights.
@@ -85,7 +85,7 @@ def _read_from_owners(context: Context, fetches: Ints, rows: Ints, blocks: list[
 
 
 def _gather(context: Context, fetches: Ints, rows: Ints, blocks: list[range]) -> Ints:
-    """Returns for each fetch the task with whose end all shares are there."""
+    """Returns for each fetch the task that ends when all shares have come."""
     members: dict[tuple[range, int], list[int]] = defaultdict(list)
     fetched: dict[tuple[int, range], int] = defaultdict(int)
     devices = context.columns.devices[rows].tolist()
@@ -124,14 +124,14 @@ def _add_users(context: Context, fetches: Ints, rows: Ints, forward: np.ndarray)
 
     def filled(in_forward: np.ndarray) -> Ints:
         """Returns the fetch that filled a buffer when a compute instruction is reached, or -1."""
-        wanted = _buffers(context, computes, in_forward)
-        place = np.searchsorted(changes, wanted * num_rows + computes) - 1
-        same = (place >= 0) & (changes[place] // num_rows == wanted)
+        required = _buffers(context, computes, in_forward)
+        place = np.searchsorted(changes, required * num_rows + computes) - 1
+        same = (place >= 0) & (changes[place] // num_rows == required)
         return np.where(same, tasks[place], -1)
 
     is_forward = np.isin(columns.codes[computes], _FORWARD)
-    own, shared = filled(is_forward), filled(np.ones(len(computes), dtype=np.bool_))
-    used = np.where(own >= 0, own, shared)
+    from_forward, shared = filled(is_forward), filled(np.ones(len(computes), dtype=np.bool_))
+    used = np.where(from_forward >= 0, from_forward, shared)
     # By device, because one gathering task fills the buffers of all of them.
     by_device = used * context.plan.num_devices + columns.devices[computes]
     first_users = np.unique(by_device, return_index=True)[1]

@@ -1,13 +1,12 @@
-"""Where a step went: every second of a measured attempt, on one resource.
+"""The critical path of a step: every second of a measured attempt, on one resource.
 
-From the end of the step the walk goes back along what held things up: the decision waited for the
-last sweep, that for gradients, those for a backward, that for a tensor from another device, and so
-on to the announcement. Each stretch of time on the way belongs to what was under way in it, so the
-resources' seconds add up to the step. What lies between two pieces of work is overhead.
+From the end of the step the walk goes back along the causes of waits. The decision waited for the
+last sweep, the sweep for gradients, the gradients for a backward, the backward for a tensor from
+another device, and so on to the announcement. Each stretch of time on the way belongs to the work
+in it, so the resources' seconds add up to the step. Time between two pieces of work is overhead.
 
-A resource with many seconds here holds the step back; by how much the step would be shorter without
-it is another question (:mod:`penstock.planner.traces.what_if`), since another chain of work may be
-nearly as long.
+A resource with many seconds here holds the step back. Another chain of work may be nearly as long,
+so the gain without the resource is another question (:mod:`penstock.planner.traces.what_if`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Seconds of the stretch."""
         return self.end_s - self.start_s
 
 
@@ -56,19 +55,19 @@ class CriticalPath:
 
     @cached_property
     def seconds(self) -> Mapping[Resource, float]:
-        """By resource, 0 included."""
-        found = dict.fromkeys(Resource, 0.0)
+        """Seconds by resource, 0 included."""
+        totals = dict.fromkeys(Resource, 0.0)
         for stretch in self.stretches:
-            found[stretch.resource] += stretch.seconds
-        return found
+            totals[stretch.resource] += stretch.seconds
+        return totals
 
     @cached_property
     def places(self) -> Mapping[tuple[Resource, str], float]:
         """Seconds by resource and place."""
-        found: dict[tuple[Resource, str], float] = defaultdict(float)
+        totals: dict[tuple[Resource, str], float] = defaultdict(float)
         for stretch in self.stretches:
-            found[stretch.resource, stretch.place] += stretch.seconds
-        return dict(found)
+            totals[stretch.resource, stretch.place] += stretch.seconds
+        return dict(totals)
 
 
 def critical_path(attempt: MeasuredAttempt, fit: Fit) -> CriticalPath:
@@ -80,23 +79,23 @@ def critical_path(attempt: MeasuredAttempt, fit: Fit) -> CriticalPath:
         fit.devices_per_node,
         lambda fetch: fit.copied_s(fetch.phase.value, fetch.stage),
     )
-    found: list[Stretch] = []
+    walked: list[Stretch] = []
     end = causes.end()
     work: Work | None = end
     now_s = end.end_s
     seen: set[tuple[str, str, float]] = set()
     while work is not None and now_s > attempt.announced_s and len(seen) < MAX_WORKS:
         start_s = max(attempt.announced_s, min(work.start_s, now_s))
-        now_s = _add(found, work.resource, work.place, work.label, start_s, now_s)
+        now_s = _add(walked, work.resource, work.place, work.label, start_s, now_s)
         seen.add(_key(work))
         before = [other for other in work.before() if _key(other) not in seen]
         latest = max(before, key=lambda other: other.end_s, default=None)
         until_s = attempt.announced_s if latest is None else latest.end_s
         until_s = max(attempt.announced_s, min(until_s, now_s))
-        now_s = _add(found, work.gap, work.place, f"before {work.label}", until_s, now_s)
+        now_s = _add(walked, work.gap, work.place, f"before {work.label}", until_s, now_s)
         work = latest
-    _add(found, Resource.SCHEDULER, "scheduler", "announcement", attempt.announced_s, now_s)
-    return CriticalPath(stretches=tuple(reversed(found)))
+    _add(walked, Resource.SCHEDULER, "scheduler", "announcement", attempt.announced_s, now_s)
+    return CriticalPath(stretches=tuple(reversed(walked)))
 
 
 def _key(work: Work) -> tuple[str, str, float]:

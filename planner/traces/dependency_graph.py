@@ -1,8 +1,7 @@
-"""What of a measured attempt waited for what: work as nodes, each of which knows what came before.
+"""Dependencies of a measured attempt: work as nodes, each of which knows the work before it.
 
-The dependencies are those of the plan (:mod:`penstock.protocol.plan.semantics`); which of them held
-something up is what the times say. Who walks along them is
-:mod:`penstock.planner.traces.critical_path`.
+The dependencies are those of the plan (:mod:`penstock.protocol.plan.semantics`). The measured times
+tell which of them held something up. :mod:`penstock.planner.traces.critical_path` walks along them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SETTLING = ("settle", "finish", "cast")
 
 
 class Resource(StrEnum):
-    """What a second of a step is spent on."""
+    """Resources on which a second of a step is spent."""
 
     COMPUTE = "compute"
     """A device computes."""
@@ -55,13 +54,13 @@ class Resource(StrEnum):
     SCHEDULER = "scheduler"
     """Announcements, reports, decision and journal."""
     OVERHEAD = "overhead"
-    """What lies between pieces of work: interpreters, wake-ups, hand-overs."""
+    """Time between pieces of work: interpreters, wake-ups, hand-overs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """Something that took from ``start_s`` to ``end_s`` on a resource. ``before`` yields what could
-    have held it up. ``gap``: whose time lies between it and the last of these.
+    """Work that took from ``start_s`` to ``end_s`` on a resource. ``before`` yields the work that
+    could have held it up. ``gap``: the resource of the time between it and the last of these.
     """
 
     resource: Resource
@@ -79,8 +78,8 @@ def _nothing() -> Iterator[Work]:
 
 @dataclass(slots=True)
 class _Device:
-    """What one device did, in the order of its program; ``at``: places of instructions there, by
-    identity.
+    """The work of one device, in the order of its program; ``at``: places of instructions in the
+    program, by identity.
     """
 
     number: int
@@ -118,7 +117,7 @@ class _Device:
         )
 
     def issue_of(self, event: TraceEvent) -> int:
-        """Returns the place of the instruction that started a fetch beside the interpreter."""
+        """Returns the place of the instruction that started a fetch outside the interpreter."""
         places = (
             place
             for place, work in enumerate(self.works)
@@ -158,7 +157,7 @@ class Causes:
         }
 
     def end(self) -> Work:
-        """Returns the end of the step: everything is decided, and everyone has been told."""
+        """Returns the end of the step: all decisions are made and announced."""
         attempt = self._attempt
         end_s = attempt.ended_s
         if attempt.step_s is not None:
@@ -232,9 +231,9 @@ class Causes:
                 yield self._sweep(node, index - 1)
             name, _, block = event.text.partition(" ")
             if name not in _SETTLING:
-                own = list(self._gradients(node, int(block), event.start_s))
-                yield from own
-                if all(work.end_s < event.start_s - LATE_S for work in own):
+                partials = list(self._gradients(node, int(block), event.start_s))
+                yield from partials
+                if all(work.end_s < event.start_s - LATE_S for work in partials):
                     yield from self._last_gradients(node, event.start_s)
 
         return self._sweep_work(node, event, before)
@@ -252,8 +251,8 @@ class Causes:
                         yield self._publication(device, moment, block)
 
     def _last_gradients(self, node: int, until_s: float) -> Iterator[Work]:
-        """Yields what came last on each device of a node: an optimizer that begins long after the
-        gradients of its first block waited for all of them.
+        """Yields the last work on each device of a node. An optimizer that begins long after the
+        gradients of its first block waited for all devices.
         """
         for device in self._devices.values():
             place = bisect_right(device.offloads, (until_s, inf)) - 1
@@ -288,18 +287,18 @@ class Causes:
         )
 
     def _publication(self, device: _Device, moment: float, block: int) -> Work:
-        """A block's gradients on their way to the host: from their OFFLOAD_GRADIENTS on, or from
-        the copy before.
+        """Returns the copy of a block's gradients to the host, from their OFFLOAD_GRADIENTS or from
+        the copy before on.
         """
         stages = self._attempt.plan.backward_stages
-        own = [
+        moments = [
             (index, work)
             for index, work in enumerate(device.works)
             if isinstance(work.instruction, OffloadGradients)
             and block in stages[work.instruction.stage].blocks
             and work.event.start_s <= moment
         ]
-        index, work = own[-1] if own else (0, device.works[0])
+        index, work = moments[-1] if moments else (0, device.works[0])
         place = bisect_right(device.offloads, (moment, -1)) - 1
         free_s = device.offloads[place][0] if place >= 0 else 0.0
         start_s = max(work.ready_s, min(free_s, moment))
@@ -402,8 +401,8 @@ class Causes:
             yield self._publication(device, *device.offloads[place])
 
     def _fetch(self, device: _Device, fetch: TracedInstruction, index: int) -> Work:
-        """A stage's weights: over the network as far as they are other nodes', then to the device;
-        beside the interpreter, or within the instruction at ``index``.
+        """Returns the fetch of a stage's weights: over the network from other nodes, then to the
+        device. The fetch runs outside the interpreter, or within the instruction at ``index``.
         """
         event = fetch.event
         assert isinstance(fetch.instruction, FetchWeights)
@@ -441,7 +440,7 @@ class Causes:
         )
 
     def _copy(self, device: _Device, place: int) -> Work:
-        """A swap: in the order of its stream, when its instruction was issued."""
+        """Returns a swap: in the order of its stream, when its instruction was issued."""
         copy = device.copies[place]
         swap = copy.instruction
         assert isinstance(swap, SwapIn | SwapOut)
@@ -470,7 +469,9 @@ class Causes:
         )
 
     def _arrival(self, moved: Moved) -> Work:
-        """A tensor on its way: from when it was sent, or what went before it had arrived."""
+        """Returns a tensor on its way, from its send or from the arrival of the tensor before it
+        on.
+        """
         source = self._devices[moved.source]
         same_node = self._node_of(moved.source) == self._node_of(moved.target)
         tensor, target = moved.tensor, moved.target

@@ -1,30 +1,31 @@
 """Costs from the trace of a run, so that a schedule's own prediction can be judged.
 
-A trace says how long things took, not how much was moved. So bytes and parameters are amounts that
-a machine of :data:`BYTES_PER_S` and :data:`PARAMETERS_PER_S` moves and updates in the time
-measured: ``output_bytes`` those of the latency of a transfer, ``weight_bytes`` and
-``gradient_bytes`` those of a copy, ``parameters`` those of an optimizer's sweep. Memory figures of
-a simulation with these costs mean nothing. What is measured per stage is shared out evenly among
-the blocks that it computes.
+A trace has durations, but no amounts of data. So bytes and parameters are amounts that a machine of
+:data:`BYTES_PER_S` and :data:`PARAMETERS_PER_S` moves and updates in the measured time.
+``output_bytes`` are those of the latency of a transfer, ``weight_bytes`` and ``gradient_bytes``
+those of a copy, ``parameters`` those of an optimizer's sweep. Memory figures of a simulation with
+these costs mean nothing. Seconds of a stage are shared out evenly among the blocks that it
+computes.
 
-Times of instructions and transfers are means over an attempt (the first micro-batch of a stage also
-binds weights and clears gradients, so a median would be too little), then medians over attempts. To
-those of compute instructions come
+Times of instructions and transfers are means over an attempt, then medians over attempts. A median
+over an attempt would be too little: the first micro-batch of a stage also binds weights and clears
+gradients. To those of compute instructions come
 
-- the **overhead** of an instruction: what the interpreter does between compute instructions (sends,
-  loads of weights where the device has no copy engine, its own work), per compute instruction;
-- the **latency** of a transfer: from the end of a send (and the arrival of what went before it on
-  its way, between nodes through either of their NICs) until a waiting consumer has its input; one
-  for transfers within nodes, one for those between;
+- the **overhead** of an instruction: the interpreter's work between compute instructions, per
+  compute instruction. That is sends, loads of weights if the device has no copy engine, and its own
+  work.
+- the **latency** of a transfer: from the end of a send until a waiting consumer has its input. The
+  send ends no earlier than the arrival of tensors before it on its way, between nodes through
+  either of their NICs. There is one latency within nodes, one between them.
 - the **hops** of the optimizer: from the last byte of gradients to the start of the sweep, and from
   one sweep to the next.
 
-Weights of the node's own memory say what a copy takes; what fetches take longer, where some of
-their blocks are another node's, is those blocks' way over the network, as long as it was beside all
-else that went there.
+Weights of the node's own memory give the time of a copy. Fetches with blocks of other nodes take
+longer; the difference is those blocks' way over the network, as long as it was next to all other
+traffic.
 
-As in the simulator they do not depend on what else the machine does at that moment, so where
-workers and optimizer share cores, the fit is an average.
+As in the simulator, times do not depend on other work of the machine at that moment. So the fit is
+an average if workers and optimizer share cores.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from penstock.protocol.plan.reduction import Reduction
 
 BYTES_PER_S = float(2**30)
 PARAMETERS_PER_S = float(2**30)
-"""Rates of the machine that costs are fitted to. They are powers of two, so that a time that
-becomes an amount, and a time again in the simulation, is the same to the last bit.
+"""Rates of the machine that costs are fitted to. They are powers of two: a time that becomes an
+amount, and a time again in the simulation, is the same to the last bit.
 """
 
 StageKey = tuple[Opcode, int]
@@ -68,13 +69,13 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What a trace says about costs.
+    """The facts of a trace about costs.
 
-    ``stages``: seconds of each compute opcode and stage (of a BACKWARD_WEIGHT per micro-batch),
+    ``stages``: seconds of each compute opcode and stage (of a BACKWARD_WEIGHT per micro-batch).
     ``overhead_s``, ``latency_s``, ``nic_s`` (the latency between nodes), ``gradients_s`` (published
-    to sweep) and ``sweep_hop_s`` as in the module; ``sweeps``: seconds by block; ``settle_speed``:
-    of blocks that are settled first, relative to these; ``swaps``: seconds in which all that a
-    forward of a stage keeps goes, or comes back.
+    to sweep) and ``sweep_hop_s``: see the module. ``sweeps``: seconds by block. ``settle_speed``:
+    of blocks that are settled first, relative to these. ``swaps``: seconds in which all kept
+    tensors of a forward of a stage go, or come back.
     """
 
     plan: Plan
@@ -132,7 +133,7 @@ class Fit:
 
     @property
     def costs(self) -> Costs:
-        """Costs of blocks whose sums are those of the stages."""
+        """Returns costs of blocks with the sums of the stages."""
         plan, layout = self.plan, StageLayout.of(self.plan)
         forward = _shared(self._of(Opcode.FORWARD), _computed_ranges(layout, plan))
         ranges = [stage.blocks for stage in plan.backward_stages]
@@ -180,22 +181,24 @@ class Fit:
 
     @cached_property
     def _copied_by_block(self) -> dict[int, float]:
-        """Seconds by block of fetches from the node's own memory: means of what the forward and the
-        backward buffers say; for blocks that only others own, the mean of all blocks.
+        """Returns seconds by block of fetches from the node's own memory: means over the forward
+        and the backward buffers. Blocks that only other nodes own have the mean of all blocks.
         """
-        found: dict[int, list[float]] = defaultdict(list)
+        samples: dict[int, list[float]] = defaultdict(list)
         for key, seconds in self.fetches.items():
             blocks, remote = self._read(key)
             if not remote:
                 for block in blocks:
-                    found[block].append(seconds / len(blocks))
-        usual = _mean([value for values in found.values() for value in values])
+                    samples[block].append(seconds / len(blocks))
+        usual = _mean([value for values in samples.values() for value in values])
         fetched = {block for key in self.fetches for block in self._read(key)[0]}
-        return {block: fmean(found[block]) if found[block] else usual for block in fetched}
+        return {block: fmean(samples[block]) if samples[block] else usual for block in fetched}
 
     @property
     def _read_bandwidth(self) -> float:
-        """Weights of other nodes over the seconds that fetches take beside their copies."""
+        """Returns the weights of other nodes over the seconds that fetches take longer than their
+        copies.
+        """
         copied, amount, total_s = self._copied_by_block, 0.0, 0.0
         for key, seconds in self.fetches.items():
             blocks, remote = self._read(key)
@@ -220,21 +223,21 @@ def _median(values: Sequence[float]) -> float:
 
 def _medians(attempts: Iterable[Mapping[_Key, float]]) -> dict[_Key, float]:
     """Returns the median of each key over all attempts that have it."""
-    found: dict[_Key, list[float]] = defaultdict(list)
+    seconds: dict[_Key, list[float]] = defaultdict(list)
     for values in attempts:
         for key, value in values.items():
-            found[key].append(value)
-    return {key: median(values) for key, values in found.items()}
+            seconds[key].append(value)
+    return {key: median(values) for key, values in seconds.items()}
 
 
 def _stage_means(attempt: MeasuredAttempt) -> dict[StageKey, float]:
-    found: dict[StageKey, list[float]] = defaultdict(list)
+    samples: dict[StageKey, list[float]] = defaultdict(list)
     for work in _computed(attempt):
         instruction = work.instruction
         key = instruction.opcode, instruction.stage  # type: ignore[attr-defined]  # all but UPDATE have it
         batches = len(instruction.micro_batches) if isinstance(instruction, BackwardWeight) else 1
-        found[key].append(work.seconds / batches)
-    return {key: fmean(values) for key, values in found.items()}
+        samples[key].append(work.seconds / batches)
+    return {key: fmean(values) for key, values in samples.items()}
 
 
 def _computed(attempt: MeasuredAttempt) -> Iterator[TracedInstruction]:
@@ -264,11 +267,11 @@ def _overhead_s(attempt: MeasuredAttempt) -> float:
 
 
 def _latencies(attempts: Sequence[MeasuredAttempt], devices_per_node: int) -> tuple[float, float]:
-    """Returns the latency of transfers within nodes, and of those between them; the one for the
-    other where there are none: medians over attempts.
+    """Returns the latency of transfers within nodes, and of those between them: medians over
+    attempts. If one kind has no transfers, it has the latency of the other.
 
-    It is the way of a message that the receiver expects already (when others are noticed does not
-    matter), and what a consumer that waits for it takes to go on: means.
+    A latency is the way of a message that the receiver expects already, and the time until a
+    waiting consumer goes on: means. Other messages may be noticed later without harm.
     """
     inside: list[float] = []
     between: list[float] = []
@@ -318,17 +321,17 @@ def _sweep_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
     """Returns, by block, the seconds of what ran after its gradients were there: a settle before
     that is not the tail's. Of a block that a device updates these are the update's.
     """
-    found: dict[int, float] = defaultdict(float)
+    totals: dict[int, float] = defaultdict(float)
     for sweeps in attempt.sweeps.values():
         for event in sweeps:
             block = int(event.text.split()[1])
             published_s = attempt.published_s(block)
             if published_s is not None and event.start_s >= published_s - 1e-3:
-                found[block] += event.end_s - event.start_s
+                totals[block] += event.end_s - event.start_s
     for trace in attempt.trace.devices.values():
         for work in trace.updates:
-            found[work.instruction.block] = work.seconds  # type: ignore[attr-defined]  # an UPDATE
-    return dict(found)
+            totals[work.instruction.block] = work.seconds  # type: ignore[attr-defined]  # an UPDATE
+    return dict(totals)
 
 
 def _settle_speed(attempts: Iterable[MeasuredAttempt]) -> float:
@@ -385,13 +388,13 @@ def _fetch_seconds(attempt: MeasuredAttempt) -> dict[tuple[str, int], float]:
 
 def _swap_seconds(attempt: MeasuredAttempt) -> dict[int, float]:
     """Returns, by forward stage, the seconds of a swap of everything, where devices know them."""
-    found: dict[int, list[float]] = defaultdict(list)
+    samples: dict[int, list[float]] = defaultdict(list)
     for trace in attempt.trace.devices.values():
         for work in trace.copies:
             swap = work.instruction
             if isinstance(swap, SwapOut | SwapIn):
-                found[swap.stage].append(work.seconds / swap.fraction)
-    return {stage: fmean(values) for stage, values in found.items()}
+                samples[swap.stage].append(work.seconds / swap.fraction)
+    return {stage: fmean(values) for stage, values in samples.items()}
 
 
 def _computed_ranges(layout: StageLayout, plan: Plan) -> list[range]:
@@ -415,11 +418,11 @@ def _computed_ranges(layout: StageLayout, plan: Plan) -> list[range]:
 
 def _shared(seconds: Mapping[int, float], ranges: Sequence[range]) -> dict[int, float]:
     """Returns even shares by block; means where several routes have the block."""
-    found: dict[int, list[float]] = defaultdict(list)
+    samples: dict[int, list[float]] = defaultdict(list)
     for stage, value in seconds.items():
         for block in ranges[stage]:
-            found[block].append(value / len(ranges[stage]))
-    return {block: fmean(values) for block, values in found.items()}
+            samples[block].append(value / len(ranges[stage]))
+    return {block: fmean(values) for block, values in samples.items()}
 
 
 def _with_drops(blocks: Sequence[BlockCost], plan: Plan) -> tuple[BlockCost, ...]:

@@ -44,12 +44,13 @@ _SETTLING = ("settle", "finish")
 class MeasuredAttempt:
     """One complete attempt of a plan; all times are on the trace's clock but those of spans.
 
-    ``announced_s``: the scheduler tells everyone. ``judged_s``: it has heard all it needs.
-    ``decided_s``: the decision is made, after amends. ``ended_s``: all have been told.
-    ``step_s``: until the next attempt is announced, ``None`` where something else came between.
-    ``sweeps`` begin before ``judged_s``, by node, ``amends`` later; ``pulls`` are moments at which
-    gradients of other nodes had arrived. ``copies``: devices copy weights in, which is a
-    part of the attempt as it is of simulations; otherwise loads are what waits for the commit.
+    ``announced_s``: the scheduler starts to announce the attempt. ``judged_s``: the scheduler has
+    all reports that it needs. ``decided_s``: the decision is made, after amends. ``ended_s``: all
+    members have the decision. ``step_s``: until the next attempt is announced, ``None`` if
+    something else came between. ``sweeps`` begin before ``judged_s``, by node, ``amends`` later;
+    ``pulls`` are moments at which gradients of other nodes had arrived. ``copies``: devices copy
+    weights in, which is a part of the attempt as it is of simulations; otherwise loads wait for the
+    commit.
     """
 
     plan: Plan
@@ -82,7 +83,7 @@ class MeasuredAttempt:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """All work that occupied a device, link or node, by start."""
-        found = [
+        unsorted = [
             *self._device_spans(),
             *self._link_spans(),
             *self._sum_spans(),
@@ -90,7 +91,7 @@ class MeasuredAttempt:
         ]
         # What ends before zero, such as the loads that the first computation waits for, lies
         # between two attempts.
-        inside = (span for span in found if span.start_s >= 0.0)
+        inside = (span for span in unsorted if span.start_s >= 0.0)
         return tuple(sorted(inside, key=lambda span: (span.start_s, span.end_s)))
 
     @cached_property
@@ -255,12 +256,12 @@ def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
     """Returns the complete attempts of ``plan`` in a run, in order; ``copies`` as in
     :class:`MeasuredAttempt`.
     """
-    found: list[MeasuredAttempt] = []
+    complete: list[MeasuredAttempt] = []
     left_out: Counter[str] = Counter()
     for announced, judged, following in _decided(run.scheduled):
         trace = run.attempts.get(("train", announced.attempt))
         if judged is None and trace is None and announced.text != "broken":
-            continue  # it followed a sampled one, whose step it ends
+            continue  # it ends the step of a sampled one
         if announced.text == "broken" or judged is None:
             left_out["broken off"] += 1
             continue
@@ -268,7 +269,7 @@ def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
         if trace is None or reason:
             left_out[reason] += 1
             continue
-        found.append(
+        complete.append(
             MeasuredAttempt(
                 plan=plan,
                 trace=trace,
@@ -293,7 +294,7 @@ def measure(run: TracedRun, plan: Plan, *, copies: bool = False) -> Measurement:
                 copies=copies,
             )
         )
-    return Measurement(attempts=tuple(found), left_out=dict(left_out))
+    return Measurement(attempts=tuple(complete), left_out=dict(left_out))
 
 
 def _decided(
@@ -332,8 +333,8 @@ def overlapping(spans: Sequence[Span]) -> tuple[Span, Span] | None:
     lanes: dict[tuple[Lane, int, int | None], list[Span]] = {}
     for span in spans:
         lanes.setdefault((span.lane, span.place, span.peer), []).append(span)
-    for found in lanes.values():
-        for first, second in pairwise(sorted(found, key=lambda s: (s.start_s, s.end_s))):
+    for spans_of_lane in lanes.values():
+        for first, second in pairwise(sorted(spans_of_lane, key=lambda s: (s.start_s, s.end_s))):
             if second.start_s < first.end_s - 1e-9:
                 return first, second
     return None

@@ -1,4 +1,6 @@
-"""How much of some work happens while other work does: copies and optimizer behind computation."""
+"""The share of some work that happens while other work does: copies and optimizer behind
+computation.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,10 @@ def copies_behind_compute(spans: Iterable[Span]) -> Overlap:
     devices = {span.place for span in work if span.lane in _COPIES}
     total = Overlap(seconds=0.0, hidden_s=0.0)
     for device in devices:
-        own = [span for span in work if span.place == device]
+        on_device = [span for span in work if span.place == device]
         total += overlap(
-            (_interval(span) for span in own if span.lane in _COPIES),
-            (_interval(span) for span in own if span.lane is Lane.COMPUTE),
+            (_interval(span) for span in on_device if span.lane in _COPIES),
+            (_interval(span) for span in on_device if span.lane is Lane.COMPUTE),
         )
     return total
 
@@ -84,13 +86,13 @@ def overlap(work: Iterable[Interval], cover: Iterable[Interval]) -> Overlap:
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Returns the same times as disjoint intervals, ascending."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def _interval(span: Span) -> Interval:

@@ -1,7 +1,7 @@
-"""The events of a traced run, sorted by attempt and device, and what travelled between devices.
+"""The events of a traced run, sorted by attempt and device, and the tensors between devices.
 
-Reading the files is :mod:`penstock.protocol.run.trace`'s matter, setting attempts beside a plan
-:mod:`penstock.planner.traces.measured`'s.
+:mod:`penstock.protocol.run.trace` reads the files; :mod:`penstock.planner.traces.measured` compares
+attempts with a plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.protocol.run.trace import TraceEvent, TraceLane
 from penstock.protocol.run.trace_reading import RunTrace
 
 SENDS = (SendActivation, SendGradient, SendCheckpoint)
-"""What hands a tensor over to another device."""
+"""Instructions that hand a tensor over to another device."""
 _RECEIVES = (RecvActivation, RecvGradient, RecvCheckpoint)
 
 
@@ -89,12 +89,12 @@ class Peak:
 
 @dataclass(kw_only=True)
 class DeviceTrace:
-    """What one device did in one attempt, each list by time.
+    """The work of one device in one attempt, each list by time.
 
-    ``computed`` and ``issued`` are its instructions, all of them in ``program``; ``loads`` of
-    weights were done by the interpreter within a wait, ``fetches`` beside it; ``arrivals`` by
-    tensor, ``sums`` by the backward stage that sent its gradients; ``published`` are (block,
-    contribution) with the moment; ``updates`` are previews; ``copies``, of offloads and swaps, are
+    ``computed`` and ``issued`` are its instructions, all of them in ``program``. The interpreter
+    did ``loads`` of weights within a wait; ``fetches`` ran on a stream of their own. ``arrivals``
+    by tensor, ``sums`` by the backward stage that sent its gradients; ``published`` are (block,
+    contribution) with the moment; ``updates`` are previews. ``copies``, of offloads and swaps, are
     known of some devices; ``batch``: it was read.
     """
 
@@ -122,14 +122,14 @@ class AttemptTrace:
 
     @cached_property
     def moved(self) -> tuple[Moved, ...]:
-        """All transfers whose two ends are known, by arrival at each target."""
+        """All transfers with two known ends, by arrival at each target."""
         sends: dict[tuple[Tensor, int], tuple[int, TracedInstruction]] = {}
         for device, trace in self.devices.items():
             for work in trace.issued:
                 if isinstance(work.instruction, SENDS):
                     key = transferred(work.instruction), work.instruction.peer
                     sends[key] = device, work
-        found: list[Moved] = []
+        transfers: list[Moved] = []
         free: dict[tuple[int, int], float] = defaultdict(float)
         for target, trace in sorted(self.devices.items()):
             posted = {
@@ -142,7 +142,7 @@ class AttemptTrace:
                     source, work = sends[tensor, target]
                     start_s = max(work.event.start_s, free[source, target])
                     arrived_s = free[source, target] = max(arrived_s, start_s)
-                    found.append(
+                    transfers.append(
                         Moved(
                             tensor=tensor,
                             source=source,
@@ -153,7 +153,7 @@ class AttemptTrace:
                             arrived_s=arrived_s,
                         )
                     )
-        return tuple(found)
+        return tuple(transfers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class TracedRun:
 
     @classmethod
     def of(cls, trace: RunTrace, node_names: Sequence[str]) -> TracedRun:
-        """Sort the events of all processes; the place of a node in ``node_names`` is its number."""
+        """Sorts the events of all processes; a node's index in ``node_names`` is its number."""
         sorter = _Sorter(node_names)
         for life in trace.members:
             sorter.take(life.member, life.events)

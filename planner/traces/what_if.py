@@ -1,13 +1,13 @@
-"""By how much a step would be shorter without a resource: simulated with that infinitely fast.
+"""The gain of a step without a resource, from a simulation with that resource infinitely fast.
 
-The plan is simulated with costs, and again with one resource's times at zero, all else as it was;
-the difference of the makespans is the saving. What no simulation knows of (announcements, decision,
-the batch, hand-overs) comes one after the other: without it a step is shorter by what the critical
-path has of it.
+The plan is simulated with costs, and again with one resource's times at zero, all else as it was.
+The difference of the makespans is the saving. Announcements, decision, the batch and hand-overs are
+in no simulation. They come one after the other, so a step without them is shorter by their part of
+the critical path.
 
-Savings of several resources do not add up. Where two chains of work are about equally long, neither
-resource alone saves much, and both together do; where they follow each other they add up; and
-nothing saves more than the step. So what all critical resources save together is said beside them.
+Savings of several resources do not add up. If two chains of work are about equally long, neither
+resource alone saves much, and both together do. If they follow each other, savings add up. Nothing
+saves more than the step. So the common saving of all critical resources is reported, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SERIAL = (Resource.DATA, Resource.SCHEDULER, Resource.OVERHEAD)
 
 
 class CostSource(StrEnum):
-    """Where costs are from."""
+    """The origin of costs."""
 
     EMULATED = "emulated"
     """They are those that an emulated cluster runs on."""
@@ -45,7 +45,7 @@ class CostSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What a plan is simulated with."""
+    """The costs that a plan is simulated with."""
 
     costs: Costs
     cluster: Cluster
@@ -128,11 +128,11 @@ def savings(plan: Plan, pricing: Pricing, path: CriticalPath) -> Savings:
             seconds += base_s - pricing.without(resources).simulate(plan).makespan_s
         return min(path.step_s, max(0.0, seconds))  # a simulation may take a little longer
 
-    # What is on nobody's path may be left out: it can only end sooner.
-    found = {resource: saved_s((resource,)) for resource in Resource}
-    critical = tuple(r for r, s in found.items() if s >= CRITICAL_SHARE * path.step_s)
+    # Work on no path may be left out: it can only end sooner.
+    saved = {resource: saved_s((resource,)) for resource in Resource}
+    critical = tuple(r for r, s in saved.items() if s >= CRITICAL_SHARE * path.step_s)
     return Savings(
-        seconds=found,
+        seconds=saved,
         critical=critical,
         together_s=saved_s(critical) if critical else 0.0,
         simulated_s=base_s,
@@ -140,7 +140,7 @@ def savings(plan: Plan, pricing: Pricing, path: CriticalPath) -> Savings:
 
 
 def _simulated(resource: Resource, pricing: Pricing) -> bool:
-    """Fitted costs have the overhead of instructions and of the optimizer's hand-overs."""
+    """Returns fitted costs with the overhead of instructions and of the optimizer's hand-overs."""
     return resource not in _SERIAL or (
         resource is Resource.OVERHEAD and pricing.source is CostSource.FITTED
     )

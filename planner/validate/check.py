@@ -1,8 +1,8 @@
-"""Does a plan make sense? Rejects what would hang, compute garbage or do work twice.
+"""The check of a plan: rejects plans that would hang, compute garbage or do work twice.
 
-The rules are those of :class:`penstock.planner.validate.AbstractMachine`; on top: the plan fits its
-block table, its peak device memory a limit, and its updates the nodes of a cluster. An error shows
-the whole grid with the bad step marked.
+The rules are those of :class:`penstock.planner.validate.AbstractMachine`. Three more are checked:
+the plan fits its block table, its peak device memory a limit, and its updates the nodes of a
+cluster. An error shows the whole grid with the bad step marked.
 
 Programs side by side as text: one column per device, one row per instruction.
 """
@@ -46,9 +46,8 @@ def program_grid(programs: Sequence[Program], *, mark: tuple[int, int] | None = 
 class PlanError(ConfigError):
     """A plan breaks a rule.
 
-    ``device`` and ``position`` say where, ``reason`` says why. ``source`` names where the plan
-    comes from, if somebody set it. The text shows the whole grid, which is drawn only when somebody
-    looks.
+    ``device`` and ``position`` name the place, ``reason`` the rule. ``source`` names the origin of
+    the plan, if it is set. The text shows the whole grid, which is drawn only on demand.
     """
 
     def __init__(self, programs: Sequence[Program], message: str, error: RuleError) -> None:

@@ -29,9 +29,7 @@ from penstock.protocol.plan.instructions import (
 
 
 def forward(world: World, device: DeviceState, work: Forward) -> Event | None:
-    """Takes the batch or an activation, and leaves what somebody needs of its output and
-    its graph.
-    """
+    """Takes the batch or an activation, and leaves the needed parts of its output and its graph."""
     s, m = work.stage, work.micro_batch
     index = _check_work(world, device, world.forward, s, m, world.forward.done)
     _check_keep(world, work)
@@ -184,8 +182,8 @@ def _check_swap(graph: Graph | None) -> None:
 
 
 def _buffer(world: World, device: DeviceState, stage: int, graph: Graph | None) -> Buffer:
-    """Returns the weights that a backward stage uses: those of its graph, unless they are found
-    anew.
+    """Returns the weights that a backward stage uses: those of its graph, unless it reads them
+    again.
     """
     if graph is not None and not world.rules.rebinds_weights:
         return graph.buffer

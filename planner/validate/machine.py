@@ -126,7 +126,7 @@ class AbstractMachine:
 
 
 def check_deadlock(world: World) -> None:
-    """Raises ``RuleError`` when devices wait; the message says for whom each of them waits."""
+    """Raises ``RuleError`` when devices wait; the message names what each of them waits for."""
     stuck: list[tuple[bool, int, str]] = []
     for event, devices in world.waiting.items():
         for device in devices:
@@ -138,7 +138,7 @@ def check_deadlock(world: World) -> None:
             )
     if not stuck:
         return
-    # What nobody sends is the cause; devices in a circle only follow.
+    # A missing send is the cause; devices in a circle only follow.
     stuck.sort()
     device = stuck[0][1]
     reason = "deadlock: " + "; ".join(text for _, _, text in stuck[:_SHOWN_WAITS])

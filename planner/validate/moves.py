@@ -55,7 +55,7 @@ def receive(world: World, device: DeviceState, receiving: Receive) -> None:
 
 
 def places_of(world: World, tensor: Tensor) -> tuple[int, int] | None:
-    """Returns the devices that make and use a tensor, or ``None`` when nobody can need it."""
+    """Returns the devices that make and use a tensor, or ``None`` if no device can need it."""
     kind, stage, m = tensor.kind, tensor.stage, tensor.micro_batch
     if m >= len(world.route_of):
         return None
@@ -74,12 +74,12 @@ def _check(world: World, device: DeviceState, tensor: Tensor, peer: int, *, send
     stage, m = tensor.stage, tensor.micro_batch
     if tensor.kind is TensorKind.ACTIVATION and not world.is_run(stage + 1, m):
         raise RuleBroken(f"no device uses the {tensor}: FORWARD {stage + 1} {m} is missing")
-    here, there = places if sends else places[::-1]
+    here, other = places if sends else places[::-1]
     if places[0] == places[1]:
         raise RuleBroken(f"the {tensor} is produced and used on device {here}: nothing to transfer")
-    if (here, there) != (device.index, peer):
+    if (here, other) != (device.index, peer):
         verb = "sent" if sends else "received"
-        raise RuleBroken(f"wrong peer: the {tensor} is {verb} on device {here}, peer={there}")
+        raise RuleBroken(f"wrong peer: the {tensor} is {verb} on device {here}, peer={other}")
     return world.events.tensor(tensor.kind, stage, m)
 
 
@@ -122,9 +122,9 @@ def fetch(world: World, device: DeviceState, fetching: FetchWeights) -> None:
     buffer = (stage, fetching.phase)
     if buffer in device.buffers:
         raise RuleBroken("these weights are already here")
-    there = world.rules.weight_buffers
-    if len(device.buffers) >= there:
-        raise RuleBroken(f"no free buffer: all {there} weight buffers are in use")
+    most = world.rules.weight_buffers
+    if len(device.buffers) >= most:
+        raise RuleBroken(f"no free buffer: all {most} weight buffers are in use")
     device.buffers[buffer] = False
     if world.rules.shards_weights:
         device.gathers[buffer] = enter(world, device, "all-gather", side.stages[stage])
@@ -164,10 +164,10 @@ def weights_of_backward(world: World, device: DeviceState, stage: int) -> Buffer
     """Returns the backward stage's own buffer, or that of the same forward stage if only this is
     fetched.
     """
-    own, shared = (stage, Phase.BACKWARD), (stage, Phase.FORWARD)
-    if own not in device.buffers and shared in device.buffers and world.layout.is_coupled(stage):
+    ours, shared = (stage, Phase.BACKWARD), (stage, Phase.FORWARD)
+    if ours not in device.buffers and shared in device.buffers and world.layout.is_coupled(stage):
         return shared
-    return own
+    return ours
 
 
 def swap_out(world: World, device: DeviceState, swap: SwapOut) -> None:

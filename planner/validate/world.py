@@ -1,6 +1,7 @@
-"""What the devices of the abstract machine hold and share, and the events that they wait for.
+"""State of the devices of the abstract machine, their shared state, and the events that they wait
+for.
 
-Events are numbers: millions of instructions need something that is cheap to hash.
+Events are numbers: millions of instructions need keys that are cheap to hash.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ class EventNumbers:
         self._collectives = self._reductions + len(layout.backward)
 
     def activation(self, stage: int, micro_batch: int) -> Event:
-        """The output of a forward stage was sent."""
+        """Returns the event "the output of a forward stage was sent"."""
         return stage * self._count + micro_batch
 
     def gradient(self, stage: int, micro_batch: int) -> Event:
-        """The input gradient of a backward stage was sent."""
+        """Returns the event "the input gradient of a backward stage was sent"."""
         return self._gradients + stage * self._count + micro_batch
 
     def checkpoint(self, stage: int, micro_batch: int) -> Event:
-        """The input checkpoint of a backward stage was sent."""
+        """Returns the event "the input checkpoint of a backward stage was sent"."""
         return self._checkpoints + stage * self._count + micro_batch
 
     def tensor(self, kind: TensorKind, stage: int, micro_batch: int) -> Event:
-        """A tensor of any of the three kinds was sent."""
+        """Returns the event "a tensor of any of the three kinds was sent"."""
         match kind:
             case TensorKind.ACTIVATION:
                 return self.activation(stage, micro_batch)
@@ -60,15 +61,17 @@ class EventNumbers:
                 return self.checkpoint(stage, micro_batch)
 
     def offload(self, stage: int) -> Event:
-        """The gradients of a backward stage are in host memory."""
+        """Returns the event "the gradients of a backward stage are in host memory"."""
         return self._offloads + stage
 
     def reduction(self, stage: int) -> Event:
-        """The gradients of a backward stage are on their way to the stage that sums them."""
+        """Returns the event "the gradients of a backward stage are on their way to the stage that
+        sums them".
+        """
         return self._reductions + stage
 
     def collective(self, number: int) -> Event:
-        """All devices have entered collective ``number``."""
+        """Returns the event "all devices have entered collective ``number``"."""
         return self._collectives + number
 
     def tensor_of(self, event: Event) -> Tensor | None:
@@ -133,8 +136,8 @@ Buffer = tuple[int, Phase]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
-    """Which rules hold, as :class:`~penstock.protocol.plan.plan.Plan` names them. ``evaluation``:
-    the programs only run forwards.
+    """The rules of a plan, as :class:`~penstock.protocol.plan.plan.Plan` names them.
+    ``evaluation``: the programs only run forwards.
     """
 
     evaluation: bool
@@ -155,7 +158,7 @@ class PlanRules:
 
 @dataclass(slots=True, kw_only=True)
 class Graph:
-    """What a FORWARD or RECOMPUTE kept for a backward, and the buffer of the weights that it used.
+    """The tensors that a FORWARD or RECOMPUTE kept for a backward, and the buffer of its weights.
 
     ``incomplete``: outputs of dropped operators are missing. ``swapped``: the fields of the
     SWAP_OUT that took a part of it away.
@@ -169,12 +172,12 @@ class Graph:
 
 @dataclass(slots=True, kw_only=True)
 class DeviceState:
-    """What a device holds.
+    """The state of a device.
 
     ``buffers``: fetched weights and whether they were used; ``gathers``: the collective that brings
-    them, if any; ``held``: tensors made here; ``posted``: receives not consumed yet, and where;
-    ``deferred``: BACKWARD_INPUTs without their BACKWARD_WEIGHT; ``received``, ``sent``: by peer, in
-    order; ``collectives``: how many it has entered.
+    them, if any; ``held``: tensors made on the device; ``posted``: receives not consumed yet, with
+    their positions; ``deferred``: BACKWARD_INPUTs without their BACKWARD_WEIGHT; ``received``,
+    ``sent``: by peer, in order; ``collectives``: number of collectives that it has entered.
     """
 
     index: int
@@ -206,11 +209,11 @@ class Side:
 
 
 class World:
-    """All devices, and what they share.
+    """All devices, and their shared state.
 
-    ``runs``: whether a FORWARD is in any program; ``remaining``: micro-batches whose weight
-    gradients a backward stage still lacks; ``reduces``: whether any device reduces gradients, and
-    ``reduction`` whither; ``scatters``: the collective of a stage's reduction, if it is one.
+    ``runs``: True if a FORWARD is in any program; ``remaining``: micro-batches that a backward
+    stage still lacks weight gradients of; ``reduces``: True if any device reduces gradients, and
+    ``reduction`` where to; ``scatters``: the collective of a stage's reduction, if it is one.
     """
 
     def __init__(
@@ -274,8 +277,8 @@ class World:
 
 def stages_by_block(layout: StageLayout) -> list[list[int]]:
     """Returns the backward stages of every block, one of each route."""
-    found: list[list[int]] = [[] for _ in range(layout.num_blocks)]
+    by_block: list[list[int]] = [[] for _ in range(layout.num_blocks)]
     for index, stage in enumerate(layout.backward):
         for block in stage.blocks:
-            found[block].append(index)
-    return found
+            by_block[block].append(index)
+    return by_block

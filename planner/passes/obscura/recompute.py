@@ -231,9 +231,9 @@ def best_solution(problem: RecomputeProblem, evictions: Sequence[int]) -> Recomp
     """
     best: RecomputeSolution | None = None
     for swap in swaps(problem, evictions):
-        found = solve(problem, swap)
-        if found is not None and (best is None or found.time_s < best.time_s * (1.0 - _TIE)):
-            best = found
+        other = solve(problem, swap)
+        if other is not None and (best is None or other.time_s < best.time_s * (1.0 - _TIE)):
+            best = other
     return best
 
 

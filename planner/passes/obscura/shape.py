@@ -57,7 +57,7 @@ class StageOrder:
 
     @property
     def in_flight(self) -> int:
-        """The most micro-batches between the start of their forward and the end of their backward."""
+        """The most micro-batches between the start of the forward and the end of the backward."""
         return max(count - m for m, count in enumerate(self.ahead))
 
     def instructions(self) -> Order:
