@@ -5,9 +5,9 @@ A kernel takes max(operations / (peak x efficiency), bytes / (bandwidth x 0.85))
 Kernels (:mod:`penstock.planner.cost.operators`) add up to the forward of a block and both halves of
 its backward. So the ratio of backward to forward is a result.
 
-By default three effects are left out: launch overhead below :data:`INSTRUCTION_S`, quantisation of
-matrix sizes to tiles, and the slow-down of small products beyond the roofline. A
-:class:`~penstock.planner.cost.frameworks.Framework` can add them.
+Left out are launch overhead below :data:`INSTRUCTION_S`, quantisation of matrix sizes to tiles, and
+the slow-down of small products. A :class:`~penstock.planner.cost.frameworks.Framework` can add
+them.
 
 The head is one block like the embedding. With ``half_layers`` a transformer layer is two blocks,
 its attention (or state space) and its MLP (or experts; 2 L + 2 blocks: Obscura, section 7.2).
@@ -98,8 +98,8 @@ def analytic_costs(
 
     ``model``: a name or a shape; ``layers`` replaces its number of layers. ``offloaded``: the
     optimizer's state is in host memory and gradients accumulate in fp32. Otherwise the device
-    always keeps 12 bytes a parameter of optimizer state (``static_bytes``), and weights and
-    gradients of ``itemsize`` bytes: 16 bytes a parameter in all, or 18 with
+    always keeps 12 bytes a parameter of optimizer state (``static_bytes``). With weights and
+    gradients of ``itemsize`` bytes that is 16 bytes a parameter, or 18 with
     ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given. ``framework``: how
     kernels run.
 

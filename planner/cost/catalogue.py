@@ -227,8 +227,8 @@ _OBSCURA = (
     _gpt("gpt3-28b", 88, 5120, 40, positions=4096),
 )
 """Obscura, section 9.2: the 13B models with layers added. The paper does not print numbers of
-layers. The numbers are multiples of eight (stages) that give the printed sizes: 18.1, 23.2, 28.2
-and 17.9, 23.0, 28.0 billion parameters.
+layers. Multiples of eight (stages) give the printed sizes: 18.1, 23.2, 28.2 and 17.9, 23.0, 28.0
+billion parameters.
 """
 
 _MARIO = (
@@ -254,9 +254,9 @@ _SPIPE = tuple(
         (110, 192, 6912, 18432),
     )
 )
-"""SPipe, table 2. Keys and values have the full width, and the vocabulary is GPT-2's. With the
-column "# KV heads" read as grouped queries, or with LLaMA's vocabulary, models would be smaller
-than their names (8.4 instead of 10 billion). The artifact's TFLOP/s are those of full attention and
+"""SPipe, table 2. Keys and values have the full width, and the vocabulary is GPT-2's. Read as
+grouped queries, the column "# KV heads" would make models smaller than their names (8.4 instead of
+10 billion). So would LLaMA's vocabulary. The artifact's TFLOP/s are those of full attention and
 50,257 tokens, too.
 """
 

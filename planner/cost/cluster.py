@@ -147,7 +147,7 @@ class SweepBytes:
 
     @classmethod
     def of(cls, state_bytes: float = MOMENTS_BYTES, *, split: bool = False) -> SweepBytes:
-        """Returns the way of an optimizer whose state arrays have ``state_bytes`` per parameter.
+        """Returns the way of an optimizer with state arrays of ``state_bytes`` per parameter.
 
         A sweep that writes the state of a split master writes its lower halves only. The preview
         has written the upper halves into a slot of the weights (``native/storage.h``). The sweep

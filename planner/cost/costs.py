@@ -58,8 +58,8 @@ class RecomputeSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspaces:
-    """Bytes that each kind of computation needs for one micro-batch while it runs, beyond what the
-    device holds anyway: input, output, and all that the stage keeps.
+    """Bytes that each kind of computation needs for one micro-batch while it runs. Input, output,
+    and all that the stage keeps are not among them.
 
     ``forward``: without a graph; ``graph``: FORWARD that keeps one, RECOMPUTE; the others: BACKWARD
     and its halves. A stage needs less than its greediest block, if that block runs while others
@@ -101,8 +101,8 @@ class BlockCost:
 
     Per attempt: trainable ``parameters``; ``weight_bytes``, of a weight buffer;
     ``device_gradient_bytes``, accumulated on the device; ``gradient_bytes``, as offloaded;
-    ``static_bytes``, other memory that a device always keeps for a block that it owns (optimizer
-    state of systems that do not keep it on the host).
+    ``static_bytes``, other memory that a device always keeps for a block it owns (optimizer state
+    that is not on the host).
 
     ``operators`` make up ``forward_s`` and ``activation_bytes``; empty if unknown. ``sources``:
     tensors that are kept instead if some of them are dropped.
@@ -246,8 +246,9 @@ _WORKSPACES: Mapping[type[Instruction], str] = MappingProxyType(
 
 
 def _one_after_the_other(first: BlockCost, second: BlockCost) -> Workspaces | None:
-    """While the first computes, the second keeps nothing: not yet in forwards, no longer in
-    backwards. The second's gradient is on the device then, and only the first takes it.
+    """Returns the workspaces of two blocks. While the first computes, the second keeps nothing: not
+    yet in forwards, no longer in backwards. The second's gradient is on the device then, and only
+    the first takes it.
     """
     if second.workspaces is None:
         return None
@@ -286,8 +287,8 @@ _SUMMED = tuple(
 class Costs:
     """All blocks, and the fixed overhead of each compute instruction in seconds.
 
-    ``sending_s``: seconds that an instruction takes longer if its result is sent, on devices whose
-    compute waits for transfers.
+    ``sending_s``: extra seconds of an instruction with a sent result, on devices that let compute
+    wait for transfers.
 
     ``separate_memory``: devices have memory of their own. OFFLOAD_GRADIENTS then copies while later
     instructions run, and UPDATE needs buffers. Otherwise sums are gone after OFFLOAD_GRADIENTS, and

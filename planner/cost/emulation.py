@@ -3,12 +3,12 @@
 ``emulated:analytic:GPU:MODEL[:option=…]`` is a model and a GPU by name, as ``--costs`` has them;
 the configuration has the lengths of sequences and micro-batches. ``emulated:FILE.json`` is a file
 of ``penstock profile``. With ``offloaded=no`` weights, gradients and the optimizer's state are in
-device memory: they count there, nothing of them moves, and the optimizer's step takes no time, as
-in papers that compare schedules of models that fit. Both bring the model's block table, so the
+device memory. They count there, nothing of them moves, and the optimizer's step takes no time.
+Papers compare schedules of models that fit in this way. Both bring the model's block table, so the
 ``model`` section needs its ``dtype`` only.
 
 An emulated run has two tables. Plans, memory and durations follow from the **full** one. The
-**stored** one has the same blocks and tensors at ``emulation.scale`` of their size: shared memory
+**stored** one has the same blocks and tensors at ``emulation.scale`` of their size. Shared memory
 has its bytes, optimizers update them, and peers send them. How workers spend the durations:
 :mod:`penstock.workers.platforms.emulated`.
 """
@@ -194,7 +194,7 @@ class Emulation:
     def sweep_work(self, name: str, block: int) -> SweepWork | None:
         """Returns the seconds of the clock of an optimizer sweep of a block, named by its class."""
         if name not in self.sweeps.parameters_per_s:
-            return None  # also a repair, whose remaining part is unknown
+            return None  # also a repair: its remaining part is unknown
         parameters = self.costs.blocks[block].parameters
         moved, capacity = self.sweeps.bytes_per_parameter[name], self.cluster.dram_bandwidth
         if not moved or isinf(capacity):

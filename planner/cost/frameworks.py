@@ -1,8 +1,8 @@
 """Extra time of training frameworks' kernels, beyond the roofline.
 
-:data:`IDEAL`, the default, adds none. A product reaches its share of the peak at every size, norms
-and rotary embeddings are one kernel each, sums of weight gradients are part of their product, and
-the host is never late.
+:data:`IDEAL`, the default, adds none. A product reaches its share of the peak at every size, and
+norms and rotary embeddings are one kernel each. Sums of weight gradients are part of their product,
+and the host is never late.
 """
 
 from __future__ import annotations

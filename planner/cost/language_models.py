@@ -76,9 +76,9 @@ class LanguageModel:
 
     ``gated``: LLaMA's (RMSNorm, gate and up projection with SiLU, no biases, no dropout, rotary
     embedding). Otherwise GPT's (LayerNorm, learned positions, GELU, biases, dropout after both
-    halves of a layer). Not ``causal``: BERT's, a masked language model of GPT's kernels: every
-    token sees all others, norms follow the sums, and there are token types and a dense layer before
-    the projection to the vocabulary.
+    halves of a layer). Not ``causal``: BERT's, a masked language model of GPT's kernels. Every
+    token sees all others, and norms follow the sums. There are token types, and a dense layer
+    before the projection to the vocabulary.
 
     ``pattern``: layers are of these kinds, in turns. ``key_value_size``: width of keys, and of
     values (the hidden size, or less with grouped queries). ``query_size``: of queries, the hidden

@@ -30,8 +30,8 @@ _GRADIENT_ITEMSIZE = 4
 
 _COMPUTE_ITEMSIZE_OF_CPUS = 4
 _SINGLE_BYTES = 4096 + 5056
-"""Bytes of losses and other single numbers, kept until the end of an attempt, and of the state of a
-CPU's random generator, which recomputed chunks of the loss keep.
+"""Bytes of losses and other single numbers, kept until the end of an attempt. Recomputed chunks of
+the loss also keep the state of a CPU's random generator.
 """
 
 _UPDATE_BYTES = 30.0
@@ -156,8 +156,8 @@ def cluster_of(source: Profile | Guess, *, devices_per_node: int) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class TableCosts(Costs):
-    """A table's costs. A stage that borrows a tensor of another block holds the whole array that
-    has the tensor, and sums its gradients in an array of that size.
+    """A table's costs. A stage that borrows a tensor of another block holds the tensor's whole
+    array, and sums its gradients in an array of that size.
 
     ``widening``: size of weights on the device relative to their stored size.
     """

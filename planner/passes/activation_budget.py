@@ -56,8 +56,8 @@ Work = tuple[int, int]
 """A stage and a micro-batch."""
 
 _GUESS_MARGIN = 1.35
-"""Factor on bytes of graphs without a measurement. Relative to the block table, eager layers in
-bf16 save 1.08 to 1.31 times the bytes, compiled layers 0.77 to 0.84 times (LLaMA and Qwen3).
+"""Factor on bytes of graphs without a measurement. Eager layers in bf16 save 1.08 to 1.31 times the
+block table's bytes, compiled layers 0.77 to 0.84 times (LLaMA, Qwen3).
 """
 
 
@@ -65,9 +65,9 @@ def keep_what_fits(schedule: Schedule, context: PassContext) -> Schedule:
     """Drops no more than the memory limit requires; without a limit, the device's memory.
 
     First all operators are dropped that can be made again from the inputs of the blocks. That takes
-    the memory of full recomputation (checkpoints of every block instead of every stage), and less
-    time: the last product of a block need not be repeated. Then each device keeps operators of one
-    stage after the other, as long as all micro-batches in flight have room.
+    the memory of full recomputation, with checkpoints of every block instead of every stage. It
+    takes less time: the last product of a block need not be repeated. Then each device keeps
+    operators of one stage after the other, as long as all micro-batches in flight have room.
 
     Raises:
         ConfigError: stages are not coupled, costs name no operators, activations are swapped, or

@@ -81,10 +81,10 @@ def interleave_updates(schedule: Schedule, context: PassContext) -> Schedule:
 
     k is ``context.update_stride``, or that of our counterpart of equation 1,
     :func:`penstock.planner.cost.update_rates.preview_stride`. Each device counts its own blocks, in
-    the order in which their gradients become final, so that links and GPUs of a node get equal
-    work. The devices of a node begin to count a part of a stride apart, so that their shares add up
-    to the node's. Without a given stride, two cases change nothing: the cluster's CPU optimizer is
-    no limit, or devices are its own cores.
+    the order of their final gradients, so that links and GPUs of a node get equal work. The devices
+    of a node begin to count a part of a stride apart, so that their shares add up to the node's.
+    Without a given stride, two cases change nothing: the cluster's CPU optimizer is no limit, or
+    devices are its own cores.
 
     Raises:
         ConfigError: there are several routes, or the schedule has updates already.
@@ -148,8 +148,8 @@ def device_update(schedule: Schedule, context: PassContext) -> Schedule:
     """Puts as many of the last blocks on GPUs as let CPU and GPUs of each node end together.
 
     In each node the CPU is taken to have the last backward stage of every device left when the
-    backwards end. Work goes from the CPU to the device that is free first, block by block, as long
-    as the device would be done before the CPU. If the CPU's sweeps are fast (memory moves them
+    backwards end. Block by block, work goes from the CPU to the device that is free first, as long
+    as the device would finish before the CPU. If the CPU's sweeps are fast (memory moves them
     quicker than PCIe), no block moves. If all of these blocks move, the CPU may still be behind
     with earlier stages. Their blocks follow, the latest first, while that makes the simulated step
     shorter.

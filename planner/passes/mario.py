@@ -13,8 +13,8 @@ The paper's step 1 recomputes only when the gradient has arrived (28 units in fi
 writes ``R s m after=gradient``. So the first step of overlapping is not to wait.
 
 Section 5.1 distinguishes two places for the send of a forward that is preposed, because its sends
-block until they are received. Ours do not: a send starts a transfer, a receive posts a buffer, and
-lowering posts it one instruction ahead of the forward that consumes it.
+block until they are received. Ours do not: a send starts a transfer, a receive posts a buffer.
+Lowering posts it one instruction ahead of the forward that consumes it.
 
 - The next device preposes its forward as well: the receive is posted early, and the output leaves
   at once (the paper's case 1).

@@ -2,7 +2,7 @@
 
 The pass is ours, for coupled forward and backward stages. Obscura's integer program
 (:mod:`.obscura`) swaps some micro-batches of 1F1B. This pass takes every order as it is, and
-follows Belady's rule of paging: the activation with the furthest backward goes first, and it comes
+follows Belady's rule of paging. The activation with the furthest backward goes first, and comes
 back as early as a copy takes. Activations that are cheap to make again are not copied. The choice
 of dropped operators keeps both compute and the copies short, within the host's memory. One choice
 holds for all stages, or every other stage of each device drops one operator more: devices stay

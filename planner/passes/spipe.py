@@ -14,8 +14,8 @@ schedule:
 - The next stage's weights arrive while the current one computes:
   :mod:`penstock.planner.schedule.lowering.weights`. Gradients leave when the last micro-batch of
   their stage is done: ``.transfers``.
-- Each backward stage's gradients are an optimizer task of their own, which starts as soon as they
-  are in host memory (asynchronous CPU optimizer, section 3.2):
+- Each backward stage's gradients are an optimizer task of their own. It starts as soon as they are
+  in host memory (asynchronous CPU optimizer, section 3.2):
   :class:`penstock.planner.cost.cluster.OptimizerStart`.
 """
 

@@ -17,8 +17,8 @@ where C(i) is the end of i. So the makespan is at least the optimum of the one-m
 Letting the machine interrupt instructions can only lower that optimum. With interruptions the rule
 "always run the released instruction with the longest tail" attains it (Jackson's preemptive
 schedule; Carlier, "The one-machine sequencing problem", 1982). The rule is computed here. Its
-result equals the maximum over all sets S of instructions of the device of min r + sum p + min q
-over S: needed compute plus an unavoidable ramp before and after. The bound is the largest over all
+result equals the maximum of min r + sum p + min q over all sets S of instructions of the device.
+That is needed compute plus an unavoidable ramp before and after. The bound is the largest over all
 devices.
 """
 

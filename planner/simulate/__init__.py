@@ -9,7 +9,7 @@ A plan becomes a graph of tasks (this folder) that an event core in C++ runs
 - Instructions are issued when the compute instructions before them have ended. A transfer starts
   when it was sent, its receive is posted, and all earlier sends on the same link have arrived.
 - Users of a PCIe switch, a NIC or the DRAM of a node share its bandwidth fairly (max-min),
-  recalculated at every moment (:mod:`.network` has the resources of each transfer).
+  recalculated at every moment. :mod:`.network` has the resources of each transfer.
 
 The plan must be one that :func:`penstock.planner.validate.check.validate` accepts. Memory is in
 :mod:`penstock.planner.memory.table`, times of compute instructions alone in

@@ -1,9 +1,8 @@
 """Routes: the shared resources that bytes cross on their way, as numbers for the event core.
 
-Each resource of a cluster has its own capacity towards and from the host: the PCIe link of a
-device, the PCIe switch, the NIC of a node, and its DRAM. The PCIe link is a resource only if
-transfers between devices use it too. Otherwise nothing shares it, and its bandwidth is a limit of
-the route.
+Resources are the PCIe link of a device, the PCIe switch, the NIC of a node, and its DRAM. Each has
+its own capacity towards and from the host. The PCIe link is a resource only if transfers between
+devices use it too. Otherwise nothing shares it, and its bandwidth is a limit of the route.
 
 - Fetches and offloads cross PCIe link, switch and DRAM.
 - Between devices of a node nothing is shared, or with ``peer_through_host`` both links and

@@ -1,18 +1,18 @@
 """Optimizer work: on the cores of nodes, and updates on devices.
 
-A **unit** is one piece of a node's work: blocks with gradients that come by the same copies and
-that are settled in the same way. So it is a block, or one backward stage (``by_block`` of
-offloads). One optimizer owns a block and sums the partials of routes, which other nodes send it. If
-gradients are reduced there is one partial, made on the node of the owner
+A **unit** is one piece of a node's work: blocks that are settled in the same way, with gradients
+from the same copies. So it is a block, or one backward stage (``by_block`` of offloads). One
+optimizer owns a block and sums the partials of routes, which other nodes send it. If gradients are
+reduced there is one partial, made on the node of the owner
 (:mod:`penstock.protocol.plan.reduction`).
 
 An UPDATE takes a block from its unit. The block is settled at the start of the attempt. Its state
 is fetched when the instruction is issued. Its kernel runs on the compute stream when the state has
-come and nothing else can run, and its weights go back when the kernel is over. A flushing UPDATE
-sends its state back as well, and its block needs no settling. Its bytes are those of a sweep that
-reads the gradients from device memory. On another device than the one that made them, they are
-fetched as well. A resident's state is not fetched; its kernel takes twice as long, since it takes
-the last commit in first.
+come and nothing else can run. Its weights go back after the kernel. A flushing UPDATE sends its
+state back as well, and its block needs no settling. Its bytes are those of a sweep that reads the
+gradients from device memory. On another device than the one that made them, they are fetched as
+well. A resident's state is not fetched; its kernel takes twice as long, since it takes the last
+commit in first.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def simulate(
     ``stops_early``: as our workers do it. A forward of the last stage with ``keep=input`` ends at
     the last checkpoint that it leaves. Weights that another node owns come from its memory.
     Gradients are published (and blocks updated) one by one. Otherwise, as in the papers, a forward
-    computes the whole stage, every node has all weights, and a stage's gradients are one copy and
+    computes the whole stage, and every node has all weights. A stage's gradients are one copy and
     one update. ``peaks``: of the devices' memory, if they are known already.
 
     Raises:

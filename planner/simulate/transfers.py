@@ -1,8 +1,8 @@
 """Tensors between devices as tasks of ordered links, and the instructions that wait for them.
 
 In a collective every member sends to the next of a ring, all at the same time. A ring all-reduce of
-n members sends 2 (n - 1) / n of the data over each link, a reduce-scatter or an all-gather half of
-that. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+n members sends 2 (n - 1) / n of the data over each link. A reduce-scatter or an all-gather sends
+half of that. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009.
 """
 

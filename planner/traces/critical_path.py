@@ -1,9 +1,10 @@
 """The critical path of a step: every second of a measured attempt, on one resource.
 
 From the end of the step the walk goes back along the causes of waits. The decision waited for the
-last sweep, the sweep for gradients, the gradients for a backward, the backward for a tensor from
-another device, and so on to the announcement. Each stretch of time on the way belongs to the work
-in it, so the resources' seconds add up to the step. Time between two pieces of work is overhead.
+last sweep, the sweep for gradients, the gradients for a backward. The backward waited for a tensor
+from another device, and so on to the announcement. Each stretch of time on the way belongs to the
+work in it, so the resources' seconds add up to the step. Time between two pieces of work is
+overhead.
 
 A resource with many seconds here holds the step back. Another chain of work may be nearly as long,
 so the gain without the resource is another question (:mod:`penstock.planner.traces.what_if`).

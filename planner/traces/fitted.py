@@ -21,8 +21,7 @@ gradients. To those of compute instructions come
   one sweep to the next.
 
 Weights of the node's own memory give the time of a copy. Fetches with blocks of other nodes take
-longer; the difference is those blocks' way over the network, as long as it was next to all other
-traffic.
+longer. The difference is those blocks' way over the network, in competition with all other traffic.
 
 As in the simulator, times do not depend on other work of the machine at that moment. So the fit is
 an average if workers and optimizer share cores.

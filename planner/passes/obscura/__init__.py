@@ -18,8 +18,8 @@ obscura-any-swap         the same with any number of evicted blocks       ours
 =======================  ===============================================  =================
 
 The paper's strawman is ``identify,migrate-forwards``. All passes need one stage per worker in the
-order of 1F1B, and a memory limit: without one nothing is over it and schedules stay as they are.
-What a pass must know of the ones before it, it reads from the orders
+order of 1F1B, and a memory limit. Without a limit schedules stay as they are. What a pass must know
+of the ones before it, it reads from the orders
 (:func:`~penstock.planner.passes.obscura.shape.adjusted_stages`).
 """
 

@@ -1,7 +1,7 @@
 """Memory that the stages of a schedule need, as Obscura's section 6.2 counts it.
 
 ``M_s = W_s + A_s``: the constant memory of a stage, and activations of the micro-batches it holds.
-Two parts are added: bytes that depend on a system's way to recompute (:class:`Grain`), and room for
+Bytes that depend on a system's way to recompute are added (:class:`Grain`). So is room for
 workspace and tensors between stages, which the paper leaves out. So a schedule that fits here also
 fits by the ledger of its plan (:mod:`penstock.planner.memory.footprint`).
 """

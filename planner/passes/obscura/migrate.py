@@ -7,9 +7,9 @@ operators that are large and quick to make again. Only if that is not enough doe
 adjusted stage.
 
 Fewer adjusted stages mean a larger distance from the last of them to the end of the pipeline. That
-distance conceals recomputation. All stages up to the last adjusted one are made adjusted stages:
-forwards that run early there need forwards that run early in the stages before. With even stages
-this happens anyway.
+distance conceals recomputation. All stages up to the last adjusted one are made adjusted stages.
+Forwards that run early in a stage need early forwards in the stages before. With even stages this
+happens anyway.
 
 The passes that migrate set how many forwards run before each backward (``StageOrder.ahead``); times
 follow from that. Let stage s of p run w forwards in the warm-up of 1F1B (w = p - s).
@@ -21,10 +21,10 @@ relaxed                ``ahead[m] = w + n + m``: the others follow, one by one
 refined                the same with the n of the last adjusted stage
 =====================  ==========================================================
 
-Each is at most the number of micro-batches. With forward time 1 and backward time 2 stage s of 1F1B
-has 2 (p - s - 1) forward and p - s - 1 backward bubbles (section 3.1). n = 2 (p - s - 1) turns all
-forward bubbles into backward bubbles. There are then min(m - 1, 3 (p - s - 1)) of them (section
-5.3), unless the stage waits for earlier ones.
+Each is at most the number of micro-batches. Let the forward time be 1, the backward time 2. Stage s
+of 1F1B then has 2 (p - s - 1) forward bubbles and half as many backward bubbles (section 3.1). n =
+2 (p - s - 1) turns all forward bubbles into backward bubbles. There are then min(m - 1, 3 (p - s -
+1)) of them (section 5.3), unless the stage waits for earlier ones.
 """
 
 from __future__ import annotations

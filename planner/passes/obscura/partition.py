@@ -1,8 +1,8 @@
 """Partition adjustment: layers from adjusted to other stages (section 7, Algorithm 1).
 
 Recomputation that the bubbles cannot conceal makes adjusted stages slower than the others. Blocks
-move one at a time from the slowest adjusted stage to the fastest other one, until both take the
-same time by the model of section 7.1. Costs with half layers as blocks give the paper's
+move one at a time from the slowest adjusted stage to the fastest other one. They move until both
+take the same time by the model of section 7.1. Costs with half layers as blocks give the paper's
 granularity. Stages are ranges of consecutive blocks, so a move shifts all stages between the two.
 
 As printed, the algorithm takes back its last move, which overshoots. But if several adjusted stages

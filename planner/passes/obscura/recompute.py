@@ -3,9 +3,9 @@
 The model of time (sections 6.2 and 7.1) includes execution, communication and uneven stages. For
 the paper's f, 2f and r, a stage's own forward, backward and recomputation are taken. Let k be the
 last adjusted stage, and the *busy* time of a stage the sum of the three. Adjusted stages work at
-the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non (Equation 5). The
-model agrees with :func:`penstock.planner.schedule.timing.order_times` to the last bit in one case,
-which a test shows: no swaps, no recomputation in stages after k, and recomputation that waits for
+the pace of the busiest adjusted stage, C_adj, the others at that of theirs, C_non (Equation 5). In
+one case the model agrees with :func:`penstock.planner.schedule.timing.order_times` to the last bit,
+as a test shows. There are no swaps, no recomputation in stages after k, and recomputation waits for
 the gradient.
 
 The integer program (section 6.2) chooses the operators that adjusted stages make again. Given are a
@@ -123,8 +123,8 @@ class Swap:
 
 
 Source = tuple[str, tuple[tuple[str, ...], ...]]
-"""An operator with outputs that must be kept if two conditions hold: the operator is not dropped,
-and all operators of one of these sets are (:class:`penstock.planner.cost.costs.RecomputeSource`).
+"""An operator with outputs that must be kept if it is not dropped, and all operators of one of
+these sets are (:class:`penstock.planner.cost.costs.RecomputeSource`).
 """
 
 
@@ -133,10 +133,10 @@ class StageProblem:
     """The facts of one adjusted stage in the program.
 
     ``operator_s`` and ``operator_bytes``: seconds and bytes of each candidate operator;
-    ``source_bytes``: bytes of each source. ``remade_bytes``: rows of bytes by operator;
-    recomputation holds at most the bytes of the greediest row (one row for a whole stage, one per
-    block otherwise). ``held``: micro-batches in flight (mu). ``peer``: the stage that takes its
-    blocks, with ``peer_bytes`` free; ``None`` if there is none.
+    ``source_bytes``: bytes of each source. ``remade_bytes``: rows of bytes by operator, one for a
+    whole stage or one per block. Recomputation holds at most the bytes of the greediest row.
+    ``held``: micro-batches in flight (mu). ``peer``: the stage that takes its blocks, with
+    ``peer_bytes`` free; ``None`` if there is none.
     """
 
     forward_s: float
@@ -314,7 +314,7 @@ class _Rows:
 
     def _add_sources(self) -> None:
         """Adds the condition for kept sources. For each set, u is at least the sum of its x, less
-        one less than its size, less the x of the source's own operator.
+        its size, plus one, less the x of the source's operator.
         """
         places = {name: index for index, name in enumerate(self._problem.operators)}
         for index, (operator, needed_by) in enumerate(self._problem.sources):
