@@ -183,8 +183,8 @@ def _named(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
 def _cluster(gpu: Gpu, devices_per_node: int, devices_per_switch: int, host: Host) -> Cluster:
     """Returns one node. Peers talk over NVLink; without NVLink, over PCIe through the host.
 
-    A device's own Adam pass moves 30 bytes a parameter of its memory: reads 16 (gradient, weight,
-    moments in fp32), writes 14 (with the 16-bit copy).
+    A device's own Adam pass reads 16 bytes a parameter of its memory (gradient, weight, moments in
+    fp32). It writes 14 (with the 16-bit copy).
     """
     bandwidth = gpu.pcie_bandwidth
     return Cluster(

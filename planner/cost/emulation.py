@@ -47,7 +47,7 @@ _CAST_BYTES = 6.0
 
 
 def optimizer_way(config: OptimizerConfig) -> OptimizerModel:
-    """The optimizer's way from version to version, if the plan does not name one."""
+    """Returns the optimizer's way from version to version, if the plan does not name one."""
     moved = _sweep_bytes(config)
     if config.rollback == "arithmetic":
         # Gradients are checked before the step: no arithmetic brings back a value that Inf
@@ -329,7 +329,7 @@ def _named(text: str, config: Config) -> _Source:
             f"{refusal}tensor_parallel = {source.tensor_parallel}: workers run whole layers; plans"
             " with it can be simulated only (penstock plan --costs); leave it out"
         )
-    found = analytic_costs(
+    model_costs = analytic_costs(
         source.gpu,
         source.model,
         sequence_length=config.data.sequence_length,
@@ -343,16 +343,16 @@ def _named(text: str, config: Config) -> _Source:
         devices_per_node=config.cluster.workers,
         framework=FRAMEWORKS[source.framework],
     )
-    table = _table(found, config)
-    blocks = (block.with_activations(source.activations) for block in found.costs.blocks)
+    table = _table(model_costs, config)
+    blocks = (block.with_activations(source.activations) for block in model_costs.costs.blocks)
     kept = (
         _published(block, table) if source.offloaded else block.kept_on_device() for block in blocks
     )
     return _Source(
         name=source.gpu,
         table=table,
-        costs=replace(found.costs, blocks=tuple(kept)),
-        cluster=found.cluster,
+        costs=replace(model_costs.costs, blocks=tuple(kept)),
+        cluster=model_costs.cluster,
         offloaded=source.offloaded,
     )
 

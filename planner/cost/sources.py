@@ -103,7 +103,7 @@ class AnalyticSource:
             ConfigError: as :func:`analytic_costs`.
         """
         del forward_stages, backward_stages, num_devices
-        found = analytic_costs(
+        made = analytic_costs(
             self.gpu,
             self.model,
             sequence_length=self.sequence_length,
@@ -117,8 +117,8 @@ class AnalyticSource:
             tensor_parallel=self.tensor_parallel,
             framework=FRAMEWORKS[self.framework],
         )
-        blocks = tuple(block.with_activations(self.activations) for block in found.costs.blocks)
-        return Prices(costs=replace(found.costs, blocks=blocks), cluster=found.cluster)
+        blocks = tuple(block.with_activations(self.activations) for block in made.costs.blocks)
+        return Prices(costs=replace(made.costs, blocks=blocks), cluster=made.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,9 +65,9 @@ def update_throughput(rates: UpdateRates, stride: float | None) -> float:
     """Returns parameters/s of CPU and GPU together, with every ``stride``-th subgroup on the GPU.
 
     The slower side of each ``stride`` subgroups decides. One side is the CPU's updates and
-    conversions; the other the link towards the GPU (prefetched state of one, 16-bit weights of the
-    others) and the GPU. ``inf``: all on the CPU. ``None``: the same, and the CPU waits while 16-bit
-    weights are copied, as ZeRO-3 offload does (section 4.1).
+    conversions. The other is the GPU and the link towards it (prefetched state of one, 16-bit
+    weights of the others). ``inf``: all on the CPU. ``None``: the same, and the CPU waits while
+    16-bit weights are copied, as ZeRO-3 offload does (section 4.1).
 
     Raises:
         ValueError: a stride below 1.

@@ -1,15 +1,15 @@
-"""BPipe: 1F1B whose first devices keep some of their activations on the last ones.
+"""BPipe: 1F1B with some activations of the first devices on the last ones.
 
 Source: Kim et al., "BPipe: Memory-Balanced Pipeline Parallelism for Training Large Language
 Models", 2023; section 9.3 of the Obscura paper for the bound. Device d and device p - 1 - d are a
-pair. Plain 1F1B keeps p - d micro-batches on device d; with more than ceil((p + 2) / 2) of them
-device d evicts: right after a forward has made them as many as the bound, the newest (whose
-backward comes last) goes to the pair, and right after each backward the oldest comes back, ceil((p
-+ 2) / 2) - 1 backwards ahead of its own. Those of the pair and those it hosts are together at most
-ceil((p + 2) / 2) as well.
+pair. Plain 1F1B keeps p - d micro-batches on device d. With more than ceil((p + 2) / 2) of them
+device d evicts. When a forward reaches the bound, the newest micro-batch (its backward comes last)
+goes to the pair. Right after each backward the oldest comes back, ceil((p + 2) / 2) - 1 backwards
+ahead of its own. Those of the pair and those it hosts are together at most ceil((p + 2) / 2) as
+well.
 
-Order and bubble are those of 1F1B, (p - 1) / (m + p - 1), as long as the link between the devices
-of a pair is fast enough. Weights stay on their devices.
+Order and bubble are those of 1F1B, (p - 1) / (m + p - 1), if the link between the devices of a pair
+is fast enough. Weights stay on their devices.
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 
 Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with
 Bidirectional Pipelines", 2021, section 3. Stage i of the down pipeline (route 0) is on device i,
-stage i of the up pipeline (route 1) on device p - 1 - i: every device has two stages, and the
-weights of each stage are on two devices. Micro-batches alternate between the routes. With m = p
-the orders are the paper's merge of two 1F1B schedules; more are scheduled in units of p by direct
+that of the up pipeline (route 1) on device p - 1 - i. Every device has two stages, and the weights
+of each stage are on two devices. Micro-batches alternate between the routes. With m = p the orders
+are the paper's merge of two 1F1B schedules. More are scheduled in units of p by direct
 concatenation (section 3.5).
 
-With equal forward and backward times 1, m a multiple of p: makespan 2 m + p - 2, a bubble ratio of
-(p - 2) / (2 m + p - 2) (table 2 of the paper). With b > f there is a gap in each of the K = m / p
-units: the bubble takes (p - 2) (f + K (b - f)), and one unit p f + (2 p - 2) b (C_f and C_b of
-section 3.4). Device d keeps at most p / 2 + 1 + min(d, p - 1 - d) micro-batches of activations,
-from p / 2 + 1 to p as in table 1 of the Mario paper. Weights stay on their devices (two buffers).
+With equal forward and backward times 1 and m a multiple of p the makespan is 2 m + p - 2. The
+bubble ratio is (p - 2) / (2 m + p - 2) (table 2 of the paper). With b > f there is a gap in each of
+the K = m / p units. The bubble takes (p - 2) (f + K (b - f)). One unit takes p f + (2 p - 2) b (C_f
+and C_b of section 3.4). Device d keeps at most p / 2 + 1 + min(d, p - 1 - d) micro-batches of
+activations. That is from p / 2 + 1 to p, as in table 1 of the Mario paper. Weights stay on their
+devices (two buffers).
 """
 
 from __future__ import annotations

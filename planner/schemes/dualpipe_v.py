@@ -3,13 +3,13 @@
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1 (DualPipe), and the
 DualPipeV order published with its code. Stages are placed in a V (:mod:`.v_shape`).
 
-In the steady phase DualPipe runs a forward of one chunk and a backward of the other at the same
-time, so that the communication of either hides behind the other. A program here is one stream: the
-forward stands first, the backward right behind it. The published bubble, (p - 1) (F&B + B - 3 W)
-with B = p1 + p2, counts such a pair as one block F&B, whose results leave at its end; one after the
-other the forward's output leaves earlier, and with f = p1 = p2 per stage and micro-batch the bubble
-is (p - 1) (f + p1 - p2). Needs 2 p micro-batches. Each device keeps at most 2 p + 1 of its 2 m
-stage activations, as published. Weights stay on their devices (two buffers).
+In the steady phase DualPipe runs a forward of one chunk and a backward of the other at once. The
+communication of either hides behind the other. A program here is one stream: the forward stands
+first, the backward right behind it. The published bubble is (p - 1) (F&B + B - 3 W) with B = p1 +
+p2. It counts such a pair as one block F&B; the results of the block leave at its end. One after the
+other, the forward's output leaves earlier. With f = p1 = p2 per stage and micro-batch the bubble is
+(p - 1) (f + p1 - p2). Needs 2 p micro-batches. Each device keeps at most 2 p + 1 of its 2 m stage
+activations, as published. Weights stay on their devices (two buffers).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _moves(device: int, num_devices: int, count: int) -> Iterator[Move]:
     yield from [Move.FORWARD_DOWN] * (2 * after)
     yield from [Move.FORWARD_DOWN, Move.FORWARD_UP] * (device + 1)
     yield from [Move.INPUT_UP, Move.OLDEST_WEIGHT, Move.FORWARD_UP] * after
-    # Steady: forwards of one chunk beside backwards of the other.
+    # Steady: forwards of one chunk in pairs with backwards of the other.
     yield from (
         [Move.FORWARD_DOWN, Move.BACKWARD_UP, Move.FORWARD_UP, Move.BACKWARD_DOWN]
         * (count - 2 * num_devices + device + 1)

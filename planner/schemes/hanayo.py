@@ -1,15 +1,15 @@
 """Hanayo: stages placed in waves, down the devices and up again.
 
 Source: Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model
-Training Efficiency", 2023. A wave is 2 p stages, so W waves put V = 2 W stages on each device: both
-directions of Chimera without the second copy of the weights. Units of p micro-batches.
+Training Efficiency", 2023. A wave is 2 p stages, so W waves put V = 2 W stages on each device. They
+are both directions of Chimera, without the second copy of the weights. Units of p micro-batches.
 
-With equal forward and backward times f per micro-batch and device, m a multiple of p, the bubble
+Let forward and backward take f per micro-batch and device, and m be a multiple of p. The bubble
 takes 2 f (p - 1) / V, as that of interleaved 1F1B. For b > f there is a gap in each of the K = m /
-p units: (2 f + 2 K (b - f)) (p - 1) / V, which for m = p, b = 2 f is a ratio of (2 p - 2) / (3 p W
-+ 2 p - 2). Device d keeps at most (V - 1) p + 1 + d of its V m stage activations; for W = 1 that is
-from p + 1 to 2 p of them, (p + 1) / 2 to p micro-batches, as in table 1 of the Mario paper. Weights
-stay on their devices (V buffers).
+p units: (2 f + 2 K (b - f)) (p - 1) / V. For m = p, b = 2 f that is a ratio of (2 p - 2) / (3 p W +
+2 p - 2). Device d keeps at most (V - 1) p + 1 + d of its V m stage activations. For W = 1 that is
+from p + 1 to 2 p of them. In micro-batches that is (p + 1) / 2 to p, as in table 1 of the Mario
+paper. Weights stay on their devices (V buffers).
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", 2021, section 2.2. Stage i is on device i mod p. Device d starts with 2 (p - 1 - d) +
-(V - 1) g forwards, where g is the micro-batches of a round (:mod:`.alternating`; p when m is a
-multiple of p). With one chunk per device it is 1F1B.
+(V - 1) g forwards. g is the micro-batches of a round (:mod:`.alternating`; p if m is a multiple of
+p). With one chunk per device it is 1F1B.
 
-With m >= p, forward time f and backward time b per micro-batch and *device*, the bubble takes
-(p - 1) (f + b) / V: its ratio is (p - 1) / (V m + p - 1). Device d keeps at most (V - 1) g + 2 (p -
-1 - d) + 1 of its V m stage activations, each 1/V of a device's share; for V = 2 and g = p that is
-from p + 1 (last device) to 3 p - 1 (first). Table 1 of the Mario paper has 3 p - 2 for the latter:
-it does not count the forward that runs before the first backward. Weights stay on their devices (V
-buffers).
+Let m >= p, and f and b be the forward and backward time per micro-batch and *device*. The bubble
+takes (p - 1) (f + b) / V. Its ratio is (p - 1) / (V m + p - 1). Device d keeps at most (V - 1) g +
+2 (p - 1 - d) + 1 of its V m stage activations. Each is 1/V of a device's share. For V = 2 and g = p
+that is from p + 1 (last device) to 3 p - 1 (first). Table 1 of the Mario paper has 3 p - 2 for the
+first. It does not count the forward right before the first backward. Weights stay on their devices
+(V buffers).
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ forwards of its first stage, of its second stage, …, then the backwards of its
 recomputation. Weights of the next stage arrive while the current one computes: two stage-sized
 buffers. Each device keeps the input checkpoints of its k stages for all m micro-batches, and the
 activations of one. Without full recomputation (figure 17 of the SPipe paper) it keeps the
-activations of all k m instead, and their weights are bound anew for the backward.
+activations of all k m. Their weights are bound again for the backward.
 
-With m >= p and f, r, b per stage and micro-batch (forward, recomputation, backward without it) the
-pipeline takes k m (f + r + b) + (p - 1) (f + b): a recomputation does not wait for the gradient.
-Where it does (``after=gradient``, the usual checkpointing, and what the SPipe paper compares with)
-the end is longer by (p - 1) r, and the bubble is (p - 1) / (k m + p - 1): with (p, k, m) = (4, 2,
-4) 27 %.
+Let m >= p, and f, r, b be the times per stage and micro-batch (forward, recomputation, backward
+without it). The pipeline takes k m (f + r + b) + (p - 1) (f + b): a recomputation does not wait for
+the gradient. The usual checkpointing, with which the SPipe paper compares, waits
+(``after=gradient``). The end is longer by (p - 1) r, and the bubble is (p - 1) / (k m + p - 1).
+With (p, k, m) = (4, 2, 4) that is 27 %.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Naive pipelining: one micro-batch at a time goes all the way down and all the way back.
 
-Source: table 1 and figure 1 of the 2BP paper (there with one micro-batch, the whole mini-batch);
-with several micro-batches it is gradient accumulation over a model-parallel cut. One device works
-at any time, so the bubble is (p - 1) / p for any number of micro-batches. Each device keeps the
+Source: table 1 and figure 1 of the 2BP paper, with one micro-batch, the whole mini-batch. With
+several micro-batches it is gradient accumulation over a model-parallel cut. One device works at any
+time, so the bubble is (p - 1) / p for any number of micro-batches. Each device keeps the
 activations of one micro-batch. Weights stay on their devices (one buffer).
 """
 

@@ -2,11 +2,11 @@
 
 Source: Fan et al., "DAPPLE", 2021; Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
 Training", 2021. Device d of p starts with min(p - 1 - d, m) forwards. The bubble is that of GPipe,
-(p - 1) / (m + p - 1), but device d keeps at most min(p - d, m) micro-batches. Its weights stay on
+(p - 1) / (m + p - 1). Device d keeps at most min(p - d, m) micro-batches only. Its weights stay on
 the device (one buffer).
 
-``1f1b-2`` is the same with 2 p micro-batches and nothing else (2BP paper, section 3: "1F1B-2"; its
-"1F1B-1" is 1F1B with p); its bubble is (p - 1) / (3 p - 1).
+``1f1b-2`` is the same with exactly 2 p micro-batches (2BP paper, section 3: "1F1B-2"; its "1F1B-1"
+is 1F1B with p). Its bubble is (p - 1) / (3 p - 1).
 """
 
 from __future__ import annotations

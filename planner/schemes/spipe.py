@@ -2,18 +2,18 @@
 
 Source: Ryu et al., "SPipe: Hybrid GPU and CPU Pipeline for Training LLMs under Memory Pressure",
 section 3.1 and figure 8. Forward stage i is on device i mod p. The device that finishes its
-forwards first starts the backward of the last stage, the next one takes the stage before, and so on
-around (decoupled pass assignment); with forward stages a multiple of p this is device 0 first.
+forwards first starts the backward of the last stage, the next device takes the stage before, and so
+on (decoupled pass assignment). With forward stages a multiple of p this is device 0 first.
 Recomputation makes it possible: only the input checkpoint of a backward stage travels, as soon as
 its forward has run. A backward stage (recomputation + backward, three times a forward's work)
-should cost about what a forward stage does, hence several backward stages per forward stage: the
+should cost about as much as a forward stage. Hence several backward stages per forward stage: the
 paper draws two and runs three.
 
 Buffers: two stages of weights; checkpoints of the device's backward stages for all micro-batches,
-the activations of one. With m >= p, forward stages a multiple of p, and backward stages as long as
-forward stages, there is no bubble between forward and backward: only the skew of p - 1 steps
-remains, a bubble of (p - 1) / (w + p - 1) where w is the steps of work per device: 3 / 27 = 11 % in
-figure 8 (whose 25 % counts weight transfers and the optimizer's tail too).
+the activations of one. Let m >= p, forward stages be a multiple of p, and backward stages as long
+as forward stages. Then there is no bubble between forward and backward. Only the skew of p - 1
+steps remains, a bubble of (p - 1) / (w + p - 1) with w steps of work per device. In figure 8 that
+is 3 / 27 = 11 % (the figure's 25 % counts weight transfers and the optimizer's tail, too).
 """
 
 from __future__ import annotations

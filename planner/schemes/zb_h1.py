@@ -4,14 +4,14 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.1.1 and t
 runs the BACKWARD_WEIGHT of a micro-batch d backwards later than its BACKWARD_INPUT, and the last d
 of them at the end.
 
-With m >= p, and p2 <= f, p2 <= p1 per micro-batch and device, the bubble takes (p - 1) (f + p1 -
-p2): for equal times a third of 1F1B's (p - 1) (f + p1 + p2). Each device keeps at most min(p, m)
+Let m >= p, and p2 <= f, p2 <= p1 per micro-batch and device. The bubble takes (p - 1) (f + p1 -
+p2), for equal times a third of 1F1B's (p - 1) (f + p1 + p2). Each device keeps at most min(p, m)
 micro-batches (until their BACKWARD_WEIGHT): what the first device of 1F1B keeps. Weights stay on
 their devices (one buffer).
 
-With several stages per device it is the interleaved form, which torch.distributed.pipelining calls
-"interleaved zero bubble" (ZB1P): the rounds of :mod:`.interleaved`, with a lead of one forward per
-device instead of two. With V stages per device the bubble is 1/V of the above, and each device
+With several stages per device it is the interleaved form, "interleaved zero bubble" (ZB1P) in
+torch.distributed.pipelining. It has the rounds of :mod:`.interleaved`, with a lead of one forward
+per device instead of two. With V stages per device the bubble is 1/V of the above, and each device
 keeps at most V p stage activations.
 """
 

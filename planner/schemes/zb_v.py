@@ -3,13 +3,13 @@
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6 and figure 6.
 Stages are placed in a V (:mod:`.v_shape`).
 
-With f = p1 = p2 = 1 per stage and micro-batch, and m >= 2 p - 1, no device waits between its first
+Let f = p1 = p2 = 1 per stage and micro-batch, and m >= 2 p - 1. No device waits between its first
 and its last instruction: device time is exactly 6 m. The makespan is 6 m + p - 1, since device d
-starts and ends d later than device 0; that is hidden where the next attempt starts as the devices
-become free, and with unequal times there are bubbles. Fewer micro-batches leave out the
-instructions of those that are not there. Each device keeps at most 2 p of its 2 m stage
-activations (until their BACKWARD_WEIGHT): p micro-batches, what the first device of 1F1B keeps.
-Weights stay on their devices (two buffers).
+starts and ends d later than device 0. That is hidden if the next attempt starts as the devices
+become free. With unequal times there are bubbles. Fewer micro-batches leave out the instructions of
+those that are not there. Each device keeps at most 2 p of its 2 m stage activations (until their
+BACKWARD_WEIGHT): p micro-batches, what the first device of 1F1B keeps. Weights stay on their
+devices (two buffers).
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 Source: Rajbhandari et al., "ZeRO-Infinity", 2021; the DeepSpeed baseline of the SPipe paper
 (section 4.1). Every device runs the whole model on its own micro-batches, one after the other: a
 route per device. A stage is what is gathered at once, by default one block. FETCH_WEIGHTS is an
-all-gather of it (``shards_weights``), twice per micro-batch: for the forward and for the backward,
-except that the last stage goes on with what it has. REDUCE_GRADIENTS is a reduce-scatter, once per
-stage after the last micro-batch.
+all-gather of it (``shards_weights``), twice per micro-batch: for the forward and for the backward.
+Only the last stage keeps its weights for the backward. REDUCE_GRADIENTS is a reduce-scatter, once
+per stage after the last micro-batch.
 
 There is no bubble of dependencies (0); what a device waits for are the collectives. Each device
-keeps one micro-batch: input checkpoints of all stages and the activations of one, or with
-``recompute: none`` all activations, whose weights are then bound anew. Two stage-sized buffers.
+keeps one micro-batch: input checkpoints of all stages and the activations of one. With ``recompute:
+none`` it keeps all activations, and binds their weights again. Two stage-sized buffers.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def refine_migration(schedule: Schedule, context: PassContext) -> Schedule:
     Recomputation that stage k cannot conceal delays all stages before it. So more converted bubbles
     in earlier stages are of no use but cost memory. Converted bubbles are aligned: the p - s - 1
     backward bubbles that a stage has in 1F1B come from its dependencies and stay. So stage s < k
-    keeps k - s more than stage k. It also holds k - s more micro-batches, as section 6.2 has it
-    ("stage s - 1 evicts one more activation block than stage s").
+    keeps k - s more than stage k. It also holds k - s more micro-batches. Section 6.2: "stage s - 1
+    evicts one more activation block than stage s".
     """
     del context
     adjusted = adjusted_stages(schedule)

@@ -2,7 +2,7 @@
 
 Sends follow the instruction that produced the tensor. The activation or gradient comes first (a
 peer may be waiting for it), then the checkpoints, the one needed first in front. Receives only post
-a buffer; the place of the posting decides memory and deadlocks:
+a buffer; the place of the posting decides about memory and deadlocks:
 
 - An activation or gradient is posted one compute instruction ahead of its consumer: two buffers.
 - A checkpoint is posted when its sender sends it (at matching steps, by
