@@ -47,7 +47,7 @@ from penstock.planner.planning.pipeline import (
     make_plan,
     operators_named,
 )
-from penstock.planner.planning.plan_search import Outcome, Search, fragment, host_bytes
+from penstock.planner.planning.plan_search import Search, SearchOutcome, fragment, host_bytes
 from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets
 from penstock.planner.render.units import SECONDS, format_bytes
 from penstock.planner.schemes import SCHEMES, RecomputeMode
@@ -85,7 +85,7 @@ class TuneReport:
 
     what: str
     num_candidates: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SearchOutcome, ...]
     left_out: dict[str, int]
     fragment: dict[str, Any]
     trainable: bool
@@ -177,7 +177,7 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
     )
 
 
-def _parts(tuned: TunedConfig, best: Outcome, settings: TuneOptions) -> dict[str, Any]:
+def _parts(tuned: TunedConfig, best: SearchOutcome, settings: TuneOptions) -> dict[str, Any]:
     """Returns the keys of the winner, and those that stand for options of the command."""
     parts = tuned.fragment_of(best.candidate)
     if settings.profile is not None and not tuned.config.cluster.platform.simulated_clock:
@@ -187,7 +187,7 @@ def _parts(tuned: TunedConfig, best: Outcome, settings: TuneOptions) -> dict[str
     return parts
 
 
-def _in_words(best: Outcome, sequence_length: int, rates: str, *, trainable: bool) -> str:
+def _in_words(best: SearchOutcome, sequence_length: int, rates: str, *, trainable: bool) -> str:
     """Describes a winner and its simulated speed."""
     candidate = best.candidate
     schedule = ScheduleConfig.model_construct(**fragment(candidate)["schedule"])
@@ -338,7 +338,7 @@ def _limit(given: float | None, otherwise: float | None) -> float:
     return given if given is not None else otherwise if otherwise is not None else inf
 
 
-def _is_trainable(best: Outcome, devices_per_node: int) -> bool:
+def _is_trainable(best: SearchOutcome, devices_per_node: int) -> bool:
     """Returns whether ``train`` can run the winner."""
     try:
         check_executable(best.plan, devices_per_node=devices_per_node)
@@ -372,7 +372,7 @@ def _progress(console: Console) -> Iterator[Any]:
     ) as progress:
         task = progress.add_task("", total=None)
 
-        def advance(done: int, total: int, best: Outcome | None) -> None:
+        def advance(done: int, total: int, best: SearchOutcome | None) -> None:
             described = "" if best is None else f"best {SECONDS.format(best.step_s)}"
             progress.update(task, completed=done, total=total, description=described)
 
@@ -428,7 +428,7 @@ def to_json(report: TuneReport) -> str:
     return json.dumps(report.to_dict(), indent=1)
 
 
-def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
+def _outcome_dict(outcome: SearchOutcome) -> dict[str, Any]:
     request = outcome.candidate.request
     return {
         "scheme": request.scheme,
@@ -449,7 +449,7 @@ def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _table(outcomes: tuple[Outcome, ...]) -> Table:
+def _table(outcomes: tuple[SearchOutcome, ...]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", justify="right")
     for name in ("scheme", "PPxDP", "stages", "batches", "recompute", "passes"):

@@ -101,11 +101,9 @@ def analytic_costs(
     always keeps 12 bytes a parameter of optimizer state (``static_bytes``). With weights and
     gradients of ``itemsize`` bytes that is 16 bytes a parameter, or 18 with
     ``gradient_itemsize=4``. ``efficiency``: the GPU's default unless given. ``framework``: how
-    kernels run.
-
-    ``tensor_parallel``: a device of the plan is a group of so many GPUs, each with its part of
-    every layer (Megatron's way, without sequence parallelism). Costs and bytes are those of one
-    GPU. Sums pass over NVLink or, if a group is larger than a node, over NICs.
+    kernels run. ``tensor_parallel``: a device of the plan is a group of so many GPUs, each with its
+    part of every layer (Megatron's way, without sequence parallelism). Costs are those of one GPU.
+    Sums pass over NVLink or, if a group is larger than a node, over NICs.
 
     Raises:
         ConfigError: unknown GPU or model, or an impossible number; says what is accepted.

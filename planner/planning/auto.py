@@ -21,7 +21,13 @@ from penstock.planner.cost.profile import Guess
 from penstock.planner.planning.configured import dropped_operators, trainable_plan
 from penstock.planner.planning.overlapped_updates import overlap_as_configured, with_overlap
 from penstock.planner.planning.pipeline import PlanContext, make_plan, try_plan
-from penstock.planner.planning.plan_search import Outcome, Progress, Search, fragment, host_bytes
+from penstock.planner.planning.plan_search import (
+    Progress,
+    Search,
+    SearchOutcome,
+    fragment,
+    host_bytes,
+)
 from penstock.planner.planning.pricing import config_context
 from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets, powers_of_two
 from penstock.planner.render.units import SECONDS, format_bytes
@@ -123,7 +129,7 @@ def _recomputed(plan: Plan) -> str:
     return f"activations are recomputed{share}"
 
 
-def _reasons(search: Search, best: Outcome) -> Iterator[str]:
+def _reasons(search: Search, best: SearchOutcome) -> Iterator[str]:
     """Yields the reasons for the best outcome of a search, in lines."""
     keeps_weights, recomputed = best.keeps[0], _recomputed(best.plan)
     memory = f" of {format_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
@@ -235,7 +241,7 @@ class SearchedPlan:
 
     tuned: TunedConfig
     search: Search
-    best: Outcome
+    best: SearchOutcome
 
 
 def search_all(

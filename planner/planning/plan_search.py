@@ -44,7 +44,7 @@ from penstock.shm.layout import (
     Storage,
 )
 
-Progress = Callable[[int, int, "Outcome | None"], None]
+Progress = Callable[[int, int, "SearchOutcome | None"], None]
 """Called with candidates done, candidates in all so far, and the best outcome."""
 
 BEST = 3
@@ -82,7 +82,7 @@ class Tunable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SearchOutcome:
     """A candidate that fits. ``host_bytes``: of the node that needs most. ``score_s``: ``step_s``,
     and what :attr:`Search.streaming_cost` adds to it.
     """
@@ -107,7 +107,7 @@ class Outcome:
         recomputes = any(isinstance(one, Recompute) for one in chain(*self.plan.programs))
         return not streams(self.candidate), not recomputes
 
-    def is_like(self, other: Outcome) -> bool:
+    def is_like(self, other: SearchOutcome) -> bool:
         """Returns whether devices do the same, under any name of the scheme."""
         return (
             self.step_s == other.step_s
@@ -151,10 +151,10 @@ class Search:
     work: float = inf
     num_tried: int = 0
     num_instructions: int = 0
-    fastest: dict[tuple[bool, bool], Outcome] = field(default_factory=dict)
-    outcomes: list[Outcome] = field(default_factory=list)
+    fastest: dict[tuple[bool, bool], SearchOutcome] = field(default_factory=dict)
+    outcomes: list[SearchOutcome] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
-    _best_of: dict[str, Outcome] = field(default_factory=dict)
+    _best_of: dict[str, SearchOutcome] = field(default_factory=dict)
     _too_large: list[tuple[float, Candidate]] = field(default_factory=list)
     _contexts: dict[int, PlanContext] = field(default_factory=dict)
     _floors: dict[int, Floors] = field(default_factory=dict)
@@ -286,11 +286,11 @@ class Search:
         ]
 
     @property
-    def best(self) -> Outcome | None:
+    def best(self) -> SearchOutcome | None:
         """The fastest outcome so far."""
         return self.outcomes[0] if self.outcomes else None
 
-    def required_best(self) -> Outcome:
+    def required_best(self) -> SearchOutcome:
         """Returns the fastest outcome.
 
         Raises:
@@ -332,7 +332,7 @@ class Search:
         self.outcomes = sorted([*self.outcomes, outcome], key=lambda o: o.rank)
         del self.outcomes[self.keep :]
 
-    def _tried(self, waiting: _Waiting) -> Outcome | str:
+    def _tried(self, waiting: _Waiting) -> SearchOutcome | str:
         """Returns the outcome, or why there is none."""
         candidate = waiting.candidate
         context = self._context(candidate)
@@ -354,7 +354,7 @@ class Search:
 
     def _outcome(
         self, candidate: Candidate, plan: Plan, device_bytes: float, host_bytes: float
-    ) -> Outcome:
+    ) -> SearchOutcome:
         context = self._context(candidate)
         simulation = simulate(
             plan,
@@ -363,7 +363,7 @@ class Search:
             optimizer=context.optimizer,
             stops_early=context.stops_early,
         )
-        return Outcome(
+        return SearchOutcome(
             candidate=candidate,
             plan=plan,
             step_s=simulation.makespan_s,

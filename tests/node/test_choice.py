@@ -12,9 +12,10 @@ from penstock.daemons.node.preparing.changes import (
     keep_choice,
     keep_defaults,
     keep_micro_batch,
+    read_constraints,
+    write_constraints,
 )
 from penstock.daemons.node.preparing.prepare import prepare_run
-from penstock.daemons.node.preparing.search_record import read_constraints, write_constraints
 from penstock.host.errors import CapacityError, StateError
 
 DEVICE = "emulated:analytic:V100-PCIE-32:gpt3-125m"

@@ -14,7 +14,7 @@ from penstock.planner.cost.sources import Prices
 from penstock.planner.planning.build import ScheduleRequest
 from penstock.planner.planning.overlapped_updates import choose_overlap
 from penstock.planner.planning.pipeline import PlanContext, make_plan
-from penstock.planner.planning.plan_search import Outcome, Search, fragment, host_bytes
+from penstock.planner.planning.plan_search import Search, SearchOutcome, fragment, host_bytes
 from penstock.planner.planning.search_space import Candidate, Space
 from penstock.planner.simulate import simulate
 from penstock.protocol.plan.plan import Plan
@@ -239,7 +239,7 @@ def test_the_fragment_says_what_was_found() -> None:
 
 
 def test_progress_counts_to_the_end() -> None:
-    calls: list[tuple[int, int, Outcome | None]] = []
+    calls: list[tuple[int, int, SearchOutcome | None]] = []
     search = Search(tuned=Model())
     search.run(space(schemes=("gpipe",)), lambda *call: calls.append(call))
     dones = [done for done, _, _ in calls]

@@ -19,7 +19,7 @@ from penstock.planner.cost.frameworks import Framework
 from penstock.planner.cost.sources import Prices
 from penstock.planner.planning.build import ScheduleRequest, build_schedule
 from penstock.planner.planning.pipeline import PlanContext, make_plan
-from penstock.planner.planning.plan_search import Outcome, Search, host_bytes
+from penstock.planner.planning.plan_search import Search, SearchOutcome, host_bytes
 from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets
 from penstock.planner.schedule.timing import order_times, unit_costs
 from penstock.planner.simulate import simulate
@@ -154,7 +154,7 @@ def _request(scheme: str, devices: int, count: int) -> ScheduleRequest:
     )
 
 
-def _shown(outcome: Outcome, global_batch: int) -> dict[str, Any]:
+def _shown(outcome: SearchOutcome, global_batch: int) -> dict[str, Any]:
     request = outcome.candidate.request
     return {
         "scheme": request.scheme,

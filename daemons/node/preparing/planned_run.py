@@ -32,7 +32,7 @@ from penstock.planner.memory.table import MemoryRow, memory_table
 from penstock.planner.planning.auto import SearchedPlan, SearchTerms, choose, search_all
 from penstock.planner.planning.configured import complete_plan
 from penstock.planner.planning.pipeline import PlanContext, try_plan
-from penstock.planner.planning.plan_search import Outcome, Progress
+from penstock.planner.planning.plan_search import Progress, SearchOutcome
 from penstock.planner.planning.pricing import config_context
 from penstock.planner.simulate import Simulation
 from penstock.protocol.plan.plan import Plan
@@ -247,7 +247,7 @@ def search_lines(write: Callable[[str], None]) -> Progress:
     """Returns the progress of a search that writes a line every :data:`REPORT_EVERY_S`."""
     due_s = time.monotonic() + REPORT_EVERY_S
 
-    def report(done: int, total: int, best: Outcome | None) -> None:
+    def report(done: int, total: int, best: SearchOutcome | None) -> None:
         nonlocal due_s
         if time.monotonic() >= due_s:
             due_s = time.monotonic() + REPORT_EVERY_S

@@ -30,6 +30,8 @@ from penstock.daemons.node.preparing.changes import (
     keep_defaults,
     keep_micro_batch,
     keep_recomputation,
+    read_constraints,
+    write_constraints,
 )
 from penstock.daemons.node.preparing.compiling import (
     compiles,
@@ -55,7 +57,6 @@ from penstock.daemons.node.preparing.planned_run import (
     search_lines,
 )
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
-from penstock.daemons.node.preparing.search_record import read_constraints, write_constraints
 from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import (

@@ -22,9 +22,9 @@ from penstock.daemons.monitor.observer.analysed import Analysed
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
 from penstock.daemons.monitor.trackers.sampled import JsonLines
 from penstock.daemons.node.endpoint import read_endpoint, read_endpoint_port
+from penstock.daemons.node.preparing.changes import read_constraints
 from penstock.daemons.node.preparing.numerics import _kernels
 from penstock.daemons.node.preparing.places import _recorded
-from penstock.daemons.node.preparing.search_record import read_constraints
 from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.run_lock import former_home, original_of
 from penstock.daemons.node.service_manager import progress_of
@@ -295,7 +295,7 @@ RUN_FILES = (
         "search",
         "search.json",
         lambda folder: read_constraints(folder, ScheduleConfig()),
-        ("daemons.node.preparing.search_record.read_constraints",),
+        ("daemons.node.preparing.changes.read_constraints",),
         {
             "format": 1,
             "constraints": {"recompute": "full"},
