@@ -84,8 +84,9 @@ class Row:
 
 
 def machine() -> dict[str, float]:
-    """A GPU of the paper's node, busy links, with its share of the cores; memory is no limit, as in
-    equation 1. Conversion to 16 bits is a part of our sweeps.
+    """Returns a GPU of the paper's node with busy links and its share of the cores.
+
+    Memory is no limit, as in equation 1. Our sweeps include the conversion to 16 bits.
     """
     rates = H100_BUSY
     return {
@@ -98,7 +99,7 @@ def machine() -> dict[str, float]:
 
 
 def experiment(time_scale: float) -> emulated.Experiment:
-    """All cases. Forward and backward are as long as settling half of the blocks takes."""
+    """Returns all cases. Forward and backward take as long as settling half of the blocks."""
     return emulated.Experiment(
         name="deep-optimizer-states",
         title="Deep Optimizer States, LLaMA-2 7B, a quarter of 4 H100 and their cores",
@@ -114,7 +115,7 @@ def experiment(time_scale: float) -> emulated.Experiment:
 
 
 def made(name: str) -> emulated.Made:
-    """The plan that ``penstock train`` makes of a case's schedule."""
+    """Returns the plan that ``penstock train`` makes of a case's schedule."""
 
     def make(emulation: Emulation) -> Any:
         return build_plan(emulated_config(name), emulation.table)
@@ -123,7 +124,7 @@ def made(name: str) -> emulated.Made:
 
 
 def emulated_config(name: str) -> Config:
-    """A case's configuration; the time scale does not matter to its plan."""
+    """Returns the configuration of a case; its plan does not depend on the time scale."""
     here = experiment(1.0)
     data = emulated.configuration(here, here.cases[0])
     data["train"]["global_batch"] = 16 * here.micro_batch
@@ -142,14 +143,14 @@ def rates_of(cluster: Cluster) -> UpdateRates:
 
 
 def equation_1_s(cluster: Cluster, parameters: float, case: Mapping[str, Any]) -> float:
-    """The update phase of a GPU's parameters as the paper does it; TwinFlow's CPU waits."""
+    """Returns seconds of the paper's update phase of a GPU's parameters; TwinFlow's CPU waits."""
     share, stride = case.get("resident_share", 0.0), case.get("update_stride")
     return parameters / resident_throughput(rates_of(cluster), share, stride)
 
 
 def counterpart_s(cluster: Cluster, parameters: float, case: Mapping[str, Any]) -> float:
-    """The update phase as we do it. Residents take the last commit in and then preview: two sweeps
-    on the GPU, beside what the CPU does.
+    """Returns seconds of our update phase. Residents settle the last commit and then preview: two
+    sweeps on the GPU, in parallel to the CPU.
     """
     share, stride = case.get("resident_share", 0.0), case.get("update_stride")
     if "device_updates" in case:
@@ -161,7 +162,7 @@ def counterpart_s(cluster: Cluster, parameters: float, case: Mapping[str, Any]) 
 def predicted(
     name: str, plan: Plan, prices: Prices, simulation: Simulation, measured_s: float
 ) -> Row:
-    """A case's row: what was measured, beside the simulator and both models. Models count from the
+    """Returns the row of a case: measured, simulated, and by both models. Models count from the
     end of the last backward.
     """
     cluster, case = prices.cluster, dict(CASES[name])
@@ -180,7 +181,7 @@ def predicted(
 
 
 def on_an_emulated_device(options: argparse.Namespace) -> dict[str, Row]:
-    """Every case through the real runtime."""
+    """Runs every case with the real runtime."""
     rows: dict[str, Row] = {}
     here = experiment(options.time_scale)
     for case in here.cases:
@@ -194,7 +195,7 @@ def on_an_emulated_device(options: argparse.Namespace) -> dict[str, Row]:
 
 
 def simulated(plan: Plan, prices: Prices, optimizer: OptimizerModel) -> Simulation:
-    """A step of a plan."""
+    """Returns the simulated step of a plan."""
     return simulate(plan, prices.costs, prices.cluster, optimizer=optimizer, stops_early=True)
 
 
@@ -215,8 +216,8 @@ def table(rows: Mapping[str, Row]) -> str:
 
 
 def verdicts(rows: Mapping[str, Row]) -> dict[str, bool]:
-    """Whether steps take longer in figure 16's order, each at least 2 % more than the one before;
-    and whether interleaving with residents beats TwinFlow with as many.
+    """Returns two verdicts. Steps take longer in figure 16's order, each by at least 2 %.
+    Interleaving with residents beats TwinFlow with as many.
     """
     seconds = [rows[name].measured_s for name in FIGURE_16]
     twin, deep = (rows[name].measured_s for name in ("TwinFlow 20 %", "50 % + residents 20 %"))

@@ -143,7 +143,7 @@ def spipe(billions: int) -> Experiment:
 
 
 def scheduled(scheme: str, micro_batches: int, passes: Sequence[str] = ()) -> Made:
-    """A scheme without recomputation, and passes."""
+    """Returns a case of a scheme without recomputation, with passes."""
 
     def make(emulation: Emulation) -> Plan:
         costs, cluster = emulation.costs, emulation.cluster
@@ -169,7 +169,7 @@ def scheduled(scheme: str, micro_batches: int, passes: Sequence[str] = ()) -> Ma
 
 
 def devices_of(emulation: Emulation) -> int:
-    """All experiments that ask are of one node."""
+    """Returns the cluster of all experiments: one node."""
     return emulation.cluster.devices_per_node
 
 
@@ -269,7 +269,7 @@ EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = MappingProxyType(
 
 
 def configuration(experiment: Experiment, case: EmulatedCase, **emulation: Any) -> dict[str, Any]:
-    """All but the plan and what follows from it."""
+    """Returns the configuration without the plan and its consequences."""
     names = ("a", "b", "c", "d")
     return {
         "model": {"dtype": "fp16"},
@@ -314,7 +314,7 @@ def run(experiment: Experiment, case: EmulatedCase, steps: int, **emulation: Any
 
 
 def train(config: dict[str, Any], plan: Plan) -> list[float]:
-    """Seconds of every step, on the clock."""
+    """Returns seconds of every step, on the clock."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = trained(config, Path(folder), plan)
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
@@ -322,7 +322,8 @@ def train(config: dict[str, Any], plan: Plan) -> list[float]:
 
 
 def trained(config: Mapping[str, Any], folder: Path, plan: Plan | None) -> Path:
-    """The directory, in ``folder``, of a run of ``penstock train``; with its own plan if ``None``.
+    """Runs ``penstock train`` in ``folder``; returns the run directory. ``plan`` None: the run's
+    own plan.
 
     Raises:
         SystemExit: with what it printed, if it failed.
@@ -355,7 +356,7 @@ class Load:
 
     @classmethod
     def now(cls) -> Load:
-        """Busy time without waiting for disks; stolen time counts as busy."""
+        """Returns busy CPU time without waiting for disks; stolen time counts as busy."""
         words = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
         user, nice, system, _, _, irq, softirq, steal = map(int, words)
         ticks = user + nice + system + irq + softirq + steal
@@ -367,14 +368,14 @@ class Load:
         )
 
     def others_since(self) -> float:
-        """Cores that others kept busy since."""
+        """Returns the cores that other processes kept busy since then."""
         now = Load.now()
         others_s = now.machine_s - self.machine_s - (now.children_s - self.children_s)
         return max(0.0, others_s / (now.at_s - self.at_s))
 
 
 def overhead(steps: int) -> dict[str, float]:
-    """What the runtime costs, on SPipe's 19B plan."""
+    """Measures the costs of the runtime on SPipe's 19B plan."""
     experiment = spipe(19)
     case = next(case for case in experiment.cases if case.name == "SPipe")
     plan = case.make(Emulation.of(parse_config(configuration(experiment, case))))
@@ -394,7 +395,7 @@ def overhead(steps: int) -> dict[str, float]:
 
 
 def report(experiment: Experiment, runs: Mapping[str, EmulatedRun]) -> str:
-    """A table of steps and one of speed-ups."""
+    """Returns a table of steps and one of speed-ups."""
     lines = [
         "",
         f"## {experiment.title}",

@@ -98,7 +98,7 @@ def block_table() -> BlockTable:
 
 
 def memory_spec(run_id: str) -> MemorySpec:
-    """The memory that both serving sides map."""
+    """Returns the memory that both serving sides map."""
     table = block_table()
     owners = Ownership.from_backward_nodes(table, [0] * len(SIZES))
     layout = NodeLayout.compute(table, owners, 0, Storage(split_master=False, single_gradients=()))
@@ -315,7 +315,7 @@ def nixl(transports: str) -> Way:
 
 
 def connect_curve(address: str, run_id: str) -> ZmqFetcher:
-    """The same, with keys."""
+    """Returns the same server with keys."""
     return ZmqFetcher(address, run_id, CurveAccess(keys_of(run_id) / "node.b"))
 
 
@@ -336,7 +336,7 @@ def serving(name: str, run_id: str, pipe: Connection) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process, all threads: the clock of pthread_getcpuclockid(3)."""
+    """Returns CPU time of a process, all threads: the clock of pthread_getcpuclockid(3)."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
@@ -360,7 +360,7 @@ class Side:
 
 @contextmanager
 def opened(names: tuple[str, ...]) -> Iterator[dict[str, Side]]:
-    """Memory, and both ends of each way."""
+    """Yields the memory, and both ends of each way."""
     context, run_id = multiprocessing.get_context("spawn"), uuid.uuid4().hex[:12]
     memory = NodeMemory.create(memory_spec(run_id))
     with ExitStack() as stack:

@@ -50,7 +50,7 @@ HELPERS = ("metricsd", "observerd")
 
 
 def event_seconds(folder: Path) -> float:
-    """CPU seconds of an event, kept and written, with :data:`EVENTS` in an attempt."""
+    """Returns CPU seconds of an event, kept and written, with :data:`EVENTS` in an attempt."""
     log = TraceLog(folder / "trace" / "bench.jsonl", "bench", 1)
     texts = [f"F {number} 0 keep=all" for number in range(EVENTS)]
     rounds = 300
@@ -63,7 +63,7 @@ def event_seconds(folder: Path) -> float:
 
 
 def helper_seconds(run_dir: Path) -> dict[str, float]:
-    """CPU seconds of living helpers of a run, by name."""
+    """Returns CPU seconds of living helpers of a run, by name."""
     found: dict[str, float] = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -79,7 +79,7 @@ def helper_seconds(run_dir: Path) -> dict[str, float]:
 
 
 def ratio_interval(with_s: Sequence[float], without_s: Sequence[float]) -> tuple[float, float]:
-    """95 % of the ratio of medians over bootstrap samples."""
+    """Returns 95 % of the ratio of medians over bootstrap samples."""
     draw = random.Random(1)
     ratios = sorted(
         statistics.median(draw.choices(with_s, k=len(with_s)))
@@ -90,7 +90,7 @@ def ratio_interval(with_s: Sequence[float], without_s: Sequence[float]) -> tuple
 
 
 def counting_seconds(program: Program, messages: int) -> float:
-    """CPU seconds of what a worker counts in an attempt of ``program`` with so many messages."""
+    """Returns the CPU seconds of a worker's counters in an attempt of ``program``."""
     metrics = WorkerMetrics(CollectorRegistry())
     account, counts = metrics.account, Counter(instruction.opcode for instruction in program)
     moved = {
@@ -148,13 +148,13 @@ def train(config: Path, run_dir: Path, changes: Sequence[str], *, scrape: bool) 
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of training attempts, but the first ones."""
+    """Returns the lines of training attempts, without the first ones."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["phase"] == "train"][WARM_UP:]
 
 
 def compared(name: str, with_s: Sequence[float], without_s: Sequence[float]) -> str:
-    """A line: the ratio of medians."""
+    """Returns a line: the ratio of medians."""
     low, high = ratio_interval(with_s, without_s)
     ratio = statistics.median(with_s) / statistics.median(without_s)
     return (
@@ -164,7 +164,7 @@ def compared(name: str, with_s: Sequence[float], without_s: Sequence[float]) -> 
 
 
 def tracing(config: Path, run_dir: Path, steps: int, changes: Sequence[str]) -> Iterator[str]:
-    """What the first run tells, line by line."""
+    """Yields the results of the first run, line by line."""
     keys = (f"train.steps={steps}", "observability.sample_every=2", *changes)
     trained = train(config, run_dir, keys, scrape=False)
     lines = steps_of(run_dir)
@@ -194,7 +194,7 @@ def tracing(config: Path, run_dir: Path, steps: int, changes: Sequence[str]) -> 
 
 
 def scraping(config: Path, run_dir: Path, steps: int, changes: Sequence[str]) -> Iterator[str]:
-    """What the second run tells."""
+    """Yields the results of the second run."""
     keys = (f"train.steps={steps}", "observability.sample_every=1000000", *changes)
     scraped = train(config, run_dir, keys, scrape=True).scraped
     beside: list[float] = []

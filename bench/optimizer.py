@@ -74,7 +74,7 @@ Case = Callable[[], object]
 
 
 def shared_array(num_elements: int, dtype: type[np.generic]) -> NDArray[Any]:
-    """A zeroed array in /dev/shm, its pages touched, without a name."""
+    """Returns a zeroed array in /dev/shm, its pages touched, without a name."""
     num_bytes = num_elements * np.dtype(dtype).itemsize
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -152,7 +152,9 @@ class OurState:
             fill_with_noise(grads, seed)
 
     def cases(self, native: Any, pool: Any) -> dict[str, Case]:
-        """The sweeps by name, of ``native`` (or of what has its functions) on its ``pool``."""
+        """Returns the sweeps of ``native`` (or a module with its functions) on ``pool``, by
+        name.
+        """
         hyper = native.Hyper(
             lr=LR,
             beta1=BETA1,
@@ -191,7 +193,7 @@ class Theirs:
         self.published = torch.randn(num_params).to(torch.bfloat16)
 
     def cases(self) -> Iterator[tuple[str, Case]]:
-        """Those whose library is there. Each keeps its own moments."""
+        """Yields the optimizers of installed libraries. Each has its own moments."""
         options: dict[str, Any] = {
             "lr": LR,
             "betas": (BETA1, BETA2),
@@ -230,7 +232,7 @@ class Theirs:
 
 
 def measure(cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run, per case, after one warm-up round."""
+    """Returns seconds of every run, per case, after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for round_index in range(rounds + 1):
         for name, case in cases.items():
@@ -243,7 +245,7 @@ def measure(cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
 
 
 def rows_of(seconds: dict[str, list[float]], what: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each case that has a speed of its own."""
+    """Returns a row for each case with a distinct speed."""
     grad_bytes = 4 if what["grads"] == "fp32" else 2
     rows = []
     for name, runs in seconds.items():
@@ -267,7 +269,7 @@ def rows_of(seconds: dict[str, list[float]], what: dict[str, Any]) -> list[dict[
 
 
 def run(num_params: int, cores: list[int], kind: str, rounds: int) -> list[dict[str, Any]]:
-    """All cases of one size, number of threads and type of gradients."""
+    """Returns all cases of one size, number of threads and type of gradients."""
     torch.set_num_threads(len(cores))
     what = {"params": num_params, "threads": len(cores), "grads": kind}
     ours, theirs = OurState(num_params, kind), Theirs(num_params)
@@ -280,7 +282,7 @@ def run(num_params: int, cores: list[int], kind: str, rounds: int) -> list[dict[
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """What is wanted: (name, found, wanted), the worst of all settings for each."""
+    """Returns the goals as (name, measured, goal), with the worst of all settings for each."""
     speed = {(r["params"], r["threads"], r["grads"], r["name"]): r["mparams_per_s"] for r in rows}
     found: dict[str, list[float]] = {}
     wanted = {}

@@ -42,7 +42,7 @@ Times = dict[str, list[float]]
 
 
 def timed_sweeps(num_params: int, num_blocks: int, rounds: int, cores: list[int]) -> Times:
-    """What the sweeps take: medians over the rounds."""
+    """Returns the median times of the sweeps over the rounds."""
     states = [OurState(num_params // num_blocks // 16 * 16, "bf16") for _ in range(num_blocks)]
     with _native.Pool(cores) as pool:
         cases = {}
@@ -69,7 +69,7 @@ class Pipeline:
     ready_s: list[float] = field(default_factory=list)
 
     def attempt(self, times: Times, *, hold: bool, clipped: bool) -> float:
-        """One attempt; the seconds from the decision before it to its own."""
+        """Runs one attempt; returns the seconds from the previous decision to its own."""
         start_s = self.now_s
         self.free_s = max(self.free_s, self.now_s)
         if hold and self.pending:
@@ -102,7 +102,7 @@ class Pipeline:
 def run(
     mode: str, times: Times, backward_s: float, rate: float, attempts: int
 ) -> tuple[float, int]:
-    """Mean seconds of an attempt, and how often the mode changed."""
+    """Returns mean seconds of an attempt, and how often the mode changed."""
     clips = random.Random(f"{rate}")
     scaling = LossScaling(dynamic=False, initial=1.0, growth_interval=1)
     position = Position(version=0, data_position=0, loss_scale=1.0)
@@ -121,7 +121,7 @@ def run(
 
 
 def rows_of(times: Times, attempts: int) -> Iterator[dict[str, Any]]:
-    """One row for each length of the backward and rate of clipping."""
+    """Yields one row for each length of the backward and rate of clipping."""
     advance_s = sum(times["advance"])
     for backward, rate in itertools.product(BACKWARDS, RATES):
         found = {m: run(m, times, backward * advance_s, rate, attempts) for m in MODES}

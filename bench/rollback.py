@@ -52,7 +52,7 @@ State = list[Array]
 
 
 def new_state(num_params: int) -> State:
-    """Zeros in shared memory."""
+    """Returns zeros in shared memory."""
     return [shared_array(num_params, np.float32) for _ in range(3)]
 
 
@@ -134,7 +134,7 @@ class Native:
 
 
 def aligned(state: State) -> State:
-    """A copy, aligned as the sweeps want it."""
+    """Returns a copy with the alignment that sweeps need."""
     copies = new_state(state[0].size)
     for copy, array in zip(copies, state, strict=True):
         copy[:] = array
@@ -151,7 +151,7 @@ def torch_step(state: State, grads: Array, step: int, coefficient: float = 1.0) 
 
 
 def torch_change(first: torch.Tensor, second: torch.Tensor, step: int) -> torch.Tensor:
-    """What a step takes off the masters."""
+    """Returns the change of the masters in a step."""
     root = (second / (1 - BETA2**step)).sqrt_().add_(EPS)
     return (LR / (1 - BETA1**step)) * first / root
 
@@ -196,7 +196,7 @@ class DeepSpeed:
 
     @classmethod
     def stepped(cls, case: Case) -> State:
-        """What the amended step alone leads to."""
+        """Returns the result of the amended step alone."""
         block = cls(case.before, case.step)
         block.step(case.grads, AMENDED)
         return block.state
@@ -213,7 +213,7 @@ class DeepSpeed:
 
 
 def histories(native: Native, num_params: int) -> Iterator[tuple[str, list[Case]]]:
-    """The blocks of every kind of gradients and step."""
+    """Yields the blocks of every kind of gradients and step."""
     numbers = np.random.default_rng(0)
 
     def draw() -> Array:
@@ -289,7 +289,7 @@ def largest_error(found: list[Array], wanted: list[Array]) -> float | None:
 
 
 def compare(found: list[State], wanted: list[State]) -> dict[str, Any]:
-    """The figures of one row, over all blocks."""
+    """Returns the figures of one row, over all blocks."""
     equal = [
         np.logical_and.reduce([a.view(np.uint32) == b.view(np.uint32) for a, b in pair])
         for pair in (list(zip(f, w, strict=True)) for f, w in zip(found, wanted, strict=True))
@@ -304,7 +304,7 @@ def compare(found: list[State], wanted: list[State]) -> dict[str, Any]:
 
 
 def rows_of(native: Native, num_params: int) -> list[dict[str, Any]]:
-    """The whole table."""
+    """Returns the whole table."""
     rows: list[dict[str, Any]] = []
     for kind, cases in histories(native, num_params):
         decisions = ("skip",) if kind in ("Inf", "NaN") else ("skip", "amend")

@@ -119,7 +119,7 @@ def measure(
     policy: SavedTensorPolicy | None,
     options: argparse.Namespace,
 ) -> PolicyCost:
-    """Medians over the rounds; the first one warms up."""
+    """Returns medians over the rounds, after a warm-up round."""
     times: list[tuple[float, float, float]] = []
     kept_bytes = 0
     for _ in range(options.rounds + 1):

@@ -119,7 +119,7 @@ def trained(options: argparse.Namespace, folder: Path, devices: str, *, slow: bo
 
 
 def measured(run_dir: Path) -> dict[str, float]:
-    """Seconds and bytes of one run, by name."""
+    """Returns seconds and bytes of one run, by name."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     train = [line for line in lines if line["phase"] == "train"]
     ends = {line["step"]: line["time"] for line in train}
@@ -162,7 +162,7 @@ def _said(run_dir: Path, process: str, word: str) -> list[dict[str, Any]]:
 
 
 def _saves(run_dir: Path) -> list[tuple[float, float]]:
-    """When each save was told to memoryd, as far as its log says, and when it was complete."""
+    """Returns start and end of each save from memoryd's log."""
     ends = [line["time"] for line in _said(run_dir, "schedulerd", "saved step ")]
     took = []
     for line in _said(run_dir, "memoryd.a", "saved version "):
@@ -177,7 +177,7 @@ def _write_seconds(run_dir: Path) -> list[float]:
 
 
 def _copied(source: Path, target: Path) -> float:
-    """Seconds that ``cp`` takes for the files, forced to disk."""
+    """Returns seconds that ``cp`` takes for the files, forced to disk."""
     started_s = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     subprocess.run(["sync", "-f", str(target)], check=True)

@@ -72,12 +72,12 @@ class Compared:
 
     @property
     def saved_s(self) -> float:
-        """What came of it."""
+        """Returns the measured savings."""
         return self.step_s - self.without_s
 
     @property
     def error(self) -> float:
-        """What was said less what came, as a share of the step."""
+        """Returns predicted minus measured savings, as a share of the step."""
         return (self.said_s - self.saved_s) / self.step_s
 
 
@@ -201,7 +201,7 @@ class Runs:
 
 
 def step_report(run_dir: Path) -> StepReport:
-    """Where the median one of a traced run's steps but the first went."""
+    """Returns the critical path of the median step of a traced run, without the first step."""
     run = RunDirectory(run_dir)
     trace = read_traces(run_dir).slowed(1.0 / run.config.emulation.time_scale)
     traced = TracedRun.of(trace, tuple(node.name for node in run.config.cluster.nodes))
@@ -238,7 +238,7 @@ HEAD = (
 
 
 def row(name: str, found: Compared) -> str:
-    """A line of the table."""
+    """Returns a line of the table."""
     of_saving = (found.said_s - found.saved_s) / found.saved_s if found.saved_s else float("nan")
     return (
         f"| {name} | {found.resource} | {found.step_s:.4g} | {found.critical_s:.4g} |"

@@ -70,7 +70,7 @@ CLUSTER = Cluster(
 
 
 def pipeline(scheme: str, devices: int, micro_batches: int) -> Schedule:
-    """A scheme with one block per stage."""
+    """Returns a scheme with one block per stage."""
     request = ScheduleRequest(
         scheme=scheme, num_devices=devices, num_microbatches=micro_batches, recompute="none"
     )

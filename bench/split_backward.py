@@ -153,7 +153,7 @@ class Alive(TorchDispatchMode):
         return result
 
     def mib(self) -> float:
-        """MiB alive now."""
+        """Returns the MiB allocated now."""
         living = (
             size
             for address, (storage, size) in self._made.items()

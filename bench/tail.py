@@ -85,7 +85,7 @@ Row = dict[str, Any]
 
 
 def train(config: Mapping[str, Any], plan: Plan | None = None) -> Row:
-    """Medians over the steps of a run with traces: seconds on its clock."""
+    """Returns medians over the steps of a run with traces: seconds on its clock."""
     with tempfile.TemporaryDirectory() as folder:
         traced = {**config, "observability": {"trace": True}}
         run_dir = trained(traced, Path(folder), plan)
@@ -158,14 +158,14 @@ def cluster_of(text: str) -> tuple[int, str]:
 
 
 def bed_of(gpus: int, model: str) -> AnalyticCosts:
-    """One node, bound by its memory channels."""
+    """Returns a cluster of one node, bound by its memory channels."""
     return analytic_costs(
         GPU, model, sequence_length=SEQUENCE, micro_batch=MICRO_BATCH, devices_per_node=gpus
     )
 
 
 def plan_of(bed: AnalyticCosts, gpus: int, scheme: str) -> Plan:
-    """The scheme's plan with full recomputation."""
+    """Returns the scheme's plan with full recomputation."""
     request = ScheduleRequest(
         scheme=scheme,
         num_devices=gpus,
@@ -176,7 +176,7 @@ def plan_of(bed: AnalyticCosts, gpus: int, scheme: str) -> Plan:
 
 
 def settled(plan: Plan, bed: AnalyticCosts, mode: str) -> Plan:
-    """The plan with the blocks that the mode settles early."""
+    """Returns the plan with the blocks that the mode settles early."""
     if mode == "auto":
         prices = Prices(costs=bed.costs, cluster=bed.cluster)
         return choose_overlap(plan, PlanContext(prices=prices, stops_early=True))
@@ -185,7 +185,7 @@ def settled(plan: Plan, bed: AnalyticCosts, mode: str) -> Plan:
 
 
 def simulated(options: argparse.Namespace) -> Iterator[Row]:
-    """One row a cluster, scheme and mode."""
+    """Yields a row for each cluster, scheme and mode."""
     for gpus, model in options.clusters:
         bed = bed_of(gpus, model)
         for scheme in options.schemes:
@@ -193,7 +193,7 @@ def simulated(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def simulated_rows(bed: AnalyticCosts, plan: Plan, modes: Sequence[str]) -> Iterator[Row]:
-    """One row a mode."""
+    """Yields a row for each mode."""
 
     def run(plan: Plan, mode: str) -> Simulation:
         return simulate(plan, bed.costs, bed.cluster, optimizer=MODELS[mode], stops_early=True)
@@ -243,7 +243,7 @@ def emulated(options: argparse.Namespace) -> Iterator[Row]:
 def emulated_configuration(
     options: argparse.Namespace, gpus: int, model: str, mode: str
 ) -> dict[str, Any]:
-    """All but the plan."""
+    """Returns the configuration without the plan."""
     way = {"rollback": "arithmetic"} if MODELS[mode] is not ADVANCE else {"settle": "auto"}
     return {
         "model": {"dtype": "bf16"},
@@ -272,7 +272,7 @@ PARTS = MappingProxyType({"here": here, "simulated": simulated, "emulated": emul
 
 
 def cell(row: Row | None, key: str) -> str:
-    """Milliseconds of a mode, and the tail's ratio to in-place."""
+    """Returns milliseconds of a mode, and the tail's ratio to in-place."""
     if row is None:
         return ""
     text = f"{1e3 * row[key]:.{0 if row[key] >= 1 else 1}f}"

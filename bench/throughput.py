@@ -67,7 +67,9 @@ ONE_PIPELINE = (
 
 
 def penstock_rate(config: Path, run_dir: Path, case: ThroughputCase, steps: int) -> float:
-    """Tokens/s of ``penstock train``: all tokens after the warm-up over the time they took."""
+    """Returns tokens/s of ``penstock train``: all tokens after the warm-up over the time they
+    took.
+    """
     settings = (*ONE_PIPELINE, *case.settings, f"train.steps={steps}")
     command = [sys.executable, "-m", "penstock.client.main", "train", str(config)]
     for setting in settings:
@@ -83,7 +85,7 @@ def penstock_rate(config: Path, run_dir: Path, case: ThroughputCase, steps: int)
 def plain_rate(
     run_dir: Path, config: Config, *, recompute: bool, steps: int, threads: int
 ) -> float:
-    """Tokens/s of a plain loop over the same data with AdamW and clipping."""
+    """Returns tokens/s of a plain loop over the same data with AdamW and clipping."""
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run_dir / "model"))
@@ -116,7 +118,7 @@ def plain_rate(
 
 
 def measure(config_path: Path, steps: int, rounds: int, names: list[str]) -> dict[str, list[float]]:
-    """Ratio penstock / plain loop per case and round."""
+    """Returns the ratio penstock / plain loop for each case and round."""
     ratios: dict[str, list[float]] = {case.name: [] for case in CASES if case.name in names}
     for round_index in range(rounds):
         for case in (case for case in CASES if case.name in names):

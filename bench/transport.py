@@ -61,7 +61,7 @@ def two_devices() -> Plan:
 def opened(
     name: TransportName, run_id: str, own: int, pipe: Connection
 ) -> tuple[Channel, Transport]:
-    """One way to the other process, which opens the same."""
+    """Returns one way to the other process, which opens the same way."""
     transport = Transport(
         f"ipc://@penstock-{run_id}-{name}-{own}", Inbox(), WorkerMetrics(CollectorRegistry())
     )
@@ -86,13 +86,13 @@ def opened(
 
 
 def transfer(number: int, sender: int, index: int) -> TransferKey:
-    """What ``sender`` sends as its transfer ``index`` of an attempt."""
+    """Returns the tensor that ``sender`` sends as transfer ``index`` of an attempt."""
     key = partial(TransferKey, phase="train", attempt=number, micro_batch=index)
     return key(kind="activation", stage=0) if sender == 0 else key(kind="gradient", stage=1)
 
 
 def attempt(channel: Channel, own: int, number: int, num_bytes: int, *, stream: bool) -> float:
-    """Seconds until the last transfer is taken: one burst after the other, or one by one."""
+    """Returns the seconds until the last transfer arrives: in bursts, or one by one."""
     turns = [(sender, index) for index in range(TRANSFERS) for sender in (0, 1)]
     abort, tensors = Abort(), {"hidden": torch.ones(num_bytes // 4)}
     channel.post(transfer(number, 1 - own, TRANSFERS - 1))
@@ -125,7 +125,7 @@ def side(own: int, run_id: str, num_bytes: int, pipe: Connection, results: Any) 
 
 
 def measure(num_bytes: int) -> dict[tuple[str, bool], float]:
-    """Median seconds of an attempt by (way, stream)."""
+    """Returns median seconds of an attempt by (way, stream)."""
     context = multiprocessing.get_context("spawn")
     results, run_id = context.Queue(), uuid.uuid4().hex[:12]
     processes = [

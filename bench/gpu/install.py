@@ -156,7 +156,7 @@ def _download(requirement: str, folder: Path) -> None:
 
 
 def _own_wheel(folder: Path) -> list[str]:
-    """The project, built here, and what of: saves its build on the machine."""
+    """Returns the project's wheel, built here, so that the machine need not build it."""
     python = shutil.which(f"python{TARGET_PYTHON}")
     if python is None:
         return [f"no python{TARGET_PYTHON} here: the project is built on the machine only"]
@@ -194,7 +194,7 @@ def _needs_of(wheel: Path) -> Iterator[str]:
 
 
 def is_installed() -> bool:
-    """Whether this Python can run the project."""
+    """Returns whether this Python can run the project."""
     try:
         importlib.metadata.version("penstock")
         return importlib.util.find_spec("penstock._native") is not None

@@ -79,7 +79,7 @@ def waken(num_bytes: int, within_s: float, available: Callable[[], int] | None =
 
 @contextmanager
 def registered(num_bytes: int) -> Iterator[torch.Tensor]:
-    """Shared memory that the driver knows, flat uint8, as workers have it.
+    """Yields shared memory (flat uint8) that is registered with the driver, as in workers.
 
     Raises:
         CapacityError: the driver refuses; says what would do.

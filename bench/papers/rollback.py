@@ -81,7 +81,7 @@ def write_text(folder: Path, batch: int) -> Path:
 
 
 def configuration(text: Path, batch: int, steps: int, optimizer: Mapping[str, Any]) -> Row:
-    """Two CPU workers, ``batch`` micro-batches of one sequence."""
+    """Returns the configuration of two CPU workers with ``batch`` micro-batches of one sequence."""
     return {
         "data": {"path": str(text), "tokenizer": "byte", "sequence_length": SEQUENCE},
         "train": {"steps": steps, "global_batch": batch, "micro_batch": 1, "clip_grad_norm": None},
@@ -166,7 +166,7 @@ def overheads(row: Row) -> Row:
 
 
 def recorded(path: Path = RECORD) -> Row:
-    """What was measured."""
+    """Returns the measurements."""
     return dict(json.loads(path.read_text())) if path.exists() else {"rows": []}
 
 

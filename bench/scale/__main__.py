@@ -78,12 +78,12 @@ class Scheduler:
         )
 
     def cpu_s(self) -> float:
-        """User and system time so far."""
+        """Returns user and system time so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS
 
     def status(self, name: str) -> int:
-        """A number of ``/proc/PID/status``: ``Threads``, or ``VmHWM`` in KiB."""
+        """Returns a number of ``/proc/PID/status``: ``Threads``, or ``VmHWM`` in KiB."""
         words = Path(f"/proc/{self.process.pid}/status").read_text().split()
         return int(words[words.index(f"{name}:") + 1])
 
@@ -107,7 +107,7 @@ class Crowd:
         ]
 
     def report(self) -> dict[str, Any]:
-        """The counts of all stand-ins together."""
+        """Returns the counts of all stand-ins together."""
         kinds = ("sent", "heard", "heard_bytes", "broken")
         total: dict[str, Any] = {kind: Counter() for kind in kinds}
         longest = 0
@@ -132,7 +132,7 @@ class Crowd:
 
 @contextmanager
 def cluster(path: Path, num_nodes: int, processes: int) -> Iterator[tuple[Scheduler, Crowd]]:
-    """A scheduler with its crowd; both have ended afterwards."""
+    """Yields a scheduler with its stand-ins; both end with the block."""
     run = invented_run(path, num_nodes)
     scheduler = Scheduler(run)
     wait(lambda: listens(scheduler.address), "scheduler")
@@ -194,7 +194,7 @@ def _steps(path: Path, scheduler: Scheduler, crowd: Crowd, steps: int) -> dict[s
 
 
 def _recovery(path: Path, crowd: Crowd) -> float:
-    """Seconds from the loss of a worker to the first step of the next epoch."""
+    """Returns seconds from the loss of a worker to the first step of the next epoch."""
     epoch, started = last_line(path)["epoch"], time.monotonic()
     crowd.lose("worker.0")
     wait(lambda: last_line(path)["epoch"] > epoch, "step after a loss")
@@ -202,7 +202,7 @@ def _recovery(path: Path, crowd: Crowd) -> float:
 
 
 def listens(address: str) -> bool:
-    """Whether somebody accepts connections."""
+    """Returns whether the port accepts connections."""
     host, _, port = address.partition(":")
     try:
         socket.create_connection((host, int(port)), timeout=1.0).close()
@@ -212,7 +212,9 @@ def listens(address: str) -> bool:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last line of the run's metrics; asking the scheduler for its state would cost it time."""
+    """Returns the last line of the run's metrics; a request for the status would load the
+    scheduler.
+    """
     try:
         with (path / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))

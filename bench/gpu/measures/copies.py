@@ -65,7 +65,7 @@ class Copier:
 
 @contextlib.contextmanager
 def places(task: Task, kind: str, num_bytes: int) -> Iterator[CopyPlace]:
-    """Memory of a kind, written once so that its pages are there."""
+    """Yields memory of a kind, written once to fault its pages in."""
     there = [torch.zeros(num_bytes, dtype=torch.uint8, device=task.device) for _ in range(2)]
     if kind == "pageable":
         yield CopyPlace(

@@ -62,7 +62,7 @@ class Delays:
 
 @pytest.fixture(scope="session", autouse=True)
 def late_copies() -> Iterator[None]:
-    """All tests of the session."""
+    """Provides the device for all tests of the session."""
     delays = Delays(int(os.environ.get("GPU_DELAYS_SEED", "0")), _sleep)
     with delays.installed():
         yield

@@ -107,7 +107,7 @@ def layers(task: Task) -> None:
 
 
 def configuration(one: Shape, task: Task) -> Config:
-    """One worker with resident weights."""
+    """Returns the configuration of one worker with resident weights."""
     recipe = Recipe(shape=one, device=task.device, steps=1)
     return parse_config(recipe.configuration(task))
 
@@ -197,7 +197,7 @@ def _on_device(index: int, share: int) -> bool:
 
 @contextmanager
 def updates(task: Task, config: Config) -> Iterator[Updates]:
-    """The model's state in a /dev/shm of the measurement, of random numbers."""
+    """Yields a model's state of random numbers, in a private /dev/shm."""
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
     table = build_table(config, hf_config)
     plan = build_plan(config, table)

@@ -32,12 +32,12 @@ _END_S = 8.0
 
 
 def compute_dtype(task: Task) -> torch.dtype:
-    """bf16, but on CPUs, where it is slow."""
+    """Returns bf16, or fp32 on CPUs, where bf16 is slow."""
     return torch.bfloat16 if task.cuda else torch.float32
 
 
 def model_of(task: Task, one: Shape, dtype: torch.dtype) -> Any:
-    """A new model on the device, which recomputes its layers."""
+    """Returns a new model on the device, which recomputes its layers."""
     config = LlamaConfig(**one.hf)
     with torch.device(task.device):
         model: Any = LlamaForCausalLM(config)
@@ -90,9 +90,9 @@ def timed(task: Task, one: Shape, step: Step, *, steps: int, warmup_steps: int =
 
 
 def plain(task: Task, one: Shape, *, compiled: bool = False) -> Step:
-    """All on the device: bf16 weights, fp32 sums of gradients, fp32 masters and AdamW, fused.
-    ``compiled``: layers go through torch.compile, with the attention that torch prefers (cuDNN on
-    Hopper).
+    """Returns a step with all state on the device: bf16 weights, fp32 sums of gradients, fp32
+    masters and AdamW, fused. ``compiled``: layers go through torch.compile, with the attention
+    that torch prefers (cuDNN on Hopper).
     """
     model = model_of(task, one, compute_dtype(task))
     if compiled:
@@ -134,8 +134,10 @@ def _adder(total: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 def fsdp(task: Task, one: Shape, *, once: bool) -> Step:
-    """FSDP2 with CPU offload: layers sharded one by one, fp32 masters in pinned host memory, AdamW
-    fused on the CPU. ``once``: gradients stay on the device until the last micro-batch.
+    """Returns a step of FSDP2 with CPU offload.
+
+    Layers are sharded one by one. Masters in fp32 are in pinned host memory, AdamW is fused on the
+    CPU. ``once``: gradients stay on the device until the last micro-batch.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -176,7 +178,9 @@ def fsdp(task: Task, one: Shape, *, once: bool) -> Step:
 
 
 def deepspeed(task: Task, one: Shape, *, stage: int) -> Step:
-    """ZeRO with optimizer, and with stage 3 also parameters, in pinned host memory."""
+    """Returns a step of ZeRO. Pinned host memory has the optimizer, and with stage 3 the
+    parameters.
+    """
     try:
         import deepspeed as library
     except ImportError as error:

@@ -77,7 +77,7 @@ def figures(one: Shape, trained: Trained) -> dict[str, Any]:
 
 
 def traced(trained: Trained) -> dict[str, Any]:
-    """Where a typical step went; what copies and optimizer hid; the device's memory."""
+    """Returns the critical path of a typical step, hidden copies and sweeps, and device memory."""
     report = make_trace_report(trained.run_dir, None, None, TraceOutputs()).to_dict()
     measured, step = report["measured"], report["where_the_step_went"]
     run = RunDirectory(trained.run_dir)

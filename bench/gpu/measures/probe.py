@@ -136,7 +136,7 @@ def _version(name: str) -> str | None:
 
 
 def _smi(fields: str) -> str:
-    """What nvidia-smi says; only asks."""
+    """Returns the output of nvidia-smi, which changes nothing."""
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],

@@ -238,7 +238,7 @@ def _sensitivity() -> Iterable[Claim]:
 
 
 def _cores() -> str:
-    """Both strides: the paper's, and that of equation 1 for so many cores."""
+    """Returns two strides: the paper's, and that of equation 1 for a number of cores."""
     found: list[str] = []
     for cores in (4.0, 8.0, 16.0, float(PAPERS_CORES)):
         share = cores / PAPERS_CORES
@@ -255,7 +255,7 @@ def _cores() -> str:
 
 
 def _recorded(text: Callable[[Mapping[str, Any]], str]) -> str:
-    """What the recorded emulated runs say."""
+    """Returns the results of the recorded emulated runs."""
     return text(json.loads(RECORDED.read_text(encoding="utf-8"))["rows"])
 
 

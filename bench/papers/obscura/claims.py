@@ -144,7 +144,7 @@ def _unused(recompute_s: float) -> float:
 
 
 def _table_1() -> Claim:
-    """Sizes of activations follow from the first two pipelines; the third is predicted."""
+    """Fits sizes of activations to the first two pipelines, and predicts the third."""
     from bench.papers.obscura.units import recomputing
     from penstock.planner.passes.obscura.migrate import migrate_forwards
 

@@ -51,17 +51,19 @@ def row_of(model: str, config: Config, table: BlockTable, plan: Plan) -> Row:
 
 
 def measured_peak(row: Row) -> float:
-    """The largest peak of all runs, bytes."""
+    """Returns the largest peak of all runs, bytes."""
     return float(max(run["peak"] for run in row["runs"]))
 
 
 def measured_s(row: Row) -> float:
-    """The median of the runs' steps, seconds."""
+    """Returns the median of the runs' steps, seconds."""
     return statistics.median(float(run["step_s"]) for run in row["runs"])
 
 
 def choices(plan: Plan) -> Row:
-    """What Obscura chose: by stage what is dropped, forwards before the first backward, swaps."""
+    """Returns the choice of Obscura: dropped operators by stage, forwards before the first
+    backward, and swaps.
+    """
     drops, ahead = [], []
     for program in plan.programs:
         work = [i for i in program if str(i).startswith(("F ", "B "))]
@@ -73,25 +75,27 @@ def choices(plan: Plan) -> Row:
 
 
 def machine() -> str:
-    """What this was measured on."""
+    """Returns the machine of the measurements."""
     load = os.getloadavg()[1]
     return f"{platform.machine()}, {os.cpu_count()} cores, load of others and ours {load:.0f}"
 
 
 def recorded(path: Path = RECORD) -> Row:
-    """What was measured, by model."""
+    """Returns the measurements by model."""
     return dict(json.loads(path.read_text())) if path.exists() else {"models": {}}
 
 
 def simulated_s(row: Row) -> float:
-    """Seconds of an attempt on the machine: as simulated with a core for each device, or those of
-    all their work on the cores that there are.
+    """Returns the seconds of an attempt on the machine.
+
+    These are the simulated seconds with a core for each device, or those of all work on the
+    existing cores.
     """
     return float(max(row["simulated_s"], row["work_s"] / row["cores"]))
 
 
 def same_order(rows: Sequence[Row]) -> bool:
-    """Whether the limits of a model have the simulated order of speed."""
+    """Returns whether the limits of a model have the simulated order of speed."""
     by_model = sorted(rows, key=simulated_s)
     measured = [measured_s(row) for row in by_model]
     return measured == sorted(measured)

@@ -99,7 +99,7 @@ class Pair:
 
     @property
     def split_s(self) -> float:
-        """Seconds of a step with 2BP."""
+        """Returns seconds of a step with 2BP."""
         return self.split.pipeline_s + self.optimizer_s
 
     @property
@@ -112,7 +112,7 @@ class Pair:
 
     @property
     def growth(self) -> float:
-        """Memory with 2BP over memory without."""
+        """Returns memory with 2BP over memory without."""
         return self.peaks[1] / self.peaks[0]
 
 
@@ -254,7 +254,7 @@ def backward_for(gain: float) -> float:
 
 
 def fits(pair: Pair, gpu: str = "V100-16") -> tuple[bool, bool]:
-    """Whether memory is enough without 2BP, and with it."""
+    """Returns whether memory suffices without 2BP, and with 2BP."""
     room = GPUS[gpu].memory_bytes / 1e9
     return pair.peaks[0] <= room, pair.peaks[1] <= room
 
