@@ -133,7 +133,9 @@ def emulated_config(name: str) -> Config:
 
 
 def rates_of(cluster: Cluster) -> UpdateRates:
-    """Of one GPU and its share of the cores; converting weights is a part of our sweeps."""
+    """Returns the update rates of one GPU and its share of the cores. Our sweeps include the
+    conversion of weights.
+    """
     return UpdateRates(
         transfer=min(cluster.fetch_bandwidth, cluster.offload_bandwidth) / PARAMETERS_OF_FP32,
         device=cluster.device_optimizer_rate,
@@ -200,7 +202,7 @@ def simulated(plan: Plan, prices: Prices, optimizer: OptimizerModel) -> Simulati
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """For people."""
+    """Returns the rows as a table."""
     lines = [
         "| updates on the GPU | share of blocks | measured s | simulated s | error"
         " | equation 1 s | counterpart s |",

@@ -102,7 +102,9 @@ class EmulatedRun:
 
 
 def spipe(billions: int) -> Experiment:
-    """SPipe, table 2 and figure 9: one node of four V100, 16 sequences in micro-batches of 2."""
+    """Returns the experiment of SPipe, table 2 and figure 9: one node of four V100, 16 sequences in
+    micro-batches of 2.
+    """
     workload = Workload(billions=billions, sequence=1024, nodes=1, micro_batch=2, mini_batch=16)
     bed, runs = testbed.analytic(workload), measured()[workload]
     blocking = testbed.with_blocking_transfers(bed.costs)
@@ -174,7 +176,9 @@ def devices_of(emulation: Emulation) -> int:
 
 
 def mario(micro_batches: int) -> Experiment:
-    """Mario, figure 2: a node of four A100-40G, 1F1B; with the model of section 6.1."""
+    """Returns the experiment of Mario, figure 2: a node of four A100-40G, 1F1B; with the model of
+    section 6.1.
+    """
     steps = ("apply-checkpoint", "overlap-recompute", "remove-redundancy", "prepose-forward")
     return Experiment(
         name="mario",
@@ -197,7 +201,9 @@ def mario(micro_batches: int) -> Experiment:
 
 
 def two_bp() -> Experiment:
-    """2BP, figure 6: BERT-like on four V100, as many micro-batches as devices, or twice."""
+    """Returns the experiment of 2BP, figure 6: BERT-like on four V100, as many micro-batches as
+    devices, or twice.
+    """
     passes = ("split-backward", "fill-bubbles", "concatenate")
     shapes = (
         ("GPipe", "gpipe", 4, "1.17 (theory)"),
@@ -227,7 +233,7 @@ def two_bp() -> Experiment:
 
 
 def obscura() -> Experiment:
-    """Obscura, section 9.5: four A800 without NVLink, 32 sequences."""
+    """Returns the experiment of Obscura, section 9.5: four A800 without NVLink, 32 sequences."""
     case = obscura_testbed.PaperCase(
         family="llama2", layers=40, num_stages=4, num_microbatches=32, gpu="A800-PCIE-80"
     )

@@ -126,7 +126,7 @@ class Way:
 
 
 def serve_raw(memory: NodeMemory, pipe: Connection) -> None:
-    """One connection; each request is a block's number, the answer its bytes."""
+    """Serves one connection; each request is a block's number, the answer its bytes."""
     with socket.create_server((HOST, 0)) as listener:
         pipe.send(listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -145,14 +145,14 @@ class RawFetcher:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
-        """See :class:`Fetcher`."""
+        """Implements :class:`Fetcher`."""
         self._socket.sendall(_REQUEST.pack(block))
         view, received = memoryview(out), 0
         while received < len(view):
             received += self._socket.recv_into(view[received:])
 
     def close(self) -> None:
-        """See :class:`Fetcher`."""
+        """Implements :class:`Fetcher`."""
         self._socket.close()
 
 
@@ -162,7 +162,7 @@ def keys_of(run_id: str) -> Path:
 
 
 def serve_zmq(memory: NodeMemory, pipe: Connection, access: SocketAccess = OPEN) -> None:
-    """memoryd's block server."""
+    """Runs memoryd's block server."""
     spec = memory.spec
     server = BlockServer(
         run_id=spec.run_id,
@@ -190,7 +190,7 @@ def frozen_request(run_id: str, block: int) -> BlockRequest:
 
 
 def serve_curve(memory: NodeMemory, pipe: Connection) -> None:
-    """The same, with keys."""
+    """Runs the same server with keys."""
     serve_zmq(memory, pipe, CurveAccess(keys_of(memory.spec.run_id) / "node.a"))
 
 
@@ -203,12 +203,12 @@ class ZmqFetcher:
         self._client = BlockClient(self._context, access=access)
 
     def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
-        """See :class:`Fetcher`."""
+        """Implements :class:`Fetcher`."""
         request = frozen_request(self._run_id, block)
         self._client.fetch(self._address, request, out, timeout_s=TIMEOUT_S)
 
     def close(self) -> None:
-        """See :class:`Fetcher`."""
+        """Implements :class:`Fetcher`."""
         self._client.close()
         self._context.term()
 
@@ -226,7 +226,7 @@ READER = "b"
 
 
 def fetchd(node: str, run_id: str, offer_to: str, transports: str, pipe: Connection) -> None:
-    """The process of a fetchd, with the real one's parts. All map the memory of node a."""
+    """Runs the process of a fetchd, with the real one's parts. All map the memory of node a."""
     os.environ |= {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo"}
     memory, generation = NodeMemory.attach(memory_spec(run_id), writable=False), draw_generation()
     nodes = (SimpleNamespace(name="a"), SimpleNamespace(name=READER))
@@ -256,7 +256,7 @@ def fetchd(node: str, run_id: str, offer_to: str, transports: str, pipe: Connect
 
 
 def serve_nixl(memory: NodeMemory, pipe: Connection, transports: str) -> None:
-    """memoryd's block server for lookups, and both fetchds."""
+    """Runs memoryd's block server for lookups, and both fetchds."""
     context, run_id = multiprocessing.get_context("spawn"), memory.spec.run_id
     local = ipc_address(run_id, "a", f"bench-{uuid.uuid4().hex}")
     nowhere = ipc_address(run_id, READER, f"bench-{uuid.uuid4().hex}")
@@ -287,7 +287,7 @@ class NixlFetcher:
         self._client = StagedClient(socket_address(run_id, f"{READER}-{transports}"))
 
     def fetch(self, block: int, out: np.ndarray[Any, Any]) -> None:
-        """See :class:`Fetcher`."""
+        """Implements :class:`Fetcher`."""
         while True:
             try:
                 self._client.fetch(
@@ -302,7 +302,7 @@ class NixlFetcher:
                 time.sleep(0.1)  # until the first offer has reached memoryd
 
     def close(self) -> None:
-        """See :class:`Fetcher`."""
+        """Implements :class:`Fetcher`."""
         self._client.close()
 
 
@@ -329,7 +329,7 @@ WAYS: Mapping[str, Way] = {
 
 
 def serving(name: str, run_id: str, pipe: Connection) -> None:
-    """The process of a way's serving side."""
+    """Runs the serving process of a way."""
     memory = NodeMemory.attach(memory_spec(run_id))
     WAYS[name].serve(memory, pipe)
     memory.close()

@@ -84,7 +84,7 @@ def shared_array(num_elements: int, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def fill_with_noise(array: NDArray[Any], seed: int) -> None:
-    """Normal random numbers, as large as loss scaling makes gradients; uint16 holds bf16."""
+    """Fills an array with random numbers of the size of scaled gradients; uint16 holds bf16."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, array.size, 1 << 24):
         part = array[start : start + (1 << 24)]
@@ -96,7 +96,7 @@ def fill_with_noise(array: NDArray[Any], seed: int) -> None:
 
 
 def block_layout(num_params: int, kind: str) -> NodeLayout:
-    """Of a node with one block."""
+    """Returns the layout of a node with one block."""
     block = BlockSpec(
         index=0,
         name="block",

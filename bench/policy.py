@@ -136,7 +136,7 @@ def rows_of(times: Times, attempts: int) -> Iterator[dict[str, Any]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Command line."""
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--params", type=count, default="64M", help="a size, such as 64M")
     parser.add_argument("--blocks", type=int, default=8)

@@ -97,12 +97,12 @@ class Native:
         }
 
     def step(self, state: State, grads: Array, step: int, coefficient: float = 1.0) -> None:
-        """The classic step in place."""
+        """Runs the classic step in place."""
         arguments = self._arguments(state, grads, step, coefficient)
         _native.step_in_place(self._pool, **arguments, **self._out)
 
     def exact(self, case: Case, amend: bool) -> State:
-        """As optimizerd does it: what is pending is settled ahead of the preview."""
+        """Runs the steps as optimizerd does: a pending step is settled before the preview."""
         state = aligned(case.lagging)
         new = self._arguments(state, case.grads, case.step, 1.0)
         if case.step == 1:
@@ -142,7 +142,7 @@ def aligned(state: State) -> State:
 
 
 def torch_step(state: State, grads: Array, step: int, coefficient: float = 1.0) -> None:
-    """AdamW's step in fp32, one operation at a time."""
+    """Runs AdamW's step in fp32, one operation at a time."""
     master, first, second = map(torch.from_numpy, state)
     grad = torch.from_numpy(grads) * coefficient
     first.mul_(BETA1).add_(grad, alpha=1 - BETA1)
@@ -157,7 +157,7 @@ def torch_change(first: torch.Tensor, second: torch.Tensor, step: int) -> torch.
 
 
 def torch_inverse(state: State, grads: Array, step: int) -> None:
-    """The step solved for what was before it."""
+    """Inverts a step: solves it for the previous state."""
     master, first, second = map(torch.from_numpy, state)
     grad = torch.from_numpy(grads)
     master.add_(torch_change(first, second, step)).div_(1 - LR * WEIGHT_DECAY)
@@ -251,7 +251,7 @@ Alone = Callable[[Case], State]
 
 
 def methods(native: Native) -> dict[str, tuple[Rollback, Alone] | None]:
-    """By row; None: not installed."""
+    """Returns the methods by row, or None for a library that is not installed."""
 
     def ours_alone(case: Case) -> State:
         state = aligned(case.before)
@@ -273,7 +273,7 @@ def methods(native: Native) -> dict[str, tuple[Rollback, Alone] | None]:
 
 
 def largest_error(found: list[Array], wanted: list[Array]) -> float | None:
-    """Relative; None where it is infinite or undefined."""
+    """Returns the largest relative error, or None if infinite or undefined."""
     worst = 0.0
     for ours, right in zip(found, wanted, strict=True):
         differ = ours.view(np.uint32) != right.view(np.uint32)
@@ -328,7 +328,7 @@ def rows_of(native: Native, num_params: int) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """One line a row."""
+    """Prints a line for each row."""
     print("step gradients decision row                  bit-equal  largest relative error of")
     print("                                                          masters   moments")
     for row in rows:

@@ -71,7 +71,7 @@ EMULATED = {
 
 
 def config(options: argparse.Namespace, run_dir: Path, devices: str) -> dict[str, Any]:
-    """Few tokens and many parameters: the state is large beside a step."""
+    """Returns a configuration of few tokens and many parameters: saves take long, steps do not."""
     computed = {
         "run": {"name": "saving", "seed": 1, "dir": str(run_dir)},
         "model": {
@@ -197,7 +197,7 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """See the module."""
+    """Measures as the module describes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)

@@ -82,7 +82,7 @@ class Compared:
 
 
 def optimizer_tail() -> SavingsCase:
-    """SPipe's 10B: streamed weights, and a tail of the optimizer."""
+    """Returns the case of SPipe's 10B: streamed weights, and a tail of the optimizer."""
     experiment = emulated.spipe(10)
     case = next(case for case in experiment.cases if case.name == "SPipe")
     return SavingsCase(
@@ -91,7 +91,9 @@ def optimizer_tail() -> SavingsCase:
 
 
 def streamed_weights() -> SavingsCase:
-    """Mobius' plan of the same model behind a PCIe of a sixteenth: bound by fetches."""
+    """Returns the case of Mobius' plan of the same model behind a PCIe of a sixteenth: bound by
+    fetches.
+    """
     experiment = emulated.spipe(10)
     case = next(case for case in experiment.cases if case.name == "Mobius")
     machine = {**experiment.machine, "fetch_bandwidth": 0.8e9, "optimizer_rate": 2e10}
@@ -104,7 +106,7 @@ def streamed_weights() -> SavingsCase:
 
 
 def two_nodes() -> SavingsCase:
-    """SPipe's plan on two nodes of two V100 behind slow NICs."""
+    """Returns the case of SPipe's plan on two nodes of two V100 behind slow NICs."""
     experiment = emulated.spipe(10)
     workload = Workload(billions=10, sequence=1024, nodes=1, micro_batch=2, mini_batch=16)
     system = SYSTEMS["SPipe"]
@@ -119,14 +121,14 @@ def two_nodes() -> SavingsCase:
 
 
 def computing() -> SavingsCase:
-    """1F1B with its model on the devices: nothing but computation."""
+    """Returns the case of 1F1B with its model on the devices: nothing but computation."""
     experiment = emulated.two_bp()
     case = next(case for case in experiment.cases if case.name == "1F1B-2")
     return SavingsCase(experiment=experiment, case=case, removed=(Resource.COMPUTE,))
 
 
 def split_backwards() -> SavingsCase:
-    """2BP's split backwards behind slow links between the devices."""
+    """Returns the case of 2BP's split backwards behind slow links between the devices."""
     experiment = emulated.two_bp()
     case = next(case for case in experiment.cases if case.name == "1F1B-1 + 2BP")
     machine = {"peer_bandwidth": 4e8, "peer_through_host": 0}
@@ -138,8 +140,8 @@ def split_backwards() -> SavingsCase:
 
 
 def through_the_host() -> SavingsCase:
-    """Obscura's plan on devices without links of their own: messages go through the host, where the
-    way up is slow.
+    """Returns the case of Obscura's plan on devices without peer links: messages go through the
+    host, with slow copies from devices.
     """
     experiment = emulated.obscura()
     case = next(case for case in experiment.cases if case.name == "Obscura")

@@ -78,7 +78,9 @@ def pipeline(scheme: str, devices: int, micro_batches: int) -> Schedule:
 
 
 def data_parallel(one: Schedule, count: int) -> Schedule:
-    """``count`` copies of a schedule as routes of one, each on its own devices."""
+    """Returns ``count`` copies of a schedule as pipeline replicas of one, each on its own
+    devices.
+    """
     layout, stages = one.layout, len(one.layout.forward)
 
     def moved(stage: StageRange, copy: int) -> StageRange:
@@ -129,7 +131,7 @@ class Measured:
     prepared: dict[str, float]
 
     def to_dict(self, needed_s: float) -> dict[str, Any]:
-        """For the JSON file."""
+        """Returns the fields of the JSON file."""
         return {
             "median_s": statistics.median(self.seconds),
             "needed_s": needed_s,
@@ -178,7 +180,7 @@ def measure(make: Callable[[], Schedule], rounds: int) -> Measured:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Command line."""
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description="Speed of the simulator.")
     parser.add_argument("--rounds", type=int, default=9, help="after one to warm up")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))

@@ -123,7 +123,7 @@ class StageRun:
         return store
 
     def torch_split(self, at_half: Callable[[], None]) -> None:
-        """torch.distributed.pipelining's."""
+        """Runs the split backward of torch.distributed.pipelining."""
         outputs = [self._timed(lambda: self._stage.forward(self.inputs))]
         gradients = [torch.ones_like(outputs[0])]
         weights = self._parameters

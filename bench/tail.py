@@ -101,7 +101,9 @@ def train(config: Mapping[str, Any], plan: Plan | None = None) -> Row:
 
 
 def here_configuration(options: argparse.Namespace, scheme: str, mode: str) -> dict[str, Any]:
-    """Many parameters, few tokens: as many micro-batches as workers, each of one sequence."""
+    """Returns a configuration of many parameters and few tokens: as many micro-batches as
+    workers, each of one sequence.
+    """
     return {
         "model": {
             "dtype": "bf16",
@@ -130,7 +132,7 @@ def here_configuration(options: argparse.Namespace, scheme: str, mode: str) -> d
 
 
 def here(options: argparse.Namespace) -> Iterator[Row]:
-    """Real runs, in turns; one row a scheme and mode."""
+    """Measures real runs in turns; yields a row for each scheme and mode."""
     modes = [mode for mode in options.modes if mode in OPTIMIZER]
     for scheme in options.schemes:
         rounds: list[dict[str, Row]] = [
@@ -150,7 +152,7 @@ def here(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def cluster_of(text: str) -> tuple[int, str]:
-    """``4:spipe-10b``: GPUs and model."""
+    """Parses ``4:spipe-10b``: GPUs and model."""
     gpus, _, model = text.partition(":")
     if not gpus.isdigit() or not model:
         raise argparse.ArgumentTypeError(f"{text!r}: expected GPUS:MODEL, such as 4:spipe-10b")
@@ -281,7 +283,7 @@ def cell(row: Row | None, key: str) -> str:
 
 
 def show(rows: Iterable[Row]) -> None:
-    """Markdown, a line a scheme: tails of all modes, then steps, in ms."""
+    """Prints Markdown with a line for each scheme: tails of all modes, then steps, in ms."""
     modes = tuple(MODELS)
     names = ("part", "cluster", "scheme", *(f"tail {mode}" for mode in modes), "auto: early")
     names += (*(f"step {mode}" for mode in modes), "simulated tail beside traced")
@@ -300,7 +302,7 @@ def show(rows: Iterable[Row]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Command line."""
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -43,7 +43,9 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 
 
 def two_devices() -> Plan:
-    """Device 0 sends activations of stage 0, device 1 gradients of stage 1."""
+    """Returns a plan in which device 0 sends activations of stage 0, device 1 gradients of stage
+    1.
+    """
     there = "\n".join(f"  SA 0 {m} peer=1; RG 1 {m} peer=1" for m in range(TRANSFERS))
     back = "\n".join(f"  RA 0 {m} peer=0; SG 1 {m} peer=0" for m in range(TRANSFERS))
     stages = (StageRange(start=0, stop=1, device=0), StageRange(start=1, stop=2, device=1))
@@ -107,7 +109,7 @@ def attempt(channel: Channel, own: int, number: int, num_bytes: int, *, stream: 
 
 
 def side(own: int, run_id: str, num_bytes: int, pipe: Connection, results: Any) -> None:
-    """One process. Device 0, which takes last, puts median seconds by (way, stream)."""
+    """Runs one process. Device 0 receives last, and puts median seconds by (way, stream)."""
     torch.set_num_threads(1)
     ways = {name: opened(name, run_id, own, pipe) for name in TRANSPORT_NAMES}
     patterns = [(name, stream) for stream in (True, False) for name in TRANSPORT_NAMES]

@@ -119,7 +119,7 @@ def fetch_wheels(there: Path = THERE, folder: Path = WHEELS) -> list[str]:
 
 
 def _download_all(wanted: list[str], has: dict[str, str | None], folder: Path) -> None:
-    """Those that are not there, and theirs."""
+    """Downloads the missing requirements, and their requirements."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -136,8 +136,8 @@ def _download_all(wanted: list[str], has: dict[str, str | None], folder: Path) -
 
 
 def _download(requirement: str, folder: Path) -> None:
-    """One wheel of the target's kind; where there is only a source, a wheel built of it, if that
-    holds no machine code.
+    """Downloads one wheel for the target. Without a wheel, builds one from the source, which
+    must hold no machine code.
     """
     kind = ["--only-binary=:all:", "--implementation", "cp", "--python-version", TARGET_PYTHON]
     for glibc in PLATFORMS:
@@ -175,7 +175,7 @@ def _wheel_of(name: str, folder: Path) -> Path:
 
 
 def _needs_of(wheel: Path) -> Iterator[str]:
-    """Requirements of a wheel on the target, without extras."""
+    """Yields the requirements of a wheel on the target, without extras."""
     from packaging.requirements import Requirement
 
     target = {"python_version": TARGET_PYTHON, "python_full_version": f"{TARGET_PYTHON}.0"}
@@ -233,8 +233,8 @@ def install(environment: Path = ENVIRONMENT, wheels: Path = WHEELS) -> Path:
 
 
 def _see_packages_of_this_python(environment: Path) -> None:
-    """By a .pth file: where this Python is in an environment itself, ``--system-site-packages``
-    would show that of the Python below it.
+    """Adds the packages of this Python by a .pth file. If this Python is in an environment,
+    ``--system-site-packages`` would add those of its base Python.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = environment / "lib" / version / "site-packages"
@@ -245,7 +245,8 @@ def _see_packages_of_this_python(environment: Path) -> None:
 
 
 def _install_project(pip: list[str], python: Path, wheels: Path) -> None:
-    """Its wheel, if that was built of these sources and runs here, else built of the tree.
+    """Installs the project's wheel if it was built from these sources and works; otherwise
+    builds the tree.
 
     Raises:
         InstallError: neither.
@@ -263,7 +264,7 @@ def _install_project(pip: list[str], python: Path, wheels: Path) -> None:
 
 
 def keep_bytecode(python: Path) -> None:
-    """From now on, processes that this one starts write and read compiled modules. The first time,
+    """Lets processes that this one starts write and read compiled modules. The first time,
     those of the largest packages are made on all cores: a process would make them on one.
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -57,8 +57,10 @@ def touch(num_bytes: int, within_s: float) -> int:
 
 
 def waken(num_bytes: int, within_s: float, available: Callable[[], int] | None = None) -> int:
-    """Some virtual machines have little memory until it is asked for: ask, until so much is
-    available or no more comes. Returns what is available then.
+    """Touches memory until ``num_bytes`` are available or no more comes; returns the available
+    bytes.
+
+    Some virtual machines get their memory only on demand.
     """
     available = available or (lambda: meminfo("MemAvailable"))
     until_s = time.monotonic() + within_s

@@ -18,7 +18,7 @@ _HOST_BYTES = 18
 
 
 def run(task: Task, *, of: str, steps: int, loop: Callable[[Task, Shape], Step]) -> None:
-    """Takes steps of a loop; returns the figures reached."""
+    """Takes steps of a loop, and reports the figures."""
     one = shape(of, tiny=task.tiny)
     # Read when CUDA is first used: pieces of memory grow, so that none is lost between them.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

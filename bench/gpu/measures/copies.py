@@ -82,7 +82,7 @@ def places(task: Task, kind: str, num_bytes: int) -> Iterator[CopyPlace]:
 
 
 def alone(task: Task) -> None:
-    """GB/s of each kind, each way, and of both ways at once (the sum)."""
+    """Measures GB/s of each kind, each way, and of both ways at once (the sum)."""
     copier, timer = Copier(task), Timer(task.device)
     for kind in KINDS if task.cuda else KINDS[-1:]:
         with places(task, kind, MIB if task.tiny else 256 * MIB) as place:
@@ -95,7 +95,7 @@ def alone(task: Task) -> None:
 
 
 def sizes(task: Task) -> None:
-    """GB/s to the device of registered memory, by the size of a copy."""
+    """Measures GB/s to the device of registered memory, by the size of a copy."""
     copier, timer = Copier(task), Timer(task.device)
     kind = "registered" if task.cuda else "pageable"
     found: dict[str, float] = {}
@@ -108,7 +108,7 @@ def sizes(task: Task) -> None:
 
 
 def beside_compute(task: Task) -> None:
-    """Matrix products alone, copies alone, and both together: what each takes from the other, and
+    """Measures matrix products alone, copies alone, and both together: the slowdown of each, and
     the share of the shorter that the longer hides.
     """
     copier, timer = Copier(task), Timer(task.device)

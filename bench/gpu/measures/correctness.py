@@ -37,7 +37,7 @@ _RESERVE_S = 5.0
 def tests(
     task: Task, *, paths: Sequence[str], environ: Mapping[str, str], plugins: Sequence[str] = ()
 ) -> None:
-    """Runs the checks; returns those passed and those failed.
+    """Runs the tests, and reports those passed and those failed.
 
     Raises:
         RuntimeError: some failed.

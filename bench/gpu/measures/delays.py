@@ -36,7 +36,7 @@ class Delays:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, ``Tensor.copy_`` and ``Tensor.to`` come late."""
+        """Delays ``Tensor.copy_`` and ``Tensor.to`` inside the block."""
         originals = {name: getattr(torch.Tensor, name) for name in ("copy_", "to")}
         for name, original in originals.items():
             setattr(torch.Tensor, name, self._late(original))

@@ -54,7 +54,7 @@ _STEP = OptimizerStep.speculative(version=1, loss_scale=1.0, learning_rate=1e-4)
 
 
 def products(task: Task) -> None:
-    """TFLOP/s of a large bf16 product of random numbers: what this device reaches at most."""
+    """Measures TFLOP/s of a large bf16 product of random numbers: the limit of the device."""
     size = 256 if task.tiny else 8192
     dtype = torch.bfloat16 if task.cuda else torch.float32
     left, right = (torch.randn(size, size, device=task.device, dtype=dtype) for _ in range(2))
@@ -70,13 +70,13 @@ def products(task: Task) -> None:
 
 
 def repeating_layers(task: Task) -> None:
-    """As :func:`layers`, with kernels that repeat their bits: what runs compute with."""
+    """Measures as :func:`layers`, with deterministic kernels, which runs use."""
     repeat_bits()
     layers(task)
 
 
 def layers(task: Task) -> None:
-    """TFLOP/s of one layer of each model at 8 K tokens, forward and backward."""
+    """Measures TFLOP/s of one layer of each model at 8 K tokens, forward and backward."""
     for one in (TINY,) if task.tiny else SHAPES.values():
         config = configuration(one, task)
         hf_config = resolve_hf_config(config, tokenizer_vocab_size=None, eos=None)
@@ -123,7 +123,7 @@ class Updates:
     undo: np.ndarray[Any, np.dtype[np.uint8]]
 
     def on_device(self, block: int) -> None:
-        """Preview on the device."""
+        """Previews a block on the device."""
         scope = UpdateScope(
             epoch=1,
             attempt=1,
@@ -136,7 +136,7 @@ class Updates:
         self.previewer.preview(block, scope)
 
     def on_cpu(self, block: int, hyper: Any) -> None:
-        """Advance: take one step in, preview the next."""
+        """Advances a block on the CPU: settles one step, previews the next."""
         arrays = self.arrays[block]
         _native.advance(
             self.pool,
@@ -152,7 +152,7 @@ class Updates:
         )
 
     def seconds(self, on_device: Sequence[int], on_cpu: Sequence[int], hyper: Any) -> float:
-        """Of all these updates, both sides at once."""
+        """Returns the seconds of all updates, on device and CPU at once."""
 
         def device_side() -> None:
             for block in on_device:
@@ -170,7 +170,7 @@ class Updates:
 
 
 def update(task: Task) -> None:
-    """Billions of parameters a second by the share of blocks that the device updates."""
+    """Measures billions of parameters a second by the share of blocks that the device updates."""
     one = shape("1.2 B", tiny=task.tiny)
     config = configuration(one, task)
     hyper = _STEP.hyper(config.optimizer)
@@ -237,7 +237,7 @@ def updates(task: Task, config: Config) -> Iterator[Updates]:
 
 
 def fill(memory: NodeMemory) -> None:
-    """Returns states and gradients: a million random numbers, repeated."""
+    """Fills states and gradients with a million random numbers, repeated."""
     tile = np.random.default_rng(0).standard_normal(_TILE, np.float32) * np.float32(0.02)
     halves = (tile.view(np.uint32) >> 16).astype(np.uint16)  # of bf16, rounded down
     for block in memory.owned_blocks():

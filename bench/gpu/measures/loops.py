@@ -49,7 +49,7 @@ def model_of(task: Task, one: Shape, dtype: torch.dtype) -> Any:
 def micro_batches(
     task: Task, one: Shape, steps: int
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Of each step; labels are the next tokens."""
+    """Yields the micro-batches of each step; labels are the next tokens."""
     tokens = torch.from_numpy(one.tokens(steps).astype("int64"))
     for step in tokens.view(steps, -1, one.micro_batch, one.sequence):
         yield [
@@ -58,7 +58,7 @@ def micro_batches(
 
 
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Over all tokens, in fp32."""
+    """Returns the sum of the losses of all tokens, in fp32."""
     return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 
@@ -222,8 +222,9 @@ def deepspeed(task: Task, one: Shape, *, stage: int) -> Step:
 
 
 def roundpipe(task: Task, one: Shape, *, stale: bool) -> Step:
-    """RoundPipe: weights in host memory, AdamW on the CPU; ``stale``: asynchronous, so that a step
-    computes with weights that are one step old, as it does by default.
+    """Returns a step of RoundPipe: weights in host memory, AdamW on the CPU; ``stale``:
+    asynchronous, so that a step computes with weights that are one step old, as it does by
+    default.
     """
     task.need_gpu()
     try:

@@ -26,12 +26,12 @@ SMALL_HOST = {"master": "split", "settle": "early"}
 
 
 def streamed(stages: int) -> dict[str, Any]:
-    """Returns a plan with twice as many backward stages as forward stages."""
+    """Returns a schedule of SPipe with twice as many backward stages as forward stages."""
     return {"scheme": "spipe", "forward_stages": stages, "backward_stages": 2 * stages}
 
 
 def filled(stages: int) -> dict[str, Any]:
-    """Streamed in so many stages; what memory has room for is not recomputed."""
+    """Returns a schedule of Mobius that keeps the activations that fit in memory."""
     return {
         "scheme": "mobius",
         "forward_stages": stages,
@@ -41,7 +41,7 @@ def filled(stages: int) -> dict[str, Any]:
 
 
 def run(task: Task, *, name: str, steps: int, **settings: Any) -> None:
-    """Trains a model; returns its times and memory."""
+    """Trains a model, and reports its times and memory."""
     one = shape(name, tiny=task.tiny)
     schedule = settings.pop("schedule")
     if task.tiny and schedule is not None and schedule["scheme"] in _TINY:
@@ -57,7 +57,7 @@ _TINY: Mapping[str, Callable[[int], dict[str, Any]]] = {"spipe": streamed, "mobi
 
 
 def figures(one: Shape, trained: Trained) -> dict[str, Any]:
-    """Of the steps that count."""
+    """Returns the figures of the measured steps."""
     rate = trained.tokens_per_s
     return {
         "parameters": one.parameters,

@@ -46,7 +46,7 @@ _CALLS: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def versions(task: Task) -> None:
-    """Programs and packages."""
+    """Reports programs and packages."""
     names = [re.split(r"[<>=!~ ]", text)[0] for text in requirements()]
     task.say(
         python=platform.python_version(),
@@ -69,7 +69,7 @@ def versions(task: Task) -> None:
 
 
 def host(task: Task) -> None:
-    """Memory, limits and system calls of the machine as it is."""
+    """Reports memory, limits and system calls of the machine."""
     status = os.statvfs("/dev/shm")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     task.say(
@@ -95,7 +95,7 @@ def host(task: Task) -> None:
 
 
 def shared_memory(task: Task) -> None:
-    """A /dev/shm of its own; how much memory the machine has once it is used."""
+    """Reports whether a private /dev/shm works, and the memory of the machine after touching it."""
     own = own_shared_memory()
     status = os.statvfs("/dev/shm")
     task.say(own_dev_shm=own, own_dev_shm_bytes=status.f_blocks * status.f_frsize)
@@ -113,7 +113,7 @@ def shared_memory(task: Task) -> None:
 
 
 def register(task: Task) -> None:
-    """POSIX shared memory made, and made known to the driver, as workers do it."""
+    """Registers POSIX shared memory with the driver, as workers do, and reports the time."""
     task.need_gpu()
     started_s = time.perf_counter()
     with registered(4 * GIB):
@@ -122,7 +122,7 @@ def register(task: Task) -> None:
 
 
 def train_on_cpu(task: Task) -> None:
-    """A whole run of the smallest model: daemons, sockets and shared memory work here."""
+    """Trains the smallest model on CPUs, to check daemons, sockets and shared memory."""
     recipe = Recipe(shape=shapes.TINY, device="cpu", steps=3, warmup_steps=1, trace=False)
     run = train(task, recipe)
     task.say(steps=len(run.steps), seconds_to_first_step=run.start_s)

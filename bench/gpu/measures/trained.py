@@ -58,7 +58,7 @@ class Recipe:
         return BYTES_PER_PARAMETER[master] * self.shape.parameters
 
     def configuration(self, task: Task) -> dict[str, Any]:
-        """As ``penstock train`` reads it, below the folder of the task."""
+        """Returns the configuration for ``penstock train``, with the run in the task folder."""
         folder = task.folder
         shape = self.shape
         chosen = {} if self.schedule is None else {"micro_batch": shape.micro_batch}
