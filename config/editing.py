@@ -40,7 +40,7 @@ class _Edit:
 
 
 def _edits(text: str, wanted: Mapping[str, Any]) -> Iterator[_Edit]:
-    """Yields what turns the sections of a text into the wanted ones."""
+    """Yields the edits that turn the sections of a text into the wanted ones."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     current = parse_yaml(text, "").value
     assert isinstance(root, yaml.MappingNode)
@@ -81,7 +81,7 @@ def _edits_of_section(
 
 
 def _end(text: str, node: yaml.Node) -> int:
-    """Returns where a value ends, without the space behind it."""
+    """Returns the end of a value, without the space after it."""
     return len(text[: node.end_mark.index].rstrip())
 
 

@@ -362,12 +362,14 @@ class ClusterConfig(Section):
 
     @property
     def platform(self) -> Platform:
-        """Returns what the devices can do."""
+        """Capabilities of the devices."""
         return platform_of(self.device)
 
     @property
     def device_parameter(self) -> str | None:
-        """Returns what ``device`` says behind the platform's name: where costs come from."""
+        """Text of ``device`` after the platform's name, which names the source of costs; None
+        without one.
+        """
         return parameter_of(self.device)
 
 

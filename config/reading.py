@@ -234,7 +234,7 @@ def _letters(node: yaml.Node) -> int:
 
 
 def _objection(written: str, value: Any) -> str | None:
-    """Says why no key can have this value; None: some key may."""
+    """Returns the reason why no key can have this value; None: some key may."""
     if isinstance(value, str):
         if "\0" in value:
             return "a text with a NUL character"

@@ -239,9 +239,9 @@ def load_config(
         ConfigError: the file cannot be read or is no mapping, or keys are unknown or have
             impossible values; lists all of them.
     """
-    document = read_mapping(path)
+    document, hints = read_mapping(path), list[str]()
     try:
-        data = with_new_names(document.value, hint)
+        data = with_new_names(document.value, hints.append)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     overrides = tuple(_with_new_place(override) for override in overrides)
@@ -254,9 +254,12 @@ def load_config(
         if not any(place[: len(key)] == key for key in given)
     }
     lines |= dict.fromkeys(given, 0)
-    return parse_config(
-        data, source=str(path), lines=lines, folder=path.absolute().parent, hint=hint
+    config = parse_config(
+        data, source=str(path), lines=lines, folder=path.absolute().parent, hint=hints.append
     )
+    for text in dict.fromkeys(hints):  # keys that keep their names are seen twice
+        hint(text)
+    return config
 
 
 def parse_config(

@@ -106,7 +106,9 @@ class Form:
         )
 
     def inner(self, part: str | int) -> Form | None:
-        """Returns what is accepted under a key or at a position; None: there is no such part."""
+        """Returns the form of the value under a key or at a position; None: there is no such
+        part.
+        """
         for member in self.members:
             annotation, arguments = member.annotation, get_args(member.annotation)
             if _is_section(annotation) and part in annotation.model_fields:
@@ -155,8 +157,8 @@ def check_booleans(form: Form, value: Any) -> None:
 def explain(
     error: ValidationError, root: type[BaseModel], lines: Mapping[Place, int] | None = None
 ) -> str:
-    """Says what is wrong with a configuration, each thing once: line where ``lines`` has it, key,
-    value, remedy.
+    """Describes each mistake of a configuration once: the line if ``lines`` has it, key, value,
+    remedy.
     """
     errors = error.errors()
     complaints = dict.fromkeys(
@@ -223,7 +225,7 @@ def _cut(text: str) -> str:
 
 
 def _advice(form: Form, value: Any) -> str:
-    """Says what was probably meant; empty if nothing comes to mind."""
+    """Returns a guess at the intended value; empty without one."""
     if isinstance(value, str):
         close = difflib.get_close_matches(value.lower(), form.choices, n=1)
         return f"; did you mean {close[0]}?" if close else ""
@@ -235,9 +237,7 @@ def _advice(form: Form, value: Any) -> str:
 
 
 def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """Says that there is no such key, which one may have been meant, and which ones its section
-    has.
-    """
+    """Reports an unknown key, a similar key if there is one, and the keys of its section."""
     place, form = _find(location[:-1], root)
     if not _is_section(form.annotation):
         return f"{_key(location)}: unknown key; {_key(place)} is {form}"

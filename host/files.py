@@ -129,7 +129,7 @@ def reserve(descriptor: int, num_bytes: int) -> None:
             raise error
 
 
-def hold(descriptor: int, size: int) -> None:
+def preallocate(descriptor: int, size: int) -> None:
     """Sets the size of a file that will be mapped, and reserves room for all of it. On a full disk
     a page without room would kill the process that touches it.
 

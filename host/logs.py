@@ -202,7 +202,7 @@ class Complaints:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for the time and the count below
         self._said_s, self._unsaid = float("-inf"), 0
 
     def say(self, text: str) -> None:

@@ -31,7 +31,7 @@ class Versions(NamedTuple):
         return f">={self.first[0]}.{self.first[1]},<{self.last[0]}.{self.last[1] + 1}"
 
     def fault(self, found: tuple[int, int]) -> str:
-        """Returns what is wrong with a version; empty if nothing is."""
+        """Returns the fault of a version; empty if there is none."""
         if self.first <= found <= self.last:
             return ""
         return "too old" if found < self.first else "newer than what was tested"
@@ -42,7 +42,7 @@ TORCH = Versions((2, 11), (2, 15))
 
 
 def python_objection(found: tuple[int, ...]) -> str | None:
-    """Returns why Penstock does not run on this Python, and what would do; None where it does."""
+    """Returns why Penstock does not run on this Python, with a remedy; None if it does."""
     fault = PYTHON.fault((found[0], found[1]))
     if not fault:
         return None
@@ -64,8 +64,8 @@ def installed_torch() -> str | None:
 
 
 def torch_objection(found: str | None) -> str | None:
-    """Returns why no model can be trained with this version of torch, and what would do; None where
-    it can.
+    """Returns why no model can be trained with this version of torch, with a remedy; None if one
+    can.
     """
     remedy = f"{sys.executable} -m pip install 'torch{TORCH.specifier}'"
     if found is None:

@@ -92,7 +92,7 @@ def owners_in(folder: Path) -> frozenset[int]:
 
 
 def kind_of(status: os.stat_result) -> str:
-    """Returns what a name leads to: ``file``, ``folder``, ``symbolic link`` and the like."""
+    """Returns the kind of a file: ``file``, ``folder``, ``symbolic link`` and the like."""
     return _KINDS.get(stat.S_IFMT(status.st_mode), "file of an unknown type")
 
 

@@ -190,7 +190,7 @@ class SweepIntent:
 
 
 def block_words_offset(undo_bytes: int, block: int) -> int:
-    """Returns where the words of a block begin."""
+    """Returns the offset of the words of a block."""
     return PAGE_BYTES + _round_up(undo_bytes) + block * BLOCK_BYTES
 
 
@@ -412,7 +412,7 @@ class ControlView:
         return self._buffer[PAGE_BYTES : PAGE_BYTES + self.undo_bytes]
 
     def state_version(self, block: int) -> int:
-        """Returns how many steps master and state of the block contain: commits, or one more."""
+        """Returns the number of steps in master and state of the block: commits, or one more."""
         return self._load(self._block(block))
 
     def set_state_version(self, block: int, version: int) -> None:

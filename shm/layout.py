@@ -260,7 +260,9 @@ def _copies(ownership: Ownership, block: int, storage: Storage) -> int:
 
 
 def _storage(table: BlockTable) -> list[object]:
-    """Returns what decides where bytes lie and what they mean; estimates such as FLOPs do not."""
+    """Returns the fields that decide the places and meaning of bytes; estimates such as FLOPs do
+    not.
+    """
     blocks = [
         [[t.name, t.shape, t.trainable, t.offset] for t in block.tensors] for block in table.blocks
     ]

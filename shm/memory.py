@@ -167,6 +167,7 @@ class NodeMemory:
                 tokens=b"".join(tokens.values()),
             )
         except BaseException:
+            # The control segment, if it exists, goes first: it stands for complete memory.
             for segment in reversed(segments.values()):
                 segment.unlink()
                 segment.close()
@@ -297,7 +298,7 @@ class NodeMemory:
         return None if segment is None else segment.buffer
 
     def huge_bytes(self) -> dict[SegmentKind, int]:
-        """Returns how many bytes of each mapped segment lie in huge pages for this process."""
+        """Returns the bytes of each mapped segment in huge pages of this process."""
         counts = huge_bytes()
         return {
             kind: counts[str(path_of(self.spec.name(kind)))]

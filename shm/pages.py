@@ -134,7 +134,7 @@ class HugePages(StrEnum):
 def allowed_huge_pages(
     mount: Path, *, mounts: Path = MOUNTS, shmem_enabled: Path = SHMEM_ENABLED
 ) -> HugePages:
-    """Returns what holds for files of the tmpfs ``mount``."""
+    """Returns the setting for huge pages of files in the tmpfs ``mount``."""
     try:
         overruling = shmem_enabled.read_text(encoding="ascii")
     except FileNotFoundError:

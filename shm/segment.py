@@ -228,12 +228,12 @@ def open_segment(name: str, flags: int) -> int:
 
 
 def path_of(name: str) -> Path:
-    """Returns where a segment is seen as a file."""
+    """Returns the path of a segment as a file."""
     return SHM_ROOT / name.removeprefix("/")
 
 
 def status_of(name: str) -> os.stat_result | None:
-    """Returns what the kernel says of a name in /dev/shm; links are not followed. None: nothing."""
+    """Returns the status of a name in /dev/shm, without following links; None: there is no file."""
     try:
         return os.lstat(path_of(name))
     except FileNotFoundError:
@@ -283,7 +283,7 @@ def free_bytes() -> int:
 
 
 def room() -> MemoryLimit:
-    """Returns what limits a new segment most: /dev/shm, the machine, or a control group."""
+    """Returns the tightest limit of a new segment: /dev/shm, the machine, or a control group."""
     free = free_bytes()
     shm = MemoryLimit(owner=str(SHM_ROOT), limit=free, available=free)
     try:
@@ -311,6 +311,7 @@ def _reserve_and_map(
     if allowed_huge_pages(SHM_ROOT) is HugePages.NEVER:
         os.posix_fallocate(descriptor, 0, size + trailer)
         return _map(descriptor, size)
+    # Touch before the reservation, which would fill the segment with small pages.
     mapping = _map(descriptor, size)
     os.posix_fallocate(descriptor, 0, size + trailer)
     return mapping

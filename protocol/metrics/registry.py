@@ -52,7 +52,7 @@ class Metric:
         return self.name + {Kind.COUNTER: "_total", Kind.INFO: "_info"}.get(self.kind, "")
 
     def combinations(self) -> Iterable[tuple[str, ...]]:
-        """Returns what the labels can be together; nothing where that depends on the run."""
+        """Returns all combinations of labels; none if they depend on the run."""
         if any(isinstance(values, str) for values in self.labels.values()):
             return ()
         return itertools.product(*(tuple(values) for values in self.labels.values()))
@@ -126,7 +126,7 @@ class MetricRegistry(Collector):
         self._metrics = {metric.name: metric for metric in metrics}
         present = (m for m in self._metrics.values() if not m.absent and m.kind is not Kind.INFO)
         self._made = {metric.name: metric.make() for metric in present}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for _made: any thread makes and forgets metrics
         self._refreshing: list[Callable[[], None]] = []
         registry.register(self)
 

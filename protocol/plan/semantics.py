@@ -125,7 +125,7 @@ def _kept_whole(swap: Any, facts: PlanFacts) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionRow:
-    """Says what an opcode means.
+    """Describes an opcode.
 
     ``lane``: ``None`` if the instruction occupies none. ``side``: the list that numbers its stage,
     if it has a stage; ``None`` if the instruction has the side. ``makes``: in the order in which
@@ -234,7 +234,7 @@ def row_of(instruction: Instruction) -> InstructionRow:
 
 
 def reads(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
-    """Yields what an instruction cannot start without, in the order of its row."""
+    """Yields the resources that an instruction cannot start without, in the order of its row."""
     return _read(instruction, facts, SEMANTICS[instruction.opcode].reads)
 
 
@@ -255,7 +255,9 @@ def _read(instruction: Any, facts: PlanFacts, rules: Iterable[Read]) -> Iterator
 
 
 def makes(instruction: Any, facts: PlanFacts) -> Iterator[Resource]:
-    """Yields what is there when an instruction has run (of a RECV: when its tensor has come)."""
+    """Yields the resources that exist after an instruction (for a RECV: after the tensor's
+    arrival).
+    """
     exists, batches = facts.exists, _micro_batches(instruction)
     for kind, stages in SEMANTICS[instruction.opcode].makes:
         for stage in stages(instruction, facts):

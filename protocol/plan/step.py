@@ -193,7 +193,7 @@ class BlockArrays:
         )
 
     def copy_of(self, version: int) -> StateArrays:
-        """Returns where state of ``version`` is, or has room."""
+        """Returns the copy with state of ``version``, or with room for it."""
         return self.states[version % len(self.states)]
 
     def state(self, version: int) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def check_updates(config: Config, table: BlockTable, plan: Plan) -> None:
 
 
 def _complaint(instruction: Instruction, device: int, devices_per_node: int) -> str | None:
-    """Says what workers do not do; ``None`` if they can execute the instruction."""
+    """Returns why workers cannot execute an instruction; ``None`` if they can."""
     if isinstance(instruction, (SwapOut, SwapIn)) and instruction.peer is not None:
         here, peer_node = device // devices_per_node, instruction.peer // devices_per_node
         if here != peer_node:

@@ -137,7 +137,7 @@ def place_of_member(config: Config, member: str) -> tuple[str, int | None]:
 
 
 def metrics_port(config: Config, node: int) -> int:
-    """Returns where a node's metricsd is to listen; 0: the system chooses.
+    """Returns the port of a node's metricsd; 0: the system chooses.
 
     ``observability.metrics_port`` is the port on every machine; nodes that share one follow each
     other from there.
@@ -173,8 +173,8 @@ def ownership(config: Config, table: BlockTable, plan: Plan) -> Ownership:
 
 
 def storage(config: Config, plan: Plan) -> Storage:
-    """Returns how the optimizer's options, and what the plan settles early and flushes, store
-    model state.
+    """Returns the storage of model state, by the optimizer's options and the blocks that the plan
+    settles early or flushes.
     """
     optimizer = config.optimizer
     split = optimizer.master == "split"

@@ -38,7 +38,7 @@ class RunEnd:
 
     @classmethod
     def read(cls, run_dir: Path) -> RunEnd | None:
-        """Returns how the run in ``run_dir`` ended; None without a note that can be read."""
+        """Returns the result of the run in ``run_dir``; None without a readable one."""
         try:
             fields = parse_json(end_path(run_dir).read_bytes())
             return cls(
@@ -53,7 +53,7 @@ class RunEnd:
 
 
 def end_path(run_dir: Path) -> Path:
-    """Returns where the note is."""
+    """Returns the path of ``ended.json``."""
     return run_dir / "ended.json"
 
 
@@ -80,6 +80,6 @@ class EndWatch:
         self._old = old
 
     def look(self) -> RunEnd | None:
-        """Returns how the run has ended, if it has."""
+        """Returns the result of the run if it has ended since the start; else None."""
         end = RunEnd.read(self.run_dir)
         return None if end == self._old else end

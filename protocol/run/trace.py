@@ -205,7 +205,7 @@ class TraceLog:
         self._every = every
         self._rows: deque[_Row] = deque()
         self._starts: dict[tuple[str, str], str] = {}
-        self._lock = world.lock()
+        self._lock = world.lock()  # one thread writes at a time
         self._begun = False
 
     @classmethod

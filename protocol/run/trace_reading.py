@@ -164,7 +164,7 @@ class TraceFollower:
     _files: dict[Path, _Followed] = field(default_factory=dict)
 
     def look(self) -> list[LifeTrace]:
-        """Returns what is new, in the order of the files' names."""
+        """Returns new events, in the order of the files' names."""
         traces: list[LifeTrace] = []
         for path in sorted((self.run_dir / "trace").glob("*.jsonl")):
             if ".old." not in path.name:

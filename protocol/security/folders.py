@@ -76,7 +76,7 @@ def days_left(expires: datetime, now: datetime | None = None) -> float:
 
 
 def expiry_warning(name: str, expires: datetime, now: datetime | None = None) -> str:
-    """Returns what to say about keys that expire soon, or an empty text."""
+    """Returns a warning about keys that expire soon, or an empty text."""
     left = days_left(expires, now)
     if left >= WARN_DAYS:
         return ""
@@ -95,7 +95,7 @@ class KeyFolder:
         self._read: Credential | None = None
 
     def load(self) -> Credential:
-        """Returns what the files say now.
+        """Returns the present content of the files.
 
         Raises:
             ConfigError: a file is missing, readable for others, damaged, or of another authority;
@@ -106,7 +106,7 @@ class KeyFolder:
         return credential
 
     def peek(self) -> Credential:
-        """Returns what the files say, expired or not.
+        """Returns the content of the files, expired or not.
 
         Raises:
             ConfigError: see :meth:`load`, except for the expiry.
@@ -118,7 +118,7 @@ class KeyFolder:
         return self._read
 
     def reload(self, complain: Callable[[str], None]) -> Credential | None:
-        """Returns what the files say now; what they said before, while they are of no use."""
+        """Returns the present content; while it is unusable, the last usable content."""
         try:
             return self.load()
         except ConfigError as error:
@@ -243,7 +243,7 @@ def write_private(path: Path, content: bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(descriptor)
+            os.fsync(descriptor)  # before the rename: a crash could leave the name with no content
         temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot write it: {reason(error)}") from error

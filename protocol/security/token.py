@@ -31,7 +31,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def token_path(run_dir: Path) -> Path:
-    """Returns where a run's token is."""
+    """Returns the path of a run's token."""
     return run_dir / TOKEN_FILE
 
 

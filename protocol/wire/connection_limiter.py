@@ -65,11 +65,11 @@ class Bounds:
 @dataclass(slots=True, kw_only=True)
 class _Connection:
     """A duplicate of the descriptor of a connection. ``base``: bytes that belonged to messages;
-    ``silent``: without a message so far; ``stranger``: not let in yet.
+    ``silent``: without a message so far; ``unauthenticated``: before its handshake succeeded.
     """
 
     socket: sockets.socket
-    stranger: bool
+    unauthenticated: bool
     base: int = 0
     received: int = 0
     silent: bool = True
@@ -170,13 +170,15 @@ class ConnectionLimiter:
         if duplicate.family != sockets.AF_INET or address[1] != self._port:
             duplicate.close()  # gone, and the descriptor is another's
             return
-        stranger = self._pre_auth_reply_bytes is not None
-        self._connections[descriptor] = _Connection(socket=duplicate, stranger=stranger)
+        unauthenticated = self._pre_auth_reply_bytes is not None
+        self._connections[descriptor] = _Connection(
+            socket=duplicate, unauthenticated=unauthenticated
+        )
         if len(self._connections) > self.bounds.connections:
             silent = [d for d, c in self._connections.items() if c.silent and d not in self._heard]
-            strangers = [d for d in silent if self._connections[d].stranger]
+            unknown = [d for d in silent if self._connections[d].unauthenticated]
             self._end(
-                (*strangers, *silent, descriptor)[0],
+                (*unknown, *silent, descriptor)[0],
                 f"more than {self.bounds.connections} connections",
             )
 
@@ -192,7 +194,7 @@ class ConnectionLimiter:
                 continue
             if descriptor in heard:
                 connection.base, connection.silent = connection.received, False
-            if connection.stranger and connection.received > PRE_AUTH_BYTES:
+            if connection.unauthenticated and connection.received > PRE_AUTH_BYTES:
                 self._end(descriptor, f"{connection.received} bytes without being let in")
             elif connection.pending > self.bounds.connection_bytes:
                 self._end(descriptor, f"{connection.pending} bytes without a whole message")
@@ -219,8 +221,8 @@ class ConnectionLimiter:
         acknowledged, received = _TCP_INFO_COUNTS.unpack_from(info, _COUNTS_OFFSET)
         connection.received = received - unread
         if self._pre_auth_reply_bytes is not None:
-            # More than a stranger is ever told: the end of a handshake that went well.
-            connection.stranger = acknowledged <= self._pre_auth_reply_bytes
+            # A client that acknowledges more has received the end of a successful handshake.
+            connection.unauthenticated = acknowledged <= self._pre_auth_reply_bytes
 
     def _end(self, descriptor: int, reason: str) -> None:
         """Cuts a connection; libzmq sees it end and drops its frames."""

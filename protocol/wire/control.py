@@ -108,7 +108,7 @@ class ControlClient:
         return cls(address, access, timeout_s)
 
     def status(self) -> pb.StatusReply:
-        """Returns what the run is doing."""
+        """Returns the status of the run."""
         reply: pb.StatusReply = self._invoke("status", self._stub.Status, pb.StatusRequest())
         return reply
 

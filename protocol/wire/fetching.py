@@ -59,8 +59,8 @@ def fetchers(
     fetched: Fetched = lambda way, num_bytes, seconds: None,
     access: SocketAccess = OPEN,
 ) -> OpenFetcher:
-    """Returns what makes the fetchers of a process of ``node``; ``access``: what memoryds on TCP
-    are shown.
+    """Returns a factory of the fetchers of a process of ``node``; ``access``: credentials for
+    memoryds on TCP.
     """
     name = config.cluster.nodes[node].name
 

@@ -79,6 +79,8 @@ class LocalName:
         if self._path is None:
             return
         path, self._path = self._path, None
+        # The socket's file goes while the lock is held: later it may be another process's. The
+        # lock's file goes before the lock: _try_lock of another process checks for that.
         path.unlink(missing_ok=True)
         _lock_path(path).unlink(missing_ok=True)
         os.close(self._lock)

@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 class LocalPeerFilter:
     """Cuts foreign connections to one bound local socket, on a separate thread.
 
-    A neighbour is this process's parent, or descends from it. A node has started all of its
+    A local peer is this process's parent, or descends from it. A node has started all of its
     processes, and processes of another node must not use a local socket.
     """
 
     def __init__(self, socket: zmq.Socket[Any], *, elder: int) -> None:
-        """Starts to watch. ``elder``: the process that started this one and all neighbours."""
+        """Starts to watch. ``elder``: the process that started this one and all local peers."""
         self._address = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._elder = elder
         self._socket = socket
@@ -47,7 +47,7 @@ class LocalPeerFilter:
         self._closing = world.event()
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED
         self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(events)
-        self._thread = world.thread(target=self._run, name="neighbours", daemon=True)
+        self._thread = world.thread(target=self._run, name="local-peer-filter", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -95,7 +95,7 @@ class LocalPeerFilter:
 
 
 def _endpoint_of(connection: sockets.socket) -> str:
-    """Returns where a connection was accepted, as ZeroMQ writes it."""
+    """Returns the address at which a connection was accepted, as ZeroMQ writes it."""
     try:
         name = connection.getsockname()
     except OSError:
@@ -109,4 +109,4 @@ def _cut(connection: sockets.socket) -> None:
     try:
         connection.shutdown(sockets.SHUT_RDWR)
     except OSError:
-        _log.debug("a stranger had gone already")
+        _log.debug("a foreign peer had closed already")

@@ -61,7 +61,7 @@ def is_complete(words: CopiedWords, request: BlockRequest) -> bool:
 
 
 def judge(before: CopiedWords, after: CopiedWords, request: BlockRequest) -> Verdict:
-    """Returns what the bytes are worth that were read between the two copies of the words."""
+    """Returns the verdict on the bytes that were read between the two copies of the words."""
     if not is_complete(before, request):
         return Verdict.WAIT
     same = (before.incarnation, sequence(before, request)) == (

@@ -146,7 +146,7 @@ class PlainAccess:
 
     def protect(self, socket: zmq.Socket[Any]) -> None:
         socket.set(zmq.PLAIN_SERVER, 1)
-        _ask_the_door(socket)
+        _require_authentication(socket)
 
     def announce(self, endpoint: str) -> str:
         self._passwords = (*self._passwords, self.password(endpoint))
@@ -203,7 +203,8 @@ class CurveAccess:
                 f"{folder}: curve.public is not the public key of curve.secret; take both from one"
                 " penstock keys make"
             )
-        self._lock = world.lock()  # of what follows: doors and connecting threads share it
+        # For the keys below, which authenticators and connecting threads share.
+        self._lock = world.lock()
         self._complaints = Complaints(_log)
         self._files: dict[Path, tuple[int, int]] = {}
         self._node_of: dict[bytes, str] = {}
@@ -213,7 +214,7 @@ class CurveAccess:
     def protect(self, socket: zmq.Socket[Any]) -> None:
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._secret)
-        _ask_the_door(socket)
+        _require_authentication(socket)
 
     def announce(self, endpoint: str) -> str:
         return f"{endpoint}{_NAMED_KEY}{self._public.hex()}"
@@ -280,7 +281,7 @@ class CurveAccess:
 
 
 def socket_access(config: Config, run_dir: Path, node: str) -> SocketAccess:
-    """Returns what sockets of a process on ``node`` of the run in ``run_dir`` ask for, and show.
+    """Returns the authentication of sockets of a process on ``node`` of the run in ``run_dir``.
 
     Raises:
         ConfigError: keys or token are missing or of no use.
@@ -380,7 +381,9 @@ class Connection:
             raise
 
     def refusal(self) -> str:
-        """Returns why the other side cannot be talked to; empty while there is hope."""
+        """Returns the reason why the peer cannot be reached; empty as long as a connection may
+        succeed.
+        """
         while not self._is_watched and self.monitor.poll(0):
             event: Any = recv_monitor_message(self.monitor)
             self.note(event["event"])
@@ -429,7 +432,7 @@ def _is_tcp(address: str) -> bool:
     return address.startswith("tcp:")
 
 
-def _ask_the_door(socket: zmq.Socket[Any]) -> None:
+def _require_authentication(socket: zmq.Socket[Any]) -> None:
     """Lets libzmq ask the authenticator about every handshake, and reject all while none
     answers.
     """

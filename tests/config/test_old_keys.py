@@ -88,6 +88,10 @@ def test_the_command_line_replaces_an_old_key_of_the_file(tmp_path: Path) -> Non
     for setting in ("cluster.grace_seconds=7", "cluster.stop_grace_s=7"):
         config = load_config(path, (setting, "cluster.security=tls"), hint=hints.append)
         assert config.cluster.stop_grace_s == 7 and config.cluster.security == "tls"
+    path.write_text(yaml.safe_dump({**MINIMAL, "observability": {"wandb_mode": "offline"}}))
+    hints.clear()
+    load_config(path, ("observability.mlflow_uri=file:///m",), hint=hints.append)
+    assert len(hints) == 2 and "wandb_mode" in hints[0] and "mlflow_uri" in hints[1]
     with pytest.raises(ConfigError, match="is given twice"):
         load_config(path, ("cluster.grace_seconds=7", "cluster.stop_grace_s=8"))
 

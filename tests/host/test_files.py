@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from penstock.host.errors import CapacityError, ConfigError, StateError
 from penstock.host.files import (
     append_whole,
-    hold,
     make_directory,
     parse_json,
+    preallocate,
     reserve,
     write_atomically,
 )
@@ -102,7 +102,7 @@ def test_files_that_are_mapped_have_all_their_room(tmp_path: Path) -> None:
     with files_up_to(1000), pytest.raises(CapacityError, match="no space left"):
         BandwidthLog(tmp_path / "emulated" / "traffic-a", 4)
     with (tmp_path / "board").open("wb") as file:
-        hold(file.fileno(), 1 << 16)
+        preallocate(file.fileno(), 1 << 16)
         assert os.fstat(file.fileno()).st_blocks * 512 == 1 << 16
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.host import world
-from penstock.host.files import hold, make_directory, writing
+from penstock.host.files import make_directory, preallocate, writing
 
 ENTRIES = 128
 """Copies of a device that are remembered."""
@@ -60,7 +60,7 @@ class BandwidthLog:
         size = num_devices * ENTRIES * _FIELDS * 8
         make_directory(path.parent)
         with writing(path, size), path.open("a+b") as file:
-            hold(file.fileno(), size)
+            preallocate(file.fileno(), size)
             self._map = mmap.mmap(file.fileno(), size)
         self._entries: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64).reshape(
             num_devices, ENTRIES, _FIELDS
@@ -111,10 +111,10 @@ class NicReservations:
         make_directory(path.parent)
         with writing(path, num_nodes * 16):
             self._file = path.open("a+b")
-            hold(self._file.fileno(), num_nodes * 16)
+            preallocate(self._file.fileno(), num_nodes * 16)
         self._map = mmap.mmap(self._file.fileno(), num_nodes * 16)
         self._free_at: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64)
-        self._mutex = world.lock()
+        self._mutex = world.lock()  # for threads: they share the descriptor, and so its flock
 
     @classmethod
     def of_run(cls, run_dir: Path, num_nodes: int) -> NicReservations:

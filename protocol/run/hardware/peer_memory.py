@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.host.files import hold, make_directory, writing
+from penstock.host.files import make_directory, preallocate, writing
 
 ENTRIES = 256
 """Swaps of a device that are remembered: more than it has out at a time."""
@@ -38,7 +38,7 @@ class PeerMemory:
         size = num_devices * ENTRIES * _FIELDS * 8
         make_directory(path.parent)
         with writing(path, size), path.open("a+b") as file:
-            hold(file.fileno(), size)
+            preallocate(file.fileno(), size)
             self._map = mmap.mmap(file.fileno(), size)
         self._entries: NDArray[np.float64] = np.frombuffer(self._map, dtype=np.float64).reshape(
             num_devices, ENTRIES, _FIELDS

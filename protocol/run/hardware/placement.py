@@ -129,7 +129,7 @@ def pieces(num_elements: int, num_threads: int) -> list[tuple[int, int]]:
 def page_places(
     placement: Placement, layout: NodeLayout, table: BlockTable
 ) -> dict[SegmentKind, list[NodeRange]]:
-    """Returns where pages of the optimizer's arrays belong: each thread's pieces on its node."""
+    """Returns the NUMA nodes of the optimizer's arrays: each thread's pieces on its node."""
     places: dict[SegmentKind, list[NodeRange]] = {kind: [] for kind in _PLACED}
     for (block, *_), array in layout.arrays.items():
         if array.segment in places and array.num_bytes:
@@ -141,7 +141,7 @@ def page_places(
 
 
 def array_places(placement: Placement, item_bytes: int, count: int) -> list[NodeRange]:
-    """Returns where the pages of one array of a block belong."""
+    """Returns the NUMA nodes of the pages of one array of a block."""
     return list(_ranges(placement, 0, item_bytes, count))
 
 
