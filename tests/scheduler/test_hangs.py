@@ -75,6 +75,34 @@ def test_who_is_stuck_beside_somebody_busy_is_lost_when_a_wait_runs_out(hanging:
     assert "worker.0: waited 40 s for weights" in hanging.status.message
 
 
+@pytest.mark.parametrize("saves", ["works", "waits"])
+def test_a_wait_that_ends_beside_a_save_that_gets_on_is_no_hang(
+    hanging: Driver, saves: str
+) -> None:
+    """Sweeps wait for the save, and workers for sweeps and each other. A save that waits for a
+    sweep, too, is a deadlock: then each member that waits is replaced.
+    """
+    hanging.ask(ControlCall.SNAPSHOT)
+    hanging.run_attempt()
+    hanging.pin()
+    pids = dict(hanging.pids)
+    waiting = dict.fromkeys(("worker.0", "worker.1", "optimizerd.a"), WAITING)
+    for count in range(3):
+        save = pb.Heartbeat(activity="save", progress=count, waiting=saves == "waits")
+        assert beat(hanging, 15.0, waiting | {"memoryd.a": save}) == []
+    failed = pb.Failed(error="waited 40 s for gradient", exit_code=4, epoch=1, timed_out=True)
+    lines = hanging.say("worker.0", failed=failed)
+    lost = [line.split()[-2] for line in lines if "fence" in line]
+    if saves == "waits":
+        assert lost == ["worker.0", "worker.1", "optimizerd.a"]
+        return
+    assert lost == ["worker.0"]
+    assert hanging.status.message.startswith("worker.0 was lost: waited 40 s for gradient")
+    assert hanging.machine.hangs.in_a_row == 0, "however often this happens, the run goes on"
+    come_back(hanging, "worker.0", pids=pids)
+    assert hanging.status.phase == "running"
+
+
 def test_who_says_to_wait_is_stuck_where_nobody_else_stands_still() -> None:
     """A thread that saves hung, after it had waited for a sweep, which waited for its version."""
     hangs = HangDetector(TIMEOUT_S)

@@ -119,6 +119,25 @@ def test_a_missing_commit_ends_in_an_error_that_says_so(make_cluster: Any) -> No
     assert "waited 0.2 s for weights of block 0 at version 1: committed is 0" in str(result)
 
 
+def test_the_deadline_of_weights_starts_when_a_save_has_read_the_block(make_cluster: Any) -> None:
+    """A hold of the committed step overwrites the state, so the hold waits for the save."""
+    cluster = make_cluster(workers=1, timeout_s=0.2)
+    control, read = cluster.memories[0].control, threading.Event()
+    control.set_pin(0, 0)
+
+    def let_go() -> None:
+        read.set()
+        control.set_pin(0, None)
+
+    timer = threading.Timer(1.0, let_go)
+    timer.start()
+    (result,) = cluster.run(replace(cluster.job(), base_version=1))
+    has_read = read.is_set()
+    timer.join()
+    assert "waited 0.2 s for weights of block 0 at version 1" in str(result)
+    assert has_read
+
+
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
 def test_the_only_copy_of_gradients_waits_for_its_settle(
     make_cluster: Any, grad_dtype: str

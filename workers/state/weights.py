@@ -294,6 +294,7 @@ class _StageFetch:
             ),
             scope.abort,
             scope.timeout_s,
+            lambda: control.pin(array.block) is not None,  # a save reads the state
         )
         return loader.memory.weights(array.block, scope.base_version % 2)
 

@@ -259,9 +259,10 @@ class SchedulerMachine:
         if isinstance(self.activity, Shutdown):
             return []
         if self.members.gave_up(name, body):
-            if self._is_over(body.epoch):
-                return self._lose(name, BreakCause.FAILED, body.error)
             stuck = self.hangs.stuck(self._unfinished(), now_s)
+            held_back = self.hangs.held_back(self.saves.unfinished, stuck)
+            if held_back or self._is_over(body.epoch):
+                return self._lose(name, BreakCause.FAILED, body.error)
             return self._give_up(stuck | {name: body.error}, now_s)
         self._count_break(BreakCause.FAILED, now_s)
         return self._fail(f"{name}: {body.error}", failure_code(body.exit_code))

@@ -198,6 +198,17 @@ class HangDetector:
         suspects = [name for name in still if not self._waits(name)]
         return {name: self._complaint(name, now_s) for name in suspects or still}
 
+    def held_back(self, savers: Iterable[str], stuck: Iterable[str]) -> bool:
+        """Returns whether the members that are :meth:`stuck` may wait for a save: one of
+        ``savers`` works and makes progress, and every stuck member waits. A sweep waits for a save
+        without a timeout, and workers wait for the sweep.
+        """
+        names = set(stuck)
+        works = any(
+            name in self._reports and name not in names and not self._waits(name) for name in savers
+        )
+        return works and all(map(self._waits, names))
+
     def _endless(self, now_s: float) -> bool:
         return now_s - self._started_s > TIMES_IN_ALL * self.allowed_s
 

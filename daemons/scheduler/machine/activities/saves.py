@@ -46,6 +46,11 @@ class Saves:
         """Number of the save under way, for Drain; 0 without one."""
         return 0 if self.under_way is None else self.under_way.number
 
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Memoryds that owe an answer to the save under way."""
+        return () if self.under_way is None else self.under_way.unfinished
+
     def activity(self, choice: Next, requests: Requests) -> Activity | None:
         """Returns the wait of attempts for a save, if the choice is about one. A new save replaces
         the one under way.
