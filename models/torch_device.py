@@ -178,10 +178,12 @@ class GpuCopies:
         """Copies after all work of the current stream so far. Records the copy stream's use of
         device memory with the allocator.
         """
+        # Earlier work may write the source, or still read the target's memory.
         self._stream.wait_stream(self._gpu.current_stream())
         with self._gpu.on(self._stream):
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
+            # The caller may drop both: the allocator must not reuse them before the copy is over.
             if self._gpu.holds(tensor):
                 self._gpu.keep_for(tensor, self._stream)
 

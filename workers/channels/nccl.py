@@ -54,6 +54,7 @@ def make_groups(
                 group.send([byte], receiver, 0).wait()
             elif rank == receiver:
                 group.recv([byte], sender, 0).wait()
+        # The first transfer makes the communicator: no step may start before it has ended.
         torch.cuda.synchronize(device)
     return groups
 

@@ -26,6 +26,7 @@ class EventClock:
         """Reads both clocks at one moment; waits for the stream. The error is that of the host's
         wait: some 10 µs.
         """
+        # An idle stream passes the event at once, between the two readings of the host's clock.
         stream.synchronize()
         before_s = time.perf_counter()
         self._zero.record(stream)

@@ -262,6 +262,7 @@ class CudaDevice:
         buffer = self._free_buffer()
         tensors, offset = [], 0
         with self._gpu.on(self._in):
+            # Work issued before the buffer's release may still read it.
             self._in.wait_event(buffer.free)
             begun = self._clock.stamp(self._in)
             for array in arrays:
@@ -305,6 +306,7 @@ class CudaDevice:
         self, gradients: torch.Tensor, target: HostArray, complete: Callable[[], None]
     ) -> Copied:
         """Converts and copies on the outgoing stream; the offload thread calls ``complete``."""
+        # The backwards that add to the sum run on the compute stream.
         self._out.wait_stream(self._gpu.current_stream())
         with self._gpu.on(self._out):
             begun = self._clock.stamp(self._out)
@@ -315,6 +317,7 @@ class CudaDevice:
             copied.record(self._out)
 
         def finished() -> None:
+            # The copy has read the sum: only now may another stage add to its memory.
             self._free(gradients.numel()).put(gradients)
             complete()
 
@@ -373,6 +376,7 @@ class CudaDevice:
                 name: tensor.to(self.torch_device, non_blocking=True)
                 for name, tensor in tensors.items()
             }
+        # Work issued from now on reads the received tensors.
         compute.wait_stream(self._received)
         for tensor in arriving.values():
             # Allocated for the other stream: the allocator must not reuse the memory while this one

@@ -178,8 +178,8 @@ class CudaPreviewer:
         for number, (start, end) in enumerate(self._pieces(len(weights))):
             abort.check()
             slot = self._slots[number % PIECES]
-            # All that used the slot is over. The host waits, not a stream: queues stay short, so
-            # that an abort is soon noticed.
+            # Earlier uses of the slot must be over. The host waits, not a stream: queues stay
+            # short, so that an abort is soon noticed.
             slot.left.synchronize()
             if work.lag.whole:
                 self._bring(slot, source, start, end)
@@ -195,6 +195,7 @@ class CudaPreviewer:
             yield start, min(start + self._piece, num_elements)
 
     def _bring(self, slot: _Slot, source: StateArrays, start: int, end: int) -> None:
+        # No wait: in _preview() the host has waited for all earlier uses of the slot.
         with self._gpu.on(self._in):
             for on_device, array in zip(slot.state.values(), source.all, strict=True):
                 on_device[: end - start].copy_(
@@ -206,10 +207,12 @@ class CudaPreviewer:
         incoming, total = slot.incoming[: end - start], slot.gradients[: end - start]
         for index, host in enumerate(grads):
             with self._gpu.on(self._in):
+                # ``incoming`` holds one partial: the arithmetic must have read the one before.
                 self._in.wait_event(slot.consumed)
                 incoming.copy_(as_tensor(host[start:end], self._grad_dtype), non_blocking=True)
                 slot.arrived.record(self._in)
             with self._gpu.on(self._arithmetic):
+                # Covers the state, too: its copies were issued before on the same stream.
                 self._arithmetic.wait_event(slot.arrived)
                 if index:
                     scratch = self._scratch[: end - start].copy_(incoming)
@@ -268,6 +271,7 @@ class CudaPreviewer:
     ) -> None:
         count = len(weights)
         with self._gpu.on(self._out):
+            # The weights and the state must be computed before they leave.
             self._out.wait_event(slot.consumed)
             host = as_tensor(weights, self._weight_dtype)
             host.copy_(slot.weights[:count], non_blocking=True)
