@@ -507,7 +507,7 @@ class Journal:
         if self._file is not None and _identity(self.path) != self._file:
             raise StateError(
                 f"{self.path}: is not the file any more that this scheduler writes to: it was moved"
-                " or replaced during the run; put it back"
+                " or replaced while the run goes on; put it back"
             )
 
     def _explained(self, what: str, error: Exception) -> PenstockError:

@@ -217,7 +217,7 @@ class Driver:
         self.streams: dict[str, int] = {}
         self.pids: dict[str, int] = {}
         self.effects: list[Effect] = []
-        """Of the last event."""
+        """Effects of the last event."""
         self._numbers = itertools.count(1)
         incarnations = itertools.count(INCARNATION)
         facts = facts or JournalFacts()
@@ -350,7 +350,7 @@ class Driver:
         return lines[len(nodes) :]
 
     def begin(self) -> list[str]:
-        """From nothing, or from a broken epoch with everyone back, to a live epoch."""
+        """Brings a new run, or a broken epoch with all members back, to a live epoch."""
         if self.machine.phase.value == "gathering":
             self.join_all()
         version = self.machine.mirror.version

@@ -88,7 +88,7 @@ def make_table() -> BlockTable:
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -129,7 +129,7 @@ class SchedulerProcess:
 
 
 class FakeMemory:
-    """What the shared memory of the only node holds, and every commit that was applied to it."""
+    """Content of the only node's shared memory, and every commit that was applied to it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -250,7 +250,7 @@ class Scenario:
     # ---- attempts ----
 
     def do_attempt(self, *, norm: float = 0.5, finite: bool = True) -> None:
-        """All members report an attempt whose gradients have a norm."""
+        """All members report an attempt with gradients of a norm."""
         blocks = self.driver.rules.blocks
         for worker in self.driver.rules.workers:
             self.driver.done(worker)

@@ -88,10 +88,10 @@ def test_a_begin_does_not_grow_with_the_members() -> None:
         ready = pb.Ready(epoch=driver.epoch)
         driver.each((*driver.rules.memoryds, *driver.rules.optimizerds), ready=ready)
         begins |= {e.member: e.message.begin for e in driver.effects if isinstance(e, Send)}
-        told = {name: [e.member for e in begin.endpoints] for name, begin in begins.items()}
-        assert told["memoryd.n1"] == [] and told["worker.1"] == ["memoryd.n0", "worker.0"]
-        assert told.pop("worker.3") == [member.name for member in driver.rules.members]
-        longest[num_nodes] = max(begins[name].ByteSize() for name in told)
+        peers = {name: [e.member for e in begin.endpoints] for name, begin in begins.items()}
+        assert peers["memoryd.n1"] == [] and peers["worker.1"] == ["memoryd.n0", "worker.0"]
+        assert peers.pop("worker.3") == [member.name for member in driver.rules.members]
+        longest[num_nodes] = max(begins[name].ByteSize() for name in peers)
     assert longest[2] == longest[16] < 200
 
 
@@ -120,9 +120,9 @@ def test_memory_that_the_journal_does_not_explain_is_restored(
     driver.join_all()
     lines = driver.drained(committed, incarnation)
     assert lines == ["memoryd.a <- restore e4 v2 from /run/state/step-00000002"]
-    [told] = [e.text for e in driver.effects if isinstance(e, LogLine) and e.warning]
-    assert told.startswith("steps 3 to 4 are lost: shared memory alone had them, and memor")
-    assert "Training goes on from saved state of step 2; with train.save_every" in told
+    [warning] = [e.text for e in driver.effects if isinstance(e, LogLine) and e.warning]
+    assert warning.startswith("steps 3 to 4 are lost: shared memory alone had them, and memor")
+    assert "Training goes on from saved state of step 2; with train.save_every" in warning
     assert driver.restored()[0] == "journal RESTORE v2 a5 c=1"
     [journaled] = [e for e in driver.effects if isinstance(e, JournalDecision)]
     assert journaled.position == make_position(2)
@@ -274,8 +274,8 @@ def test_nobody_takes_a_living_members_name(live: Driver, name: str) -> None:
         assert not any(isinstance(effect, LogLine) for effect in live.effects), "said once a second"
     live.wait(1.0)
     live.join(name)
-    [said] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
-    assert f"process {old} has that name" in said and "1001 more" in said
+    [line] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
+    assert f"process {old} has that name" in line and "1001 more" in line
     if name != "node.a":
         assert live.close(name) == [f"node.a <- fence {name} {old}"]
         live.join(name)
@@ -285,13 +285,13 @@ def test_nobody_takes_a_living_members_name(live: Driver, name: str) -> None:
 def test_names_are_checked_first_and_shown_shortened(live: Driver) -> None:
     assert live.join("w" * 100_000, run_id="r" * 100_000) == ["refuse stream 6"]
     [refusal] = [effect for effect in live.effects if isinstance(effect, Refuse)]
-    [said] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
+    [line] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
     assert refusal.reason.startswith("this run has no member 'wwww")
-    assert len(said) < 1000
+    assert len(line) < 1000
     live.wait(1.0)
     assert live.join("worker.0", run_id="r" * 100_000) == ["refuse stream 7"]
-    [said] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
-    assert "this is run 0123456789ab, not 'rrrr" in said and len(said) < 1000
+    [line] = [effect.text for effect in live.effects if isinstance(effect, LogLine)]
+    assert "this is run 0123456789ab, not 'rrrr" in line and len(line) < 1000
 
 
 def test_the_same_process_on_a_new_stream_breaks_the_epoch_and_stays(live: Driver) -> None:

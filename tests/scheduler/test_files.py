@@ -315,10 +315,11 @@ def test_metrics_that_a_full_disk_does_not_take_come_later(
         assert steps == (list(range(1, version + 1)) if version not in (3, 4) else [1, 2])
     metrics.close()
     journal.close()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2, said
-    assert f"{path}: no space left on its disk" in said[0] and "kept in the journal" in said[0]
-    assert f"{path}: complete again, 3 lines came late" in said[1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2, messages
+    assert f"{path}: no space left on its disk" in messages[0]
+    assert "kept in the journal" in messages[0]
+    assert f"{path}: complete again, 3 lines came late" in messages[1]
 
 
 def test_the_last_metrics_come_with_the_end(tmp_path: Path) -> None:
@@ -455,9 +456,9 @@ def test_a_manifest_names_the_recipe_of_a_run_that_has_one(tmp_path: Path) -> No
 
 def rewrite(manifest: Path, **fields: object) -> None:
     """Change fields as somebody does who knows about the checksum."""
-    found = json.loads(manifest.read_text())
-    del found["checksum"]
-    manifest.write_text(json.dumps(with_checksum({**found, **fields})))
+    manifest_fields = json.loads(manifest.read_text())
+    del manifest_fields["checksum"]
+    manifest.write_text(json.dumps(with_checksum({**manifest_fields, **fields})))
 
 
 @pytest.mark.parametrize(
@@ -484,8 +485,8 @@ def test_a_manifest_of_an_older_penstock_is_read_with_a_warning(
     del fields["checksum"]
     (path / "manifest.json").write_text(json.dumps(fields))
     assert caplog.text == ""
-    found = states.newest()
-    assert found is not None and found.position == make_position(3)
+    newest = states.newest()
+    assert newest is not None and newest.position == make_position(3)
     assert "manifest.json has no checksum of its own" in caplog.text
 
 
@@ -493,8 +494,8 @@ def test_older_states_and_leftovers_are_removed(states: SavedStates, tmp_path: P
     (tmp_path / "state" / ".tmp-step-00000001").mkdir(parents=True)
     for version in (1, 2, 3):
         save(states, tmp_path, version)
-    found = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert found == ["step-00000002", "step-00000003"]
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names == ["step-00000002", "step-00000003"]
 
 
 def test_a_state_of_the_same_step_is_replaced(states: SavedStates, tmp_path: Path) -> None:
@@ -511,8 +512,8 @@ def test_a_save_that_was_cut_short_as_it_replaced_another_leaves_that_one(
     path.rename(tmp_path / "state" / ".replaced-step-00000003")
     (tmp_path / "state" / ".tmp-step-00000003").mkdir()
     states.remove_temporary()
-    found = states.newest()
-    assert found is not None and found.version == 3
+    newest = states.newest()
+    assert newest is not None and newest.version == 3
     assert [p.name for p in (tmp_path / "state").iterdir()] == ["step-00000003"]
 
 
@@ -532,11 +533,11 @@ def test_links_under_the_names_of_replaced_states_never_become_states(
         (tmp_path / "state" / name).symlink_to(target)
     (tmp_path / "state/.replaced-step-00000007").touch()
     states.remove_temporary()
-    found = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert found == [".replaced-notes", *["step-00000003"] * saved]
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names == [".replaced-notes", *["step-00000003"] * saved]
     assert (elsewhere / "precious").exists()
-    said = capsys.readouterr().err
-    assert said.count("was no folder that Penstock made, and is removed") == 3
+    errors = capsys.readouterr().err
+    assert errors.count("was no folder that Penstock made, and is removed") == 3
 
 
 def test_a_link_does_not_keep_a_state_from_being_replaced(
@@ -554,13 +555,13 @@ def test_the_newest_whole_state_counts_when_a_newer_one_is_damaged(
 ) -> None:
     save(states, tmp_path, 3)
     (save(states, tmp_path, 5) / "block-0001.safetensors").write_bytes(b"a")
-    found = states.newest()
-    assert found is not None and found.version == 3
-    said = capsys.readouterr().err
-    assert "step-00000005/block-0001.safetensors: has 1 bytes, the manifest says 3" in said
-    assert "step 3 is the newest that is whole" in said
-    found = states.newest(below=3)
-    assert found is None
+    newest = states.newest()
+    assert newest is not None and newest.version == 3
+    errors = capsys.readouterr().err
+    assert "step-00000005/block-0001.safetensors: has 1 bytes, the manifest says 3" in errors
+    assert "step 3 is the newest that is whole" in errors
+    newest = states.newest(below=3)
+    assert newest is None
 
 
 def test_some_states_are_kept_for_good(tmp_path: Path) -> None:
@@ -574,8 +575,8 @@ def test_some_states_are_kept_for_good(tmp_path: Path) -> None:
     )
     for version in range(1, 10):
         save(states, tmp_path, version)
-    found = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert found == ["step-00000004", "step-00000008", "step-00000009"]
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names == ["step-00000004", "step-00000008", "step-00000009"]
 
 
 def test_what_was_saved_just_now_is_kept_when_the_run_went_back(
@@ -583,8 +584,8 @@ def test_what_was_saved_just_now_is_kept_when_the_run_went_back(
 ) -> None:
     for version in (8, 9, 3):
         save(states, tmp_path, version)
-    found = sorted(path.name for path in (tmp_path / "state").iterdir())
-    assert found == ["step-00000003", "step-00000008", "step-00000009"]
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names == ["step-00000003", "step-00000008", "step-00000009"]
 
 
 def test_files_that_are_not_what_was_reported_are_no_state(

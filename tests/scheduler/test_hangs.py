@@ -1,4 +1,4 @@
-"""Members that send heartbeats and do not get on: who is replaced, when, and when the run ends."""
+"""Members with heartbeats and without progress: their replacement, and the end of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAITING = pb.Heartbeat(activity="B 0 0 of train 1, waiting for gradient", waitin
 
 @pytest.fixture
 def hanging(live_with: MakeDriver) -> Driver:
-    """A run in its first attempt, in which nobody may be stuck for 20 seconds."""
+    """A run in its first attempt, in which 20 seconds without progress are a hang."""
     return live_with(cluster={"attempt_timeout_s": TIMEOUT_S})
 
 
@@ -246,21 +246,21 @@ def test_a_restore_hangs_until_the_run_ends() -> None:
 
 
 def test_the_log_says_who_and_what(hanging: Driver) -> None:
-    said: list[str] = []
+    texts: list[str] = []
     for _ in range(43):
         hanging.say("worker.0", heartbeat=WAITING)
         hanging.say("worker.1", heartbeat=STUCK)
         for name in ("node.a", "memoryd.a", "optimizerd.a"):
             hanging.say(name, heartbeat=pb.Heartbeat(waiting=True))
         hanging.tick(0.5)
-        said += [effect.text for effect in hanging.effects if isinstance(effect, LogLine)]
-    assert [text.split(" is lost: ")[1] for text in said if "is lost" in text] == [
+        texts += [effect.text for effect in hanging.effects if isinstance(effect, LogLine)]
+    assert [text.split(" is lost: ")[1] for text in texts if "is lost" in text] == [
         "no progress for 20.5 s: B 1 0 of train 1"
     ]
 
 
 def test_work_that_always_gets_on_must_end_too(live_with: MakeDriver) -> None:
-    """Somebody whose progress grows for ever is replaced after a hundred times a standstill."""
+    """A member with endless progress is replaced after a hundred times the allowed standstill."""
     driver = live_with(cluster={"attempt_timeout_s": 0.5})
     lines: list[str] = []
     for count in range(97):

@@ -64,8 +64,8 @@ def test_rows_of_a_killed_scheduler_are_forced_to_disk_before_anybody_hears_of_t
     assert subprocess.run([sys.executable, "-c", code, str(path), RUN_ID]).returncode == 9
     with closing(Journal(path, RUN_ID)):
         shutil.copy(path, tmp_path / "without-its-log")
-    with closing(sqlite3.connect(tmp_path / "without-its-log")) as found:
-        assert found.execute("SELECT version FROM decisions").fetchall() == [(1,)]
+    with closing(sqlite3.connect(tmp_path / "without-its-log")) as journal:
+        assert journal.execute("SELECT version FROM decisions").fetchall() == [(1,)]
 
 
 def test_a_journal_that_was_moved_away_is_written_no_more(tmp_path: Path) -> None:

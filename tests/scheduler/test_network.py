@@ -1,4 +1,4 @@
-"""A network that fails is no reason to kill anybody: who comes back is drained and goes on."""
+"""A failed network is no reason to kill a process: a process that returns is drained."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_lost_connection_begins_another_epoch_with_the_same_processes() -> Non
 
 
 def test_a_node_hears_who_is_missing_once_a_minute() -> None:
-    """Of a process that hangs before it could join nobody here knows the id."""
+    """The id of a process that hangs before it could join is unknown here."""
     driver = two_machines()
     pid = driver.pids["worker.1"]
     assert fences(driver.close("worker.1")) == []

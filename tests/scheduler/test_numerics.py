@@ -48,8 +48,8 @@ def row(step: int, recipe: Numerics = RECIPE, **devices: dict[str, str]) -> Jour
 def greet(driver: Driver, name: str, facts: dict[str, str]) -> list[str]:
     """A worker on a device with ``facts`` says Hello."""
     stream = next(driver._numbers)
-    said = [pb.Fact(name=fact, value=value) for fact, value in facts.items()]
-    hello = pb.Hello(run_id=RUN_ID, member=name, pid=100 + stream, facts=said)
+    all_facts = [pb.Fact(name=fact, value=value) for fact, value in facts.items()]
+    hello = pb.Hello(run_id=RUN_ID, member=name, pid=100 + stream, facts=all_facts)
     lines = driver.feed(Joined(stream=stream, hello=hello))
     if driver.machine.members.name_of(stream) is not None:
         driver.streams[name], driver.pids[name] = stream, 100 + stream
@@ -115,8 +115,8 @@ def test_other_devices_than_at_the_last_start_are_told_in_a_line() -> None:
     before = row(1, worker_0=H200, worker_1=H200)
     devices = {"worker.0": H200, "worker.1": H100}
     effects = begun(Driver(rules_with(), facts_at(4, numerics=before)), devices)
-    said = [effect.text for effect in effects if isinstance(effect, LogLine) and effect.warning]
-    assert said == [
+    warnings = [effect.text for effect in effects if isinstance(effect, LogLine) and effect.warning]
+    assert warnings == [
         "devices differ from the last start: worker.1: GPU: H200 -> H100; layers may round"
         " otherwise from step 5 on"
     ]
@@ -186,10 +186,10 @@ def test_rows_of_recipes_are_kept_until_the_run_goes_back(tmp_path: Path) -> Non
             journal.decide(commit(version))
         journal.follow(row(7, other, worker_0=H100))
     with closing(Journal(path, RUN_ID)) as journal:
-        found = journal.load().numerics
-        assert found == row(7, other, worker_0=H100)
-        assert found is not None
-        assert Numerics.from_json(found.recipe, "journal").digest == found.digest
+        numerics = journal.load().numerics
+        assert numerics == row(7, other, worker_0=H100)
+        assert numerics is not None
+        assert Numerics.from_json(numerics.recipe, "journal").digest == numerics.digest
         journal.go_back(make_position(3), 3, 5)
         assert journal.load().numerics == row(1)
         journal.follow(row(4, other))

@@ -126,7 +126,7 @@ def drain(
     driver = Driver(rules or partner_rules(), facts_at(4, **facts), saved_at(2))
     for member in driver.rules.members:
         driver.join(member.name, epoch=(epochs or {}).get(member.name, 3))
-    said = {
+    reports = {
         "memoryd.a": {"memory": memory_a},
         "memoryd.b": {"memory": memory_b},
         "mirrord.a": {"replica": replica_of_b},
@@ -135,7 +135,7 @@ def drain(
     lines: list[str] = []
     for member in driver.rules.members:
         if member.role.value != "node":
-            fields = said.get(member.name, {})
+            fields = reports.get(member.name, {})
             lines = driver.say(member.name, drained=pb.Drained(epoch=driver.epoch, **fields))
     return driver, lines
 
@@ -262,7 +262,7 @@ def test_an_optimizerd_that_was_in_the_last_epoch_is_not_new() -> None:
     driver.fenced("memoryd.a", driver.pids["memoryd.a"])
     driver.join("memoryd.a", nonce=1)
     incarnation = driver.machine.mirror.record.incarnation  # type: ignore[union-attr]
-    said = {
+    reports = {
         "memoryd.a": {"memory": EMPTY},
         "memoryd.b": {"memory": memory(1, incarnation)},
         "mirrord.b": {"replica": replica(1, incarnation=incarnation)},
@@ -270,7 +270,7 @@ def test_an_optimizerd_that_was_in_the_last_epoch_is_not_new() -> None:
     lines: list[str] = []
     for member in driver.rules.members:
         if member.role.value != "node":
-            fields = said.get(member.name, {})
+            fields = reports.get(member.name, {})
             lines = driver.say(member.name, drained=pb.Drained(epoch=2, **fields))
     assert lines == ["mirrord.b <- settle e2 v1"]
 
@@ -279,9 +279,9 @@ def hello(name: str, pid: int, machine: str, nonce: int = 0) -> pb.Hello:
     return pb.Hello(run_id=RUN_ID, member=name, pid=pid, machine=machine, nonce=nonce)
 
 
-def joins(driver: Driver, stream: int, said: pb.Hello) -> bool:
-    driver.feed(Joined(stream=stream, hello=said))
-    return driver.machine.members.name_of(stream) == said.member
+def joins(driver: Driver, stream: int, message: pb.Hello) -> bool:
+    driver.feed(Joined(stream=stream, hello=message))
+    return driver.machine.members.name_of(stream) == message.member
 
 
 def test_a_spare_on_another_machine_waits_for_the_lease_of_the_one_before() -> None:

@@ -205,8 +205,8 @@ def test_stop_finishes_the_attempt_saves_and_ends(live: Driver) -> None:
     assert live.feed(StopAsked()) == [], "the node may signal as well"
     assert live.run_attempt()[-1] == SETTLE.format(1)
     assert live.save() == shutdown()
-    told = {e.message.shutdown.exit_code for e in live.effects if isinstance(e, Send)}
-    assert told == {5}, "every node ends with it"
+    codes = {e.message.shutdown.exit_code for e in live.effects if isinstance(e, Send)}
+    assert codes == {5}, "every node ends with it"
     assert live.leave_all() == ["exit 5"]
 
 

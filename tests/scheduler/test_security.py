@@ -146,8 +146,8 @@ def test_who_looks_changes_nothing(secured: Scheduler, keys: Path, tmp_path: Pat
         for call, name in ((client.stop, "Stop"), (client.pause, "Pause")):
             with pytest.raises(ConfigError, match=f"{name} is for the role control.*: look"):
                 call()
-    wanted = client_credentials(config("tls", keys), tmp_path, Role.CONTROL)
-    with ControlClient(secured.address, wanted) as client:
+    credentials = client_credentials(config("tls", keys), tmp_path, Role.CONTROL)
+    with ControlClient(secured.address, credentials) as client:
         client.stop()
         client.status()
     with ControlClient(secured.address, Credentials(KeyFolder(keys / "node.b"))) as client:

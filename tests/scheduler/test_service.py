@@ -336,9 +336,9 @@ def test_a_damaged_manifest_is_refused_and_members_are_told(
     code, errors = run.schedule().wait()
     assert code == 2 and str(manifest) in errors
     assert run.cluster.memory.restores == []
-    told = run.cluster.shutdowns
-    wait_for(lambda: len(told) == 5, "shutdown of all members")
-    assert all(shutdown.keep_memory for shutdown in told.values())
+    shutdowns = run.cluster.shutdowns
+    wait_for(lambda: len(shutdowns) == 5, "shutdown of all members")
+    assert all(shutdown.keep_memory for shutdown in shutdowns.values())
 
 
 def test_threads_do_not_grow_with_the_members(make_fake_run: Callable[..., FakeRun]) -> None:

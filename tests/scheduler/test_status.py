@@ -1,4 +1,4 @@
-"""What a status says of the members' work, and of what happened lately."""
+"""A status: work of the members, and the last events."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_a_loss_is_told_once_with_its_cause_and_how_long_it_took(live_with: Make
     driver.close("worker.1")
     fenced = pb.Fenced(member="worker.1", pid=pid, death="was killed by signal 9")
     driver.say("node.a", fenced=fenced)
-    said = "worker.1 was lost (killed by signal 9)"
-    assert happenings(driver) == [began, ("broken", 0, 0.0, said)]
+    reason = "worker.1 was lost (killed by signal 9)"
+    assert happenings(driver) == [began, ("broken", 0, 0.0, reason)]
     driver.tick(2.0)
     driver.join("worker.1")
     driver.close("worker.0")  # before the new epoch lives
@@ -61,7 +61,7 @@ def test_a_loss_is_told_once_with_its_cause_and_how_long_it_took(live_with: Make
     driver.join("worker.0")
     driver.drained(0)
     driver.ready()
-    assert happenings(driver) == [began, ("broken", 0, 2.0, said)]
+    assert happenings(driver) == [began, ("broken", 0, 2.0, reason)]
     assert [h.number for h in driver.status.happenings] == [1, 2]
 
 
@@ -83,8 +83,8 @@ def test_steps_that_must_be_computed_again_are_counted(live_with: MakeDriver) ->
 
 def absence(driver: Driver, name: str) -> tuple[str, float, str, str]:
     """State, seconds without a stream, why, what happens next."""
-    found = member(driver, name)
-    return found.state, round(found.gone_seconds, 3), found.why, found.next
+    status = member(driver, name)
+    return status.state, round(status.gone_seconds, 3), status.why, status.next
 
 
 def test_a_status_says_who_is_missing_since_when_why_and_what_happens_next(
