@@ -21,8 +21,8 @@ def round_size(num_microbatches: int, num_devices: int) -> int | None:
     equal.
 
     Returns ``None`` if rounds cannot be equal. Megatron admits multiples of the number of devices
-    only. torch.distributed.pipelining admits all numbers that fit into rounds of one size, and so
-    do we.
+    only. torch.distributed.pipelining and this module admit all numbers that fit into rounds of one
+    size.
     """
     rounds = max(1, num_microbatches // num_devices)
     return None if num_microbatches % rounds else num_microbatches // rounds

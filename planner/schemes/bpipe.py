@@ -8,8 +8,8 @@ goes to the pair. Right after each backward the oldest comes back, ceil((p + 2) 
 ahead of its own. Those of the pair and those it hosts are together at most ceil((p + 2) / 2) as
 well.
 
-Order and bubble are those of 1F1B, (p - 1) / (m + p - 1), if the link between the devices of a pair
-is fast enough. Weights stay on their devices.
+The order is that of 1F1B. So is the bubble, (p - 1) / (m + p - 1), if the link between the devices
+of a pair is fast enough. Weights stay on their devices.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Chimera: two pipelines in opposite directions on the same devices, "X" for its shape.
 
 Source: Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with
-Bidirectional Pipelines", 2021, section 3. Stage i of the down pipeline (route 0) is on device i,
-that of the up pipeline (route 1) on device p - 1 - i. Every device has two stages, and the weights
-of each stage are on two devices. Micro-batches alternate between the routes. With m = p the orders
-are the paper's merge of two 1F1B schedules. More are scheduled in units of p by direct
+Bidirectional Pipelines", 2021, section 3. Stage i of the down pipeline (route 0) is on device i.
+Stage i of the up pipeline (route 1) is on device p - 1 - i. Every device has two stages, and the
+weights of each stage are on two devices. Micro-batches alternate between the routes. With m = p the
+orders are the paper's merge of two 1F1B schedules. More are scheduled in units of p by direct
 concatenation (section 3.5).
 
 With equal forward and backward times 1 and m a multiple of p the makespan is 2 m + p - 2. The

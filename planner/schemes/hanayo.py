@@ -6,8 +6,8 @@ are both directions of Chimera, without the second copy of the weights. Units of
 
 Let forward and backward take f per micro-batch and device, and m be a multiple of p. The bubble
 takes 2 f (p - 1) / V, as that of interleaved 1F1B. For b > f there is a gap in each of the K = m /
-p units: (2 f + 2 K (b - f)) (p - 1) / V. For m = p, b = 2 f that is a ratio of (2 p - 2) / (3 p W +
-2 p - 2). Device d keeps at most (V - 1) p + 1 + d of its V m stage activations. For W = 1 that is
+p units: (2 f + 2 K (b - f)) (p - 1) / V. For m = p, b = 2 f the bubble ratio is (2 p - 2) / (3 p W
++ 2 p - 2). Device d keeps at most (V - 1) p + 1 + d of its V m stage activations. For W = 1 that is
 from p + 1 to 2 p of them. In micro-batches that is (p + 1) / 2 to p, as in table 1 of the Mario
 paper. Weights stay on their devices (V buffers).
 """

@@ -1,9 +1,9 @@
 """Interleaved 1F1B: V stages ("chunks") per device, "W" for its shape.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", 2021, section 2.2. Stage i is on device i mod p. Device d starts with 2 (p - 1 - d) +
-(V - 1) g forwards. g is the micro-batches of a round (:mod:`.alternating`; p if m is a multiple of
-p). With one chunk per device it is 1F1B.
+Megatron-LM", 2021, section 2.2. Stage i is on device i mod p. A round has g micro-batches
+(:mod:`.alternating`; p if m is a multiple of p). Device d starts with 2 (p - 1 - d) + (V - 1) g
+forwards. With one chunk per device it is 1F1B.
 
 Let m >= p, and f and b be the forward and backward time per micro-batch and *device*. The bubble
 takes (p - 1) (f + b) / V. Its ratio is (p - 1) / (V m + p - 1). Device d keeps at most (V - 1) g +

@@ -1,9 +1,9 @@
 """SPipe: forward and backward of a stage on different devices, backward stages cut finer.
 
 Source: Ryu et al., "SPipe: Hybrid GPU and CPU Pipeline for Training LLMs under Memory Pressure",
-section 3.1 and figure 8. Forward stage i is on device i mod p. The device that finishes its
-forwards first starts the backward of the last stage, the next device takes the stage before, and so
-on (decoupled pass assignment). With forward stages a multiple of p this is device 0 first.
+section 3.1 and figure 8. Forward stage i is on device i mod p. The first device to finish its
+forwards starts the backward of the last stage. The next device takes the stage before, and so on
+(decoupled pass assignment). With forward stages a multiple of p this is device 0 first.
 Recomputation makes it possible: only the input checkpoint of a backward stage travels, as soon as
 its forward has run. A backward stage (recomputation + backward, three times a forward's work)
 should cost about as much as a forward stage. Hence several backward stages per forward stage: the
@@ -12,7 +12,7 @@ paper draws two and runs three.
 Buffers: two stages of weights; checkpoints of the device's backward stages for all micro-batches,
 the activations of one. Let m >= p, forward stages be a multiple of p, and backward stages as long
 as forward stages. Then there is no bubble between forward and backward. Only the skew of p - 1
-steps remains, a bubble of (p - 1) / (w + p - 1) with w steps of work per device. In figure 8 that
+steps remains. With w steps of work per device the bubble is (p - 1) / (w + p - 1). In figure 8 that
 is 3 / 27 = 11 % (the figure's 25 % counts weight transfers and the optimizer's tail, too).
 """
 

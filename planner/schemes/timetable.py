@@ -3,11 +3,11 @@
 Micro-batch k of a unit enters its route 2 k slots after the unit starts. It moves on by one stage a
 slot, forward through S stages and back. So forward (s, k) has slot ``s + 2 k``, backward (s, k) has
 ``2 S - 1 - s + 2 k``. A device must have stages of both parities, half of each. A bidirectional
-pair of pipelines has them (Chimera, s and p - 1 - s, p even), and a wave (Hanayo, s and 2 p - 1 -
-s). Then forwards of one kind and backwards of the other use the even slots, the rest the odd ones.
-A unit keeps a device busy for ``2 * stages per device * micro-batches per route`` slots. The next
-unit starts after as many: its first forwards fill the slots that the last backwards leave free. The
-Chimera paper calls this "direct concatenation" (section 3.5).
+pair of pipelines has them (Chimera, s and p - 1 - s, p even). A wave has them, too (Hanayo, s and 2
+p - 1 - s). Then forwards of one kind and backwards of the other use the even slots, the rest the
+odd ones. A unit keeps a device busy for ``2 * stages per device * micro-batches per route`` slots.
+The next unit starts after as many: its first forwards fill the slots that the last backwards leave
+free. The Chimera paper calls this "direct concatenation" (section 3.5).
 
 The orders are those of equal forward and backward times; with other times they stay the same.
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,15 +196,15 @@ def read_constraints(run_dir: Path, schedule: ScheduleConfig) -> Mapping[str, An
         ConfigError: ``resolved.yaml`` cannot be read.
     """
     path = run_dir / _RECORD
-    with suppress(FileNotFoundError):
+    if path.exists():
         try:
             fields = parse_json(path.read_bytes())
             check_object(fields, str(path))
             constraints = dict(fields["constraints"])
             chosen = dict(fields["schedule"])
-        except DAMAGED as error:
+        except (OSError, *DAMAGED) as error:
             raise StateError(
-                f"{path}: is damaged ({error}); delete it, and schedule: auto searches again"
+                f"{path}: cannot be read ({error}); delete it, and schedule: auto searches again"
             ) from error
         if chosen == searched_keys(schedule):
             return constraints

@@ -1,6 +1,7 @@
 """Swapping-aware recomputation of a schedule: its problem, and the solution applied (section 6).
 
 Swaps go into the order of a stage in the three phases of the paper (section 6.1, figure 10).
+
 *Eviction*, in the warm-up, keeps the number of blocks on the device at its target.
 *Eviction-loading*, in the steady phase, evicts one block for every block that comes back.
 *Loading*, in the end, only brings back.
