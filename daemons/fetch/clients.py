@@ -77,7 +77,7 @@ class Client:
         """Returns the next request, or None: there is none now.
 
         Raises:
-            ProtocolError: it is none, names a slot that is in use, or the client has hung up.
+            ProtocolError: it is none, names a slot that is in use, or the client has disconnected.
         """
         try:
             data = self.socket.recv(MAX_HEADER_BYTES, sockets.MSG_DONTWAIT)
@@ -86,7 +86,7 @@ class Client:
         except OSError as error:
             raise ProtocolError(f"the client is gone: {error}") from error
         if not data:
-            raise ProtocolError("the client has hung up")
+            raise ProtocolError("the client has disconnected")
         request = decode(data, ReadRequest)
         if request.slot >= STAGING_SLOTS or request.slot in self.busy:
             raise ProtocolError(f"slot {request.slot} is not free")

@@ -147,7 +147,7 @@ class FetchService:
             return
         try:
             if len(self._clients) >= MAX_CLIENTS:
-                raise ProtocolError(f"{MAX_CLIENTS} clients are here already")
+                raise ProtocolError(f"{MAX_CLIENTS} clients are connected already")
             client = Client(self._agent, connection, self._serving.offer.generation)
         except (OSError, PenstockError) as error:
             _log.warning("a client cannot be served: %s", error)
@@ -212,7 +212,7 @@ class FetchService:
             try:
                 still = self._step(flight, now_s)
             except (TransferError, StaleError) as error:
-                why = str(error) or "a fetchd that was there before has answered"
+                why = str(error) or "an earlier fetchd has answered"
                 self._peers.away(flight.peer, why, now_s + AWAY_S)
                 self._land(flight, _away(flight.request, why))
             else:

@@ -235,7 +235,9 @@ class MemoryEffects:
 
     def _refill(self, replica: ReplicaSource, cancelled: Callable[[], bool]) -> None:
         if self._partner is None:
-            raise ConfigError("memory.mirror is none, and this memory is to be filled by a partner")
+            raise ConfigError(
+                "memory.mirror is none, but the scheduler orders a refill from a replica"
+            )
         refill(
             self._memory,
             self._partner,

@@ -56,8 +56,8 @@ def acquire(
         gone = [spec.name(kind) for kind in SegmentKind if not exists(spec.name(kind))]
         raise StateError(
             f"memory of node {spec.node_name}: {', '.join(gone)} was removed from /dev/shm, and the"
-            " rest is worth nothing without it. Remove the rest (penstock doctor --clean --force"
-            " --run-dir DIR); then the same command goes on from the newest saved state"
+            " rest is useless without it. Remove the rest (penstock doctor --clean --force"
+            " --run-dir DIR); then the same command resumes from the newest saved state"
         ) from error
     except SegmentError as error:
         raise StateError(f"memory of node {spec.node_name}: {error}") from error
@@ -92,7 +92,7 @@ def _refuse_strangers(spec: MemorySpec) -> None:
         except StrangeSegmentError as error:
             raise StateError(
                 f"memory of node {spec.node_name}: {error}, and this run needs that name: remove it"
-                " (its user or root may), then give the same command again"
+                " (its user or root may), then repeat the command"
             ) from error
 
 
@@ -136,7 +136,7 @@ def _draw(count: int) -> bytes:
 
 def _too_small(spec: MemorySpec, needed: int, there: MemoryLimit) -> CapacityError:
     dead = [group for group in inventory() if not group.in_use and group.run_id != spec.run_id]
-    hint = f"; enlarge what {there.owner} gives, or train a smaller model"
+    hint = f"; raise the limit of {there.owner}, or train a smaller model"
     if dead:
         hint = "; penstock doctor --clean would remove " + ", ".join(map(_describe, dead)) + hint
     return CapacityError(

@@ -128,7 +128,7 @@ def read_manifest(directory: Path) -> Manifest:
         if not _has_checksum(fields, path):
             _log.warning(
                 "%s has no checksum of its own (saved by an older Penstock): the position in the"
-                " data is taken as it is",
+                " data is used unchecked",
                 path,
             )
         files = {
@@ -314,7 +314,7 @@ def _check_tensors(
     layouts = {tensor.name: (tensor.dtype, tensor.shape) for tensor in expected}
     odd = sorted(layouts.keys() ^ places.keys())
     if odd:
-        where = "is missing from it" if odd[0] in layouts else "is in it and not in the model"
+        where = "is not saved" if odd[0] in layouts else "is saved, but not in the model"
         raise StateError(
             f"{path}: saved from another model or optimizer: {odd[0]!r} {where}"
             f" ({len(odd)} such tensors)"
@@ -336,11 +336,11 @@ def _has_checksum(fields: Mapping[str, Any], path: Path) -> bool:
 
 def _file_name(name: str) -> str:
     if Path(name).name != name:
-        raise ValueError(f"{name!r} is no file name")
+        raise ValueError(f"{name!r} is not a file name")
     return name
 
 
 def _count(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value

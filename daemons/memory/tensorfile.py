@@ -95,21 +95,21 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     """Returns the tensors of a file, with every byte range checked against the file's size.
 
     Raises:
-        DamagedError: missing, cut short, or no safetensors file.
+        DamagedError: missing, cut short, or not a safetensors file.
     """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise DamagedError(f"{path}: cut short, or no safetensors file ({size} bytes)")
+                raise DamagedError(f"{path}: cut short, or not a safetensors file ({size} bytes)")
             fields = json.loads(file.read(length))
     except OSError as error:
         raise DamagedError(f"{path}: cannot read it: {error}") from error
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: its header is damaged: {error}") from error
     if not isinstance(fields, dict):
-        raise DamagedError(f"{path}: its header is damaged: no JSON object")
+        raise DamagedError(f"{path}: its header is damaged: not a JSON object")
     fields.pop("__metadata__", None)
     places = {name: _place(path, name, entry, 8 + length) for name, entry in fields.items()}
     end = max((p.start + p.num_bytes for p in places.values()), default=8 + length)
@@ -192,7 +192,7 @@ def _place(path: Path, name: str, entry: object, data_start: int) -> TensorPlace
         num_bytes = ITEM_BYTES[dtype]
         for number in (start, end, *shape):
             if type(number) is not int or number < 0:
-                raise ValueError(f"{number!r} is no size")
+                raise ValueError(f"{number!r} is not a size")
         for extent in shape:
             num_bytes *= extent
     except (KeyError, TypeError, ValueError) as error:

@@ -211,7 +211,7 @@ class NodeEffects:
         try:
             note.write(self._run_dir)
         except PenstockError as error:
-            self._say(f"cannot leave word that the run has ended: {error}")
+            self._say(f"cannot write the note of the run's end: {error}")
 
     def _close_link(self, effect: CloseLink) -> None:
         self.close_link()

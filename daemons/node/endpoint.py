@@ -130,7 +130,7 @@ def own_port(host: str, configured: int, preferred: int | None = None) -> OwnPor
             return OwnPort(port=port, claim=claim, hold=_hold(host, port))
         if configured:
             raise PortTakenError(
-                f"cluster.scheduler_port = {port}: is another run's on this machine;"
+                f"cluster.scheduler_port = {port}: belongs to another run on this machine;"
                 " choose another port, or 0 to let Penstock choose"
             )
         preferred = None

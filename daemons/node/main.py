@@ -14,7 +14,7 @@ from penstock.daemons.fetch.agent import why_not
 from penstock.daemons.memory.states import saved_steps
 from penstock.daemons.monitor.metrics.serving import check_port
 from penstock.daemons.monitor.metrics.targets import remove_targets
-from penstock.daemons.monitor.observer.need import is_observed
+from penstock.daemons.monitor.observer.consumer import is_observed
 from penstock.daemons.node.children import Children, ProcessSpec
 from penstock.daemons.node.effects import LinkSettings, NodeMetrics
 from penstock.daemons.node.endpoint import (

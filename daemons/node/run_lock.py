@@ -89,7 +89,7 @@ class RunLock:
                     )
                 if time.monotonic() >= deadline:
                     raise LostMemberError(
-                        f"{path}: processes of a killed run still end after {wait_s:g} s;"
+                        f"{path}: processes of a killed run are still ending after {wait_s:g} s;"
                         " penstock doctor lists them"
                     )
                 if time.monotonic() >= looks_s:

@@ -204,7 +204,7 @@ class OptimizerService:
             # It was given back as the run ended, which goes on all the same: with other memory,
             # which a new process maps.
             _log.warning(
-                "this node's memory was given back: ending, for another to map the new one"
+                "this node's memory was removed: ending, so that a new process maps the new memory"
             )
             event = StopAsked()
         if isinstance(event, AttemptAsked):  # memoryd had set its pins before this was sent

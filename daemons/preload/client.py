@@ -311,7 +311,7 @@ class Preloader:
             if self.process.stopped:
                 raise NotForkedError("it is stopped")
             if any(is_stopped(pid) for pid in group_of(self.process.pid)):
-                raise NotForkedError("its newborn is stopped")
+                raise NotForkedError("its new child is stopped")
             if time.monotonic() >= deadline_s:
                 raise NotForkedError(f"no answer for {within_s:g} s")
 

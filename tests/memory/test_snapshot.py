@@ -317,10 +317,10 @@ BLOCK = "block-0001.safetensors"
         (rewrite("manifest.json", lambda b: b"\xff" + b), r"manifest.json: .* is damaged"),
         (rewrite("manifest.json", lambda b: b"[" * 10_000), r"manifest.json: .* is damaged"),
         (change_manifest(format=2), r"manifest.json: format 2, this Penstock reads 1"),
-        (change_manifest(version="7"), r"manifest.json: .* '7' is no count"),
+        (change_manifest(version="7"), r"manifest.json: .* '7' is not a count"),
         (change_manifest(version=8), r"manifest.json: is of version 8, expected 7"),
         (change_manifest(files={}), r"manifest.json: lists no block-0000.safetensors"),
-        (change_manifest(files={"../x": {"bytes": 1, "sha256": ""}}), r"'../x' is no file name"),
+        (change_manifest(files={"../x": {"bytes": 1, "sha256": ""}}), r"'../x' is not a file name"),
         (lambda d: (d / BLOCK).unlink(), rf"{BLOCK}: cannot read it"),
         (rewrite(BLOCK, lambda b: b[:-1]), rf"{BLOCK}: has \d+ bytes, the manifest says \d+"),
         (rewrite(BLOCK, lambda b: b[:3]), rf"{BLOCK}: has 3 bytes"),
@@ -330,7 +330,7 @@ BLOCK = "block-0001.safetensors"
         ),
         (
             rewrite(BLOCK, lambda b: b"\xff" * 8 + b[8:]),
-            rf"{BLOCK}: cut short, or no safetensors file",
+            rf"{BLOCK}: cut short, or not a safetensors file",
         ),
         (rewrite(BLOCK, lambda b: b[:8] + b"}" + b[9:]), rf"{BLOCK}: its header is damaged"),
         (

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from penstock.config.schema import parse_config
-from penstock.daemons.node.preparing.attention import with_attention
+from penstock.daemons.node.preparing.layers import with_attention
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically
 from penstock.models import kernels as kernels_module

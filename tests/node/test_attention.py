@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.config.schema import Config, load_config
-from penstock.daemons.node.preparing.attention import keep_attention, with_attention
 from penstock.daemons.node.preparing.changes import find_changes, fixed_values
+from penstock.daemons.node.preparing.layers import keep_attention, with_attention
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically

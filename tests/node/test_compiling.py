@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.schema import Config, load_config, parse_config
 from penstock.daemons.node.preparing.changes import find_changes, fixed_values
-from penstock.daemons.node.preparing.compiling import first_guess, is_to_try, keep_compile
+from penstock.daemons.node.preparing.layers import first_guess, is_to_try, keep_compile
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.host.errors import ConfigError
 from penstock.planner.planning.configured import complete_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.daemons.node.preparing.compiling import with_compile
+from penstock.daemons.node.preparing.layers import with_compile
 from penstock.daemons.node.preparing.numerics import write_numerics
 from penstock.daemons.node.preparing.prepare import prepare_run
 from penstock.daemons.node.preparing.software import Software

@@ -10,8 +10,7 @@ import pytest
 
 from penstock.config.schema import Config, parse_config
 from penstock.daemons.monitor.observer import consumer
-from penstock.daemons.monitor.observer.consumer import run_consumers
-from penstock.daemons.monitor.observer.need import is_observed
+from penstock.daemons.monitor.observer.consumer import is_observed, run_consumers
 from penstock.host.stopping import StopSignal
 
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from penstock.config.schema import Config, parse_config
-from penstock.daemons.monitor.observer.need import is_observed
+from penstock.daemons.monitor.observer.consumer import is_observed
 from penstock.daemons.monitor.trackers import registry, supervised
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path, read_batch
 from penstock.daemons.monitor.trackers.main import TRIES, follow

@@ -75,7 +75,7 @@ def test_a_forked_newborn_that_is_stopped_is_killed_and_holds_nothing(
                 request = ForkRequest.here(
                     "tests.preload.newborn", (str(tmp_path / "view"), "0"), os.environ
                 )
-                with pytest.raises(NotForkedError, match="newborn is stopped"):
+                with pytest.raises(NotForkedError, match="new child is stopped"):
                     preloader.fork(request, STREAMS, [lock.fileno()])
                 assert len(stopper.stopped) == 1
                 assert group_of(preloader.process.pid) == [preloader.process.pid]

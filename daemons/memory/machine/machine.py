@@ -188,7 +188,7 @@ class MemoryMachine:
         self, files: tuple[WrittenFile, ...], error: str, seconds: float = 0.0
     ) -> list[Effect]:
         order, self.order = self.order, None
-        assert isinstance(order, SaveAsked), "only a save ends so"
+        assert isinstance(order, SaveAsked), "this result is not of a save"
         self.said = SendSaved(
             epoch=order.epoch,
             number=order.number,
@@ -236,7 +236,7 @@ class MemoryMachine:
 
     def _end_restore(self) -> RestoreAsked:
         order, self.order = self.order, None
-        assert isinstance(order, RestoreAsked), "only a restore ends so"
+        assert isinstance(order, RestoreAsked), "this result is not of a restore"
         self.phase = MemoryPhase.DRAINED
         return order
 

@@ -76,7 +76,7 @@ def compare(url: str, context: ssl.SSLContext | None) -> Exchange:
     try:
         theirs_s = float(parse_json(text)["seconds"])
     except DAMAGED as error:
-        raise ValueError(f"{url}: {text!r} is no time") from error
+        raise ValueError(f"{url}: {text!r} is not a time") from error
     return Exchange(
         at_s=time.monotonic(),
         offset_s=(begun_s + ended_s) / 2 - theirs_s,

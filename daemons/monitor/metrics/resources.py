@@ -171,5 +171,5 @@ def _planned_bytes_per_s(config: Config) -> float | None:
 
             return load_profile(config.schedule.profile).machine.peer_bandwidth
     except PenstockError as error:
-        _log.warning("what planning counted on is not known: %s", error)
+        _log.warning("the planned network rates are unknown: %s", error)
     return None

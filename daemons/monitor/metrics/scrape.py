@@ -116,6 +116,6 @@ def _request(address: str, complain: Callable[[str], None]) -> _Request | None:
         return None
     if not is_own_user(user):
         connection.close()
-        complain(f"@{address[1:]}: process {pid} of user {user} listens there: not asked")
+        complain(f"@{address[1:]}: process {pid} of user {user} listens there: not scraped")
         return None
     return _Request(connection=connection, pid=pid)

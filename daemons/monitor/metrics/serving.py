@@ -60,7 +60,7 @@ def application(collection: Collection, config: Config, run_dir: Path) -> App:
         page = pages.get(environ.get("PATH_INFO", ""))
         if page is None:
             start("404 Not Found", [("Content-Type", "text/plain")])
-            return [f"there are {', '.join(pages)}\n".encode()]
+            return [f"available paths: {', '.join(pages)}\n".encode()]
         kind, body = page(environ)
         start("200 OK", [("Content-Type", kind), ("Content-Length", str(len(body)))])
         return [body]
@@ -109,8 +109,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
     key = f"metrics_host = {host!r}" if elsewhere else f"metrics_port = {port}"
     remedy = (
-        "; another run on this machine may have it: choose another port for this one, or 0, with"
-        " which Penstock finds a free one and tells Prometheus (observability.targets)"
+        "; another run on this machine may have it: choose another port for this run, or 0 to let"
+        " Penstock find a free port and publish it to Prometheus (observability.targets)"
     )
     owner = f" ({describe_listener(f'{host}:{port}')})" if port_taken else ""
     return (PortTakenError if port_taken else ConfigError)(

@@ -52,7 +52,7 @@ def write_targets(run: RunDirectory, node: str, port: int) -> None:
             write_atomically(path, text)
             path.chmod(0o644)  # Prometheus may be another user
         except (OSError, PenstockError) as error:
-            _log.warning("Prometheus is not told where metrics are: %s", error)
+            _log.warning("cannot publish the address of metrics for Prometheus: %s", error)
 
 
 def renew_targets(run: RunDirectory, node: str, port: int) -> None:

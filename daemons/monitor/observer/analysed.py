@@ -63,5 +63,5 @@ class Analysed:
 def _seconds(value: Any) -> float:
     seconds = float(value)
     if not math.isfinite(seconds):
-        raise ValueError(f"{value} are no seconds")
+        raise ValueError(f"{value} is not a number of seconds")
     return seconds

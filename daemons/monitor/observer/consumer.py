@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from penstock.config.schema import Config
+from penstock.daemons.monitor.trackers.registry import wanted_trackers
 from penstock.host.stopping import StopSignal
 
 AGAIN_S = 5.0
@@ -20,6 +22,12 @@ FINISH_S = 10.0
 """At the end of the run consumers have so long for what was written last."""
 
 _log = logging.getLogger(__name__)
+
+
+def is_observed(config: Config) -> bool:
+    """Returns whether observerd may have work: sampled attempts or trackers."""
+    every = config.observability.sample_every
+    return 0 < every <= config.train.steps or bool(wanted_trackers(config))
 
 
 class Consumer(Protocol):

@@ -105,7 +105,7 @@ class Sampling:
         try:
             analysed.write(self.run_directory.path)
         except PenstockError as error:
-            _log.warning("attempt %d: cannot be written down: %s", found.attempt, error)
+            _log.warning("attempt %d: cannot be written: %s", found.attempt, error)
 
 
 def _born_s() -> float:

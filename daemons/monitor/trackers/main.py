@@ -95,5 +95,5 @@ def _hand_on(sink: Sink, readings: list[Reading], place: Bookmark, notes: Path) 
             raise
         except Exception as error:
             dropped += 1
-            _log.warning("step %d is left out: %r", reading.step, error)
+            _log.warning("step %d is dropped: %r", reading.step, error)
     return dropped

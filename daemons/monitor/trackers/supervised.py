@@ -92,7 +92,7 @@ class TrackerConsumer:
         self._starts_s = now_s + pause_s
         if self._failed == 1:  # and not each time that a server is still away
             _log.warning(
-                "%s ended with exit code %d; it is tried again, first in %g s, and the run goes on:"
+                "%s ended with exit code %d; it is restarted, first after %g s; the run continues:"
                 " see logs/tracker.%s.jsonl",
                 *(self.name, code, pause_s, self.name),
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.config.values import AUTO, SDPA
-from penstock.daemons.node.preparing.compiling import leaves_layers
+from penstock.daemons.node.preparing.layers import leaves_layers
 from penstock.daemons.node.preparing.software import Software
 from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import StateError

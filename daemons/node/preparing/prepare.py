@@ -18,7 +18,6 @@ from penstock.config.schema import Config, load_config
 from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, SDPA
 from penstock.daemons.memory.states import refuse_damage, saved_steps
 from penstock.daemons.monitor.trackers.registry import check_trackers
-from penstock.daemons.node.preparing.attention import keep_attention, with_attention
 from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.changes import (
     Change,
@@ -33,14 +32,16 @@ from penstock.daemons.node.preparing.changes import (
     read_constraints,
     write_constraints,
 )
-from penstock.daemons.node.preparing.compiling import (
+from penstock.daemons.node.preparing.emulated import write_model
+from penstock.daemons.node.preparing.layers import (
     compiles,
     first_guess,
     is_to_try,
+    keep_attention,
     keep_compile,
+    with_attention,
     with_compile,
 )
-from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.machine import check_machine
 from penstock.daemons.node.preparing.numerics import chosen_attention, knows_kernels, write_numerics
 from penstock.daemons.node.preparing.places import (

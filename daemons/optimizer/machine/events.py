@@ -121,6 +121,7 @@ class AttemptAsked:
     loss_scale: float
     learning_rate: float
     hold: bool
+    """True for a synchronous step: optimizerd waits for the norm instead of speculating."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,8 @@ class Advance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """Write ``update``, which is committed or steps in place, into master, state and weights, in
-    one go.
+    """Writes ``update``, which is committed or steps in place, into master, state and weights, in
+    one sweep.
     """
 
     name: ClassVar[str] = "hold"

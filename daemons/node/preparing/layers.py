@@ -1,7 +1,8 @@
-"""Decides ``model.compile: auto`` before the first step of a run.
+"""Decides how the layers of a run execute: ``model.attention: auto`` and ``model.compile: auto``.
 
-The bits of a run depend on compilation, so ``resolved.yaml`` holds ``true`` or ``false``. A run
-keeps the value until its user sets another one.
+Both are decided before the first step. The bits of a run depend on them, so ``resolved.yaml`` holds
+the decisions, and a run keeps them until its user sets other values. The tool process that observes
+kernels chooses the attention; runs that are older than its key have ``sdpa``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,23 @@ from penstock.protocol.plan.plan import Plan
 
 _GRAPHS = ("model.", "data.", "train.micro_batch", "train.freeze", "cluster.device")
 """Keys, or beginnings of keys, that compiled graphs depend on."""
+
+
+def keep_attention(config: Config, previous: Config | None) -> Config:
+    """Returns the configuration with the value that ``auto`` stood for in the run until now.
+    Another device has a choice of its own. ``previous``: the configuration of a run that has
+    started, else None.
+    """
+    if config.model.attention != AUTO or previous is None:
+        return config
+    if previous.model.attention == AUTO or previous.cluster.device != config.cluster.device:
+        return config
+    return with_attention(config, previous.model.attention)
+
+
+def with_attention(config: Config, name: str) -> Config:
+    """Returns the configuration with another value of ``model.attention``."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"attention": name})})
 
 
 def keep_compile(config: Config, previous: Config | None) -> Config:
