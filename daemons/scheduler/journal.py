@@ -17,8 +17,8 @@ Tables::
     metrics      seq, line                     the lines of metrics.jsonl, in the same transaction
 
 WAL with ``synchronous=FULL``: a row is on disk when the call returns. A kill in the middle of a
-write leaves an unfinished end of the log, which SQLite ignores, or a complete row that is not on
-disk. The next process that opens the file forces such a row to disk.
+write may leave an unfinished end of the log, which SQLite ignores. It may also leave a complete row
+that is not on disk: the next process that opens the file forces the row to disk.
 
 Each transaction counts itself in ``meta``, and then in a separate file. A journal with fewer
 transactions than that file has lost its log, and is rejected

@@ -32,7 +32,7 @@ RESTORE = RestoreAsked(epoch=1, incarnation=4, source="", version=0)
 
 
 class InstantJobs:
-    """Hands of a memoryd whose restores end at once."""
+    """An effect runner of a memoryd with restores that end at once."""
 
     def __init__(self, answers: Sequence[Event] = (Restored(),)) -> None:
         self.exit: Exit | None = None

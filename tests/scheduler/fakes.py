@@ -175,7 +175,7 @@ class FakeCluster:
         self.silent: set[str] = set()
         """Members that take part in nothing although their stream lives, until they are fenced."""
         self.stuck: set[str] = set()
-        """Members whose processes, also new ones, never get on with an attempt."""
+        """Members with processes, also new ones, that never progress in an attempt."""
         self.sum_squares = 0.125
         self.save_error = ""
         self._pids = itertools.count(1000)

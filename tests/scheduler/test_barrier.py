@@ -1,4 +1,4 @@
-"""Membership and epochs: who is believed, who must be dead, what a barrier sends and when."""
+"""Membership and epochs: accepted processes, ordered deaths, messages of a barrier."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_first_epoch_from_nothing_to_the_first_attempt() -> None:
     assert (
         driver.say("worker.0", ready=ready)
         == [
-            "node.a <- begin e1 v0",  # whose budget of restarts begins anew with a version
+            "node.a <- begin e1 v0",  # its budget of restarts is full again with a new version
             *(f"{name} <- run_attempt e1 a1 v0 data 0" for name in DRAINS[1:]),
         ]
     )
@@ -74,7 +74,7 @@ def test_begin_carries_record_plan_and_endpoints() -> None:
 
 
 def test_a_begin_does_not_grow_with_the_members() -> None:
-    """Each member hears of the peers that it asked for; only who did not ask hears of all."""
+    """Each member receives the peers that it requested; a member without a request receives all."""
     longest = {}
     for num_nodes in (2, 16):
         nodes = [{"name": f"n{index}"} for index in range(num_nodes)]

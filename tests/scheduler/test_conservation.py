@@ -1,10 +1,10 @@
 """Random kills, stops, scheduler crashes and late messages: nothing is lost, nothing doubled.
 
-A model of two nodes with all members, whose messages and streams are delivered in any order that
-streams allow, drives the real machine and the real journal. Gradients are a function of the data,
-so whatever happens the run must decide exactly as the undisturbed one. Saves are written while
-later attempts run: memoryds pin a version, read it when it is settled, and sweeps that would
-overwrite it wait. What a saved state holds must be its version's, and no other's.
+A model of two nodes with all members drives the real machine and the real journal. Messages arrive
+in any order that streams allow. Gradients are a function of the data, so each run must decide
+exactly as the undisturbed one. Saves are written while later attempts run: memoryds pin a version
+and read it when it is settled, and sweeps that would overwrite it wait. A saved state must hold its
+version only.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Stream:
 
 @dataclass(eq=False)
 class Process:
-    """A member's process. ``inbox``: what an ended stream had carried down, and is not read yet.
+    """A member's process. ``inbox``: unread messages of an ended stream.
 
-    ``sweeps``: what an optimizerd has been asked for. ``save``: what a memoryd writes. ``said``:
-    how the last one ended, while the scheduler may not have heard it.
+    ``sweeps``: orders of an optimizerd. ``save``: the save that a memoryd writes. ``said``: the end
+    of the last save, which the scheduler may not know yet.
     """
 
     name: str
@@ -158,7 +158,7 @@ class World:
         self.saved: SavedState | None = None
         self.all_saved: list[CompleteSave] = []
         self.disk: deque[PrepareSave | CompleteSave] = deque()
-        """What the scheduler's other thread does, in this order, while the machine goes on."""
+        """Jobs of the disk thread, in this order, while the machine goes on."""
         self.exit: Exit | None = None
         self.decisions: list[JournalDecision] = []
         self.epochs: list[int] = []
@@ -282,7 +282,7 @@ class World:
             self._start(process.name, process.node)
 
     def _pass_time(self, _: None) -> None:
-        """Half a minute with heartbeats of all who can send any."""
+        """Half a minute with heartbeats of all members that can send them."""
         for _second in range(30):
             self.now_s += 1.0
             for stream in list(self.streams):
@@ -385,7 +385,7 @@ class World:
         assert old is None or not old.alive, f"two living processes of {name}"
         self.processes[name] = Process(name, node, next(self._pids))
         if name.startswith("memoryd"):
-            self.memory[node].pin = None  # nobody reads what a dead one held back
+            self.memory[node].pin = None  # no process reads the version that a dead one pinned
 
     def _node_works(self, process: Process) -> bool:
         node = self.processes[f"node.{process.node}"]
@@ -402,7 +402,7 @@ class World:
         return [pb.MemberMessage(fenced=pb.Fenced(member=body.member, pid=body.pid))]
 
     def _on_missing(self, process: Process, body: pb.Missing) -> list[pb.MemberMessage]:
-        return []  # nobody hangs here before it joins
+        return []  # no process hangs here before it joins
 
     def _on_drain(self, process: Process, body: pb.Drain) -> list[pb.MemberMessage]:
         if body.epoch == process.epoch:
@@ -505,7 +505,7 @@ class World:
         return state == save.version
 
     def _write(self, process: Process) -> None:
-        """A memoryd reads what it has pinned, and lets go."""
+        """A memoryd reads the version that it has pinned, and unpins it."""
         save, memory = process.save, self.memory[process.node]
         assert save is not None
         content = memory.written(save.version)
@@ -520,7 +520,7 @@ class World:
 
     def _on_shutdown(self, process: Process, body: pb.Shutdown) -> None:
         assert not body.keep_memory
-        # It ends. Should the scheduler die before all have heard, the nodes bring the run back.
+        # It ends. If the scheduler dies before all members know, the nodes restart the run.
         self._kill(process)
 
     # ---- what must hold ----

@@ -455,7 +455,7 @@ def test_a_manifest_names_the_recipe_of_a_run_that_has_one(tmp_path: Path) -> No
 
 
 def rewrite(manifest: Path, **fields: object) -> None:
-    """Change fields as somebody does who knows about the checksum."""
+    """Changes fields together with the checksum."""
     manifest_fields = json.loads(manifest.read_text())
     del manifest_fields["checksum"]
     manifest.write_text(json.dumps(with_checksum({**manifest_fields, **fields})))

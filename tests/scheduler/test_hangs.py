@@ -63,7 +63,7 @@ def test_who_waits_for_others_is_not_to_blame(hanging: Driver) -> None:
 
 
 def test_who_is_stuck_beside_somebody_busy_is_lost_when_a_wait_runs_out(hanging: Driver) -> None:
-    """A save may get on for long, and sweeps wait for it: but this one waits for the stuck."""
+    """A save may progress for long while sweeps wait for it; this one waits for a hung member."""
     for count in range(3):
         busy = {"memoryd.a": pb.Heartbeat(activity="save", progress=count)}
         assert beat(hanging, 15.0, busy | {"worker.0": WAITING, "optimizerd.a": STUCK}) == []

@@ -186,7 +186,7 @@ SPEEDS = {"advance": 1240, "preview": 1520, "settle": 1580, "hold": 1400, "statu
 
 
 def test_the_policy_costs_at_most_5_percent_more_than_the_better_of_both() -> None:
-    """By the clock of ``bench/policy.py``, for backwards and rates of clipping of all kinds."""
+    """The clock is that of ``bench/policy.py``, for many backwards and rates of clipping."""
     times = {name: [8.0 / speed] * 8 for name, speed in SPEEDS.items()}
     rows = list(rows_of(times, attempts=600))
     better = {row["always_ms"] < row["never_ms"] for row in rows}

@@ -1,4 +1,4 @@
-"""Who may write a journal: one scheduler, to the file it opened, where locks hold."""
+"""One scheduler writes a journal: to the file that it opened, and only where locks hold."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_a_second_scheduler_is_refused_while_the_first_lives(
 def test_rows_of_a_killed_scheduler_are_forced_to_disk_before_anybody_hears_of_them(
     tmp_path: Path,
 ) -> None:
-    """The kill may have come before its last sync; what SQLite has moved from the log to the file
-    it has forced to disk in the log before.
+    """The kill may have come before its last sync. SQLite forces rows to disk in the log before it
+    moves them to the file.
     """
     path = tmp_path / "j.sqlite"
     code = (
@@ -100,7 +100,7 @@ def test_a_row_that_is_written_as_the_journal_is_replaced_is_told_to_nobody(
 def fill(
     folder: Path, versions: range, run_id: str = RUN_ID, end: Callable[[], object] = bool
 ) -> None:
-    """Steps in a journal and in the metrics beside it, as a scheduler writes them."""
+    """Steps in a journal and in its metrics, as a scheduler writes them."""
     with closing(Journal(folder / "journal.sqlite", run_id)) as journal:
         metrics = MetricsFile(folder / "metrics.jsonl", journal)
         metrics.reconcile()
@@ -154,8 +154,8 @@ def test_a_journal_that_was_moved_away_begins_anew_beside_old_metrics(tmp_path: 
 
 
 def fill_and_kill(folder: Path, versions: range, run_id: str = RUN_ID) -> None:
-    """Steps of a scheduler that is killed after the last one: the log stays beside the journal, as
-    in a copy of its files that is made while the scheduler lives.
+    """Steps of a scheduler that is killed after the last one. The log stays next to the journal, as
+    in a copy of the files of a live scheduler.
     """
     folder.mkdir(exist_ok=True)
     left = folder.with_name("left")
@@ -184,7 +184,7 @@ def lose_metrics_too(folder: Path) -> None:
 
 
 def lose_count_too(folder: Path) -> None:
-    """As by a power cut: the count is not forced to disk."""
+    """A power cut does the same: the count is not forced to disk."""
     lose(folder)
     (folder / "journal.sqlite-count").unlink()
 

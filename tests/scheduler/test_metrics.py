@@ -1,4 +1,4 @@
-"""What a scheduler counts, held against what its machine went through."""
+"""The scheduler's counters, compared with the history of its machine."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def carry_out(times: EffectTimes, effects: Sequence[Effect], now: list[float]) -
 
 
 def test_a_standstill_is_measured_from_the_last_sign_of_progress(live: Driver) -> None:
-    """A worker that beats without getting on stands still; nobody does who has nothing to do."""
+    """A worker with heartbeats and no progress stands still; an idle worker does not."""
     measured = Measured(live)
     assert measured.value("standstill_seconds") == 0.0
     beat = pb.Heartbeat(progress=7, activity="FORWARD 0 0")

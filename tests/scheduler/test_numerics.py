@@ -105,8 +105,8 @@ def test_a_run_without_a_recipe_has_no_rows() -> None:
 def test_a_start_journals_a_recipe_that_the_next_step_lacks(
     newest: JournalNumerics | None, due: list[JournalNumerics]
 ) -> None:
-    """Of an older step, changed, of a step that was given up, with a new worker, and of an older
-    Penstock. Step 4 is committed.
+    """Rows of an older step, of changed devices, of a dropped step, with a new worker, and of an
+    older Penstock. Step 4 is committed.
     """
     assert rows(begun(Driver(rules_with(), facts_at(4, numerics=newest)))) == due
 

@@ -120,8 +120,8 @@ def drain(
     replica_of_b: Any = None,
     **facts: Any,
 ) -> tuple[Driver, list[str]]:
-    """A scheduler whose journal is at version 4 gathers everybody; the lines after the last word of
-    the drain. mirrord.b keeps the replica of node a's memory.
+    """A scheduler with a journal at version 4 gathers all members. Returns the lines after the last
+    Drained. mirrord.b keeps the replica of node a's memory.
     """
     driver = Driver(rules or partner_rules(), facts_at(4, **facts), saved_at(2))
     for member in driver.rules.members:
@@ -205,7 +205,7 @@ def test_memory_of_an_older_generation_is_filled_anew() -> None:
 def test_a_replica_that_the_journal_does_not_know_begins_anew(
     borne: bytes, claims: bool, anew: str
 ) -> None:
-    """As where an old machine is back in the place of a spare one, which had a replica, too."""
+    """This happens when an old machine returns in the place of a spare one with a replica."""
     tokens = (("mirrord.b", b"old".hex()),)
     _, lines = drain(memory(), memory(), replica(tokens=borne, complete=claims), tokens=tokens)
     assert f"memoryd.a <- begin e4 v4{anew}" in lines
@@ -219,7 +219,7 @@ def test_a_partner_that_fails_leaves_the_newest_saved_state() -> None:
 
 
 def test_a_new_optimizerd_that_needs_the_lost_gradients_is_lost_with_them() -> None:
-    """It had pulled them, and a node that is filled anew does not have them any more."""
+    """Its predecessor had pulled them, and a refilled node does not have them any more."""
     contributors = {"memoryd.b": frozenset({"memoryd.a"})}
     rules = replace(partner_rules(), contributors=contributors)
     _, lines = drain(EMPTY, memory(), replica(), rules=rules)
@@ -229,9 +229,7 @@ def test_a_new_optimizerd_that_needs_the_lost_gradients_is_lost_with_them() -> N
 
 
 def test_gradients_of_memory_that_was_filled_stay_lost_until_the_next_commit() -> None:
-    """Whoever needs them in a later epoch is filled as well: what the next attempt left there is
-    not them.
-    """
+    """A node that needs them in a later epoch is filled as well: later attempts left others."""
     contributors = {"memoryd.b": frozenset({"memoryd.a"})}
     rules = replace(partner_rules(), contributors=contributors)
     new = {"optimizerd.b": 0}
@@ -250,7 +248,7 @@ def test_gradients_of_memory_that_was_filled_stay_lost_until_the_next_commit() -
 
 
 def test_an_optimizerd_that_was_in_the_last_epoch_is_not_new() -> None:
-    """Its Hello was said before, and counts no epoch."""
+    """Its Hello came before, and names no epoch."""
     contributors = {"memoryd.b": frozenset({"memoryd.a"})}
     driver = Driver(replace(partner_rules(), contributors=contributors))
     driver.begin()

@@ -1,4 +1,4 @@
-"""Who may call the scheduler what: certificates, roles, tokens, and replaced keys, over gRPC."""
+"""Rights of the scheduler's callers: certificates, roles, tokens and replaced keys, over gRPC."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Scheduler:
                 self._server.answer(Reply(ticket=event.ticket, reply=kind()))
 
     def join(self, access: Credentials, member: str) -> str:
-        """What a Hello in the name of ``member`` is told."""
+        """The answer to a Hello in the name of ``member``."""
         connection, answered = access.connect(self.address, CHANNEL_OPTIONS), threading.Event()
 
         def hellos() -> Iterator[pb.MemberMessage]:
@@ -195,7 +195,7 @@ def test_renewed_keys_serve_at_once_and_expired_ones_are_turned_away(tmp_path: P
         assert scheduler.join(node_b, worker) == "welcome"
         renew(keys, days=60)
         assert scheduler.join(node_b, worker) == "welcome"
-        # A node whose renewed keys were forgotten: its own expire, the scheduler's do not.
+        # A node without its renewed keys: its keys expire, the scheduler's do not.
         serving = ("server.key", "server.pem")
         kept = {name: (keys / "node.a" / name).read_bytes() for name in serving}
         renew(keys, days=1 / 86400)

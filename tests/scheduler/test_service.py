@@ -484,7 +484,7 @@ def test_a_second_signal_ends_at_once(make_fake_run: Callable[..., FakeRun]) -> 
     run.cluster.start()
     run.cluster.wait_for_version(3)
     run.cluster.silent.update(("worker.0", "worker.1"))
-    time.sleep(0.3)  # an attempt starts that nobody works on
+    time.sleep(0.3)  # an attempt starts without a working member
     for _ in range(3):  # of one round
         scheduler.process.send_signal(signal.SIGTERM)
     scheduler.process.send_signal(signal.SIGINT)

@@ -54,8 +54,8 @@ def test_all_blocks_and_all_workers_are_waited_for_in_any_order(live: Driver) ->
 
 
 def test_a_node_that_trains_no_block_falls_no_more_than_one_commit_behind() -> None:
-    """Its optimizerd reports no block: were nobody to ask, an epoch might break when its memory is
-    several commits behind, which no record explains.
+    """Its optimizerd reports no block. Without an acknowledgement, an epoch might break when its
+    memory is several commits behind, which no record explains.
     """
     config = make_config(cluster={"workers": 1, "nodes": [{"name": "a"}, {"name": "b"}]})
     driver = Driver(replace(make_rules(config), owners=("optimizerd.a",) * 3))
