@@ -1,4 +1,4 @@
-"""Trains from Python, as ``penstock train`` does."""
+"""The Python interface: :func:`train` trains as ``penstock train`` does."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def train(
     display: Display | str | None = None,
     on_step: OnStep | None = None,
 ) -> TrainResult:
-    """Trains to the end and returns how it went.
+    """Trains to the end, and returns the result.
 
-    ``config`` is a mapping like the YAML file, the path of a file, or a :class:`Config`;
+    ``config`` is a mapping like the YAML file, the path of a file, or a :class:`Config`.
     ``overrides`` are texts ``section.key=value``, or a mapping of such keys or of sections.
-    ``run_dir`` goes before ``run.dir``. ``display``: "plain" writes lines, "bar" a progress bar,
-    None nothing. ``on_step`` gets a line of metrics.jsonl for each step, soon after its commit,
-    while training goes on. Where it returns True, the run saves and stops (``exit_code`` 5).
+    ``run_dir`` takes precedence over ``run.dir``. ``display`` is "plain" for lines, "bar" for a
+    progress bar, None for nothing, or a :class:`Display`. ``on_step`` gets the line of
+    metrics.jsonl of each step, soon after its commit, while training continues. If ``on_step``
+    returns True, the run saves and stops (``exit_code`` 5).
 
-    In the main thread Ctrl-C and SIGTERM stop cleanly (``exit_code`` 130), as does ``penstock
-    stop`` (5); the same call goes on from there. So do SIGHUP, SIGUSR1 and SIGUSR2 where the
-    program neither handles nor ignores them.
+    In the main thread, Ctrl-C and SIGTERM stop the run cleanly (``exit_code`` 130), as does
+    ``penstock stop`` (5). SIGHUP, SIGUSR1 and SIGUSR2 do so, too, unless the program handles or
+    ignores them. The same call resumes a stopped run.
 
     Raises:
-        PenstockError: nothing was started, because the configuration or an argument is bad, memory
-            is short, or the run is in use.
-        Exception: the error of ``on_step``; the run has saved and stopped.
+        PenstockError: nothing was started: bad configuration or argument, too little memory, or the
+            run is in use.
+        Exception: the exception of ``on_step``, after the run has saved and stopped.
     """
     texts = _override_texts(overrides)
     resolved = _resolved(config, texts)
@@ -70,7 +71,7 @@ def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
 
 
 def _as_dicts(value: Any) -> Any:
-    """Returns mappings of any kind as the dictionaries that YAML files have."""
+    """Returns a value with all mappings as dictionaries, as YAML files have them."""
     return {k: _as_dicts(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -85,18 +86,20 @@ def _override_texts(overrides: object) -> tuple[str, ...]:
     for override in overrides:
         if not isinstance(override, str):
             raise ConfigError(
-                f"overrides: {override!r} is no text; expected such as 'train.steps=50'"
+                f"overrides: {override!r} is no str; expected a text such as 'train.steps=50'"
             )
     return tuple(overrides)
 
 
 def _texts_of(overrides: Mapping[Any, Any], prefix: str) -> Iterator[str]:
-    """Yields the values of a mapping as ``section.key=value``. Sections may be mappings; a key's
-    own value may be one, too.
+    """Yields the values of a mapping as ``section.key=value``. A section, or the value of a key,
+    may be a mapping.
     """
     for key, value in overrides.items():
         if not isinstance(key, str) or not key:
-            raise ConfigError(f"overrides: key {key!r} is no text; expected such as 'train.steps'")
+            raise ConfigError(
+                f"overrides: key {key!r} is no str; expected a text such as 'train.steps'"
+            )
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and not prefix and "." not in key:
             yield from _texts_of(value, f"{name}.")
@@ -106,12 +109,12 @@ def _texts_of(overrides: Mapping[Any, Any], prefix: str) -> Iterator[str]:
 
 
 def _path(name: str, value: object) -> Path:
-    """Returns a path that says something: no empty text, no bytes."""
+    """Returns the path; refuses an empty text and bytes."""
     if isinstance(value, str | PathLike):
         path = value if isinstance(value, str) else value.__fspath__()
         if isinstance(path, str) and path:
             return Path(path)
-    raise ConfigError(f"{name} = {value!r}: expected a path, as a text or pathlib.Path")
+    raise ConfigError(f"{name} = {value!r}: expected a path as str or pathlib.Path")
 
 
 def _display_of(display: object) -> Display:

@@ -179,7 +179,7 @@ def test_a_loss_is_told_when_it_begins_and_again_when_it_is_over() -> None:
     )
     events.add_status(status(happenings=[happening]), START_S)
     lost = "worker.1 was lost (killed by signal 9): all go back to step 41"
-    assert texts(events) == [(41, f"{lost} when everybody is there", Tone.BAD)]
+    assert texts(events) == [(41, f"{lost} once all processes are ready", Tone.BAD)]
     happening.seconds = 2.1
     events.add_status(status(happenings=[happening]), START_S + 2)
     assert [words for _, words, _ in texts(events)] == [f"{lost}, nothing is lost; 2.1 s"]

@@ -163,7 +163,7 @@ def _text_and_tone(happening: pb.Happening) -> tuple[str, Tone]:
                 f" {happening.step}, {happening.steps_lost} steps are computed again{took}"
             ), Tone.BAD
         case Kind.BROKEN:
-            lost = ", nothing is lost" if happening.seconds else " when everybody is there"
+            lost = ", nothing is lost" if happening.seconds else " once all processes are ready"
             return f"{happening.text}: all go back to step {happening.step}{lost}{took}", Tone.BAD
         case Kind.SAVED:
             place = PurePath(happening.text).name or "the run's directory"
