@@ -36,7 +36,8 @@ the table with the machine.
 
 Events in `code` are classes of `daemons/scheduler/machine/events.py`, or members' messages of
 `protocol/scheduler.proto`. *Epoch begins*, *epoch breaks*, *run ends* and *is due* are consequences
-of the other tables. *Any event* stands for a deadline, since each event brings the time.
+of the other tables. *Any event* occurs in a stopped run: each event may bring the deadline of the
+stop.
 
 Effects of an event are carried out in order, and a journal row is durable before the next effect. A
 status shows more in a live epoch: running, deciding, amending, mirroring, settling, saving,

@@ -13,6 +13,7 @@ from penstock.daemons.scheduler.machine.activities.transaction import Transactio
 from penstock.daemons.scheduler.machine.events import Event, Received
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.requests import Requests
 from penstock.daemons.scheduler.machine.states import (
     ANY,
     EPOCH_BEGINS,
@@ -24,6 +25,7 @@ from penstock.daemons.scheduler.machine.states import (
     EpochState,
     MemberState,
     SaveState,
+    Transition,
 )
 from penstock.shm.control import Decision
 
@@ -35,6 +37,8 @@ class Step(NamedTuple):
     event: str
     after: StrEnum
     member: str = ""
+    stopping: bool = False
+    """Whether the run was asked to stop, so that ``ANY`` event may be the reason."""
 
 
 class Observed(Protocol):
@@ -44,6 +48,7 @@ class Observed(Protocol):
     live: bool
     members: Membership
     mirror: JournalMirror
+    requests: Requests
     saves: Saves
 
     @property
@@ -77,7 +82,8 @@ class Observer:
         self._read()
         steps = list(self._steps_of_members(members, name))
         if (epoch, number) != (self._epoch, self._number):
-            steps.append(Step(epoch, name, self._epoch))
+            stopping = bool(self.machine.requests.stop_reason)
+            steps.append(Step(epoch, name, self._epoch, stopping=stopping))
         if attempt_state is not None:
             after = self._state_of_attempt(attempt)
             cause = self._break if after is AttemptState.DROPPED else name
@@ -133,12 +139,17 @@ def event_name(event: Event) -> str:
     return type(event).__name__
 
 
+def is_event(step: Step, row: Transition) -> bool:
+    """Whether a row names the event of a transition."""
+    return step.event in row.events or (step.stopping and ANY in row.events)
+
+
 def unknown(step: Step) -> bool:
     """Whether the table lacks a transition."""
     rows = TABLES[type(step.after)]
     return not any(
         step.after is row.next
-        and (step.event in row.events or ANY in row.events)
+        and is_event(step, row)
         and (step.before in row.states if step.before is not None else not row.states)
         for row in rows
     )

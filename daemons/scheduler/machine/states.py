@@ -94,7 +94,7 @@ IS_DUE = "is due"
 """The event that makes an attempt or a save: the live epoch has nothing else to do first."""
 
 ANY = "any event"
-"""The event of a transition at a deadline: each event brings the present time."""
+"""The event of a transition that a stop causes: each event may bring its deadline."""
 DERIVED_EVENTS = frozenset((EPOCH_BEGINS, EPOCH_BREAKS, RUN_ENDS, IS_DUE, ANY))
 """Events that follow from another table or from the time. Every other event is the name of a class
 in :mod:`.events`, or of a member's message in ``protocol/scheduler.proto``.
@@ -301,7 +301,13 @@ EPOCHS = (
         (*_NO_EPOCH, *_ENTERED),
         (ANY,),
         _E.ENDING,
-        "A stop that has nothing to save, cannot save in time, or insists; or the third hang.",
+        "A stop that has nothing to save, cannot save in time, or insists.",
+    ),
+    Transition(
+        _ENTERED,
+        ("Tick",),
+        _E.ENDING,
+        "The third hang in a row, of an attempt, an evaluation, a save or a restore.",
     ),
     Transition(
         (*_NO_EPOCH, *_ENTERED),
