@@ -38,7 +38,7 @@ class Step(NamedTuple):
     after: StrEnum
     member: str = ""
     stopping: bool = False
-    """Whether the run was asked to stop, so that ``ANY`` event may be the reason."""
+    """True if a stop was requested, so that ``ANY`` event may be the reason."""
 
 
 class Observed(Protocol):
