@@ -53,7 +53,7 @@ def test_newborns_that_are_stopped_before_they_report_are_replaced() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "shows"),
-    [(("10",), "decided  COMMIT"), (("58", "--kind", "full disk"), "stops  schedulerd")],
+    [(("10",), "decided  COMMIT"), (("70", "--kind", "full disk"), "stops  schedulerd")],
 )
 def test_a_seed_is_a_life_that_can_be_told_again(seed: tuple[str, ...], shows: str) -> None:
     """Replayed in another process it leaves the same list of events. What a scheduler says that

@@ -287,15 +287,21 @@ EPOCHS = (
     ),
     Transition(
         (_E.LIVE,),
-        ("SaveFinished", "saved"),
+        ("SavePrepared", "SaveFinished", "saved"),
         _E.ENDING,
         "The last save is over: with success, or with an error that keeps the memory.",
     ),
     Transition(
         (_E.LIVE,),
-        ("block_status", "attempt_done"),
+        ("block_status", "attempt_done", "attempt_heard"),
         _E.ENDING,
         "Too many attempts were skipped in a row, or a stopped run has nothing to save.",
+    ),
+    Transition(
+        (_E.LIVE,),
+        ("evaluation_done",),
+        _E.ENDING,
+        "The last step is evaluated, and was saved before.",
     ),
     Transition(
         (*_NO_EPOCH, *_ENTERED),
