@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from penstock.models.data.chat.conversation import request_of
 from penstock.models.data.reading.records import documents
 from penstock.models.data.sources import Source
-from tests.fuzz.target import Form, Target, from_file
+from tests.fuzz.target import Form, Target, from_file, plainly
 from tests.fuzz.targets.run_files import dumped
 
 LINES = dumped({"text": "a b"}, {"text": ""}, {"text": "c"})
@@ -24,6 +26,26 @@ def read_texts(name: str, folder: Path) -> list[str]:
     """Returns the documents of the file ``name`` in a folder."""
     source = Source(files=(folder / name,))
     return ["".join(document.parts) for document in documents(source)]
+
+
+def read_conversation(data: bytes) -> object:
+    """Returns the request of a record, which is a JSON object."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return request_of("a.jsonl, line 1", fields) if isinstance(fields, dict) else None
+
+
+CONVERSATION = {
+    "conversations": [
+        {"from": "human", "value": "a", "weight": 0},
+        {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {}})},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}], "train": True},
+    ],
+    "tools": json.dumps([{"name": "f"}]),
+    "chat_template_kwargs": {"a": 1},
+}
 
 
 def _tables() -> list[pyarrow.Table]:
@@ -82,6 +104,17 @@ DATA_FILES = (
         "a.txt.zst",
         "opening._zstd",
         [pyarrow.Codec("zstd").compress(b"a b" * 99, asbytes=True)],
+    ),
+    Target(
+        name="chat-records",
+        open=plainly(read_conversation),
+        covers=("models.data.chat.messages._parsed",),
+        seeds=lambda: [
+            json.dumps(CONVERSATION).encode(),
+            json.dumps({"instruction": "a", "output": "b", "history": [["c", "d"]]}).encode(),
+            json.dumps({"input_ids": [1, 2], "labels": [-100, 2]}).encode(),
+        ],
+        form=Form.JSON,
     ),
     _target("text-encoded", "a.txt", "decoding.decoded", ["水 lifts".encode()], Form.TEXT),
 )

@@ -1,0 +1,336 @@
+"""A record's columns as a request for a sample: text, conversation, completion or ids. No torch.
+
+Columns decide as in TRL: ``input_ids``, then ``prompt`` with ``completion``, then ``messages`` or
+``conversations``, then ``text``. ``instruction`` with ``output`` (alpaca) comes before ``text``.
+Null counts as absent, since the records of a Parquet file share their columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.host.errors import ConfigError
+from penstock.models.data.batch import IGNORED_LABEL
+from penstock.models.data.chat.messages import is_conversation, text_turn, tools_of, turns_of
+from penstock.models.data.chat.requests import (
+    ASSISTANT,
+    SYSTEM,
+    USER,
+    ChatRequest,
+    CompletionRequest,
+    Format,
+    IdsRequest,
+    RecordForm,
+    Request,
+    TextRequest,
+    Turn,
+    names,
+    refused,
+    shown,
+)
+
+_DEFAULTS: Mapping[str, str] = {
+    **{name: name for name in ("text", "messages", "conversations", "prompt", "completion")},
+    **{name: name for name in ("input_ids", "labels", "tools", "chat_template_kwargs")},
+}
+_ALPACA: Mapping[str, str] = {
+    **{"prompt": "instruction", "query": "input", "response": "output"},
+    **{"system": "system", "history": "history"},
+}
+"""LLaMA-Factory's names of an alpaca record, and their columns."""
+
+_PREFERENCES = ("chosen", "rejected")
+
+_RESERVED = frozenset(
+    {
+        *("messages", "conversations", "conversation", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "return_assistant_tokens_mask", "continue_final_message"),
+        *("tokenize", "return_dict"),
+    }
+)
+"""Names of a rendering's own arguments, which ``chat_template_kwargs`` cannot set."""
+
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further"
+    " context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{prompt}\n\n### Input:\n{query}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes"
+    " the request.\n\n### Instruction:\n{prompt}\n\n### Response:\n"
+)
+"""Stanford's forms of a prompt."""
+
+
+def request_of(place: str, fields: Mapping[str, Any], reading: RecordForm | None = None) -> Request:
+    """Returns the request of a record's ``fields``; ``place`` names the record in errors.
+
+    Raises:
+        ConfigError: columns are missing, or a value has no known form.
+    """
+    reading = reading or RecordForm()
+    columns = _Columns(place, fields, reading)
+    kind = _format(columns) if reading.format is Format.AUTO else reading.format
+    return _READERS[kind](columns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The columns of a record by the names of this package."""
+
+    place: str
+    fields: Mapping[str, Any]
+    reading: RecordForm
+
+    def name(self, name: str, defaults: Mapping[str, str] = _DEFAULTS) -> str | None:
+        """Returns the data's column of a name; None for a name without a column."""
+        return self.reading.columns.get(name, defaults.get(name))
+
+    def get(self, name: str, defaults: Mapping[str, str] = _DEFAULTS) -> Any:
+        """Returns the value of a name; None without one."""
+        column = self.name(name, defaults)
+        return None if column is None else self.fields.get(column)
+
+    def text(
+        self, name: str, defaults: Mapping[str, str] = _DEFAULTS, default: str | None = None
+    ) -> str:
+        """Returns the text of a name, or ``default`` for an absent one.
+
+        Raises:
+            ConfigError: there is no value, or one that is no text.
+        """
+        value = self.get(name, defaults)
+        if value is None and default is not None:
+            return default
+        column = self.name(name, defaults) or name
+        if value is None:
+            raise self.missing(column)
+        if not isinstance(value, str):
+            raise refused(self.place, column, value, "needs a text")
+        return value
+
+    def missing(self, column: str) -> ConfigError:
+        """Returns the error for a record without a column that its format needs."""
+        return ConfigError(
+            f"{self.place}: has no value in the column {column}; its columns are"
+            f" {names(list(self.fields))}. Name yours in columns, or choose another format"
+        )
+
+
+def _format(columns: _Columns) -> Format:
+    """Returns the format that the columns of a record decide.
+
+    Raises:
+        ConfigError: no format has these columns.
+    """
+    if columns.get("input_ids") is not None:
+        return Format.TOKENS
+    if columns.get("prompt") is not None and columns.get("completion") is not None:
+        return Format.COMPLETION
+    if _messages_name(columns) is not None:
+        return Format.CHAT
+    if all(columns.get(name, _ALPACA) is not None for name in ("prompt", "response")):
+        return Format.ALPACA
+    if columns.get("text") is not None:
+        return Format.TEXT
+    given = names([name for name, value in columns.fields.items() if value is not None])
+    cause = ""
+    if all(columns.fields.get(name) is not None for name in _PREFERENCES):
+        cause = " Pairs of chosen and rejected answers are not read: map chosen to completion."
+    raise ConfigError(
+        f"{columns.place}: its columns with values ({given}) are of no known format; needs text,"
+        " messages, conversations, prompt with completion, instruction with output, or input_ids."
+        f"{cause} Name yours in columns"
+    )
+
+
+def _messages_name(columns: _Columns) -> str | None:
+    names_ = ("messages", "conversations")
+    return next((name for name in names_ if columns.get(name) is not None), None)
+
+
+def _text(columns: _Columns) -> Request:
+    return TextRequest(place=columns.place, text=columns.text("text"))
+
+
+def _chat(columns: _Columns) -> Request:
+    """Returns the request of a record with messages.
+
+    A column ``system`` counts only if ``columns`` names it, since TRL ignores such a column.
+    """
+    name = _messages_name(columns)
+    if name is None:
+        raise columns.missing(columns.name("messages") or "messages")
+    column = str(columns.name(name))
+    turns = turns_of(columns.place, column, columns.get(name), columns.reading.roles)
+    system = columns.text("system", {}, default="")
+    if system and turns[0].role != SYSTEM:
+        turns = (text_turn(SYSTEM, system), *turns)
+    return _request(columns, turns)
+
+
+def _completion(columns: _Columns) -> Request:
+    """Returns the request of a record with prompt and completion, texts or messages.
+
+    Raises:
+        ConfigError: one of them is a text and the other a list of messages, or one is missing.
+    """
+    prompt, completion = columns.get("prompt"), columns.get("completion")
+    if not is_conversation(prompt) and not is_conversation(completion):
+        texts = columns.text("prompt"), columns.text("completion")
+        return CompletionRequest(place=columns.place, prompt=texts[0], completion=texts[1])
+    parts = []
+    for name in ("prompt", "completion"):
+        column = str(columns.name(name))
+        if columns.get(name) is None:
+            raise columns.missing(column)
+        if isinstance(columns.get(name), str):
+            raise refused(
+                columns.place,
+                column,
+                columns.get(name),
+                "is a text, but the record's other part is a list of messages; use one form",
+            )
+        parts.append(turns_of(columns.place, column, columns.get(name), columns.reading.roles))
+    return _request(columns, (*parts[0], *parts[1]), prompt_turns=len(parts[0]))
+
+
+def _request(
+    columns: _Columns, turns: tuple[Turn, ...], prompt_turns: int | None = None
+) -> ChatRequest:
+    """Returns the request of a conversation with the record's tools and variables.
+
+    Raises:
+        ConfigError: tools or variables have no known form.
+    """
+    name = str(columns.name("chat_template_kwargs"))
+    variables = columns.get("chat_template_kwargs")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise refused(columns.place, name, variables, "needs an object: name -> value")
+    return ChatRequest(
+        place=columns.place,
+        turns=turns,
+        prompt_turns=prompt_turns,
+        tools=tools_of(columns.place, str(columns.name("tools")), columns.get("tools")),
+        variables=checked_variables(columns.place, name, variables or {}),
+    )
+
+
+def checked_variables(place: str, name: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns variables of a chat template.
+
+    Raises:
+        ConfigError: a variable has the name of an argument that a rendering sets.
+    """
+    taken = [variable for variable in variables if variable in _RESERVED]
+    if taken:
+        raise refused(
+            place, f"{name}.{taken[0]}", variables[taken[0]], "is set by Penstock; remove it"
+        )
+    return variables
+
+
+def _alpaca(columns: _Columns) -> Request:
+    """Returns the conversation of an alpaca record, as LLaMA-Factory reads it.
+
+    Instruction and input are joined by a line break, and pairs of ``history`` come first.
+    """
+    query = columns.text("query", _ALPACA, default="")
+    prompt = columns.text("prompt", _ALPACA)
+    system = columns.text("system", _ALPACA, default="")
+    turns = [text_turn(SYSTEM, system)] if system else []
+    for question, answer in _history(columns):
+        turns += [text_turn(USER, question), text_turn(ASSISTANT, answer)]
+    turns.append(text_turn(USER, f"{prompt}\n{query}" if query else prompt))
+    turns.append(text_turn(ASSISTANT, columns.text("response", _ALPACA)))
+    return _request(columns, tuple(turns))
+
+
+def _history(columns: _Columns) -> Iterator[tuple[str, str]]:
+    """Yields the earlier questions and answers of an alpaca record.
+
+    Raises:
+        ConfigError: the history is no list of pairs of texts.
+    """
+    history = columns.get("history", _ALPACA)
+    for number, pair in enumerate(history if isinstance(history, list | tuple) else [history]):
+        if history is None:
+            return
+        match pair:
+            case [str() as question, str() as answer]:
+                yield question, answer
+            case _:
+                column = f"{columns.name('history', _ALPACA)}[{number}]"
+                raise refused(columns.place, column, pair, "needs a pair [question, answer]")
+
+
+def _stanford(columns: _Columns) -> Request:
+    """Returns the prompt and completion of an alpaca record in Stanford's form.
+
+    Raises:
+        ConfigError: the record has parts that the form has no place for.
+    """
+    for name in ("system", "history"):
+        if columns.get(name, _ALPACA):
+            column = str(columns.name(name, _ALPACA))
+            value = shown(columns.get(name, _ALPACA))
+            raise ConfigError(
+                f"{columns.place}: {column} = {value}: the form has no place for it; use the"
+                " format alpaca, which a chat template renders"
+            )
+    query = columns.text("query", _ALPACA, default="")
+    form = _WITH_INPUT if query else _WITHOUT_INPUT
+    prompt = form.format(prompt=columns.text("prompt", _ALPACA), query=query)
+    completion = columns.text("response", _ALPACA)
+    return CompletionRequest(place=columns.place, prompt=prompt, completion=completion)
+
+
+def _tokens(columns: _Columns) -> Request:
+    """Returns the ready ids of a record.
+
+    Raises:
+        ConfigError: a value is no list of ids, or labels differ in length.
+    """
+    name, labels_name = str(columns.name("input_ids")), str(columns.name("labels"))
+    if columns.get("input_ids") is None:
+        raise columns.missing(name)
+    ids = _numbers(columns.place, name, columns.get("input_ids"), least=0)
+    if columns.get("labels") is None:
+        return IdsRequest(place=columns.place, ids=ids)
+    labels = _numbers(columns.place, labels_name, columns.get("labels"), least=IGNORED_LABEL)
+    for number, label in enumerate(labels):
+        if IGNORED_LABEL < label < 0:
+            field = f"{labels_name}[{number}]"
+            raise refused(columns.place, field, label, f"needs an id, or {IGNORED_LABEL}")
+    if len(labels) != len(ids):
+        raise ConfigError(
+            f"{columns.place}: {labels_name} has {len(labels):,} values and {name} {len(ids):,};"
+            " needs one label for each id, not shifted"
+        )
+    return IdsRequest(place=columns.place, ids=ids, labels=labels)
+
+
+def _numbers(place: str, name: str, value: Any, *, least: int) -> tuple[int, ...]:
+    """Returns the integers of a list.
+
+    Raises:
+        ConfigError: the value is no list of integers of at least ``least``.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise refused(place, name, value, "needs a list of integers")
+    for number, item in enumerate(value):
+        if not isinstance(item, int) or isinstance(item, bool) or item < least:
+            raise refused(place, f"{name}[{number}]", item, f"needs an integer of at least {least}")
+    return tuple(value)
+
+
+_READERS: Mapping[Format, Callable[[_Columns], Request]] = {
+    Format.TEXT: _text,
+    Format.CHAT: _chat,
+    Format.COMPLETION: _completion,
+    Format.ALPACA: _alpaca,
+    Format.STANFORD: _stanford,
+    Format.TOKENS: _tokens,
+}

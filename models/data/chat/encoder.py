@@ -1,0 +1,146 @@
+"""Texts as token ids with the place of each token, as ``apply_chat_template`` of transformers
+encodes a rendering. No torch.
+
+A rendering is encoded in one piece without added special tokens; the template prints its own. So
+ids equal those of transformers and TRL. A message may hold the text of a special token.
+Then the rendering is cut around this text, which is encoded as ordinary text. transformers gives
+the same ids with ``sanitize_control_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from tokenizers import Tokenizer as HubTokenizer
+
+from penstock.host.errors import ConfigError
+
+Span = tuple[int, int]
+"""First character of a part of a text, and the one behind its last."""
+
+_BREAK = "\n"
+"""Text in front of a later piece, so that no tokenizer adds the space of a text's start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """Ids of a text, and the span of characters of each token."""
+
+    ids: list[int]
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A text of the record ``place``.
+
+    ``literal`` are spans with the text of special tokens that are ordinary text, in order.
+    ``special`` requests the special tokens that the tokenizer adds to a text.
+    """
+
+    place: str
+    text: str
+    literal: tuple[Span, ...] = ()
+    special: bool = False
+
+
+class Encoder:
+    """A tokenizer of the library ``tokenizers``, as transformers calls it.
+
+    ``special_tokens`` are the texts of its special tokens. All calls share the library's object, so
+    one thread at a time may use it.
+    """
+
+    def __init__(self, tokenizer: HubTokenizer) -> None:
+        self._tokenizer = tokenizer
+        tokens = tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in tokens if token.special)
+        self._break_ids: list[int] = tokenizer.encode(_BREAK, add_special_tokens=False).ids
+
+    def encode(self, passages: Sequence[Passage]) -> list[Encoding]:
+        """Returns the encodings of passages. Whole passages take one call of the library for all
+        cores.
+
+        Raises:
+            ConfigError: a text has half of a surrogate pair, or its tokenizer makes a special token
+                of ordinary text.
+        """
+        for passage in passages:
+            _check_characters(passage)
+        encodings: dict[int, Encoding] = {}
+        for special in (False, True):
+            whole = [n for n, p in enumerate(passages) if not p.literal and p.special == special]
+            texts = [passages[number].text for number in whole]
+            batch = self._tokenizer.encode_batch(texts, add_special_tokens=special)
+            encodings |= {n: _encoding(made) for n, made in zip(whole, batch, strict=True)}
+        for number, passage in enumerate(passages):
+            if passage.literal:
+                encodings[number] = self._in_pieces(passage)
+        return [encodings[number] for number in range(len(passages))]
+
+    def _in_pieces(self, passage: Passage) -> Encoding:
+        """Returns the encoding of a passage that is cut around its literal spans."""
+        ids: list[int] = []
+        spans: list[Span] = []
+        for (start, stop), literal in _pieces(passage):
+            text = passage.text[start:stop]
+            piece = self._piece(text, literal=literal, later=start > 0)
+            if literal and self._tokenizer.token_to_id(text) in piece.ids:
+                raise ConfigError(
+                    f"{passage.place}: a message holds {text!r}, and the tokenizer makes a special"
+                    " token of the text in any case; remove the text from the message"
+                )
+            ids += piece.ids
+            spans += [(start + first, start + last) for first, last in piece.spans]
+        return Encoding(ids=ids, spans=spans)
+
+    def _piece(self, text: str, *, literal: bool, later: bool) -> Encoding:
+        """Returns the encoding of a piece, as a part of a longer text where it is a ``later``
+        one.
+        """
+        if not later:
+            return self._encode(text, literal)
+        made = self._encode(_BREAK + text, literal)
+        count = len(self._break_ids)
+        if made.ids[:count] != self._break_ids:
+            return self._encode(text, literal)
+        spans = [(max(0, first - 1), max(0, last - 1)) for first, last in made.spans[count:]]
+        return Encoding(ids=made.ids[count:], spans=spans)
+
+    def _encode(self, text: str, literal: bool) -> Encoding:
+        before = self._tokenizer.encode_special_tokens
+        self._tokenizer.encode_special_tokens = literal
+        try:
+            return _encoding(self._tokenizer.encode(text, add_special_tokens=False))
+        finally:
+            self._tokenizer.encode_special_tokens = before
+
+
+def _encoding(made: Any) -> Encoding:
+    return Encoding(ids=made.ids, spans=made.offsets)
+
+
+def _pieces(passage: Passage) -> Iterator[tuple[Span, bool]]:
+    """Yields the spans of a passage's pieces, without empty ones, and whether each is literal."""
+    ends = [0, *(end for span in passage.literal for end in span), len(passage.text)]
+    for number, (start, stop) in enumerate(pairwise(ends)):
+        if start < stop:
+            yield (start, stop), number % 2 == 1
+
+
+def _check_characters(passage: Passage) -> None:
+    """Refuses a text with half of a surrogate pair.
+
+    Raises:
+        ConfigError: the text has one.
+    """
+    try:
+        passage.text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{passage.place}: the text has {passage.text[error.start]!a}, half of a surrogate"
+            " pair, which is no character; write the whole character"
+        ) from error
