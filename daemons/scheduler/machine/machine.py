@@ -3,15 +3,13 @@
 Pure: events and the time come in, a list of effects goes out (:mod:`.events`). One activity runs at
 a time (:mod:`.activities`): a barrier between epochs, an attempt, a wait for a save, an evaluation,
 or the end. A save is written while attempts run. When no activity runs,
-:meth:`SchedulerMachine._choose` starts the next one::
+:meth:`SchedulerMachine._choose` starts the next one. :mod:`.states` has all transitions::
 
                     +-- a member is lost: the epoch breaks, the activity is dropped --+
                     v                                                                 |
     all members here, lost ones dead --> Barrier --> live epoch: Transaction, Saving, Evaluation
                                                           |
                                                           +--> Shutdown --> Exit
-
-:mod:`.states` has the table of all states and transitions.
 """
 
 from __future__ import annotations
