@@ -183,8 +183,8 @@ def test_special_tokens_in_texts_have_the_ids_of_transformers(content: str) -> N
     (sample,) = samples_of([request], Encoder(spaced()), template, choices)
     assert sample.ids == expected["input_ids"]
     (encoding,) = Encoder(spaced()).encode([Passage(place=PLACE, text="a</s>a", literal=((1, 5),))])
-    assert [first for first, _ in encoding.spans] == sorted(f for f, _ in encoding.spans)
-    assert encoding.spans[0][0] == 0 and encoding.spans[-1][1] == 6
+    spans = [encoding.span(number) for number in range(len(encoding.ids))]
+    assert spans == sorted(spans) and spans[0][0] == 0 and spans[-1][1] == 6
 
 
 def test_marks_of_the_assistants_turns_move_with_special_tokens_in_texts() -> None:

@@ -9,7 +9,7 @@ the same ids with ``sanitize_control_tokens``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,10 +27,12 @@ _BREAK = "\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """Ids of a text, and the span of characters of each token."""
+    """Ids of a text. ``span`` returns the span of characters of a token by its number; firsts and
+    lasts never decrease.
+    """
 
     ids: list[int]
-    spans: list[Span]
+    span: Callable[[int], Span]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +96,9 @@ class Encoder:
                     " token of the text in any case; remove the text from the message"
                 )
             ids += piece.ids
-            spans += [(start + first, start + last) for first, last in piece.spans]
-        return Encoding(ids=ids, spans=spans)
+            tokens = map(piece.span, range(len(piece.ids)))
+            spans += [(start + first, start + last) for first, last in tokens]
+        return Encoding(ids=ids, span=spans.__getitem__)
 
     def _piece(self, text: str, *, literal: bool, later: bool) -> Encoding:
         """Returns the encoding of a piece, as a part of a longer text where it is a ``later``
@@ -107,8 +110,9 @@ class Encoder:
         count = len(self._break_ids)
         if made.ids[:count] != self._break_ids:
             return self._encode(text, literal)
-        spans = [(max(0, first - 1), max(0, last - 1)) for first, last in made.spans[count:]]
-        return Encoding(ids=made.ids[count:], spans=spans)
+        tokens = map(made.span, range(count, len(made.ids)))
+        spans = [(max(0, first - 1), max(0, last - 1)) for first, last in tokens]
+        return Encoding(ids=made.ids[count:], span=spans.__getitem__)
 
     def _encode(self, text: str, literal: bool) -> Encoding:
         before = self._tokenizer.encode_special_tokens
@@ -120,7 +124,8 @@ class Encoder:
 
 
 def _encoding(made: Any) -> Encoding:
-    return Encoding(ids=made.ids, spans=made.offsets)
+    # The library's list of all spans takes longer than the few spans that labels need.
+    return Encoding(ids=made.ids, span=made.token_to_chars)
 
 
 def _pieces(passage: Passage) -> Iterator[tuple[Span, bool]]:

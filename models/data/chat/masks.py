@@ -10,6 +10,7 @@ behind the common prefix of both encodings, as in TRL with ``completion_only_los
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -157,27 +158,24 @@ def encoded(prepared: Sequence[Prepared], encoder: Encoder) -> list[Sample]:
 
 def _sample(draft: Draft, text: Encoding, prompt: Encoding | None) -> Sample:
     """Returns the sample of a draft and of its encodings."""
-    counts = [True] * len(text.ids) if draft.spans is None else overlaps(text.spans, draft.spans)
+    labels = list(text.ids) if draft.spans is None else _labels(text, draft.spans)
     lost = 0
     if prompt is not None:
         length = _common_prefix(prompt.ids, text.ids)
-        counts[:length] = [False] * length
+        labels[:length] = [IGNORED_LABEL] * length
         lost = len(prompt.ids) - length
-    labels = [i if count else IGNORED_LABEL for i, count in zip(text.ids, counts, strict=True)]
     return Sample(place=draft.passage.place, ids=text.ids, labels=labels, lost=lost)
 
 
-def overlaps(tokens: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Returns for each token whether it overlaps one of ``spans``; both are in order."""
-    counts = [False] * len(tokens)
-    number = 0
-    for place, (first, last) in enumerate(tokens):
-        while number < len(spans) and first >= spans[number][1]:
-            number += 1
-        if number == len(spans):
-            break
-        counts[place] = last > spans[number][0]
-    return counts
+def _labels(text: Encoding, spans: Sequence[Span]) -> list[int]:
+    """Returns the ids of tokens that overlap one of ``spans``, and -100 for other tokens."""
+    labels = [IGNORED_LABEL] * len(text.ids)
+    numbers = range(len(text.ids))
+    for first, last in spans:
+        begin = bisect_right(numbers, first, key=lambda number: text.span(number)[1])
+        end = bisect_left(numbers, last, key=lambda number: text.span(number)[0])
+        labels[begin:end] = text.ids[begin:end]
+    return labels
 
 
 def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
