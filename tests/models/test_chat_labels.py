@@ -204,6 +204,13 @@ def test_a_users_turn_may_count_and_a_turn_may_be_left_out_of_all() -> None:
     assert "first" not in counted_text(sample) and "second" in counted_text(sample)
 
 
+def test_the_end_of_a_conversation_belongs_to_its_last_turn() -> None:
+    """Phi 3 marks the last turn and the end token apart."""
+    messages = marked({}, {"train": 0}, {}, {})
+    (sample,) = of({"messages": messages}, published("phi3"))
+    assert counted_text(sample) == f"second<|end|>\n{END}"
+
+
 def test_the_last_turn_alone() -> None:
     for turns in Turns:
         (sample,) = of({"messages": TALK}, CHAT, Choices(train_on=TrainOn.LAST, turns=turns))
