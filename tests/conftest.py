@@ -15,11 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 from zmq.utils.garbage import gc as garbage_collector
 
+from penstock.daemons.node.preparing import tool
+from penstock.daemons.preload.preloaders import TORCH
+from penstock.daemons.preload.starting import Preloading
 from penstock.protocol.run.names import FOLDER_PREFIX
 from penstock.protocol.wire.local_names import left_folders
 from penstock.shm.segment import SHM_ROOT, Segment
@@ -224,6 +228,16 @@ def clipped_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Itera
     for run_dir in trained(tmp_path_factory.mktemp("clipped"), shelf, CLIPPED):
         assert {m["decision"] for m in metrics(run_dir)} == {"commit", "amend"}
         yield run_dir
+
+
+@pytest.fixture(scope="session")
+def preloaded_tools() -> Iterator[None]:
+    """Has one preloader fork the processes of preparation, as ``penstock train`` does: each would
+    import torch otherwise.
+    """
+    with Preloading(TORCH, os.environ) as starter:
+        with mock.patch.object(tool, "Spawning", lambda: starter):
+            yield
 
 
 def shares_memory(path: Path) -> bool:

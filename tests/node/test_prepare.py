@@ -29,6 +29,7 @@ from penstock.daemons.node.preparing.changes import check_resume, find_changes
 from penstock.daemons.node.preparing.prepare import prepare_run, warn_if_open
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import RunLock, prepare_lock_path
+from penstock.daemons.preload.starting import Spawning
 from penstock.host.cgroup import MemoryLimit
 from penstock.host.errors import CapacityError, ConfigError, StateError
 from penstock.host.process_identity import start_ticks
@@ -349,11 +350,12 @@ def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path
         "sys.stderr.write('penstock: no room\\n'); sys.exit(int(sys.argv[1]))"
     )
     said: list[str] = []
+    log = tmp_path / "log.txt"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
         with pytest.raises(CapacityError, match=r"^no room$"):
-            run_tool("tool", "3", log=tmp_path / "log.txt", progress=said.append)
-        run_tool("tool", "0", log=tmp_path / "log.txt")
+            run_tool("tool", "3", log=log, progress=said.append, starter=Spawning())
+        run_tool("tool", "0", log=log, starter=Spawning())
     assert said == ["half", "whole"]
 
 
@@ -372,7 +374,7 @@ def test_a_stopped_tool_is_replaced(tmp_path: Path) -> None:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        run_tool("tool", str(marker), progress=lines.append, silence_s=0.3)
+        run_tool("tool", str(marker), progress=lines.append, starter=Spawning(), silence_s=0.3)
     assert lines == [
         "a process was stopped for 0.3 s: it is killed and started again",
         "done",

@@ -291,7 +291,7 @@ def test_lock_waits_for_the_children_of_a_killed_node(tmp_path: Path) -> None:
     held = RunLock.acquire(path, wait_s=0.0, inheritable=True)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False) as child:
         held.release()
-        with pytest.raises(LostMemberError, match="processes of a killed run still end"):
+        with pytest.raises(LostMemberError, match="processes of a killed run are still ending"):
             RunLock.acquire(path, wait_s=0.0)
         assert child.stdin is not None
         end = threading.Timer(0.2, child.stdin.close)
