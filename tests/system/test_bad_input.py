@@ -51,7 +51,7 @@ def tree(path: Path) -> dict[str, bytes]:
 def test_configuration_errors(runner: Any, plain_run: Path, setting: str, words: list[str]) -> None:
     path = runner.configure("bad", merge_scheme(SHORT))
     prepared(plain_run, runner.root / "bad")
-    # Without a preloader, whose imports outlast the error.
+    # The imports of a preloader would outlast the error.
     fast = ("--set", "cluster.preload=false")
     code, output = run_cli("train", str(path), "--set", setting, *fast)
     assert code == (3 if setting.startswith("memory") else 2), output
