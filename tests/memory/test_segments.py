@@ -164,7 +164,7 @@ def test_refuses_memory_with_a_missing_segment(memory: NodeMemory) -> None:
     memory.control.set_owner(dead_process())
     unlink(memory.spec.name(SegmentKind.STATE))
     with pytest.raises(
-        StateError, match=r"was removed from /dev/shm, and the rest is worth nothing .* --force"
+        StateError, match=r"was removed from /dev/shm, and the rest is useless without it.* --force"
     ):
         acquire(memory.spec)
 

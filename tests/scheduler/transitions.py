@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.scheduler.machine.activities.activity import Activity
 from penstock.daemons.scheduler.machine.activities.save import Save
 from penstock.daemons.scheduler.machine.activities.saves import Saves
@@ -82,7 +83,7 @@ class Observer:
         self._read()
         steps = list(self._steps_of_members(members, name))
         if (epoch, number) != (self._epoch, self._number):
-            stopping = bool(self.machine.requests.stop_reason)
+            stopping = bool(self.machine.requests.stop_reason) or name == StopAsked.__name__
             steps.append(Step(epoch, name, self._epoch, stopping=stopping))
         if attempt_state is not None:
             after = self._state_of_attempt(attempt)

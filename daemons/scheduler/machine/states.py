@@ -175,9 +175,9 @@ MEMBERS = (
     ),
     Transition(
         _HERE,
-        ("Tick",),
+        ("Tick", "hello"),
         _M.MISSING,
-        "A node is silent, or a process and its node are: the network may have failed.",
+        "A node is silent or says Hello twice; or a process and its node are silent.",
     ),
     Transition(
         (_M.FENCING,),
