@@ -17,23 +17,9 @@ from typing import TypeGuard
 import pytest
 
 from penstock.config.platforms import PLATFORMS
+from tests.tidy import PRODUCT as FOLDERS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (
-    "host",
-    "shm",
-    "config",
-    "protocol",
-    "planner",
-    "daemons",
-    "workers",
-    "models",
-    "deploy",
-    "grafana",
-    "client",
-    "chaos",
-)
-
 MAY_IMPORT = {
     "host": set(),
     "shm": {"host"},

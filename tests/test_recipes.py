@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from penstock import _ceiling, _native
+from tests.tidy import PRODUCT
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = tuple("chaos client config daemons host models planner protocol shm workers".split())
+FOLDERS = tuple(name for name in PRODUCT if name not in ("deploy", "grafana"))
 
 USES = {
     "Schedule": """

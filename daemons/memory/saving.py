@@ -38,8 +38,8 @@ def save(
     """Writes all blocks of a pinned version that the node owns; no pin is left.
 
     Blocks are written as they settle. When none is ready, ``wait()`` blocks briefly and returns
-    True to give up. Of the settled blocks the last one is written first: backward passes reach it
-    first, so its next sweep is due first. A block is released after its last byte has been handed
+    True to give up. The last settled block is written first, because backward passes reach it
+    first and its next sweep is due first. A block is released after its last byte has been handed
     to the kernel; another thread forces it to disk. ``stopping()`` returns the same as
     ``cancelled()``, but a call does not count as progress.
 

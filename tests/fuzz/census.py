@@ -13,19 +13,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.tidy import PRODUCT
+
 ROOT = Path(__file__).parents[2]
-FOLDERS = (
-    "host",
-    "shm",
-    "config",
-    "protocol",
-    "planner",
-    "daemons",
-    "workers",
-    "models",
-    "client",
-    "chaos",
-)
+FOLDERS = sorted({*PRODUCT} - {"deploy", "grafana"})
 
 PRIMITIVES = frozenset(
     {

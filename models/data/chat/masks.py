@@ -4,8 +4,7 @@ Two ways lead to labels. A template that marks the assistant's turns gives one s
 every token that overlaps a mark counts, as in TRL with ``assistant_only_loss``. Otherwise each turn
 of the assistant is a sample of its own. Its prompt is the rendering of the turns before it with
 the header of the assistant's turn. The prompt must be a prefix of the rendering cut after the turn.
-Tokens count
-behind the common prefix of both encodings, as in TRL with ``completion_only_loss``.
+Tokens count behind the common prefix of both encodings, as in TRL with ``completion_only_loss``.
 """
 
 from __future__ import annotations
