@@ -37,6 +37,9 @@ APART = frozenset(
 NOT_APART = frozenset({"test_doctor.py", "test_life_of_a_run.py", "test_loader.py"})
 """Folders whose tests create no segments, and files there that do."""
 
+FORKS_TOOLS = frozenset({"client", "node"})
+"""Folders with many tests that prepare runs or estimate models."""
+
 APART_KEY = pytest.StashKey[bool]()
 """Whether this process of tests has a /dev/shm of its own."""
 
@@ -273,8 +276,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(min(shared)))
 
 
+@pytest.fixture
+def tools_forked(request: pytest.FixtureRequest) -> None:
+    """Has tools forked in the folders :data:`FORKS_TOOLS`."""
+    if request.node.path.parent.name in FORKS_TOOLS:
+        request.getfixturevalue("preloaded_tools")
+
+
 @pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest, made: Made) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, made: Made, tools_forked: None) -> Iterator[None]:
     """Fail a test that leaves a segment, a child process, a thread or a descriptor behind, or cores
     taken away: the tests after it would have one less to train on.
     """
