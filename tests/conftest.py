@@ -234,13 +234,12 @@ def clipped_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Itera
 
 
 @pytest.fixture(scope="session")
-def preloaded_tools() -> Iterator[None]:
-    """Has one preloader fork the processes of preparation, as ``penstock train`` does: each would
-    import torch otherwise.
+def preloaded_tools() -> Iterator[Preloading]:
+    """Yields one preloader that forks processes of preparation, as ``penstock train`` has: each
+    would import torch otherwise.
     """
     with Preloading(TORCH, os.environ) as starter:
-        with mock.patch.object(tool, "Spawning", lambda: starter):
-            yield
+        yield starter
 
 
 def shares_memory(path: Path) -> bool:
@@ -277,10 +276,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def tools_forked(request: pytest.FixtureRequest) -> None:
-    """Has tools forked in the folders :data:`FORKS_TOOLS`."""
-    if request.node.path.parent.name in FORKS_TOOLS:
-        request.getfixturevalue("preloaded_tools")
+def tools_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Has tools forked in the folders :data:`FORKS_TOOLS`, and only there. A forked process has the
+    search path of the preloader, not the search path of its test.
+    """
+    if request.node.path.parent.name not in FORKS_TOOLS:
+        yield
+        return
+    starter = request.getfixturevalue("preloaded_tools")
+    with mock.patch.object(tool, "Spawning", lambda: starter):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 
-from penstock.host.errors import PenstockError
+from penstock.host.errors import ExitCode, PenstockError
 from penstock.protocol.wire.control import ControlClient
 from tests.system import conftest as H
 
 HERE = Path(__file__).parent
 KILL_VERSION = 2
 CHANGES = H.CLIPPED
+ENDLESS = H.merge(CHANGES, {"train": {"steps": 10**6}, "optimizer": H.ENDLESS["optimizer"]})
 STEPS: int = CHANGES["train"]["steps"]
 
 
@@ -38,7 +39,7 @@ def undisturbed(clipped_run: Path) -> dict[str, bytes]:
 
 def disturb(run: Any, target: str, kind: str, source: random.Random) -> None:
     """Kill a member at a random instant of the coming steps, or stop it until it is fenced. The run
-    stands still while it is looked for: steps are few.
+    stands still while it is looked for: steps may be few.
     """
     pid, struck = None, False
     while not struck:
@@ -80,9 +81,14 @@ def finish_exact(run: Any, undisturbed: dict[str, bytes]) -> None:
     """The run ends by itself, with each step exactly once and the undisturbed bytes."""
     code, output = run.wait(500)
     assert code == 0, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
-    lines = H.metrics(run.run_dir)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "each step exactly once"
-    found = H.state_bytes(run.run_dir)
+    assert_exact(run.run_dir, STEPS, undisturbed)
+
+
+def assert_exact(run_dir: Path, steps: int, undisturbed: dict[str, bytes]) -> None:
+    """A run has each step exactly once and the undisturbed bytes."""
+    lines = H.metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1)), "each step exactly once"
+    found = H.state_bytes(run_dir)
     different = [name for name in undisturbed if found.get(name) != undisturbed[name]]
     assert not different and found.keys() == undisturbed.keys(), f"bytes differ in {different}"
 
@@ -97,16 +103,18 @@ CASES = [
 ]
 
 
-def test_every_process_is_disturbed_in_one_run(runner: Any, undisturbed: dict[str, bytes]) -> None:
+def test_every_process_is_disturbed_in_one_run(runner: Any) -> None:
     """All cases one after the other, in random order, each when the run has recovered; before them
     the scheduler dies between journal and broadcast: the next one must apply that commit once.
+
+    The run is stopped after the last case, and compared with an undisturbed run of as many steps.
     """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")
     source = random.Random(seed)
     marker = runner.root / "killed"
     run = runner.start(
-        runner.configure("run", CHANGES), env=killing_after_journal(runner.root, marker)
+        runner.configure("run", ENDLESS), env=killing_after_journal(runner.root, marker)
     )
     H.wait_for_step(run, KILL_VERSION)
     assert marker.exists(), "the scheduler was never killed between journal and broadcast"
@@ -114,7 +122,14 @@ def test_every_process_is_disturbed_in_one_run(runner: Any, undisturbed: dict[st
     for target, kind in source.sample(CASES, len(CASES)):
         H.wait_for_step(run, H.newest_step(run.run_dir) + 1)
         disturb(run, target, kind, source)
-    finish_exact(run, undisturbed)
+    H.wait_for_step(run, H.newest_step(run.run_dir) + 1)
+    obeyed(run, ControlClient.stop)
+    code, output = run.wait(500)
+    assert code == ExitCode.STOPPED, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
+    steps = H.newest_step(run.run_dir)
+    as_long = H.merge(ENDLESS, {"train": {"steps": steps}})
+    undisturbed = H.state_bytes(runner.train(runner.configure("undisturbed", as_long)))
+    assert_exact(run.run_dir, steps, undisturbed)
     assert_one_story_each(run.run_dir)
 
 
