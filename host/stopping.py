@@ -113,7 +113,8 @@ def stopping_signals() -> tuple[signal.Signals, ...]:
 @contextmanager
 def interrupted_by_stop_signals() -> Iterator[None]:
     """Makes stop signals raise KeyboardInterrupt inside the block, until a run takes the signals
-    over. Other threads than the main thread receive none.
+    over; also signals that the starter of this process has blocked. Other threads than the main
+    thread receive none.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,9 +122,12 @@ def interrupted_by_stop_signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in stopping_signals()}
     for number in before:
         signal.signal(number, interrupt)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             if signal.getsignal(number) is interrupt:
                 signal.signal(number, handler)

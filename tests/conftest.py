@@ -27,6 +27,7 @@ from penstock.daemons.preload.starting import Preloading
 from penstock.protocol.run.names import FOLDER_PREFIX
 from penstock.protocol.wire.local_names import left_folders
 from penstock.shm.segment import SHM_ROOT, Segment
+from tests.forked import Forking
 from tests.shelf import Shelf
 
 T = TypeVar("T")
@@ -39,6 +40,9 @@ NOT_APART = frozenset({"test_doctor.py", "test_life_of_a_run.py", "test_loader.p
 
 FORKS_TOOLS = frozenset({"client", "node"})
 """Folders with many tests that prepare runs or estimate models."""
+
+FORKS_RUNS = frozenset({"system"})
+"""Folders with many tests that start runs."""
 
 APART_KEY = pytest.StashKey[bool]()
 """Whether this process of tests has a /dev/shm of its own."""
@@ -215,20 +219,24 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 
 
 @pytest.fixture(scope="session")
-def plain_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Iterator[Path]:
+def plain_run(
+    tmp_path_factory: pytest.TempPathFactory, shelf: Shelf, forking: Forking
+) -> Iterator[Path]:
     """A run of 1F1B that nobody disturbs, traced; tests copy what they change."""
     from tests.system.conftest import PLAIN, trained
 
     changes = {**PLAIN, "observability": {"trace": True}}
-    yield from trained(tmp_path_factory.mktemp("plain"), shelf, changes)
+    yield from trained(tmp_path_factory.mktemp("plain"), shelf, forking, changes)
 
 
 @pytest.fixture(scope="session")
-def clipped_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Iterator[Path]:
+def clipped_run(
+    tmp_path_factory: pytest.TempPathFactory, shelf: Shelf, forking: Forking
+) -> Iterator[Path]:
     """A run of SPipe that nobody disturbs, with clipping in some steps but not in all."""
     from tests.system.conftest import CLIPPED, metrics, trained
 
-    for run_dir in trained(tmp_path_factory.mktemp("clipped"), shelf, CLIPPED):
+    for run_dir in trained(tmp_path_factory.mktemp("clipped"), shelf, forking, CLIPPED):
         assert {m["decision"] for m in metrics(run_dir)} == {"commit", "amend"}
         yield run_dir
 
@@ -240,6 +248,12 @@ def preloaded_tools() -> Iterator[Preloading]:
     """
     with Preloading(TORCH, os.environ) as starter:
         yield starter
+
+
+@pytest.fixture(scope="session")
+def forking(preloaded_tools: Preloading) -> Forking:
+    """Returns what forks whole runs. Tests of cold starts spawn theirs."""
+    return Forking(preloaded_tools)
 
 
 def shares_memory(path: Path) -> bool:
@@ -280,7 +294,10 @@ def tools_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Has tools forked in the folders :data:`FORKS_TOOLS`, and only there. A forked process has the
     search path of the preloader, not the search path of its test.
     """
-    if request.node.path.parent.name not in FORKS_TOOLS:
+    folder = request.node.path.parent.name
+    if folder in FORKS_RUNS:  # the preloader is no leak of the first test
+        request.getfixturevalue("preloaded_tools")
+    if folder not in FORKS_TOOLS:
         yield
         return
     starter = request.getfixturevalue("preloaded_tools")

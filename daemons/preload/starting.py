@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from types import TracebackType
 from typing import Protocol
 
 from penstock.daemons.preload.client import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.daemons.preload.fork_request import ForkRequest
-from penstock.daemons.preload.preloaders import export_handles
+from penstock.daemons.preload.preloaders import export_handles, take_inherited
 
 WARM_UP_S = 30.0
 """Seconds that a first start waits for the preloader's imports: a spawned process would take about
@@ -68,12 +68,17 @@ class Spawning:
 
 
 class Preloading:
-    """Keeps one preloader, and has it fork. Use from the main thread; :meth:`close` in any case."""
+    """Keeps one preloader, and has it fork. Use from the main thread; :meth:`close` in any case.
 
-    def __init__(self, kind: str, environment: Mapping[str, str]) -> None:
+    ``environment``: of the preloader; takes out of it the preloaders that this process inherits,
+    and keeps the one of its kind instead of starting one.
+    """
+
+    def __init__(self, kind: str, environment: MutableMapping[str, str]) -> None:
         self._kind = kind
+        inherited = take_inherited(environment).get(kind)
         self._environment = dict(environment)
-        self._preloader: Preloader | None = None
+        self._preloader = None if inherited is None else Preloader.adopt(inherited)
         self._patience_s = WARM_UP_S
         self._start_at_s = 0.0
         self.look()

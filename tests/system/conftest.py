@@ -23,6 +23,7 @@ from penstock.chaos.processes import command_lines
 from penstock.config.schema import load_config
 from penstock.host.process_identity import parent_of
 from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS
+from tests.forked import Forked, Forking
 from tests.shelf import Shelf
 
 TINY_LLAMA = {
@@ -93,7 +94,7 @@ def processes_of(run_dir: Path, kinds: Sequence[str]) -> dict[str, int]:
 class TrainProcess:
     """A running ``penstock train`` in its own process group."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     run_dir: Path
 
     def wait(self, timeout_s: float) -> tuple[int, str]:
@@ -112,7 +113,8 @@ class Runner:
 
     root: Path
     shelf: Shelf
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    forking: Forking | None = None
+    started: list[subprocess.Popen[str] | Forked] = field(default_factory=list)
 
     def configure(self, name: str, changes: dict[str, Any]) -> Path:
         """Write ``<name>.yaml``: a tiny model on a few standard-library files."""
@@ -143,16 +145,34 @@ class Runner:
         """Start ``penstock train``."""
         run_dir = load_config(config).run_dir
         self.shelf.take(config, run_dir)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.client.main", "train", str(config), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **(env or {})},
-        )
+        return TrainProcess(self.command("train", str(config), *arguments, env=env), run_dir)
+
+    def command(
+        self, *words: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str] | Forked:
+        """Start ``penstock``, forked where that makes no difference."""
+        environment = {**os.environ, **(env or {})}
+        process: subprocess.Popen[str] | Forked
+        if self.forking is not None and self.forking.fits(environment):
+            process = self.forking.start("penstock.client.main", words)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.client.main", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=environment,
+            )
         self.started.append(process)
-        return TrainProcess(process, run_dir)
+        return process
+
+    def call(self, *words: str | Path, timeout_s: float = 600.0) -> tuple[int, str]:
+        """Run ``penstock`` to its end; exit code and what it said."""
+        process = self.command(*map(str, words))
+        output, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode is not None
+        return process.returncode, output
 
     def train(self, config: Path, *arguments: str, timeout_s: float = 500.0) -> Path:
         """Run to the end; the run directory. A failure shows output and logs."""
@@ -255,9 +275,9 @@ def sockets_of(root: Path) -> list[Path]:
 
 
 @pytest.fixture
-def runner(tmp_path: Path, shelf: Shelf) -> Iterator[Runner]:
+def runner(tmp_path: Path, shelf: Shelf, forking: Forking) -> Iterator[Runner]:
     """Start runs; everything started is gone afterwards, and so are its segments."""
-    instance = Runner(tmp_path, shelf)
+    instance = Runner(tmp_path, shelf, forking)
     yield instance
     instance.stop_all()
     leaked = segments_of(tmp_path)
@@ -270,9 +290,9 @@ def runner(tmp_path: Path, shelf: Shelf) -> Iterator[Runner]:
     assert expected_leak or not leaked, f"left behind in /dev/shm: {leaked}"
 
 
-def trained(root: Path, shelf: Shelf, changes: dict[str, Any]) -> Iterator[Path]:
+def trained(root: Path, shelf: Shelf, forking: Forking, changes: dict[str, Any]) -> Iterator[Path]:
     """The directory of a finished run; whatever still runs when the tests are over is stopped."""
-    runner = Runner(root, shelf)
+    runner = Runner(root, shelf, forking)
     try:
         yield runner.train(runner.configure("run", changes))
     finally:

@@ -19,17 +19,6 @@ from tests.system.conftest import PLAIN
 SHORT = {"train": {"steps": 3}}
 
 
-def run_cli(*arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
-    """Run ``penstock`` to its end; exit code and what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.client.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 def tree(path: Path) -> dict[str, bytes]:
     """Every file below a directory."""
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
@@ -51,9 +40,7 @@ def tree(path: Path) -> dict[str, bytes]:
 def test_configuration_errors(runner: Any, plain_run: Path, setting: str, words: list[str]) -> None:
     path = runner.configure("bad", merge_scheme(SHORT))
     prepared(plain_run, runner.root / "bad")
-    # The imports of a preloader would outlast the error.
-    fast = ("--set", "cluster.preload=false")
-    code, output = run_cli("train", str(path), "--set", setting, *fast)
+    code, output = runner.call("train", str(path), "--set", setting)
     assert code == (3 if setting.startswith("memory") else 2), output
     assert all(word in output for word in words), output
     assert "Traceback" not in output
@@ -72,7 +59,7 @@ def test_port_in_use(runner: Any, plain_run: Path) -> None:
         port = taken.getsockname()[1]
         path = runner.configure("port", {**SHORT, "cluster": {"scheduler_port": port}})
         prepared(plain_run, runner.root / "port")
-        code, output = run_cli("train", str(path))
+        code, output = runner.call("train", str(path))
     assert code == 2, output
     assert str(port) in output and "scheduler_port" in output
     assert "Traceback" not in output
@@ -151,7 +138,10 @@ def finished(runner: Any, plain_run: Path) -> tuple[Path, Path]:
     ],
 )
 def test_damaged_state_is_refused_and_left_alone(
-    finished: tuple[Path, Path], tmp_path: Path, damages: tuple[Callable[[Path], None], ...]
+    runner: Any,
+    finished: tuple[Path, Path],
+    tmp_path: Path,
+    damages: tuple[Callable[[Path], None], ...],
 ) -> None:
     """Undamaged, such states are resumed in ``test_runs.py``."""
     path, run_dir = finished
@@ -161,7 +151,7 @@ def test_damaged_state_is_refused_and_left_alone(
         state = max((run_dir / "state").glob("step-*"))
         damage(state)
         before = tree(run_dir / "state")
-        code, output = run_cli("train", str(path), "--set", "train.steps=45")
+        code, output = runner.call("train", str(path), "--set", "train.steps=45")
         assert code == 2, f"{damage.__name__}: {output}"
         assert state.name in output, f"{damage.__name__}: {output}"
         assert "Traceback" not in output
@@ -171,7 +161,7 @@ def test_damaged_state_is_refused_and_left_alone(
 
 
 def test_other_tokens_than_those_prepared_end_the_run_with_its_state_kept(
-    finished: tuple[Path, Path],
+    runner: Any, finished: tuple[Path, Path]
 ) -> None:
     path, run_dir = finished
     tokens = run_dir / "data" / "train.bin"
@@ -182,17 +172,17 @@ def test_other_tokens_than_those_prepared_end_the_run_with_its_state_kept(
     tokens.write_bytes(damaged)
     steps = ("--set", f"train.steps={PLAIN['train']['steps'] + 2}")
     before = tree(run_dir / "state")
-    code, output = run_cli("train", str(path), *steps)
+    code, output = runner.call("train", str(path), *steps)
     assert code == 2, output
     assert "train.bin: the 65536 bytes from offset" in output and "Traceback" not in output
     assert tree(run_dir / "state") == before
     tokens.write_bytes(whole)
-    code, output = run_cli("train", str(path), *steps)
+    code, output = runner.call("train", str(path), *steps)
     assert code == 0, output
 
 
-def test_resume_refuses_another_model(finished: tuple[Path, Path]) -> None:
+def test_resume_refuses_another_model(runner: Any, finished: tuple[Path, Path]) -> None:
     path, _ = finished
-    code, output = run_cli("train", str(path), "--set", "model.hf.hidden_size=64")
+    code, output = runner.call("train", str(path), "--set", "model.hf.hidden_size=64")
     assert code == 2, output
     assert "model.hf" in output and "hidden_size" in output

@@ -20,6 +20,7 @@ from penstock.planner.traces.measured import measure
 from penstock.planner.traces.traced import TracedRun
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.trace_reading import read_traces
+from tests.forked import Forking
 from tests.shelf import Shelf
 from tests.system import conftest as H
 
@@ -57,9 +58,9 @@ def configure(
 
 
 @pytest.fixture(scope="module")
-def emulated_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Any:
+def emulated_run(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf, forking: Forking) -> Any:
     """Run directory of 1F1B that nobody disturbs."""
-    runner = H.Runner(tmp_path_factory.mktemp("emulated"), shelf)
+    runner = H.Runner(tmp_path_factory.mktemp("emulated"), shelf, forking)
     yield runner.train(configure(runner, "run", scheme="1f1b"))
     runner.stop_all()
 

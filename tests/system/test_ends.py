@@ -5,26 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.system import conftest as H
-
-
-def penstock(*words: str | Path) -> tuple[int, str]:
-    """Exit code and output of a command."""
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.client.main", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    return done.returncode, done.stdout
 
 
 def tree(run_dir: Path) -> dict[str, tuple[int, bytes]]:
@@ -49,7 +35,7 @@ def test_a_finished_run_is_left_alone_and_tells_its_end(runner: Any) -> None:
         (3, ["train", config, "--set", "train.steps=9", "--set", "memory.host_limit=1M"]),
     ]
     for expected, words in starts:
-        code, output = penstock(*words)
+        code, output = runner.call(*words)
         assert code == expected, (words, output)
         assert expected or "steps are done and saved" in output, (words, output)
         after = tree(run_dir)
@@ -57,12 +43,12 @@ def test_a_finished_run_is_left_alone_and_tells_its_end(runner: Any) -> None:
 
     saved = run_dir / "state" / "step-00000002"
     for command, expected in (("status", 0), ("watch", 0), ("stop", 0), ("pause", 2)):
-        code, output = penstock(command, "--run-dir", run_dir)
+        code, output = runner.call(command, "--run-dir", run_dir)
         assert code == expected and "has ended, done at step 2/2; saved: step 2" in output, output
         assert command not in ("status", "watch") or f"saved state  {saved}" in output, output
-    status = json.loads(penstock("status", "--run-dir", run_dir, "--json")[1])
+    status = json.loads(runner.call("status", "--run-dir", run_dir, "--json")[1])
     assert (status["phase"], status["version"], status["last_metrics"]["step"]) == ("done", 2, 2)
-    code, output = penstock("trace", run_dir)
+    code, output = runner.call("trace", run_dir)
     assert code == 2 and "one of 50 (observability.sample_every)" in output, output
     assert "observability.trace=true" in output
     assert tree(run_dir) == before
@@ -92,7 +78,7 @@ def test_a_failure_names_the_steps_that_only_the_memory_has(runner: Any) -> None
     assert code == 4 and H.segments_of(runner.root), output
     assert f"steps 1 to {last}, not saved" in output
     assert f"penstock doctor --clean --force --run-dir {run.run_dir}" in output
-    assert f"steps 1 to {last}, not saved" in penstock("status", "--run-dir", run.run_dir)[1]
+    assert f"steps 1 to {last}, not saved" in runner.call("status", "--run-dir", run.run_dir)[1]
     runner.train(config, "--set", f"train.steps={last + 1}", "--set", "cluster.max_restarts=2")
     assert [line["step"] for line in H.metrics(run.run_dir)] == list(range(1, last + 2))
 
@@ -100,9 +86,11 @@ def test_a_failure_names_the_steps_that_only_the_memory_has(runner: Any) -> None
 @pytest.mark.slow
 def test_a_node_prints_its_steps(runner: Any) -> None:
     config = runner.configure("run", {"train": {"steps": 3, "clip_grad_norm": None}})
-    code, output = penstock("node", "--config", config, "--set", "train.steps=2")
+    code, output = runner.call("node", "--config", config, "--set", "train.steps=2")
     run_dir = runner.root / "run"
     assert code == 0 and H.newest_step(run_dir) == 2, output
     assert f"penstock watch --run-dir {run_dir}" in output and "step 2 of 2, loss" in output
-    code, output = penstock("node", "--config", run_dir / "resolved.yaml", "--set", "train.steps=5")
+    code, output = runner.call(
+        "node", "--config", run_dir / "resolved.yaml", "--set", "train.steps=5"
+    )
     assert code == 2 and "--set train.steps=5" in output, output

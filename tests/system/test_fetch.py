@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.daemons.fetch.agent import find_module
+from tests.forked import Forking
 from tests.shelf import Shelf
 from tests.system import conftest as H
 
@@ -96,10 +97,12 @@ def disturb(run: H.TrainProcess) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, shelf: Shelf) -> Iterator[dict[str, bytes]]:
+def expected(
+    tmp_path_factory: pytest.TempPathFactory, shelf: Shelf, forking: Forking
+) -> Iterator[dict[str, bytes]]:
     """The bytes that one node without any of it ends with."""
     one_node = H.merge(MODEL, {"cluster": {"workers": 2}})
-    for run_dir in H.trained(tmp_path_factory.mktemp("one"), shelf, one_node):
+    for run_dir in H.trained(tmp_path_factory.mktemp("one"), shelf, forking, one_node):
         yield H.state_bytes(run_dir)
 
 

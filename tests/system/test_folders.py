@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from penstock.protocol.run.rundir import RunDirectory
 from tests.folders import save_model
-from tests.system.test_bad_input import run_cli
 from tests.system.test_parity import check_parity_of, final_weights
 
 _SIZES = {
@@ -67,7 +66,7 @@ def test_fine_tuning_a_folder(runner: Any, tmp_path: Path, model_type: str, resu
     text = "def penstock():\n    return '<|im_end|>'\n"
     ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     shutil.rmtree(folder)
-    code, output = run_cli("export", str(run_dir), "--format", "hf", str(tmp_path / "out"))
+    code, output = runner.call("export", str(run_dir), "--format", "hf", str(tmp_path / "out"))
     assert code == 0, output
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == names
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -93,6 +92,6 @@ def test_weights_that_no_training_survives_are_named(
         "model": {"hf": None, "path": str(folder), "dtype": dtype},
         "data": {"tokenizer": None},
     }
-    code, output = run_cli("train", str(runner.configure("run", changes)))
+    code, output = runner.call("train", str(runner.configure("run", changes)))
     assert code == 2, output
     assert f"model.safetensors: {name} has 1 number that" in output and "at [3, 5]" in output

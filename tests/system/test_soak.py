@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from penstock.chaos.table import row_of
+from tests.forked import Forking
 from tests.shelf import Shelf
 from tests.system import conftest as H
 
@@ -174,10 +175,10 @@ def tally(seed: int) -> Iterator[Counter[str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory, shelf: Shelf
+    tmp_path_factory: pytest.TempPathFactory, shelf: Shelf, forking: Forking
 ) -> Iterator[Callable[[str], Path]]:
     """Name of a configuration -> directory of its undisturbed run, made when it is asked for."""
-    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"), shelf)
+    runner = H.Runner(tmp_path_factory.mktemp("undisturbed"), shelf, forking)
     finished: dict[str, Path] = {}
 
     def run_dir(name: str) -> Path:

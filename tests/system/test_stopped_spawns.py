@@ -22,7 +22,7 @@ from tests.system import conftest as H
 from tests.system.test_exactness import awaited
 from tests.system.test_preloading import preloaders_of
 
-GATE, SPAWNED, FORKED = 6, 160, 40
+GATE, SPAWNED, FORKED = 3, 160, 40
 """Newborns to stop: in the gate, and in the slow tests, 200 together."""
 SHARE = 0.8
 """The share of newborns that are stopped."""
