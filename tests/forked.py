@@ -13,8 +13,10 @@ from penstock.daemons.preload.client import ChildProcess
 from penstock.daemons.preload.preloaders import TORCH
 from penstock.daemons.preload.starting import Preloading
 
-VARYING = frozenset({"PYTEST_CURRENT_TEST", "XDG_CACHE_HOME"})
-"""Variables of the environment that differ from test to test, and that no import reads for us."""
+READ_AT_START = ("PYTHON", "LD_")
+"""Beginnings of the names of variables that act while a process starts and imports. The others are
+read later, and a forked process has those of its test.
+"""
 
 
 class Forked:
@@ -89,4 +91,4 @@ class Forking:
 
 
 def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in VARYING}
+    return {k: value for k, value in environment.items() if k.startswith(READ_AT_START)}
