@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
+from penstock.config.data import DataConfig
 from penstock.config.execution import (
     ClusterConfig,
     EmulationConfig,
@@ -28,7 +29,6 @@ from penstock.config.reading import Place, read_mapping
 from penstock.config.training import (
     ON_GPUS,
     ONE_MODEL,
-    DataConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,

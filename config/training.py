@@ -1,4 +1,4 @@
-"""The sections about the training: run, model, data, train, optimizer.
+"""The sections about the training: run, model, train, optimizer.
 
 Each key is described once, here. ``description`` explains it in ``penstock config``,
 ``docs/CONFIGURATION.md`` and the JSON schema. :class:`~.values.Accepts` puts accepted values into
@@ -9,12 +9,11 @@ machines are in :mod:`penstock.config.execution`.
 
 from __future__ import annotations
 
-import codecs
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from penstock.config.optimizers import (
     Hyperparameter,
@@ -24,17 +23,12 @@ from penstock.config.optimizers import (
 )
 from penstock.config.values import (
     AUTO,
-    MASKED,
-    NEXT_TOKEN,
-    UTF8,
     Accepts,
     Attempts,
     Cores,
-    EndTokens,
     LeftShare,
     MicroBatch,
     Sequences,
-    Size,
     Steps,
     Unit,
 )
@@ -155,141 +149,6 @@ class ModelConfig(Section):
                 "model.attention cudnn: the backward of cuDNN repeats no bits, and"
                 " model.deterministic is true; use attention cudnn-flash or auto, or deterministic"
                 " false"
-            )
-        return self
-
-
-class DataConfig(Section):
-    """The training text: give `path` or `tokens`."""
-
-    path: str | None = Field(
-        default=None,
-        description="`@stdlib` (the text of Python's own library), or a file, folder or glob of"
-        " .txt, .md, .py, .jsonl, .json, .csv and .parquet files, and .gz and .zst of them, or a"
-        " folder that datasets' save_to_disk wrote. Of records, the column `text` is read. Hidden"
-        " files and folders are left out. The first machine"
-        " reads it.",
-    )
-    encoding: Annotated[str, Accepts("a codec of Python for text, such as latin-1 or utf-16")] = (
-        Field(
-            default=UTF8,
-            description="The files of `path` and `eval_path` are in this encoding; `@stdlib` is in"
-            " UTF-8.",
-        )
-    )
-    tokens: Path | None = Field(
-        default=None,
-        description="A binary file of token numbers, as of `token_dtype`. Every machine reads it.",
-    )
-    token_dtype: Literal["uint16", "uint32"] = Field(
-        default="uint16", description="The numbers in `tokens` have this type, little-endian."
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description="byte, or a tokenizer.json or the folder of one. Unset, that of `model.path`;"
-        " byte for a model made from `model.hf`.",
-    )
-    bos: Literal["auto"] | bool = Field(
-        default="auto",
-        description="Whether each document of text begins with the tokenizer's tokens for a"
-        " beginning. auto: with the tokens that the tokenizer puts in front when it adds special"
-        " tokens; true: with those, else with its bos or cls token; false: with none.",
-    )
-    eos: EndTokens = Field(
-        default="auto",
-        description="Tokens that end a document. auto: the tokenizer's end token, and for `tokens`"
-        " every `eos_token_id` of the model. Otherwise tokens by text or number: the first one is"
-        " put after each document of text, and each one ends a document for `document_masks`."
-        " false: none.",
-    )
-    sequence_length: Annotated[int, Unit("tokens")] = Field(
-        default=256, ge=1, description="Tokens of each training sequence."
-    )
-    objective: Annotated[
-        str, Accepts("next-token, masked, or a function of yours such as package.module:function")
-    ] = Field(
-        default=NEXT_TOKEN,
-        pattern=rf"^({NEXT_TOKEN}|{MASKED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="What is predicted of a sequence: each next token; with encoders such as bert,"
-        " masked tokens (drawn again in each pass); or what a function says that is given token"
-        " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
-        " (models/data/batch.py).",
-    )
-    mask_fraction: float = Field(
-        default=0.15,
-        gt=0.0,
-        lt=1.0,
-        description="With masked: share of the tokens that are predicted. Of them 80 % are"
-        " replaced by the mask, 10 % by any token, 10 % stay.",
-    )
-    mask_token: int | None = Field(
-        default=None,
-        ge=0,
-        description="With masked: number of the mask token; unset, the tokenizer's.",
-    )
-    shuffle: bool = Field(
-        default=True,
-        description="Each pass over the data takes the sequences in an order of its own.",
-    )
-    passes: float = Field(
-        default=1.0,
-        gt=0.0,
-        description="Planned passes over the training sequences. Training continues beyond them,"
-        " and an alert reports it (docs/RUNBOOK.md).",
-    )
-    document_masks: bool = Field(
-        default=False,
-        description="Tokens attend to those of their own document only. A model type that cannot"
-        " keep documents apart refuses it.",
-    )
-    cache_limit: Size = Field(
-        default=20 * 2**30,
-        description="Tokens made from text are kept for other runs of the same text, in"
-        " `$XDG_CACHE_HOME/penstock` (`~/.cache/penstock`). Where all take more than this, the"
-        " entries used longest ago are removed; 0: none are kept.",
-    )
-    eval_path: str | None = Field(
-        default=None,
-        description="Text for evaluations, as `path`; unset, the end of the training text.",
-    )
-    eval_fraction: float = Field(
-        default=0.02,
-        gt=0.0,
-        lt=1.0,
-        description="Share of the sequences, taken from the end, that is held out when"
-        " `train.eval_every` is set and `eval_path` is not.",
-    )
-
-    @field_validator("encoding")
-    @classmethod
-    def _known_encoding(cls, value: str) -> str:
-        try:
-            b"a".decode(value)
-        except UnicodeDecodeError:
-            pass  # one byte is no character: two bytes may be
-        except (LookupError, ValueError):
-            raise ValueError(f"Python has no encoding of text named {value!r}") from None
-        # One name for each codec, so that another spelling is no other encoding.
-        name = codecs.lookup(value).name
-        if name in ("idna", "punycode"):
-            raise ValueError(f"{value!r} is an encoding of host names, not of text")
-        return name
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataConfig:
-        if (self.path is None) == (self.tokens is None):
-            raise ValueError("give exactly one of data.path and data.tokens")
-        if self.tokens is not None and self.encoding != UTF8:
-            raise ValueError("data.encoding goes with data.path: data.tokens holds numbers")
-        if self.tokens is not None and self.bos is True:
-            raise ValueError(
-                "data.bos = true: goes with data.path; nothing is added to data.tokens"
-            )
-        ends = self.eos if isinstance(self.eos, tuple) else ()
-        texts = [token for token in ends if isinstance(token, str)]
-        if self.tokens is not None and texts:
-            raise ValueError(
-                f"data.eos = {texts[0]!r}: data.tokens holds numbers; give the token's number"
             )
         return self
 

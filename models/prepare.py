@@ -29,7 +29,9 @@ from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer,
 from penstock.models.data.chunks import Progress
 from penstock.models.data.marks import Marks, end_ids, marks_of_text
 from penstock.models.data.objectives import own_objective
-from penstock.models.data.token_sources import TokenSources, file_stamps, fingerprint_of
+from penstock.models.data.rows.row_file import RowLayout
+from penstock.models.data.rows.sources import RunSources, open_sources
+from penstock.models.data.token_sources import file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
@@ -74,7 +76,7 @@ def prepare(
         with bounds.within("model: building it without weights", BUILDING_S):
             _prepare_model(config, run_dir, tokenizer, marks, progress, weights=weights)
     if not table_only:
-        sources = TokenSources(config, tokenizer, marks, run_dir, progress)
+        sources = open_sources(config, tokenizer, marks, run_dir, progress)
         _prepare_data(config, run_dir, sources, progress)
         keep_carried(config, run_dir, tokenizer)
 
@@ -180,7 +182,7 @@ def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
         review(run_dir, config.model.path, progress)
 
 
-def _prepare_data(config: Config, run_dir: Path, sources: TokenSources, progress: Progress) -> None:
+def _prepare_data(config: Config, run_dir: Path, sources: RunSources, progress: Progress) -> None:
     # an error of the function would otherwise appear in a worker, after memory was allocated
     own_objective(config)
     directory = run_dir / "data"
@@ -206,7 +208,7 @@ def _prepare_data(config: Config, run_dir: Path, sources: TokenSources, progress
     _check_ends(config, made)
 
 
-def _keep_tokens(sources: TokenSources, meta: Path, progress: Progress) -> None:
+def _keep_tokens(sources: RunSources, meta: Path, progress: Progress) -> None:
     """Keeps the tokens of a run that has trained, even if its text has changed since. The text of
     evaluations may change.
     """
@@ -233,15 +235,19 @@ def _check_batches(config: Config, meta: dict[str, Any]) -> None:
     evaluation.
     """
     length = config.data.sequence_length
-    sequences = max(0, meta["train"]["num_tokens"] - 1) // length
+    layout = RowLayout.of(meta["train"])
+    if layout is None:
+        sequences = max(0, meta["train"]["num_tokens"] - 1) // length
+    else:
+        sequences = layout.rows
     if sequences < config.train.global_batch:
-        source = config.data.path or config.data.tokens
+        source = config.data.path or config.data.tokens or config.data.sources[0].path
         raise ConfigError(
             f"train.global_batch = {config.train.global_batch}: {str(source)!r} has {sequences}"
             f" sequences of data.sequence_length = {length} to train on; give more text, a"
             " smaller batch or shorter sequences"
         )
-    if "eval" in meta and meta["eval"]["num_tokens"] <= length:
+    if layout is None and "eval" in meta and meta["eval"]["num_tokens"] <= length:
         raise ConfigError(
             f"data.eval_path = {config.data.eval_path!r}: has {meta['eval']['num_tokens']} tokens;"
             f" one sequence of data.sequence_length = {length} takes {length + 1}"
@@ -250,6 +256,8 @@ def _check_batches(config: Config, meta: dict[str, Any]) -> None:
 
 def _check_ends(config: Config, meta: dict[str, Any]) -> None:
     """Refuses to separate documents if no token ends a document."""
+    if RowLayout.of(meta["train"]) is not None:
+        return  # samples are kept apart without such a token
     if config.data.document_masks and not end_ids(meta["train"]["eos"]):
         source = "model.hf" if config.model.path is None else str(config.model.path / "config.json")
         raise ConfigError(
@@ -284,6 +292,9 @@ def _has(meta: Path, *splits: str) -> bool:
 
 def _is_whole(directory: Path, entry: dict[str, Any]) -> bool:
     path = directory / entry["path"]
+    layout = RowLayout.of(entry)
+    if layout is not None:
+        return bool(path.is_file() and path.stat().st_size == layout.num_bytes)
     end = entry["first_token"] + entry["num_tokens"]
     size = end * np.dtype(entry["token_dtype"]).itemsize
     return path.is_file() and bool(path.stat().st_size >= size)

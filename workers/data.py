@@ -1,8 +1,9 @@
 """Training data as a function of (seed, samples consumed): no state of the data is saved.
 
 A token file is cut into sequences: sequence ``i`` is ``tokens[iT : iT+T+1]``. The objective
-(:mod:`penstock.models.data.objectives`) makes inputs and labels of them. Sample ``k`` of the run is
-a sequence of pass ``k // n`` over all ``n``; each pass has its own order.
+(:mod:`penstock.models.data.objectives`) makes inputs and labels of them. A file of rows
+(:mod:`penstock.models.data.rows.row_file`) has a sequence in each row. Sample ``k`` of the run is a
+sequence of pass ``k // n`` over all ``n``; each pass has its own order.
 
 The end of the file has the job numbers of evaluations: each global batch of an evaluation is a job
 with its own messages. No torch in this module; :mod:`penstock.models.prepare` writes token files.
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +30,95 @@ from penstock.models.data.batch import MicroBatch
 from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
+from penstock.models.data.rows.row_file import RowFile, RowLayout, batch_of
 from penstock.protocol.run.checksums import read_checked
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 6
 """Rounds of the Feistel network. A change alters the order of every run's data."""
+
+
+class Dataset(Protocol):
+    """The sequences of a split."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences of a pass."""
+
+    def read(self, position: int, count: int, micro_batch: int) -> list[MicroBatch]:
+        """Returns samples ``position … position + count - 1`` of the run, ``micro_batch`` in each
+        micro-batch.
+
+        Raises:
+            StateError: the data have changed since the run was prepared.
+        """
+
+
+def open_dataset(data_dir: Path, split: str, config: Config) -> Dataset:
+    """Returns the ``train`` or ``eval`` split that ``penstock.models.prepare`` left in
+    ``RUN_DIR/data``.
+
+    Raises:
+        StateError: there is no such split, or its files are damaged.
+    """
+    with _usable(data_dir, split):
+        meta = _entry(data_dir, split)
+        layout = RowLayout.of(meta)
+        if layout is None:
+            return TokenDataset.open(data_dir, split, config)
+        path = data_dir / meta["path"]
+        if layout.length != config.data.sequence_length:
+            raise StateError(
+                f"{data_dir}: has rows of {layout.length} tokens, and data.sequence_length is"
+                f" {config.data.sequence_length}; start a new run in another run.dir"
+            )
+        file = RowFile(path, layout, Checksums.open(path, data_dir, meta["sums"]))
+        return RowDataset(file, _order(config, split, layout.rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOrder:
+    """An order of ``size`` sequences for each pass; the sequences' own without ``shuffle``."""
+
+    size: int
+    seed: int
+    shuffle: bool
+
+    def indices(self, position: int, count: int) -> NDArray[np.int64]:
+        """Returns the sequences of samples ``position … position + count - 1`` of the run, (count,)
+        int64.
+        """
+        samples = np.arange(position, position + count, dtype=np.int64)
+        indices = samples % self.size
+        if not self.shuffle:
+            return indices
+        passes = samples // self.size
+        for number in np.unique(passes):
+            chosen = passes == number
+            indices[chosen] = _permuted(indices[chosen], self.size, f"{self.seed}/{number}")
+        return indices
+
+
+@dataclass(frozen=True, slots=True)
+class RowDataset:
+    """Rows of a file in an order of their own per pass."""
+
+    file: RowFile
+    order: SampleOrder
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of rows."""
+        return self.order.size
+
+    def read(self, position: int, count: int, micro_batch: int) -> list[MicroBatch]:
+        """Returns samples as micro-batches; see :class:`Dataset`."""
+        layout = self.file.layout
+        rows = [self.file.row(n) for n in self.order.indices(position, count).tolist()]
+        return [
+            batch_of(rows[start : start + micro_batch], layout.length, layout.pad)
+            for start in range(0, count, micro_batch)
+        ]
 
 
 class TokenDataset:
@@ -78,7 +166,7 @@ class TokenDataset:
                 f"data.sequence_length = {sequence_length}: {path} has {len(self._tokens)} tokens;"
                 f" one sequence takes {sequence_length + 1}"
             )
-        self._seed, self._shuffle = seed, shuffle
+        self.order = SampleOrder(size=self.num_sequences, seed=seed, shuffle=shuffle)
         self.objective = NextToken() if objective is None else objective
 
     @classmethod
@@ -89,8 +177,8 @@ class TokenDataset:
         Raises:
             StateError: there is no such split, or its files are damaged.
         """
-        try:
-            meta = parse_json(read_checked(data_dir.parent, f"{data_dir.name}/meta.json"))[split]
+        with _usable(data_dir, split):
+            meta = _entry(data_dir, split)
             path = data_dir / meta["path"]
             checksums = None
             if "sums" in meta:
@@ -102,33 +190,20 @@ class TokenDataset:
                 token_dtype=meta["token_dtype"],
                 sequence_length=config.data.sequence_length,
                 seed=config.run.seed,
-                shuffle=config.data.shuffle and split == "train",
+                shuffle=_shuffles(config, split),
                 first_token=meta["first_token"],
                 num_tokens=meta["num_tokens"],
                 objective=_objective(config, meta),
                 checksums=checksums,
             )
-        except (OSError, *DAMAGED) as error:
-            raise StateError(
-                f"{data_dir}: no usable {split} split ({error!r}); delete the directory and start"
-                " again"
-            ) from error
 
-    def sequence_indices(self, position: int, count: int) -> NDArray[np.int64]:
-        """Returns the sequences of samples ``position … position + count - 1`` of the run, (count,)
-        int64.
-        """
-        samples = np.arange(position, position + count, dtype=np.int64)
-        indices = samples % self.num_sequences
-        if not self._shuffle:
-            return indices
-        passes = samples // self.num_sequences
-        for number in np.unique(passes):
-            chosen = passes == number
-            indices[chosen] = _permuted(
-                indices[chosen], self.num_sequences, f"{self._seed}/{number}"
-            )
-        return indices
+    def read(self, position: int, count: int, micro_batch: int) -> list[MicroBatch]:
+        """Returns samples as micro-batches; see :class:`Dataset`."""
+        tokens = self.batch(position, count)
+        return [
+            self.objective(tokens[start : start + micro_batch], position + start)
+            for start in range(0, count, micro_batch)
+        ]
 
     def batch(self, position: int, count: int) -> NDArray[np.int64]:
         """Returns samples ``position … position + count - 1`` as tokens, (count, sequence_length +
@@ -137,7 +212,7 @@ class TokenDataset:
         Raises:
             StateError: the tokens have changed since the run was prepared.
         """
-        starts = self.sequence_indices(position, count) * self.sequence_length
+        starts = self.order.indices(position, count) * self.sequence_length
         if self._checksums is not None:
             for start in (starts + self._first_token).tolist():
                 end = start + self.sequence_length + 1
@@ -149,7 +224,7 @@ class TokenDataset:
 
 
 def micro_batches(
-    dataset: TokenDataset, data_position: int, global_batch: int, micro_batch: int
+    dataset: Dataset, data_position: int, global_batch: int, micro_batch: int
 ) -> tuple[list[MicroBatch], int]:
     """Returns the micro-batches of the global batch that starts at a data position, and the number
     of its counted tokens.
@@ -157,12 +232,33 @@ def micro_batches(
     ``data_position`` counts the samples consumed before; the batch consumes ``global_batch`` of
     them.
     """
-    tokens = dataset.batch(data_position, global_batch)
-    batches = [
-        dataset.objective(tokens[start : start + micro_batch], data_position + start)
-        for start in range(0, global_batch, micro_batch)
-    ]
+    batches = dataset.read(data_position, global_batch, micro_batch)
     return batches, sum(batch.counted_tokens for batch in batches)
+
+
+def _entry(data_dir: Path, split: str) -> dict[str, Any]:
+    meta = parse_json(read_checked(data_dir.parent, f"{data_dir.name}/meta.json"))
+    entry: dict[str, Any] = meta[split]
+    return entry
+
+
+@contextmanager
+def _usable(data_dir: Path, split: str) -> Iterator[None]:
+    """Turns errors about damaged files inside the block into StateError."""
+    try:
+        yield
+    except (OSError, *DAMAGED) as error:
+        raise StateError(
+            f"{data_dir}: no usable {split} split ({error!r}); delete the directory and start again"
+        ) from error
+
+
+def _order(config: Config, split: str, size: int) -> SampleOrder:
+    return SampleOrder(size=size, seed=config.run.seed, shuffle=_shuffles(config, split))
+
+
+def _shuffles(config: Config, split: str) -> bool:
+    return config.data.shuffle and split == "train"
 
 
 def _objective(config: Config, meta: dict[str, Any]) -> Objective:

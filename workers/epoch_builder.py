@@ -36,7 +36,7 @@ from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.compiling import LayerCompilation
-from penstock.workers.data import TokenDataset, micro_batches
+from penstock.workers.data import Dataset, micro_batches, open_dataset
 from penstock.workers.device import ALIGNMENT_BYTES, Runtime
 from penstock.workers.epoch import EpochContext, JobPhase
 from penstock.workers.peers import Peers
@@ -152,7 +152,7 @@ class EpochBuilder:
         self._weights: WeightLoader | None = None
         self._memory: tuple[tuple[int, ...], NodeMemory] | None = None
         self._updates: BlockUpdates | None = None
-        self._datasets: dict[JobPhase, TokenDataset] = {}
+        self._datasets: dict[JobPhase, Dataset] = {}
         self._open_fetcher = fetchers(
             self._config, files.run_id, self._node, platform.reads, metrics.fetched, access
         )
@@ -247,9 +247,7 @@ class EpochBuilder:
     def batches(self, phase: JobPhase, data_position: int) -> Batches:
         """Returns the global batch at a position of the training or held-out data."""
         if phase not in self._datasets:
-            self._datasets[phase] = TokenDataset.open(
-                self._files.path / "data", phase, self._config
-            )
+            self._datasets[phase] = open_dataset(self._files.path / "data", phase, self._config)
         train = self._config.train
         return micro_batches(
             self._datasets[phase], data_position, train.global_batch, train.micro_batch

@@ -41,3 +41,14 @@ class MicroBatch:
     def counted_tokens(self) -> int:
         """The number of labels that take part in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED_LABEL))
+
+
+def places_in_documents(
+    begins: NDArray[np.bool_],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns ``position_ids`` and ``document_ids`` of rows. ``begins`` is true at the first token
+    of each document but the first of a row.
+    """
+    steps = np.broadcast_to(np.arange(begins.shape[1], dtype=np.int64), begins.shape)
+    latest_begin = np.maximum.accumulate(np.where(begins, steps, 0), axis=1)
+    return steps - latest_begin, np.cumsum(begins, axis=1, dtype=np.int64)

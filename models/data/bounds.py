@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from penstock.host.cgroup import tightest_memory
 from penstock.host.errors import ConfigError, PenstockError, reason
+from penstock.models.data.chat.encoder import ChatParts
 from penstock.models.data.pieces.encoding import Encoded, Guard, unbounded
 from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer import Tokenizer
@@ -144,6 +145,10 @@ class BoundedTokenizer:
     def token_id(self, text: str) -> int | None:
         """Returns the id of a token by its text."""
         return self.inner.token_id(text)
+
+    def chat_parts(self) -> ChatParts:
+        """Returns what conversations need."""
+        return self.inner.chat_parts()
 
     def files(self) -> dict[str, bytes]:
         """Returns the tokenizer's files: path below a directory that ``AutoTokenizer`` can read ->

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.config.schema import Config
 from penstock.host.errors import ConfigError, reason
-from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
+from penstock.models.data.batch import IGNORED_LABEL, MicroBatch, places_in_documents
 from penstock.models.data.user_modules import import_hint, import_user_module
 
 _REPLACED, _ANY = 0.8, 0.9
@@ -60,13 +60,9 @@ class NextToken:
             return MicroBatch(input_ids=inputs, labels=labels)
         begins = np.zeros_like(ends)
         begins[:, 1:] = ends[:, :-1]
-        steps = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
-        latest_begin = np.maximum.accumulate(np.where(begins, steps, 0), axis=1)
+        positions, documents = places_in_documents(begins)
         return MicroBatch(
-            input_ids=inputs,
-            labels=labels,
-            position_ids=steps - latest_begin,
-            document_ids=np.cumsum(begins, axis=1, dtype=np.int64),
+            input_ids=inputs, labels=labels, position_ids=positions, document_ids=documents
         )
 
 

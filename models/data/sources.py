@@ -87,16 +87,19 @@ def format_of(path: Path) -> str:
     return inner if inner in FORMATS and inner not in _NEVER_COMPRESSED else ""
 
 
-def find_source(source: str, *, key: str = "data.path", encoding: str = UTF8) -> Source:
+def find_source(
+    source: str, *, key: str = "data.path", encoding: str = UTF8, any_records: bool = False
+) -> Source:
     """Returns the files that ``source``, the value of ``key``, names.
 
-    The standard library is UTF-8; ``encoding`` does not apply to it.
+    The standard library is UTF-8; ``encoding`` does not apply to it. ``any_records`` also takes
+    those files of a folder that have no column of text.
 
     Raises:
         ConfigError: there is no file, its kind is not supported, a folder cannot be listed, or a
             file is a pointer of Git LFS.
     """
-    matched = _find(source, key, encoding)
+    matched = _find(source, key, encoding, any_records)
     for path in matched.files:
         if is_pointer(path):
             raise ConfigError(
@@ -106,7 +109,7 @@ def find_source(source: str, *, key: str = "data.path", encoding: str = UTF8) ->
     return matched
 
 
-def _find(source: str, key: str, encoding: str) -> Source:
+def _find(source: str, key: str, encoding: str, any_records: bool) -> Source:
     if "\0" in source:
         raise ConfigError(f"{key} = {source!r}: no such file or folder")
     if source == STDLIB:
@@ -124,7 +127,7 @@ def _find(source: str, key: str, encoding: str) -> Source:
     is_folder = os.path.isdir(source)
     # A saved dataset above the named folder does not count: the name decides on its split.
     top = path if is_folder else _fixed(path)
-    walk = _Walk(f"{key} = {source!r}", top, encoding if is_folder else None)
+    walk = _Walk(f"{key} = {source!r}", top, encoding if is_folder and not any_records else None)
     if is_folder:
         walk.follow(path, ("**", "*"))
         check_complete(walk.files, f"{key} = {source!r}")
@@ -278,7 +281,7 @@ def _has_text(path: Path, encoding: str) -> bool:
     if reader is None:
         return True
     try:
-        record = next(reader(path, encoding, ignore_bytes), None)
+        record = next(reader(path, encoding, ignore_bytes, None), None)
     except ConfigError:
         return False
     except OSError:

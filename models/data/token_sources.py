@@ -37,6 +37,15 @@ _NOT_IN_FILES = {
     "bos",
     "eos",
     "cache_limit",
+    "sources",
+    "chat_template",
+    "chat_template_kwargs",
+    "turns",
+    "train_on",
+    "packing",
+    "packing_window",
+    "too_long",
+    "bad_records",
 }
 """Keys of ``data`` that decide a text's tokens, and keys that fingerprints contain as marks."""
 
@@ -87,9 +96,7 @@ class TokenSources:
 
     @cached_property
     def _tokenizer_sum(self) -> str | None:
-        if self._tokenizer is None:
-            return None
-        return hashlib.sha256(_tokenizer_bytes(self._tokenizer)).hexdigest()
+        return None if self._tokenizer is None else tokenizer_sum(self._tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -229,7 +236,7 @@ class TokenSources:
         the checksums.
         """
         hasher = ChunkHasher()
-        texts = documents(source, _Pace(f"data.{key}", source, self._progress))
+        texts = documents(source, Pace(f"data.{key}", source.files, self._progress))
         num_tokens = write_tokens(
             texts, tokenizer, path, hasher, self._marks, vocab_size=self._vocab_size
         )
@@ -285,14 +292,14 @@ class TokenSources:
         }
 
 
-class _Pace:
+class Pace:
     """Counts bytes of text, and reports every few seconds the bytes read and the remaining time at
     this pace.
     """
 
-    def __init__(self, name: str, source: Source, progress: Progress) -> None:
+    def __init__(self, name: str, files: Sequence[Path], progress: Progress) -> None:
         self._name, self._progress = name, progress
-        self._total = sum(path.stat().st_size for path in source.files)
+        self._total = sum(path.stat().st_size for path in files)
         self._read = 0
         self._began_s = self._said_s = time.monotonic()
 
@@ -312,6 +319,11 @@ class _Pace:
 
 
 def file_stamps(files: Sequence[Path]) -> list[list[Any]]:
+    """Returns path, size and time of the last change of each file.
+
+    Raises:
+        ConfigError: a file is gone.
+    """
     stamps = []
     for path in files:
         try:
@@ -322,9 +334,12 @@ def file_stamps(files: Sequence[Path]) -> list[list[Any]]:
     return stamps
 
 
-def _tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
-    return b"".join(content for _, content in sorted(tokenizer.files().items()))
+def tokenizer_sum(tokenizer: Tokenizer) -> str:
+    """Returns the checksum of a tokenizer's files."""
+    files = sorted(tokenizer.files().items())
+    return hashlib.sha256(b"".join(content for _, content in files)).hexdigest()
 
 
 def fingerprint_of(*parts: Any) -> str:
+    """Returns a checksum of JSON values; of other values, their text."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

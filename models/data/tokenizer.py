@@ -20,6 +20,7 @@ from penstock.config.schema import Config
 from penstock.config.values import AUTO, BYTE, MASKED
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, is_file, parse_json
+from penstock.models.data.chat.encoder import SPECIAL, ChatParts
 from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, end_of, unbounded
 from penstock.models.data.reading.records import Document
 from penstock.models.data.tokenizer_folder import FolderTokenizer, added_in_front
@@ -68,6 +69,13 @@ class Tokenizer(Protocol):
             ConfigError: a document is too long.
         """
 
+    def chat_parts(self) -> ChatParts:
+        """Returns what conversations need.
+
+        Raises:
+            ConfigError: a file cannot be read, or the tokenizer is none of the library.
+        """
+
     def files(self) -> dict[str, bytes]:
         """Returns the tokenizer's files: path below a directory that ``AutoTokenizer`` can read ->
         content.
@@ -103,12 +111,19 @@ class ByteTokenizer:
         """Returns a byte-level vocabulary of single bytes without merges, which gives the same ids
         for any valid UTF-8.
         """
+        return _files(self._library().to_str(), END_OF_TEXT, None if self.mask is None else MASK)
+
+    def chat_parts(self) -> ChatParts:
+        """Returns the vocabulary of bytes; there is no template."""
+        return ChatParts(library=self._library(), special={"eos_token": END_OF_TEXT})
+
+    def _library(self) -> HubTokenizer:
         vocabulary = {character: byte for byte, character in _byte_characters().items()}
         tokenizer = HubTokenizer(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_TEXT] if self.mask is None else [END_OF_TEXT, MASK])
-        return _files(tokenizer.to_str(), END_OF_TEXT, None if self.mask is None else MASK)
+        return tokenizer
 
 
 class JsonTokenizer:
@@ -141,7 +156,7 @@ class JsonTokenizer:
         # A file may request cut or padded documents; training needs whole ones.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = path.with_name(_SETTINGS)
+        self._settings = settings = path.with_name(_SETTINGS)
         self._end = self._find_end(settings)
         if self._end is None and needs_end:
             raise ConfigError(
@@ -180,6 +195,16 @@ class JsonTokenizer:
         """Yields the ids of documents in parts; long ones are encoded in pieces."""
         return encode_documents(documents, self._tokenizer, guard)
 
+    def chat_parts(self) -> ChatParts:
+        """Returns the library's tokenizer, with special tokens and template from the folder of the
+        file.
+        """
+        named = {name: self._named_token(self._settings, name) for name in SPECIAL}
+        special = {name: text for name, text in named.items() if text is not None}
+        if self._end is not None:
+            special["eos_token"] = self._end
+        return ChatParts(library=self._tokenizer, special=special, template=self._template())
+
     def files(self) -> dict[str, bytes]:
         """Returns the file itself, and settings that name its end token."""
         return _files(self._text, self._end)
@@ -190,12 +215,41 @@ class JsonTokenizer:
 
     def _named_token(self, settings: Path, key: str) -> str | None:
         """Returns the token that ``tokenizer_config.json`` names by ``key``; None without one."""
+        named = self._setting(settings, key)
+        named = named.get("content") if isinstance(named, dict) else named
+        is_token = isinstance(named, str) and named and self.token_id(named) is not None
+        return named if is_token else None
+
+    def _template(self) -> str | dict[str, str] | None:
+        """Returns the chat template of ``chat_template.jinja`` or of the settings.
+
+        Raises:
+            ConfigError: the file cannot be read, or its templates have no known form.
+        """
+        file = self._settings.with_name("chat_template.jinja")
+        if file.exists():
+            is_file(file)
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{file}: cannot read it: {reason(error)}") from error
+        template = self._setting(self._settings, "chat_template")
+        if template is None or isinstance(template, str):
+            return template
+        try:
+            return {str(entry["name"]): str(entry["template"]) for entry in template}
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self._settings}: chat_template is neither a text nor a list of name and template"
+            ) from error
+
+    @staticmethod
+    def _setting(settings: Path, key: str) -> Any:
+        """Returns a value of ``tokenizer_config.json``; None without one."""
         if not settings.exists():
             return None
         try:
-            named = parse_json(settings.read_bytes()).get(key)
-            named = named.get("content") if isinstance(named, dict) else named
-            return named if named and self.token_id(named) is not None else None
+            return parse_json(settings.read_bytes()).get(key)
         except (OSError, *DAMAGED) as error:
             raise ConfigError(f"{settings}: cannot read {key}: {error!r}") from error
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, is_file, parse_json
+from penstock.models.data.chat.encoder import SPECIAL, ChatParts
 from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, unbounded, whole
 from penstock.models.data.reading.records import Document
 
@@ -141,6 +142,27 @@ class FolderTokenizer:
             with guard(piece.length):
                 ids = np.asarray(self._ids(piece.text, False), dtype=np.uint32)
             yield Encoded(piece.document, ids, ends=True)
+
+    def chat_parts(self) -> ChatParts:
+        """Returns the library's tokenizer, and special tokens and template as transformers reads
+        them.
+
+        Raises:
+            ConfigError: transformers has the tokenizer in Python alone.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, HubTokenizer):
+            raise ConfigError(
+                f"{self._name}: its tokenizer has no tokenizer.json, which samples of records need"
+            )
+        self._ids("", False)  # sets the backend up as each call of transformers does
+        named = {name: getattr(self._tokenizer, name, None) for name in SPECIAL}
+        special = {name: str(text) for name, text in named.items() if text is not None}
+        return ChatParts(
+            library=backend,
+            special=special,
+            template=getattr(self._tokenizer, "chat_template", None),
+        )
 
     def files(self) -> dict[str, bytes]:
         """Returns the folder's files as they are: vocabulary, settings, special tokens,

@@ -13,7 +13,7 @@ from penstock.protocol.run.rundir import RunDirectory
 class TrainingData:
     """Tokens and samples of one pass over the training data, without held-out sequences.
 
-    A sample is a sequence of ``data.sequence_length`` tokens; a step consumes
+    A sample is a row of up to ``data.sequence_length`` tokens; a step consumes
     ``train.global_batch`` of them.
     """
 
@@ -31,7 +31,10 @@ class TrainingData:
             return None
         split = json.loads(read_checked(run.path, "data/meta.json"))["train"]
         tokens = int(split["num_tokens"])
-        return cls(tokens=tokens, samples=max(0, (tokens - 1) // run.config.data.sequence_length))
+        length = run.config.data.sequence_length
+        rows = split.get("rows")
+        samples = max(0, (tokens - 1) // length) if rows is None else int(rows["rows"])
+        return cls(tokens=tokens, samples=samples)
 
     @classmethod
     def samples_of(cls, run: RunDirectory) -> int | None:

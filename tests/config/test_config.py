@@ -87,7 +87,7 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("train.freeze=['(']",), ("train.freeze", "'('")),
         (("model.path=/x",), ("exactly one of model.hf and model.path",)),
         (("model.hf={}",), ("model_type",)),
-        (("data.tokens=x.bin",), ("exactly one of data.path and data.tokens",)),
+        (("data.tokens=x.bin",), ("exactly one of data.path, data.tokens and data.sources",)),
         (("cluster.nodes=[{name: a}, {name: a}]",), ("distinct names",)),
         (("cluster.nodes=[]",), ("at least one",)),
         (("cluster.heartbeat_timeout_s=0.1",), ("heartbeat_timeout_s", "twice")),

@@ -43,7 +43,7 @@ def dataset(path: Path, length: int = 10, **options: object) -> TokenDataset:
 def test_every_sequence_once_per_pass(token_file, length, seed, number) -> None:
     data = dataset(token_file, length, seed=seed)
     assert data.num_sequences == 2000 // length
-    order = data.sequence_indices(number * data.num_sequences, data.num_sequences)
+    order = data.order.indices(number * data.num_sequences, data.num_sequences)
     assert sorted(order.tolist()) == list(range(data.num_sequences))
 
 
@@ -56,32 +56,32 @@ def test_every_sequence_once_per_pass(token_file, length, seed, number) -> None:
 def test_order_does_not_depend_on_the_batch_size(token_file, start, sizes, shuffle) -> None:
     data = dataset(token_file, 10, shuffle=shuffle)
     positions = start + np.cumsum([0, *sizes])
-    parts = [data.sequence_indices(int(p), n) for p, n in zip(positions, sizes, strict=False)]
-    whole = data.sequence_indices(start, sum(sizes))
+    parts = [data.order.indices(int(p), n) for p, n in zip(positions, sizes, strict=False)]
+    whole = data.order.indices(start, sum(sizes))
     assert np.concatenate(parts).tolist() == whole.tolist()
 
 
 def test_order_is_fixed_for_good(token_file) -> None:
     """A golden value: runs resumed with a later version must see the same data."""
     data = dataset(token_file, 10, seed=1234)
-    assert data.sequence_indices(0, 8).tolist() == GOLDEN[0]
-    assert data.sequence_indices(200, 8).tolist() == GOLDEN[1]
+    assert data.order.indices(0, 8).tolist() == GOLDEN[0]
+    assert data.order.indices(200, 8).tolist() == GOLDEN[1]
 
 
 def test_passes_and_seeds_have_orders_of_their_own(token_file) -> None:
     orders = [
-        dataset(token_file, 10, seed=seed).sequence_indices(position, 200).tolist()
+        dataset(token_file, 10, seed=seed).order.indices(position, 200).tolist()
         for seed in (1, 2)
         for position in (0, 200)
     ]
     assert len({tuple(order) for order in orders}) == 4
     unshuffled = dataset(token_file, 10, shuffle=False)
-    assert unshuffled.sequence_indices(198, 4).tolist() == [198, 199, 0, 1]
+    assert unshuffled.order.indices(198, 4).tolist() == [198, 199, 0, 1]
 
 
 def test_order_is_well_mixed(tmp_path) -> None:
     np.zeros(100_001, dtype="<u2").tofile(tmp_path / "t.bin")
-    order = dataset(tmp_path / "t.bin", 10).sequence_indices(0, 10_000)
+    order = dataset(tmp_path / "t.bin", 10).order.indices(0, 10_000)
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
     halves = (order[:5000] < 5000).mean()

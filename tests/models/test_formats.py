@@ -195,10 +195,7 @@ def test_folders_of_splits_give_their_training_split(tmp_path: Path) -> None:
     )
 
 
-CHAT = (
-    "has no column text, which Penstock trains on; its columns are id, messages; chat data is not"
-    " read yet"
-)
+CHAT = "has no column text, which training on plain text needs; its columns are id, messages"
 MESSAGES = [{"id": 1, "messages": [{"role": "user", "content": "hi"}]}]
 NULLS = [{"text": "one"}, {"text": None}, {"text": "three"}]
 
@@ -230,7 +227,7 @@ REFUSED = {
     ),
     "other.json": (
         b'{"data": [{"text": "a"}]}',
-        ", line 1: has no column text, which Penstock trains on; its columns are data",
+        ", line 1: has no column text, which training on plain text needs; its columns are data",
     ),
     "strings.json": (
         b'["a"]',
@@ -256,7 +253,7 @@ REFUSED = {
     ),
     "other.csv": (
         b"id;text\n1;a\n",
-        ", line 1: has no column text, which Penstock trains on; its columns are id;text",
+        ", line 1: has no column text, which training on plain text needs; its columns are id;text",
     ),
     "twice.csv": (b"text,text\na,b\n", ", line 1: has the column text 2 times"),
     "ragged.csv": (

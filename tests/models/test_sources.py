@@ -346,8 +346,11 @@ def test_the_named_encoding_must_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"txt": "two"}', "has no column text, which Penstock trains on; its columns are txt$"),
-        ("{}", "has no column text, which Penstock trains on; it has no columns$"),
+        (
+            '{"txt": "two"}',
+            "has no column text, which training on plain text needs; its columns are txt$",
+        ),
+        ("{}", "has no column text, which training on plain text needs; it has no columns$"),
         ('{"text": 5}', "the column text holds a number, and a record needs a text in it$"),
         ('{"text": null}', "the column text holds null, and a record needs a text in it$"),
         ("[1]", "expected a JSON object such as"),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from penstock.config.values import MASKED
 from penstock.daemons.scheduler.machine.position import learning_rate
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.workers.data import TokenDataset, micro_batches
+from penstock.workers.data import micro_batches, open_dataset
 
 STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,7 +45,7 @@ class ReferenceLoop:
         self.parameters = self.named_parameters()
         self.masters = {n: nn.Parameter(p.detach().clone()) for n, p in self.parameters.items()}
         self.optimizer = self._optimizer()
-        self.dataset = TokenDataset.open(run_dir / "data", "train", self.config)
+        self.dataset = open_dataset(run_dir / "data", "train", self.config)
 
     def load_model(self, folder: Path) -> Any:
         """transformers' own model from its own reading of the folder, in fp32."""

@@ -9,7 +9,7 @@ the same ids with ``sanitize_control_tokens``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -47,6 +47,23 @@ class Passage:
     text: str
     literal: tuple[Span, ...] = ()
     special: bool = False
+
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+"""Names of special tokens that a chat template may read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatParts:
+    """The parts of a tokenizer that conversations need.
+
+    ``special`` are texts of special tokens by name, such as ``eos_token``. ``template`` is the chat
+    template, or several by name; None without one.
+    """
+
+    library: HubTokenizer
+    special: Mapping[str, str]
+    template: str | Mapping[str, str] | None = None
 
 
 class Encoder:

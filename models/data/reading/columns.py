@@ -1,6 +1,6 @@
 """Records of Parquet and Arrow files, read by pyarrow in batches. No torch.
 
-Only the column ``text`` is read. Row groups, batches and rows are counted from 1.
+Row groups, batches and rows are counted from 1.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ between two batches without an error.
 """
 
 
-def parquet_rows(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+def parquet_rows(path: Path, encoding: str, read: CountBytes, only: str | None) -> Iterator[Record]:
     """Yields the records of a Parquet file.
 
     Raises:
-        ConfigError: the file is damaged, has no column ``text``, or a row has no text.
+        ConfigError: the file is damaged, or lacks the only column.
     """
     del encoding
     arrow, parquet = library(path, "pyarrow"), library(path, "pyarrow.parquet")
     with path.open("rb") as opened, _damage(path, "Parquet", arrow):
         # A buffer keeps the library from reading whole row groups.
         file = parquet.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-        _check_schema(path, file.schema_arrow, arrow)
+        _check_schema(path, file.schema_arrow, arrow, only)
         size, rows = os.path.getsize(path), file.metadata.num_rows
         done = counted = 0
         for group in range(file.num_row_groups):
             batches = file.iter_batches(
-                _BATCH_ROWS, row_groups=[group], columns=[TEXT], use_threads=False
+                _BATCH_ROWS, row_groups=[group], columns=only and [only], use_threads=False
             )
             row = 0
             for batch in batches:
@@ -54,21 +54,20 @@ def parquet_rows(path: Path, encoding: str, read: CountBytes) -> Iterator[Record
         read(size - counted)
 
 
-def arrow_rows(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+def arrow_rows(path: Path, encoding: str, read: CountBytes, only: str | None) -> Iterator[Record]:
     """Yields the records of an Arrow file or stream, such as those of ``save_to_disk``.
 
     Raises:
-        ConfigError: the file is damaged, has no column ``text``, or a row has no text.
+        ConfigError: the file is damaged, or lacks the only column.
     """
     del encoding
     arrow, ipc = library(path, "pyarrow"), library(path, "pyarrow.ipc")
     with path.open("rb") as opened, _damage(path, "Arrow", arrow):
         is_file = opened.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         schema = _reader(ipc, opened, is_file, None).schema
-        _check_schema(path, schema, arrow)
-        options = ipc.IpcReadOptions(
-            included_fields=[schema.get_field_index(TEXT)], use_threads=False
-        )
+        _check_schema(path, schema, arrow, only)
+        fields = None if only is None else [schema.get_field_index(only)]
+        options = ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         batches = _batches(_reader(ipc, opened, is_file, options))
         place = 0
         for number, batch in enumerate(batches, start=1):
@@ -101,12 +100,17 @@ def _batches(reader: Any) -> Iterator[Any]:
         yield from reader
 
 
-def _check_schema(path: Path, schema: Any, arrow: Any) -> None:
-    """Refuses a table without exactly one column ``text`` of strings.
+def _check_schema(path: Path, schema: Any, arrow: Any, only: str | None) -> None:
+    """Refuses a table without exactly one column ``only`` of strings, or with two columns of one
+    name.
 
     Raises:
         ConfigError: the column is missing, occurs twice or is of another type.
     """
+    if only is None:
+        if len(set(schema.names)) < len(schema.names):
+            raise ConfigError(f"{path}: has two columns of the same name")
+        return
     check_columns(str(path), schema.names)
     kind = schema.field(TEXT).type
     values = kind.value_type if arrow.types.is_dictionary(kind) else kind
@@ -126,12 +130,19 @@ def _records(path: Path, part: str, before: int, batch: Any, arrow: Any) -> Iter
         # The library ends the process when it reads strings at damaged offsets.
         batch.validate(full=True)
     except arrow.ArrowException as error:
+        names = batch.schema.names
+        which = f"the column {names[0]} is" if len(names) == 1 else "columns are"
         raise ConfigError(
-            f"{path}, {part}, rows from {before + 1:,}: the column {TEXT} is damaged"
-            f" ({reason(error)})"
+            f"{path}, {part}, rows from {before + 1:,}: {which} damaged ({reason(error)})"
         ) from error
-    for number, value in enumerate(batch.column(0), start=before + 1):
-        yield Record(path=path, where=f"{part}, row {number:,}", fields={TEXT: value.as_py()})
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}, {part}, rows from {before + 1:,}: a text is no UTF-8 ({reason(error)})"
+        ) from error
+    for number, fields in enumerate(rows, start=before + 1):
+        yield Record(path=path, where=f"{part}, row {number:,}", fields=fields)
 
 
 @contextmanager

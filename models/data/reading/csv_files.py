@@ -18,18 +18,20 @@ _MAX_CHARACTERS = 1 << 28
 """Characters of one field; a quote without an end would fill all memory."""
 
 
-def csv_rows(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+def csv_rows(path: Path, encoding: str, read: CountBytes, only: str | None) -> Iterator[Record]:
     """Yields the records of a CSV file.
 
     Raises:
-        ConfigError: the header has no column ``text``, or a row is damaged or has another number
+        ConfigError: the header lacks the only column, or a row is damaged or has another number
             of fields than the header.
     """
     csv.field_size_limit(_MAX_CHARACTERS)  # 131,072 by default
     rows = _rows(path, decoded(path, encoding, read))
     where, header = next(rows, ("", []))
-    if header:
+    if header and only is not None:
         check_columns(f"{path}, {where}", header)
+    elif len(set(header)) < len(header):
+        raise ConfigError(f"{path}, {where}: has two columns of the same name")
     for where, row in rows:
         if len(row) != len(header):
             raise ConfigError(

@@ -26,7 +26,9 @@ _SPACE = re.compile(rf"[ \t\r\n{MARK}]*")
 _DECODER = json.JSONDecoder()
 
 
-def json_lines(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+def json_lines(
+    path: Path, encoding: str, read: CountBytes, only: str | None = None
+) -> Iterator[Record]:
     """Yields the records of a file with a JSON object in each line.
 
     Raises:
@@ -46,7 +48,9 @@ def json_lines(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
         yield Record(path=path, where=where, fields=fields)
 
 
-def json_objects(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+def json_objects(
+    path: Path, encoding: str, read: CountBytes, only: str | None = None
+) -> Iterator[Record]:
     """Yields the records of a JSON file.
 
     Raises:

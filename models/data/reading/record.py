@@ -17,10 +17,10 @@ _CHAT = frozenset(
     {
         *("messages", "conversations", "conversation", "dialog"),
         *("prompt", "completion", "response", "chosen", "rejected"),
-        *("instruction", "input", "output"),
+        *("instruction", "input", "output", "input_ids"),
     }
 )
-"""Columns of data for chat."""
+"""Columns of fine-tuning data."""
 
 _MAX_COLUMNS, _MAX_NAME = 8, 40
 """Number of columns that an error names, and characters of each name."""
@@ -54,9 +54,10 @@ class Record:
         return f"{self.path}, {self.where}" if self.where else str(self.path)
 
 
-Reader = Callable[[Path, str, CountBytes], Iterator[Record]]
+Reader = Callable[[Path, str, CountBytes, str | None], Iterator[Record]]
 """Function that yields the records of a file in an encoding. It passes each number of bytes read to
-its last argument.
+its third argument. The last one is the only column that is read, which must be text; None reads all
+columns.
 """
 
 
@@ -92,8 +93,14 @@ def without_text(place: str, columns: Sequence[str]) -> ConfigError:
     if len(columns) > _MAX_COLUMNS:
         shown += f" and {len(columns) - _MAX_COLUMNS:,} more"
     names = f"its columns are {shown}" if columns else "it has no columns"
-    chat = "; chat data is not read yet" if _CHAT.intersection(columns) else ""
-    return ConfigError(f"{place}: has no column {TEXT}, which Penstock trains on; {names}{chat}")
+    return ConfigError(
+        f"{place}: has no column {TEXT}, which training on plain text needs; {names}"
+    )
+
+
+def is_chat(fields: Mapping[str, Any]) -> bool:
+    """Returns whether a record has columns of fine-tuning data."""
+    return not _CHAT.isdisjoint(fields)
 
 
 def not_text(place: str, kind: str) -> ConfigError:

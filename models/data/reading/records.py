@@ -17,7 +17,7 @@ from penstock.models.data.reading.csv_files import csv_rows
 from penstock.models.data.reading.decoding import decoded
 from penstock.models.data.reading.json_files import json_lines, json_objects
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
-from penstock.models.data.reading.record import Reader, Record, text_of
+from penstock.models.data.reading.record import TEXT, Reader, Record, text_of
 from penstock.models.data.sources import Source, format_of
 
 
@@ -31,9 +31,11 @@ class Document:
     parts: Iterable[str]
 
 
-def records(source: Source, read: CountBytes = ignore_bytes) -> Iterator[Record]:
+def records(
+    source: Source, read: CountBytes = ignore_bytes, only: str | None = None
+) -> Iterator[Record]:
     """Yields the records of all files of a source, in order. Calls ``read`` with the number of
-    bytes of each part of a file.
+    bytes of each part of a file. ``only`` is the only column that is read; None reads all.
 
     Raises:
         ConfigError: a file cannot be read, is damaged or in another encoding, or has a place
@@ -41,7 +43,7 @@ def records(source: Source, read: CountBytes = ignore_bytes) -> Iterator[Record]
     """
     for path in source.files:
         try:
-            yield from _READERS[format_of(path)](path, source.encoding, read)
+            yield from _READERS[format_of(path)](path, source.encoding, read, only)
         except OSError as error:
             raise ConfigError(f"data: cannot read {path}: {reason(error)}") from error
 
@@ -55,7 +57,7 @@ def documents(source: Source, read: CountBytes = ignore_bytes) -> Iterator[Docum
     Raises:
         ConfigError: see :func:`records`; or a record without text, or with half of a character.
     """
-    for record in records(source, read):
+    for record in records(source, read, TEXT):
         parts = iter([text_of(record)] if record.where else record.parts)
         first = next(parts, "")
         if first:
@@ -86,7 +88,8 @@ def _chained(first: str, rest: Iterator[str]) -> Iterator[str]:
     yield from rest
 
 
-def _text_record(path: Path, encoding: str, read: CountBytes) -> Iterator[Record]:
+def _text_record(path: Path, encoding: str, read: CountBytes, only: str | None) -> Iterator[Record]:
+    del only
     parts = decoded(path, encoding, read)
     yield Record(path=path, parts=parts)
     for _ in parts:  # the rest of a record that its user has left is checked, too

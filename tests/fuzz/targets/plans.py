@@ -141,7 +141,7 @@ def _tokenizer_config(folder: Path) -> Iterator[Decoder]:
 
     def read(data: bytes) -> object:
         (folder / "tokenizer_config.json").write_bytes(data)
-        return JsonTokenizer(folder / "tokenizer.json")
+        return JsonTokenizer(folder / "tokenizer.json").chat_parts()
 
     yield read
 
@@ -368,7 +368,7 @@ PLANS = (
     Target(
         name="tokenizer-config",
         open=_tokenizer_config,
-        covers=("models.data.tokenizer.JsonTokenizer._named_token",),
+        covers=("models.data.tokenizer.JsonTokenizer._setting",),
         seeds=lambda: dumped({"eos_token": "a"}, {"eos_token": {"content": "b"}}),
         form=Form.JSON,
         examples=40,

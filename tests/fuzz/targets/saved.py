@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from penstock.shm.control import CommitRecord, ControlView
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.segment import SHM_ROOT, SegmentError
-from penstock.workers.data import TokenDataset
+from penstock.workers.data import open_dataset
 from tests.fuzz.target import Decoder, Form, Target, from_file, plainly
 from tests.fuzz.targets.material import RUN_ID, config, forget, memory_spec, table
 from tests.fuzz.targets.run_files import EVALUATION, LINE, dumped, made, metrics_lines
@@ -226,20 +227,24 @@ def _record(data: bytes) -> None:
     CommitRecord.unpack(data.ljust(72, b"\0"))
 
 
+ROWS = bytes(400) + struct.pack("<4q", 0, 40, 80, 100) + bytes(80)
+"""A file of three rows; as plain tokens it has 512 of one byte each."""
+
+
 @contextmanager
 def _tokens(folder: Path) -> Iterator[Decoder]:
-    """The description of a run's tokens; files of it are 512 bytes each."""
+    """The description of a run's tokens or rows; files of it are 512 bytes each."""
     (folder / "data").mkdir()
     tokens, sums = folder / "data" / "train.tokens", folder / "data" / "train.sums"
-    tokens.write_bytes(bytes(512))
+    tokens.write_bytes(ROWS)
     write_sums(tokens, sums, lambda text: None)
     settings = config()
 
     def read(data: bytes) -> None:
         (folder / "data" / "meta.json").write_bytes(data)
-        dataset = TokenDataset.open(folder / "data", "train", settings)
-        if dataset.num_sequences and dataset.sequence_length < 512:
-            dataset.batch(0, 1)
+        dataset = open_dataset(folder / "data", "train", settings)
+        if settings.data.sequence_length < 512:
+            dataset.read(0, 1, 1)
 
     yield read
 
@@ -264,7 +269,7 @@ def _earlier_data(folder: Path) -> object:
 
 
 def _metas(folder: Path) -> list[bytes]:
-    (folder / "x").write_bytes(bytes(512))
+    (folder / "x").write_bytes(ROWS)
     sums = write_sums(folder / "x", folder / "train.sums", lambda text: None)
     entry = {
         "path": "train.tokens",
@@ -272,7 +277,13 @@ def _metas(folder: Path) -> list[bytes]:
         "first_token": 0,
         "num_tokens": 512,
     }
-    return dumped({"train": entry | {"sums": sums}, "fingerprint": "x"}, {"train": entry})
+    rows = {"rows": 3, "samples": 5, "tokens": 100, "counted": 0, "pad": 0, "packing": "none"}
+    rows["length"] = config().data.sequence_length
+    return dumped(
+        {"train": entry | {"sums": sums}, "fingerprint": "x"},
+        {"train": entry},
+        {"train": entry | {"sums": sums, "rows": rows}},
+    )
 
 
 @contextmanager
@@ -382,7 +393,12 @@ SAVED = (
     Target(
         name="tokens",
         open=_tokens,
-        covers=("workers.data.TokenDataset.open", "workers.data.TokenDataset.__init__"),
+        covers=(
+            "workers.data._entry",
+            "workers.data.TokenDataset.open",
+            "workers.data.TokenDataset.__init__",
+            "models.data.rows.row_file.RowFile.__init__",
+        ),
         seeds=made(_metas),
         form=Form.JSON,
     ),

@@ -1,0 +1,250 @@
+"""The section about the training data. See :mod:`penstock.config.training` for the conventions."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from penstock.config.values import (
+    MASKED,
+    NEXT_TOKEN,
+    UTF8,
+    Accepts,
+    EndTokens,
+    Size,
+    Unit,
+)
+from penstock.config.words import Section
+
+
+class SourceConfig(Section):
+    """Records of one file, folder or glob."""
+
+    path: str = Field(description="A file, folder or glob, as `data.path`.")
+    format: Literal["auto", "text", "chat", "completion", "alpaca", "stanford", "tokens"] = Field(
+        default="auto",
+        description="What a record holds. text: `text`. chat: `messages` or `conversations`."
+        " completion: `prompt` and `completion`. alpaca: `instruction`, `input` and `output`, as a"
+        " conversation. stanford: the same in Stanford's fixed form of text. tokens: `input_ids`,"
+        " and `labels` if there are any. auto: by the columns of each record.",
+    )
+    columns: Annotated[
+        dict[str, str | None], Accepts("a mapping such as {messages: dialog, system: null}")
+    ] = Field(default={}, description="Column of the files by the name in the format's words.")
+    roles: Annotated[dict[str, str], Accepts("a mapping such as {human: user, bot: assistant}")] = (
+        Field(default={}, description="Role of the chat template by the role in the files.")
+    )
+    limit: Annotated[int | None, Unit("records")] = Field(
+        default=None, ge=1, description="So many records from the start; unset, all."
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Each pass takes every record so often. The seed draws the records of a"
+        " fraction once, at the preparation.",
+    )
+
+
+class DataConfig(Section):
+    """The training data: give `path`, `tokens` or `sources`."""
+
+    path: str | None = Field(
+        default=None,
+        description="`@stdlib` (the text of Python's own library), or a file, folder or glob of"
+        " .txt, .md, .py, .jsonl, .json, .csv and .parquet files, and .gz and .zst of them, or a"
+        " folder that datasets' save_to_disk wrote. Of records, the column `text` is read. Hidden"
+        " files and folders are left out. The first machine"
+        " reads it.",
+    )
+    sources: Annotated[
+        tuple[SourceConfig, ...],
+        Accepts("a list of sources such as [{path: chat.jsonl}, {path: rows.parquet, weight: 2}]"),
+    ] = Field(
+        default=(),
+        description="Files of records to fine-tune on, in place of `path` and `tokens`.",
+    )
+    chat_template: str = Field(
+        default="model",
+        description="The Jinja template that makes text of conversations: model (that of the"
+        " tokenizer), chatml, or the path of a file.",
+    )
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Accepts("a mapping such as {enable_thinking: false}")
+    ] = Field(default={}, description="Variables of the chat template.")
+    turns: Literal["auto", "all", "each"] = Field(
+        default="auto",
+        description="Samples of a conversation. all: one, of which all turns of the assistant"
+        " count. each: one for each turn of the assistant, which ends there. auto: all if the"
+        " template marks the assistant's turns, else each.",
+    )
+    train_on: Literal["auto", "all", "completion", "assistant", "last"] = Field(
+        default="auto",
+        description="Tokens that count in the loss: all, the completion of a prompt, the"
+        " assistant's turns, or its last turn. auto: all of a text, the completion of a prompt,"
+        " and the assistant's turns of a conversation. A message's own `train` or `weight` (0 or"
+        " 1) wins.",
+    )
+    packing: Literal["auto", "none", "best-fit", "wrapped"] = Field(
+        default="auto",
+        description="How samples fill rows of `sequence_length` tokens. none: a row for each"
+        " sample. best-fit: whole samples share rows, and attention and positions keep them apart."
+        " wrapped: all tokens form one text, which is cut into rows. auto: wrapped for text and"
+        " token files, best-fit otherwise.",
+    )
+    packing_window: Annotated[int | None, Unit("samples")] = Field(
+        default=None,
+        ge=1,
+        description="With best-fit: so many samples in a row share rows; unset, all. TRL has 1000.",
+    )
+    too_long: Literal["truncate", "split", "drop", "refuse"] = Field(
+        default="truncate",
+        description="A sample longer than a row loses its end (truncate), makes several samples"
+        " (split), is left out (drop), or ends the start with an error (refuse).",
+    )
+    bad_records: Literal["refuse", "skip"] = Field(
+        default="refuse",
+        description="A record that cannot be read as its format says ends the start with an error,"
+        " or is left out and counted.",
+    )
+    encoding: Annotated[str, Accepts("a codec of Python for text, such as latin-1 or utf-16")] = (
+        Field(
+            default=UTF8,
+            description="The files of `path` and `eval_path` are in this encoding; `@stdlib` is in"
+            " UTF-8.",
+        )
+    )
+    tokens: Path | None = Field(
+        default=None,
+        description="A binary file of token numbers, as of `token_dtype`. Every machine reads it.",
+    )
+    token_dtype: Literal["uint16", "uint32"] = Field(
+        default="uint16", description="The numbers in `tokens` have this type, little-endian."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="byte, or a tokenizer.json or the folder of one. Unset, that of `model.path`;"
+        " byte for a model made from `model.hf`.",
+    )
+    bos: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether each document of text begins with the tokenizer's tokens for a"
+        " beginning. auto: with the tokens that the tokenizer puts in front when it adds special"
+        " tokens; true: with those, else with its bos or cls token; false: with none.",
+    )
+    eos: EndTokens = Field(
+        default="auto",
+        description="Tokens that end a document. auto: the tokenizer's end token, and for `tokens`"
+        " every `eos_token_id` of the model. Otherwise tokens by text or number: the first one is"
+        " put after each document of text, and each one ends a document for `document_masks`."
+        " false: none.",
+    )
+    sequence_length: Annotated[int, Unit("tokens")] = Field(
+        default=256, ge=1, description="Tokens of each training sequence."
+    )
+    objective: Annotated[
+        str, Accepts("next-token, masked, or a function of yours such as package.module:function")
+    ] = Field(
+        default=NEXT_TOKEN,
+        pattern=rf"^({NEXT_TOKEN}|{MASKED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="What is predicted of a sequence: each next token; with encoders such as bert,"
+        " masked tokens (drawn again in each pass); or what a function says that is given token"
+        " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
+        " (models/data/batch.py).",
+    )
+    mask_fraction: float = Field(
+        default=0.15,
+        gt=0.0,
+        lt=1.0,
+        description="With masked: share of the tokens that are predicted. Of them 80 % are"
+        " replaced by the mask, 10 % by any token, 10 % stay.",
+    )
+    mask_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="With masked: number of the mask token; unset, the tokenizer's.",
+    )
+    shuffle: bool = Field(
+        default=True,
+        description="Each pass over the data takes the sequences in an order of its own.",
+    )
+    passes: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Planned passes over the training sequences. Training continues beyond them,"
+        " and an alert reports it (docs/RUNBOOK.md).",
+    )
+    document_masks: bool = Field(
+        default=False,
+        description="Tokens attend to those of their own document only. A model type that cannot"
+        " keep documents apart refuses it.",
+    )
+    cache_limit: Size = Field(
+        default=20 * 2**30,
+        description="Tokens made from text are kept for other runs of the same text, in"
+        " `$XDG_CACHE_HOME/penstock` (`~/.cache/penstock`). Where all take more than this, the"
+        " entries used longest ago are removed; 0: none are kept.",
+    )
+    eval_path: str | None = Field(
+        default=None,
+        description="Text for evaluations, as `path`; unset, the end of the training text.",
+    )
+    eval_fraction: float = Field(
+        default=0.02,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the sequences, taken from the end, that is held out when"
+        " `train.eval_every` is set and `eval_path` is not.",
+    )
+
+    @field_validator("encoding")
+    @classmethod
+    def _known_encoding(cls, value: str) -> str:
+        try:
+            b"a".decode(value)
+        except UnicodeDecodeError:
+            pass  # one byte is no character: two bytes may be
+        except (LookupError, ValueError):
+            raise ValueError(f"Python has no encoding of text named {value!r}") from None
+        # One name for each codec, so that another spelling is no other encoding.
+        name = codecs.lookup(value).name
+        if name in ("idna", "punycode"):
+            raise ValueError(f"{value!r} is an encoding of host names, not of text")
+        return name
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        given = (self.path is not None, self.tokens is not None, bool(self.sources))
+        if sum(given) != 1:
+            raise ValueError("give exactly one of data.path, data.tokens and data.sources")
+        if self.tokens is not None and self.encoding != UTF8:
+            raise ValueError("data.encoding goes with data.path: data.tokens holds numbers")
+        if self.tokens is not None and self.bos is True:
+            raise ValueError(
+                "data.bos = true: goes with data.path; nothing is added to data.tokens"
+            )
+        ends = self.eos if isinstance(self.eos, tuple) else ()
+        texts = [token for token in ends if isinstance(token, str)]
+        if self.tokens is not None and texts:
+            raise ValueError(
+                f"data.eos = {texts[0]!r}: data.tokens holds numbers; give the token's number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_of_samples(self) -> DataConfig:
+        if self.packing in ("auto", "wrapped"):
+            return self
+        if self.tokens is not None:
+            raise ValueError(
+                f"data.packing {self.packing}: data.tokens has no samples, which {self.packing}"
+                " keeps whole; use packing wrapped, or data.sources with format tokens"
+            )
+        if self.objective != NEXT_TOKEN:
+            raise ValueError(
+                f"data.packing {self.packing} goes with data.objective {NEXT_TOKEN}, and it is"
+                f" {self.objective}; use packing wrapped"
+            )
+        return self

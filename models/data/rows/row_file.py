@@ -1,0 +1,221 @@
+"""Files of rows: samples of tokens that stay apart. No torch.
+
+A file of rows has three parts, all little-endian. First the tokens, uint32: an id with two marks
+(:data:`COUNTS`, :data:`BEGINS`). Then the first token of each row, and the number of tokens at the
+end, int64. Then two int64 numbers for each sample: its source, and its record in the source. The
+samples stand in the order of their rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.host.errors import StateError
+from penstock.host.files import writing
+from penstock.models.data.batch import IGNORED_LABEL, MicroBatch, places_in_documents
+from penstock.models.data.chunks import Checksums
+from penstock.models.data.rows.packing import Rows
+
+COUNTS = 1 << 31
+"""Mark of a token that takes part in the loss: the token before it predicts it."""
+BEGINS = 1 << 30
+"""Mark of the first token of a sample."""
+ID = BEGINS - 1
+
+_TOKEN, _NUMBER = np.dtype("<u4"), np.dtype("<i8")
+_WRITE_TOKENS = 1 << 20
+
+Tokens = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """Sizes of a file of rows, as ``rows`` of an entry of ``meta.json``.
+
+    ``length`` is the number of tokens of a row; a row may end before. ``pad`` is the id behind its
+    end.
+    """
+
+    rows: int
+    samples: int
+    tokens: int
+    counted: int
+    length: int
+    pad: int
+    packing: str
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> RowLayout | None:
+        """Returns the layout of a split's entry; None where its file holds tokens alone.
+
+        Raises:
+            KeyError, TypeError, ValueError: the entry is damaged.
+        """
+        fields = entry.get("rows")
+        if fields is None:
+            return None
+        numbers = {name: int(fields[name]) for name in cls.__slots__ if name != "packing"}
+        return cls(**numbers, packing=str(fields["packing"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields for ``meta.json``."""
+        return asdict(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self.samples_at + 2 * self.samples * _NUMBER.itemsize
+
+    @property
+    def rows_at(self) -> int:
+        """Offset of the rows' first tokens; a multiple of 8."""
+        return -(-self.tokens * _TOKEN.itemsize // _NUMBER.itemsize) * _NUMBER.itemsize
+
+    @property
+    def samples_at(self) -> int:
+        """Offset of the samples' sources and records."""
+        return self.rows_at + (self.rows + 1) * _NUMBER.itemsize
+
+
+def marked(ids: Sequence[int], labels: Sequence[int]) -> Tokens:
+    """Returns a sample's tokens with marks. ``labels`` are ids or -100, of the same positions."""
+    tokens = np.array(ids, dtype=np.uint32)
+    tokens[np.array(labels, dtype=np.int64) != IGNORED_LABEL] |= np.uint32(COUNTS)
+    tokens[0] |= np.uint32(BEGINS)
+    return tokens
+
+
+def write_rows(
+    path: Path,
+    tokens: Tokens,
+    begins: NDArray[np.int64],
+    places: NDArray[np.int64],
+    rows: Rows,
+    update: Callable[[bytes], None],
+) -> None:
+    """Writes a file of rows, and passes its bytes to ``update``. It is on disk when this returns.
+
+    ``tokens`` are marked, of all samples one after the other. ``begins``, (samples + 1,), are the
+    places of samples in them; ``places``, (samples, 2), their sources and records.
+
+    Raises:
+        CapacityError, ConfigError: the file cannot be written.
+    """
+    lengths = np.diff(begins)[rows.order]
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    num_bytes = 4 * int(ends[-1]) + 8 * len(rows.starts) + 16 * len(rows.order)
+    with writing(path, num_bytes), path.open("wb") as file:
+
+        def write(content: bytes) -> None:
+            file.write(content)
+            update(content)
+
+        for part in _in_order(tokens, begins, rows.order):
+            write(part.astype(_TOKEN).tobytes())
+        write(b"\0" * (-4 * int(ends[-1]) % _NUMBER.itemsize))
+        write(ends[rows.starts].astype(_NUMBER).tobytes())
+        write(places[rows.order].astype(_NUMBER).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _in_order(
+    tokens: Tokens, begins: NDArray[np.int64], order: NDArray[np.int64]
+) -> Iterator[Tokens]:
+    """Yields the tokens of samples in an order, in parts of about a million."""
+    part: list[Tokens] = []
+    size = 0
+    for number in order.tolist():
+        part.append(tokens[begins[number] : begins[number + 1]])
+        size += len(part[-1])
+        if size >= _WRITE_TOKENS:
+            yield np.concatenate(part)
+            part, size = [], 0
+    if part:
+        yield np.concatenate(part)
+
+
+class RowFile:
+    """A mapped file of rows."""
+
+    def __init__(self, path: Path, layout: RowLayout, checksums: Checksums | None = None) -> None:
+        """Maps the file. With ``checksums``, each read is compared with them.
+
+        Raises:
+            StateError: the file cannot be mapped, or is too short.
+        """
+        self.layout, self._checksums = layout, checksums
+        self._path = path
+        try:
+            content = np.memmap(path, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as error:
+            raise StateError(f"file of rows {path}: cannot map it: {error}") from error
+        if min(layout.rows, layout.samples, layout.tokens) < 1 or len(content) != layout.num_bytes:
+            raise StateError(
+                f"file of rows {path}: has {len(content)} bytes, and {layout.rows} rows of"
+                f" {layout.samples} samples and {layout.tokens} tokens have {layout.num_bytes}"
+            )
+        self._tokens = content[: layout.tokens * _TOKEN.itemsize].view(_TOKEN)
+        samples_at = layout.samples_at
+        self._starts = content[layout.rows_at : samples_at].view(_NUMBER)
+        self._places = content[samples_at:].view(_NUMBER).reshape(-1, 2)
+
+    def row(self, number: int) -> Tokens:
+        """Returns a row's tokens with marks, copied out of the file.
+
+        Raises:
+            StateError: the file has changed since its preparation.
+        """
+        place = self.layout.rows_at + number * _NUMBER.itemsize
+        self._check(place, place + 2 * _NUMBER.itemsize)
+        first, end = self._starts[number : number + 2].tolist()
+        if not 0 <= first < end <= min(self.layout.tokens, first + self.layout.length):
+            raise StateError(f"file of rows {self._path}: row {number} is damaged")
+        self._check(first * _TOKEN.itemsize, end * _TOKEN.itemsize)
+        return self._tokens[first:end].astype(np.uint32)
+
+    def places(self, row: int) -> list[tuple[int, int, int]]:
+        """Returns source, record and number of tokens of each sample of a row."""
+        tokens = self.row(row)
+        begins = np.flatnonzero(tokens & BEGINS)
+        before = int(np.count_nonzero(self._tokens[: self._starts[row]] & BEGINS))
+        lengths = np.diff(np.append(begins, len(tokens)))
+        return [
+            (*self._places[before + number].tolist(), length)
+            for number, length in enumerate(lengths.tolist())
+        ]
+
+    def _check(self, start: int, stop: int) -> None:
+        if self._checksums is not None:
+            self._checksums.check(start, stop)
+
+
+def batch_of(rows: Sequence[Tokens], length: int, pad: int) -> MicroBatch:
+    """Returns the micro-batch of rows of marked tokens, (rows, length).
+
+    A label is the next token of the same sample where this token counts, else -100. With several
+    samples in a row, positions restart at 0 and attention stays inside a sample. Ids ``pad`` behind
+    the end belong to the last sample, and have no label.
+    """
+    inputs = np.full((len(rows), length), pad, dtype=np.int64)
+    labels = np.full_like(inputs, IGNORED_LABEL)
+    begins = np.zeros(inputs.shape, dtype=bool)
+    for number, row in enumerate(rows):
+        inputs[number, : len(row)] = row & ID
+        begins[number, 1 : len(row)] = row[1:] & BEGINS != 0
+        counts = (row[1:] & COUNTS != 0) & ~begins[number, 1 : len(row)]
+        places = np.flatnonzero(counts)
+        labels[number, places] = inputs[number, places + 1]
+    if not begins.any():
+        return MicroBatch(input_ids=inputs, labels=labels)
+    positions, documents = places_in_documents(begins)
+    return MicroBatch(
+        input_ids=inputs, labels=labels, position_ids=positions, document_ids=documents
+    )

@@ -1,0 +1,372 @@
+"""The files of rows of a run: made of the records of its sources. No torch.
+
+Preparation reads the records once, and writes the tokens of samples in order to a temporary file.
+When all lengths are known, it decides the rows and writes the file of rows. Memory holds the
+lengths, not the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config.data import SourceConfig
+from penstock.config.schema import Config
+from penstock.host.errors import ConfigError, reason
+from penstock.host.files import writing
+from penstock.models.data.cache import TokenCache, key_of
+from penstock.models.data.chunks import ChunkHasher, Progress
+from penstock.models.data.marks import Marks
+from penstock.models.data.reading.record import TEXT, is_chat
+from penstock.models.data.reading.records import records
+from penstock.models.data.rows.packing import Packing, alone, best_fit
+from penstock.models.data.rows.row_file import COUNTS, RowLayout, marked, write_rows
+from penstock.models.data.rows.samples import Numbered, Origin, SampleStream, Way
+from penstock.models.data.sources import find_source
+from penstock.models.data.token_sources import (
+    Pace,
+    TokenSources,
+    file_stamps,
+    fingerprint_of,
+    tokenizer_sum,
+)
+from penstock.models.data.tokenizer import Tokenizer
+from penstock.protocol.run.rundir import RunDirectory
+
+_FORMAT = 1
+"""Version of the rows that are made of the same records: a change gives them another key."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Drawn:
+    """Samples on disk: marked tokens, the place of each sample in them, (samples + 1,), and its
+    source and record, (samples, 2).
+    """
+
+    tokens: NDArray[np.uint32]
+    begins: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+    def part(self, first: int, end: int) -> _Drawn:
+        """Returns the samples ``first`` to ``end - 1``."""
+        begins = self.begins[first : end + 1]
+        return _Drawn(
+            tokens=self.tokens[begins[0] : begins[-1]],
+            begins=begins - begins[0],
+            places=self.places[first:end],
+        )
+
+
+class RunSources(Protocol):
+    """Sources of a run's data, as preparation takes them."""
+
+    holds_out: bool
+    has_eval_text: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of all that decides the files."""
+
+    def now(self, key: str) -> str | None:
+        """Returns the fingerprint of ``data.KEY``; None if its files are gone."""
+
+    def write(self, directory: Path) -> dict[str, dict[str, Any]]:
+        """Makes the files; returns the entry of each split in ``meta.json``."""
+
+    def write_eval(self, directory: Path, fingerprint: str | None) -> dict[str, Any]:
+        """Makes the file of ``data.eval_path``; returns its entry in ``meta.json``."""
+
+
+def open_sources(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    marks: Marks | None,
+    run_dir: Path,
+    progress: Progress,
+) -> RunSources:
+    """Returns the sources of rows, or of plain tokens.
+
+    Raises:
+        ConfigError: a file of ``data.path`` cannot be read, or keys and records do not fit.
+    """
+    if tokenizer is not None and makes_rows(config):
+        return RowSources(config, tokenizer, run_dir, progress)
+    return TokenSources(config, tokenizer, marks, run_dir, progress)
+
+
+def makes_rows(config: Config) -> bool:
+    """Returns whether the data become rows of whole samples.
+
+    Raises:
+        ConfigError: a file of ``data.path`` cannot be read, or the packing does not fit its
+            records.
+    """
+    data = config.data
+    if data.sources or data.packing in (Packing.NONE.value, Packing.BEST_FIT.value):
+        return True
+    if data.path is None or data.path.startswith("@"):
+        return False
+    text = find_source(data.path, encoding=data.encoding, any_records=True)
+    first = next((r for r in records(text) if r.where), None)
+    if first is None or TEXT in first.fields or not is_chat(first.fields):
+        return False
+    if data.packing == Packing.WRAPPED.value:
+        raise ConfigError(
+            f"data.packing = {Packing.WRAPPED.value!r}: {first.place} has"
+            " samples with tokens that do not count; use best-fit or none"
+        )
+    return True
+
+
+class RowSources:
+    """Sources of a run's rows, and the fingerprint of all that decides them."""
+
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, run_dir: Path, progress: Progress
+    ) -> None:
+        self._config, self._tokenizer, self._progress = config, tokenizer, progress
+        data, vocab_size = config.data, RunDirectory(run_dir).table.vocab_size
+        self._way = Way.of(data, tokenizer.chat_parts(), vocab_size)
+        self._packing = Packing.NONE if data.packing == "none" else Packing.BEST_FIT
+        self.holds_out = config.train.eval_every > 0
+        self.has_eval_text = self.holds_out and data.eval_path is not None
+
+    @cached_property
+    def _origins(self) -> list[Origin]:
+        data = self._config.data
+        sources = data.sources or (SourceConfig(path=str(data.path)),)
+        names = [f"data.sources[{n}]" for n in range(len(sources))] if data.sources else []
+        return [
+            self._origin(name, source)
+            for name, source in zip(names or ["data.path"], sources, strict=True)
+        ]
+
+    @cached_property
+    def _eval_origins(self) -> list[Origin]:
+        source = SourceConfig(path=str(self._config.data.eval_path))
+        return [self._origin("data.eval_path", source)]
+
+    def _origin(self, name: str, source: SourceConfig) -> Origin:
+        key = name if name.endswith("path") else f"{name}.path"
+        encoding = self._config.data.encoding
+        source_files = find_source(source.path, key=key, encoding=encoding, any_records=True)
+        if source_files.left_out:
+            self._progress(
+                f"{key} = {source.path!r}: reads {len(source_files.files):,}"
+                f" file{'s' * (len(source_files.files) > 1)}; left out: {source_files.omissions}"
+            )
+        return Origin(name=name, config=source, source=source_files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of all that decides the files."""
+        held = [self.holds_out, self._config.data.eval_fraction]
+        return fingerprint_of(
+            self._key_parts(self._origins),
+            [file_stamps(origin.source.files) for origin in self._origins],
+            held,
+            self._stamps("eval_path") if self.has_eval_text else [],
+        )
+
+    def now(self, key: str) -> str | None:
+        """Returns the fingerprint of the records of ``data.KEY`` (path or eval_path) and of their
+        reading; None if the files are gone.
+        """
+        try:
+            stamps = self._stamps(key)
+            origins = self._eval_origins if key == "eval_path" else self._origins
+        except ConfigError:
+            return None
+        return fingerprint_of(stamps, self._key_parts(origins))
+
+    def _stamps(self, key: str) -> list[Any]:
+        origins = self._eval_origins if key == "eval_path" else self._origins
+        return [file_stamps(origin.source.files) for origin in origins]
+
+    def _key_parts(self, origins: Sequence[Origin]) -> list[Any]:
+        """Returns all that decides the rows, next to the bytes of the records."""
+        data = self._config.data
+        return [
+            _FORMAT,
+            tokenizer_sum(self._tokenizer),
+            self._way.key,
+            [origin.config.model_dump(mode="json", exclude={"path"}) for origin in origins],
+            [self._packing.value, data.packing_window, data.too_long, data.bad_records],
+            self._config.run.seed,
+        ]
+
+    def write(self, directory: Path) -> dict[str, dict[str, Any]]:
+        """Makes the files of rows; returns the entry of each split in ``meta.json``.
+
+        Raises:
+            CapacityError, ConfigError: a file cannot be written, or a record cannot be read.
+        """
+        holds = self.holds_out and not self.has_eval_text
+        names = ("train", "eval") if holds else ("train",)
+        made = self._made(self._origins, directory, names)
+        if self.has_eval_text:
+            made["eval"] = self.write_eval(directory, None)
+        return {
+            name: {**entry, "fingerprint": self.fingerprint, "source": self.now(_KEYS[name])}
+            for name, entry in made.items()
+        }
+
+    def write_eval(self, directory: Path, fingerprint: str | None) -> dict[str, Any]:
+        """Makes the file of ``data.eval_path``; returns its entry in ``meta.json`` with this
+        ``fingerprint`` of the data.
+        """
+        entry = self._made(self._eval_origins, directory, ("eval",))["eval"]
+        return {**entry, "fingerprint": fingerprint, "source": self.now("eval_path")}
+
+    def _made(
+        self, origins: Sequence[Origin], directory: Path, splits: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Takes the splits of these records from the cache, or makes them."""
+        cache = TokenCache(self._config.data.cache_limit, self._progress)
+        keys = {split: self._cache_key(origins, split, splits) for split in splits}
+        stamps = [file_stamps(origin.source.files) for origin in origins]
+        cached: dict[str, dict[str, Any] | None] = {}
+        for split in splits:
+            with _Kept(directory / f"{split}.bin") as kept:
+                cached[split] = cache.fetch(keys[split], kept.temporary, kept.sums)
+                if cached[split] is not None:
+                    kept.keep()
+        if all(cached.values()):
+            self._progress("data: takes rows that were made of the same records before")
+            return {s: self._entry(s, fields) for s, fields in cached.items() if fields is not None}
+        made = self._draw(origins, directory, splits)
+        if [file_stamps(origin.source.files) for origin in origins] == stamps:
+            for split in splits:
+                path = directory / f"{split}.bin"
+                cache.store(keys[split], path, path.with_suffix(".sums"), made[split])
+        return {split: self._entry(split, fields) for split, fields in made.items()}
+
+    def _cache_key(self, origins: Sequence[Origin], split: str, splits: Sequence[str]) -> str:
+        held = self._config.data.eval_fraction if len(splits) > 1 else 0.0
+        try:
+            sums = [key_of(origin.source, ()) for origin in origins]
+        except OSError as error:
+            raise ConfigError(f"data: cannot read {error.filename}: {reason(error)}") from error
+        return fingerprint_of("rows", sums, self._key_parts(origins), split, held)
+
+    def _entry(self, split: str, made: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "path": f"{split}.bin",
+            "first_token": 0,
+            "num_tokens": made["num_tokens"],
+            "token_dtype": "uint32",
+            "vocab_size": self._way.vocab_size,
+            "eos": None,
+            "mask": None,
+            **{name: made[name] for name in ("rows", "tally", "sums")},
+        }
+
+    def _draw(
+        self, origins: Sequence[Origin], directory: Path, splits: Sequence[str]
+    ) -> dict[str, dict[str, Any]]:
+        """Reads the records, and writes the files of the splits."""
+        config = self._config
+        files = [path for origin in origins for path in origin.source.files]
+        pace = Pace("data", files, self._progress)
+        stream = SampleStream(config.data, origins, self._way, config.run.seed, pace)
+        temporary = directory / f".samples.{os.getpid()}.tmp"
+        try:
+            drawn = _drawn(stream, temporary)
+            tally = stream.tally.to_json()
+            count = len(drawn.places)
+            held = max(1, round(count * config.data.eval_fraction)) if len(splits) > 1 else 0
+            if count <= held:
+                raise ConfigError(
+                    f"data: {stream.tally.records:,} records have {count:,} samples to train on;"
+                    " give more records"
+                )
+            if splits[0] == "eval":
+                parts = {"eval": drawn}
+            else:
+                parts = {"train": drawn.part(0, count - held)}
+                if held:
+                    parts["eval"] = drawn.part(count - held, count)
+            return {
+                split: self._write(part, directory, split, tally) for split, part in parts.items()
+            }
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _write(
+        self, drawn: _Drawn, directory: Path, split: str, tally: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Writes the file of rows of a split, and its checksums; returns its fields."""
+        lengths, data = np.diff(drawn.begins), self._config.data
+        if self._packing is Packing.NONE:
+            rows = alone(lengths)
+        else:
+            rows = best_fit(lengths, data.sequence_length, data.packing_window)
+        hasher = ChunkHasher()
+        layout = RowLayout(
+            rows=len(rows),
+            samples=len(lengths),
+            tokens=int(lengths.sum()),
+            counted=int(np.count_nonzero(drawn.tokens & COUNTS)),
+            length=data.sequence_length,
+            pad=self._way.pad,
+            packing=self._packing.value,
+        )
+        with _Kept(directory / f"{split}.bin") as kept:
+            write_rows(
+                kept.temporary, drawn.tokens, drawn.begins, drawn.places, rows, hasher.update
+            )
+            sums = hasher.write(kept.sums)
+            kept.keep()
+        return {"num_tokens": layout.tokens, "rows": layout.to_json(), "tally": tally, "sums": sums}
+
+
+_KEYS = {"train": "path", "eval": "eval_path"}
+
+
+class _Kept:
+    """A file that gets its name when it is complete. Without :meth:`keep` nothing is left of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.sums = path.with_suffix(".sums")
+
+    def keep(self) -> None:
+        """Gives the file its name."""
+        self.temporary.rename(self._path)
+
+    def __enter__(self) -> _Kept:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.temporary.unlink(missing_ok=True)
+
+
+def _drawn(stream: Iterable[Numbered], path: Path) -> _Drawn:
+    """Writes the marked tokens of samples to a temporary file; returns them mapped.
+
+    Raises:
+        CapacityError, ConfigError: the file cannot be written.
+    """
+    begins, places = array("q", [0]), array("q")
+    with writing(path, 0), path.open("wb") as file:
+        for numbered in stream:
+            sample = numbered.sample
+            file.write(marked(sample.ids, sample.labels).tobytes())
+            begins.append(begins[-1] + len(sample.ids))
+            places.extend((numbered.source, numbered.record))
+    count = begins[-1]
+    tokens = np.memmap(path, dtype=np.uint32, mode="r") if count else np.empty(0, np.uint32)
+    return _Drawn(
+        tokens=tokens,
+        begins=np.frombuffer(begins, dtype=np.int64),
+        places=np.frombuffer(places, dtype=np.int64).reshape(-1, 2),
+    )
