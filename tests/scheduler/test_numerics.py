@@ -56,14 +56,18 @@ def greet(driver: Driver, name: str, facts: dict[str, str]) -> list[str]:
     return lines
 
 
-def begun(driver: Driver, devices: dict[str, dict[str, str]] = DEVICES) -> list[Any]:
-    """All join and drain; returns the effects until the daemons begin."""
+def begun(
+    driver: Driver, devices: dict[str, dict[str, str]] = DEVICES, *, lost: bool = False
+) -> list[Any]:
+    """All join and drain; returns the effects until the daemons begin. ``lost``: memory is empty
+    and restored.
+    """
     for member in driver.rules.members:
         if member.name not in devices:
             driver.join(member.name)
     for name, facts in devices.items():
         greet(driver, name, facts)
-    empty = driver.machine.mirror.record is None
+    empty = lost or driver.machine.mirror.record is None
     driver.drained(None if empty else driver.machine.mirror.version)
     if driver.machine.phase.value == "restoring":
         driver.restored()
@@ -132,10 +136,11 @@ def test_software_that_the_preparation_told_of_is_not_told_twice() -> None:
     assert len(rows(effects)) == 1
 
 
-def test_strict_refuses_other_devices() -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_strict_refuses_other_devices(lost: bool) -> None:
     rules = rules_with(run={"name": "test", "strict": True})
     driver = Driver(rules, facts_at(4, numerics=row(1)), saved_at(4))
-    effects = begun(driver, {"worker.0": H200, "worker.1": H100})
+    effects = begun(driver, {"worker.0": H200, "worker.1": H100}, lost=lost)
     assert rows(effects) == []
     assert driver.machine.message == (
         "run.strict: devices differ from the last start: worker.1: GPU: H200 -> H100; restore them,"

@@ -275,9 +275,9 @@ EPOCHS = (
     ),
     Transition(
         (_E.RESTORING,),
-        ("SavedFound",),
+        ("SavedFound", "restored"),
         _E.ENDING,
-        "Every saved state is damaged.",
+        "Every saved state is damaged, or run.strict forbids the changed devices.",
     ),
     Transition(
         (_E.BEGINNING,),
