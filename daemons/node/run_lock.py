@@ -65,8 +65,11 @@ class RunLock:
         self._times_ns = times_ns  # of access and change, before the lock was taken
 
     @classmethod
-    def acquire(cls, path: Path, *, wait_s: float, inheritable: bool = False) -> RunLock:
+    def acquire(
+        cls, path: Path, *, wait_s: float, inheritable: bool = False, killed: bool = False
+    ) -> RunLock:
         """Takes the lock; waits up to ``wait_s`` if only remains of a dead holder have it.
+        ``killed``: waits for a living holder, too, which was killed and may still be ending.
 
         Raises:
             CapacityError: the disk has no room for the lock's file.
@@ -82,7 +85,7 @@ class RunLock:
         try:
             while not _try_lock(descriptor):
                 holder = _holder(descriptor)
-                if holder is not None:
+                if holder is not None and not (killed and time.monotonic() < deadline):
                     raise ConfigError(
                         f"{path.parent} is in use by process {holder}: stop that run first"
                         f" (penstock stop --run-dir {path.parent}), or choose another run.dir"
@@ -144,10 +147,11 @@ def wait_until_dead(run_dir: Path, node: str) -> None:
     and use its memory, until then.
 
     Raises:
-        ConfigError: the node is alive.
+        ConfigError: the node is still alive after :data:`DEATH_WAIT_S`.
         LostMemberError: its children are still alive after :data:`DEATH_WAIT_S`.
     """
-    RunLock.acquire(node_lock_path(run_dir, node), wait_s=DEATH_WAIT_S).release()
+    path = node_lock_path(run_dir, node)
+    RunLock.acquire(path, wait_s=DEATH_WAIT_S, killed=True).release()
 
 
 def prepare_lock_path(run_dir: Path) -> Path:

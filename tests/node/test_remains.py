@@ -7,16 +7,20 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.daemons.node.run_lock import (
+    DEATH_WAIT_S,
     RunLock,
     check_nodes,
+    node_lock_path,
     remove_empty_memory,
     train_lock_path,
+    wait_until_dead,
 )
 from penstock.host.errors import ConfigError
 from penstock.protocol.run.rundir import RunDirectory
@@ -79,3 +83,24 @@ def test_a_lock_is_a_file_of_this_user_and_nothing_else(tmp_path: Path, strange:
     with pytest.raises(ConfigError, match="and a lock of this run is due there"):
         RunLock.acquire(place, wait_s=0.0)
     assert victim.read_text() == "untouched"
+
+
+def test_a_killed_node_that_is_still_ending_is_waited_for(tmp_path: Path) -> None:
+    """The holder lives until it reads the end of its stdin, which another thread closes."""
+    place = node_lock_path(tmp_path, "a")
+    script = (
+        "import sys\nfrom pathlib import Path\n"
+        "from penstock.daemons.node.run_lock import RunLock\n"
+        "with RunLock.acquire(Path(sys.argv[1]), wait_s=0.0):\n"
+        "    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    words = [sys.executable, "-c", script, str(place)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=f"in use by process {holder.pid}"):
+            RunLock.acquire(place, wait_s=DEATH_WAIT_S)
+        ending = threading.Timer(0.5, holder.stdin.close)
+        ending.start()
+        wait_until_dead(tmp_path, "a")
+        ending.join()
