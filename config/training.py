@@ -30,6 +30,7 @@ from penstock.config.values import (
     MicroBatch,
     Sequences,
     Steps,
+    StepsOrShare,
     Unit,
 )
 from penstock.config.words import Section
@@ -254,14 +255,31 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(
         default=0.1, ge=0.0, description="Weight decay acts on parameters with two or more axes."
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",
-        description="Curve of the learning rate from `lr`, after warmup, to `min_lr` at the end.",
+        description="Curve of the learning rate from `lr`, after warmup, to `min_lr` at the end."
+        " wsd (warmup, stable, decay): `lr` until the last `decay_steps`.",
     )
-    warmup_steps: Steps = Field(
-        default=0, ge=0, description="Steps in which the learning rate rises linearly."
+    curve: Literal["penstock", "transformers"] = Field(
+        default="penstock",
+        description="Point of the curve that a step has. penstock: warmup begins above 0, and the"
+        " last step has `min_lr`. transformers: the rates of transformers' schedules, one point"
+        " earlier: the first step has 0 with warmup, and `lr` without.",
     )
-    min_lr: float = Field(default=0.0, ge=0.0, description="The learning rate at the last step.")
+    warmup_steps: StepsOrShare = Field(
+        default=0,
+        description="Steps in which the learning rate rises linearly; below 1, a share of"
+        " `train.steps`, rounded up.",
+    )
+    decay_steps: StepsOrShare = Field(
+        default=0.1,
+        description="With wsd: last steps, in which the learning rate falls; below 1, a share of"
+        " `train.steps`, rounded up.",
+    )
+    decay_type: Literal["cosine", "linear", "1-sqrt"] = Field(
+        default="cosine", description="With wsd: form of the fall."
+    )
+    min_lr: float = Field(default=0.0, ge=0.0, description="The lowest learning rate.")
     grad_dtype: DType = Field(
         default=DType.FP32, description="Type in which gradients reach the optimizer."
     )
@@ -340,6 +358,11 @@ class OptimizerConfig(Section):
             raise ValueError(f"optimizer.betas {list(self.betas)}: each must be in [0, 1)")
         if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}")
+        if self.min_lr and (self.curve, self.schedule) == ("transformers", "linear"):
+            raise ValueError(
+                f"optimizer.min_lr {self.min_lr}: transformers' linear schedule falls to 0; use"
+                " min_lr 0, schedule cosine or wsd, or curve penstock"
+            )
         if self.cores != AUTO and (self.threads or self.leave_cores != AUTO):
             raise ValueError(
                 f"optimizer.cores {list(self.cores)} says which cores, one thread each; leave out"

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from penstock.host.topology import parse_cpus
 
@@ -59,6 +59,38 @@ Steps = Annotated[int, Unit("steps")]
 Attempts = Annotated[int, Unit("attempts")]
 Sequences = Annotated[int, Unit("sequences")]
 Seconds = Annotated[float, Unit("seconds")]
+
+
+def parse_steps(value: int | float) -> int | float:
+    """Returns a whole number of steps as int, and a share below 1 as it is.
+
+    Raises:
+        ValueError: a number above 1 that is not whole.
+    """
+    if isinstance(value, int) or value.is_integer():
+        return int(value)
+    if value > 1.0:
+        raise ValueError(f"accepted is {_STEPS}")
+    return value
+
+
+_STEPS = "a whole number of steps, or a share of train.steps below 1, such as 0.03"
+
+StepsOrShare = Annotated[
+    int | float,
+    Field(ge=0),
+    AfterValidator(parse_steps),
+    Accepts(_STEPS),
+    Unit("steps"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+            ]
+        }
+    ),
+]
 
 
 def parse_size(value: Any) -> int:

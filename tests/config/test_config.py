@@ -31,6 +31,13 @@ def test_defaults_fill_everything_in() -> None:
     assert config.num_workers == 2
 
 
+def test_steps_of_the_learning_rate_are_whole_numbers_or_shares() -> None:
+    values = [("3", 3), ("3.0", 3), ("0", 0), ("0.0", 0), ("0.03", 0.03), ("1.0", 1)]
+    for text, expected in values:
+        config = parse_config(apply_overrides(MINIMAL, (f"optimizer.warmup_steps={text}",)))
+        assert repr(config.optimizer.warmup_steps) == repr(expected)
+
+
 def test_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
     config = parse_config(
         apply_overrides(
@@ -68,6 +75,14 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("optimizer.lr=.inf",), ("optimizer.lr", "finite")),
         (("optimizer.betas=[0.9, 1.0]",), ("optimizer.betas", "[0, 1)")),
         (("optimizer.min_lr=1",), ("min_lr 1.0", "optimizer.lr")),
+        (
+            ("optimizer.min_lr=1e-5", "optimizer.curve=transformers", "optimizer.schedule=linear"),
+            ("min_lr 1e-05", "falls to 0", "schedule cosine or wsd, or curve penstock"),
+        ),
+        (("optimizer.warmup_steps=1.5",), ("warmup_steps = 1.5", "share of train.steps below 1")),
+        (("optimizer.warmup_steps=-1",), ("warmup_steps = -1", "a whole number of steps, or")),
+        (("optimizer.warmup_steps=true",), ("warmup_steps = True", "a whole number of steps, or")),
+        (("optimizer.decay_steps=.inf",), ("decay_steps = inf", "a whole number of steps, or")),
         (("optimizer.grad_dtype=fp16",), ("grad_dtype", "bf16 or fp32")),
         (
             ("optimizer.rollback=arithmetic", "model.dtype=fp16"),

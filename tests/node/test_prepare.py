@@ -122,6 +122,12 @@ def test_holding_out_text_changes_the_data_order() -> None:
     assert [change.allowed for change in both] == [True]
 
 
+def test_a_resume_changes_the_form_of_the_learning_rate_but_not_its_convention() -> None:
+    wsd = ("optimizer.schedule=wsd", "optimizer.decay_steps=5", "optimizer.decay_type=linear")
+    assert set(changed(*wsd, "optimizer.warmup_steps=0.1").values()) == {True}
+    assert changed("optimizer.curve=transformers") == {"optimizer.curve": False}
+
+
 def test_refusal_names_keys_both_values_and_why() -> None:
     changes = find_changes(config(), config("model.hf.hidden_size=32", "train.steps=9"))
     why = r"model\.hf\.hidden_size: 16 -> 32 \(the saved state belongs to the old model\)"

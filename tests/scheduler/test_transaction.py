@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config.training import OptimizerConfig
 from penstock.daemons.scheduler.machine.activities.transaction import judge
 from penstock.daemons.scheduler.machine.events import AppendMetrics, JournalDecision, Send
-from penstock.daemons.scheduler.machine.position import LossScaling, Position, learning_rate
+from penstock.daemons.scheduler.machine.position import LossScaling, Position
 from penstock.host.errors import ConfigError
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import Decision
@@ -318,18 +317,6 @@ def test_a_resumed_run_counts_passes_on_from_its_place_in_the_data() -> None:
 
 def test_passes_are_not_known_where_data_are_made_up(live: Driver) -> None:
     assert (live.status.data_epoch, live.status.data_epochs) == (0.0, 0.0)
-
-
-def test_learning_rate_schedules() -> None:
-    cosine = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, schedule="cosine")
-    rates = [learning_rate(cosine, 12, version) for version in (1, 4, 8, 12, 20)]
-    assert rates == pytest.approx([0.25, 1.0, 0.55, 0.1, 0.1])
-    linear = OptimizerConfig(lr=1.0, min_lr=0.2, schedule="linear")
-    assert [learning_rate(linear, 4, v) for v in (1, 2, 4)] == pytest.approx([0.8, 0.6, 0.2])
-    constant = OptimizerConfig(lr=1.0, schedule="constant", warmup_steps=2)
-    assert [learning_rate(constant, 9, v) for v in (1, 2, 9)] == [0.5, 1.0, 1.0]
-    short = OptimizerConfig(lr=1.0, min_lr=0.5, warmup_steps=10)
-    assert learning_rate(short, 5, 5) == 0.5, "warmup longer than the run"
 
 
 def test_each_attempt_has_the_learning_rate_of_its_target() -> None:

@@ -32,6 +32,7 @@ FIXED = {
     "optimizer.name": "the saved moments belong to the old optimizer",
     "optimizer.grad_dtype": "it is part of the saved block table",
     "optimizer.rollback": "it decides which tensors the memory of the run holds",
+    "optimizer.curve": "the steps so far have the rates of the old curve",
     "emulation.scale": "it decides how much of each block is saved",
 }
 """Keys (and all keys below them) that saved state or data order depend on, and how."""
@@ -59,6 +60,8 @@ NOTES = {
     "optimizer.lr": _CURVE,
     "optimizer.schedule": _CURVE,
     "optimizer.warmup_steps": _CURVE,
+    "optimizer.decay_steps": _CURVE,
+    "optimizer.decay_type": _CURVE,
     "optimizer.min_lr": _CURVE,
     "train.steps": _CURVE,
     "train.clip_grad_norm": "from the next step on",

@@ -1,7 +1,7 @@
 """The position of a run after a decision: the next attempt, or a resumed run, goes on from it.
 
 A position is stored with every journal row and, as the ``scheduler`` object, in every saved state.
-The learning rate is no part of it: :func:`learning_rate` derives it from the version.
+The learning rate is no part of it: :mod:`~.learning_rates` derives it from the version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.training import OptimizerConfig
 from penstock.daemons.scheduler.machine.holding import AMENDED, HOLD_WINDOW, HoldLimits
 from penstock.host.errors import StateError
 from penstock.shm.control import Decision
@@ -139,22 +138,3 @@ class Position:
             raise ValueError(f"loss_scale is {self.loss_scale}")
         if len(self.recent) > HOLD_WINDOW or set(self.recent) - set(_LETTERS.values()):
             raise ValueError(f"recent is {self.recent!r}")
-
-
-def learning_rate(optimizer: OptimizerConfig, steps: int, version: int) -> float:
-    """Returns the learning rate of the update to ``version`` (the first update leads to 1).
-
-    Linear warmup to ``lr`` at version ``warmup_steps``, then constant, or a cosine or straight line
-    down to ``min_lr`` at version ``steps``; later versions stay there.
-    """
-    if version <= optimizer.warmup_steps:
-        return optimizer.lr * version / optimizer.warmup_steps
-    if optimizer.schedule == "constant":
-        return optimizer.lr
-    decay_steps = max(1, steps - optimizer.warmup_steps)
-    progress = min(1.0, (version - optimizer.warmup_steps) / decay_steps)
-    if optimizer.schedule == "linear":
-        left = 1.0 - progress
-    else:
-        left = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
