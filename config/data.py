@@ -21,9 +21,16 @@ from penstock.config.words import Section
 
 
 class SourceConfig(Section):
-    """Records of one file, folder or glob."""
+    """Records of one file, folder or glob, or of a data set in LLaMA-Factory's registry."""
 
-    path: str = Field(description="A file, folder or glob, as `data.path`.")
+    path: str | None = Field(default=None, description="A file, folder or glob, as `data.path`.")
+    registry: str | None = Field(
+        default=None,
+        description="LLaMA-Factory's `dataset_info.json`, in place of `path`. The entry `name`"
+        " decides on file, format, columns and roles; files are relative to the registry's"
+        " folder.",
+    )
+    name: str | None = Field(default=None, description="With `registry`: the data set's name.")
     format: Literal["auto", "text", "chat", "completion", "alpaca", "stanford", "tokens"] = Field(
         default="auto",
         description="What a record holds. text: `text`. chat: `messages` or `conversations`."
@@ -33,7 +40,11 @@ class SourceConfig(Section):
     )
     columns: Annotated[
         dict[str, str | None], Accepts("a mapping such as {messages: dialog, system: null}")
-    ] = Field(default={}, description="Column of the files by the name in the format's words.")
+    ] = Field(
+        default={},
+        description="Column of the files by the name in the format's words."
+        " role and content name the keys of a message.",
+    )
     roles: Annotated[dict[str, str], Accepts("a mapping such as {human: user, bot: assistant}")] = (
         Field(default={}, description="Role of the chat template by the role in the files.")
     )
@@ -46,6 +57,24 @@ class SourceConfig(Section):
         description="Each pass takes every record so often. The seed draws the records of a"
         " fraction once, at the preparation.",
     )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> SourceConfig:
+        if (self.path is None) == (self.registry is None):
+            raise ValueError("give exactly one of path and registry in each of data.sources")
+        if (self.registry is None) != (self.name is None):
+            raise ValueError(
+                "data.sources: registry and name go together, as in {registry:"
+                " data/dataset_info.json, name: my_chats}"
+            )
+        given = sorted(self.model_fields_set & {"format", "columns", "roles"})
+        defaults = {"format": "auto", "columns": {}, "roles": {}}
+        if self.registry is not None and any(getattr(self, k) != defaults[k] for k in given):
+            raise ValueError(
+                f"data.sources: {', '.join(given)}: the entry {self.name!r} of the registry decides"
+                " that; change the entry, or give path in place of registry"
+            )
+        return self
 
 
 class DataConfig(Section):

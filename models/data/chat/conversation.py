@@ -13,7 +13,13 @@ from typing import Any
 
 from penstock.host.errors import ConfigError
 from penstock.models.data.batch import IGNORED_LABEL
-from penstock.models.data.chat.messages import is_conversation, text_turn, tools_of, turns_of
+from penstock.models.data.chat.messages import (
+    is_conversation,
+    renamed,
+    text_turn,
+    tools_of,
+    turns_of,
+)
 from penstock.models.data.chat.requests import (
     ASSISTANT,
     SYSTEM,
@@ -35,6 +41,9 @@ _DEFAULTS: Mapping[str, str] = {
     **{name: name for name in ("text", "messages", "conversations", "prompt", "completion")},
     **{name: name for name in ("input_ids", "labels", "tools", "chat_template_kwargs")},
 }
+_WITH_MESSAGES = ("messages", "conversations", "prompt", "completion")
+"""Names of columns that may hold lists of messages."""
+
 _ALPACA: Mapping[str, str] = {
     **{"prompt": "instruction", "query": "input", "response": "output"},
     **{"system": "system", "history": "history"},
@@ -91,7 +100,10 @@ class _Columns:
     def get(self, name: str, defaults: Mapping[str, str] = _DEFAULTS) -> Any:
         """Returns the value of a name; None without one."""
         column = self.name(name, defaults)
-        return None if column is None else self.fields.get(column)
+        value = None if column is None else self.fields.get(column)
+        if name in _WITH_MESSAGES:
+            return renamed(value, self.reading.columns)
+        return value
 
     def text(
         self, name: str, defaults: Mapping[str, str] = _DEFAULTS, default: str | None = None

@@ -35,6 +35,8 @@ _ROLES: Mapping[str, str] = {
 
 _OWN_KEYS = frozenset(("role", "from", "content", "value", "train", "weight"))
 _MARKS = ("train", "weight")
+_KEYS: Mapping[str, tuple[str, ...]] = {"role": ("role", "from"), "content": ("content", "value")}
+"""Names of a message's parts, and the keys that are tried for them."""
 
 
 def turns_of(place: str, name: str, value: Any, roles: Mapping[str, str]) -> tuple[Turn, ...]:
@@ -50,6 +52,25 @@ def turns_of(place: str, name: str, value: Any, roles: Mapping[str, str]) -> tup
     return tuple(
         _turn(place, f"{name}[{number}]", message, roles) for number, message in enumerate(value)
     )
+
+
+def renamed(value: Any, columns: Mapping[str, str | None]) -> Any:
+    """Returns a list of messages with the keys ``role`` and ``content``, where ``columns`` names
+    other keys for them. Other values are returned as they are.
+    """
+    keys = {name: columns.get(name) for name in _KEYS if columns.get(name) is not None}
+    if not keys or not isinstance(value, list | tuple):
+        return value
+    taken = {key for name in keys for key in _KEYS[name]} | set(keys.values())
+    return [
+        {
+            **{key: field for key, field in message.items() if key not in taken},
+            **{name: message[key] for name, key in keys.items() if key in message},
+        }
+        if isinstance(message, Mapping)
+        else message
+        for message in value
+    ]
 
 
 def is_conversation(value: Any) -> bool:

@@ -28,6 +28,7 @@ from penstock.models.data.marks import Marks
 from penstock.models.data.reading.record import TEXT, is_chat
 from penstock.models.data.reading.records import records
 from penstock.models.data.rows.packing import Packing, alone, best_fit
+from penstock.models.data.rows.registry import registered
 from penstock.models.data.rows.row_file import COUNTS, RowLayout, marked, write_rows
 from penstock.models.data.rows.samples import Numbered, Origin, SampleStream, Way
 from penstock.models.data.sources import find_source
@@ -40,6 +41,9 @@ from penstock.models.data.token_sources import (
 )
 from penstock.models.data.tokenizer import Tokenizer
 from penstock.protocol.run.rundir import RunDirectory
+
+_PLACES = {"path", "registry", "name"}
+"""Keys of a source that name its files. The fingerprint holds the bytes of the files."""
 
 _FORMAT = 1
 """Version of the rows that are made of the same records: a change gives them another key."""
@@ -156,11 +160,14 @@ class RowSources:
 
     def _origin(self, name: str, source: SourceConfig) -> Origin:
         key = name if name.endswith("path") else f"{name}.path"
+        if source.registry is not None:
+            key, source = f"{name}.registry", registered(name, source)
         encoding = self._config.data.encoding
-        source_files = find_source(source.path, key=key, encoding=encoding, any_records=True)
+        path = str(source.path)
+        source_files = find_source(path, key=key, encoding=encoding, any_records=True)
         if source_files.left_out:
             self._progress(
-                f"{key} = {source.path!r}: reads {len(source_files.files):,}"
+                f"{key} = {path!r}: reads {len(source_files.files):,}"
                 f" file{'s' * (len(source_files.files) > 1)}; left out: {source_files.omissions}"
             )
         return Origin(name=name, config=source, source=source_files)
@@ -198,7 +205,7 @@ class RowSources:
             _FORMAT,
             tokenizer_sum(self._tokenizer),
             self._way.key,
-            [origin.config.model_dump(mode="json", exclude={"path"}) for origin in origins],
+            [origin.config.model_dump(mode="json", exclude=_PLACES) for origin in origins],
             [self._packing.value, data.packing_window, data.too_long, data.bad_records],
             self._config.run.seed,
         ]

@@ -13,8 +13,10 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from penstock.config.data import SourceConfig
 from penstock.models.data.chat.conversation import request_of
 from penstock.models.data.reading.records import documents
+from penstock.models.data.rows.registry import registered
 from penstock.models.data.sources import Source
 from tests.fuzz.target import Form, Target, from_file, plainly
 from tests.fuzz.targets.run_files import dumped
@@ -35,6 +37,12 @@ def read_conversation(data: bytes) -> object:
     except (ValueError, RecursionError):
         return None
     return request_of("a.jsonl, line 1", fields) if isinstance(fields, dict) else None
+
+
+def read_registry(path: Path) -> SourceConfig:
+    """Returns the source of the entry ``it`` of a registry."""
+    source = SourceConfig(registry=str(path), name="it")
+    return registered("data.sources[0]", source)
 
 
 CONVERSATION = {
@@ -113,6 +121,25 @@ DATA_FILES = (
             json.dumps(CONVERSATION).encode(),
             json.dumps({"instruction": "a", "output": "b", "history": [["c", "d"]]}).encode(),
             json.dumps({"input_ids": [1, 2], "labels": [-100, 2]}).encode(),
+        ],
+        form=Form.JSON,
+    ),
+    Target(
+        name="registry",
+        open=from_file("dataset_info.json", read_registry),
+        covers=("models.data.rows.registry._entry",),
+        seeds=lambda: [
+            json.dumps({"it": {"file_name": "a.json", "num_samples": 2}}).encode(),
+            json.dumps(
+                {
+                    "it": {
+                        "file_name": "a.json",
+                        "formatting": "sharegpt",
+                        "columns": {"messages": "dialog"},
+                        "tags": {"user_tag": "me"},
+                    }
+                }
+            ).encode(),
         ],
         form=Form.JSON,
     ),
