@@ -23,9 +23,10 @@ LINE = re.compile(r"\bpenstock((?: (?!and\b|then\b)[a-z]+)*)((?:(?!, |: |\. )[^`
 OTHERS = {
     *("--ntasks-per-node", "--ntasks", "--cpus-per-task", "--mem", "--signal"),
     *("--partition", "--nproc-per-node", "--no-python"),
+    *("--repo-type", "--revision", "--dataset"),
     *("--mount-proc", "--local-dir", "--cpuset-cpus", "--cpus", "--shm-size", "--ulimit"),
 }
-"""Options of srun, sbatch, torchrun, unshare, hf and docker that helps and errors name."""
+"""Options of srun, sbatch, torchrun, unshare, hf, modelscope and docker that texts name."""
 
 
 def commands(group: Any = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
