@@ -45,14 +45,17 @@ def prepare(
     *,
     table_only: bool = False,
     config_only: bool = False,
+    data_only: bool = False,
     progress: Progress = lambda message: None,
     bounds: Bounds | None = None,
 ) -> None:
     """Makes the files of a run directory.
 
     ``table_only`` leaves the data out. ``config_only`` does the same, and reads only
-    ``config.json`` of a model folder. ``progress`` receives messages during long work; ``bounds``
-    are those of this process. If the platform has a model built in, only the data are made.
+    ``config.json`` of a model folder. ``data_only`` makes data to look at: it reads no weights,
+    needs no device, and takes data too short for a batch. ``progress`` receives messages during
+    long work; ``bounds`` are those of this process. If the platform has a model built in, only the
+    data are made.
 
     Raises:
         ConfigError: the configuration, the model or the data cannot be used; names key and value.
@@ -60,11 +63,11 @@ def prepare(
     """
     bounds = Bounds() if bounds is None else bounds
     table_only = table_only or config_only
-    if not table_only:
+    if not (table_only or data_only):
         _check_device(config)
     bounds.limit_memory()
     builtin_model, folder = config.cluster.platform.builtin_model, config.model.path
-    if folder is not None and not (builtin_model or config_only):
+    if folder is not None and not (builtin_model or config_only or data_only):
         check_model_folder(folder)
     with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
         tokenizer = open_tokenizer(config)
@@ -73,12 +76,17 @@ def prepare(
     marks = None if tokenizer is None else marks_of_text(config, tokenizer)
     if not builtin_model:
         weights = not table_only or (not config_only and folder is not None and has_weights(folder))
+        weights = weights and not data_only
         with bounds.within("model: building it without weights", BUILDING_S):
             _prepare_model(config, run_dir, tokenizer, marks, progress, weights=weights)
     if not table_only:
         sources = open_sources(config, tokenizer, marks, run_dir, progress)
-        _prepare_data(config, run_dir, sources, progress)
-        keep_carried(config, run_dir, tokenizer)
+        made = _prepare_data(config, run_dir, sources, progress)
+        if not data_only:
+            _check_batches(config, made)
+        _check_ends(config, made)
+        if not data_only:
+            keep_carried(config, run_dir, tokenizer)
 
 
 def _check_device(config: Config) -> None:
@@ -182,7 +190,10 @@ def review_weights(config: Config, run_dir: Path, progress: Progress) -> None:
         review(run_dir, config.model.path, progress)
 
 
-def _prepare_data(config: Config, run_dir: Path, sources: RunSources, progress: Progress) -> None:
+def _prepare_data(
+    config: Config, run_dir: Path, sources: RunSources, progress: Progress
+) -> dict[str, Any]:
+    """Makes the files of data; returns the entry of each split in ``meta.json``."""
     # an error of the function would otherwise appear in a worker, after memory was allocated
     own_objective(config)
     directory = run_dir / "data"
@@ -203,9 +214,8 @@ def _prepare_data(config: Config, run_dir: Path, sources: RunSources, progress: 
                 " directory, or start a new run in another run.dir"
             )
         write_atomically(meta, json.dumps({"fingerprint": sources.fingerprint, **splits}, indent=1))
-    made = json.loads(meta.read_text(encoding="utf-8"))
-    _check_batches(config, made)
-    _check_ends(config, made)
+    made: dict[str, Any] = json.loads(meta.read_text(encoding="utf-8"))
+    return made
 
 
 def _keep_tokens(sources: RunSources, meta: Path, progress: Progress) -> None:
@@ -320,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--table-only", action="store_true", help="leave the data out")
     parser.add_argument("--config-only", action="store_true", help="read no data and no weights")
+    parser.add_argument("--data-only", action="store_true", help="make only data, to look at")
     parser.add_argument("--review", action="store_true", help="only report a new run's weights")
     parser.add_argument("--kernels", action="store_true", help="only note the kernels")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
@@ -340,10 +351,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_dir,
             table_only=options.table_only,
             config_only=options.config_only,
+            data_only=options.data_only,
             progress=_say,
             bounds=bounds,
         )
-        if not (options.table_only or options.config_only):
+        if not (options.table_only or options.config_only or options.data_only):
             observe(config, run_dir, _say)
 
     return tool_main(work, run_dir, options.parent_pid)

@@ -74,7 +74,7 @@ FLOORS = {
         node optimizer scheduler
         mirror""",
     "workers": """device waiting data
-        telemetry
+        telemetry first_pass
         state channels
         epoch
         attempt

@@ -1,4 +1,4 @@
-"""Commands that start training: ``init``, ``config``, ``train`` and ``doctor``."""
+"""Commands that start training: ``init``, ``config``, ``data``, ``train`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ ExaminedRunOption = Annotated[
     Path | None,
     typer.Option(
         "--run-dir", metavar="DIR", help="Run to examine. Default: all runs on this machine."
+    ),
+]
+RowsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rows",
+        metavar="A:B",
+        help="Rows A to B-1 of the first pass, from 0. Default: all with --json, else 0:3.",
+        show_default=False,
     ),
 ]
 
@@ -107,6 +116,25 @@ def train(
         if result.error:
             sys.stderr.write(f"penstock: {result.error}\n")
     raise typer.Exit(result.exit_code)
+
+
+def data(
+    config: ConfigArgument,
+    settings: SetOption = None,
+    rows: RowsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Shows the training data as the model will see them.
+
+    Prepares the data as penstock train does, in a temporary folder, and trains nothing. Shows
+    sizes, cuts and skips, then rows in training order with marks for the tokens that count.
+    """
+    with errors_explained(), interrupted_by_stop_signals():
+        from penstock.client.planning.data_rows import chosen_rows, show_json, show_text
+
+        chosen = chosen_rows(rows)
+        show = show_json if as_json else show_text
+        show(load(config, settings), chosen)
 
 
 def explain_keys(
@@ -202,6 +230,17 @@ def register(app: typer.Typer) -> None:
         "  penstock config optimizer.settle\n"
         "  penstock config --json-schema > penstock.schema.json",
     )(explain_keys)
+    app.command(
+        cls=Command,
+        epilog="A row holds sequence_length tokens: whole samples, or a piece of a text. Tokens"
+        " that count in the loss are in colour, or in \u27e6 \u27e7 where the output has no"
+        " colours. --json prints a JSON object a line: the summary, then each row with samples,"
+        " input_ids, labels (of the same places; -100 does not count), position_ids and"
+        " document_ids. Sources, records and rows are numbered from 0."
+        "\n\n\b\nExamples:\n  penstock data chat.yaml\n"
+        "  penstock data chat.yaml --rows 10:12 --set data.train_on=last\n"
+        "  penstock data chat.yaml --json > rows.jsonl",
+    )(data)
     app.command(
         epilog="--clean removes nothing of live processes, and prints the content of each entry."
         "\n\n\b\nExamples:\n  penstock doctor tiny.yaml\n"

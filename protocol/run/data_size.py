@@ -3,10 +3,66 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.protocol.run.checksums import read_checked
 from penstock.protocol.run.rundir import RunDirectory
+
+CUTS = {
+    "truncated": "samples truncated",
+    "split": "samples split",
+    "dropped": "samples dropped",
+    "skipped": "records skipped",
+    "empty": "records empty",
+}
+"""Words for the counts of a preparation's tally that lose or cut data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """Counts of the preparation of rows. A sample belongs to a record, and lies in a row of up to
+    ``length`` tokens. ``counted`` tokens take part in the loss. ``cuts``: records and samples that
+    were cut or left out, by reason.
+    """
+
+    records: int
+    samples: int
+    rows: int
+    length: int
+    tokens: int
+    counted: int
+    cuts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, split: Mapping[str, Any]) -> RowCounts | None:
+        """Returns the counts of a split of ``data/meta.json``; None where rows are cut from one
+        text.
+        """
+        rows = split.get("rows")
+        if rows is None:
+            return None
+        names = ("samples", "rows", "length", "tokens", "counted")
+        tally = split["tally"]
+        return cls(
+            records=int(tally["records"]),
+            cuts={name: int(tally[name]) for name in CUTS},
+            **{name: int(rows[name]) for name in names},
+        )
+
+    @property
+    def padding_share(self) -> float:
+        """The share of places in rows without a token."""
+        return 1 - self.tokens / (self.rows * self.length)
+
+    def __str__(self) -> str:
+        made = [f"{CUTS[name]}: {count:,}" for name, count in self.cuts.items() if count]
+        return (
+            f"{self.records:,} records, {self.samples:,} samples in {self.rows:,} rows of"
+            f" {self.length:,} tokens, {self.padding_share:.1%} padding; {self.tokens:,} tokens,"
+            f" {self.counted / self.tokens:.1%} count; {', '.join(made) or 'none cut or left out'}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +70,12 @@ class TrainingData:
     """Tokens and samples of one pass over the training data, without held-out sequences.
 
     A sample is a row of up to ``data.sequence_length`` tokens; a step consumes
-    ``train.global_batch`` of them.
+    ``train.global_batch`` of them. ``counts`` describe rows of whole samples.
     """
 
     tokens: int
     samples: int
+    counts: RowCounts | None = None
 
     @classmethod
     def of(cls, run: RunDirectory) -> TrainingData | None:
@@ -30,11 +87,10 @@ class TrainingData:
         if not (run.path / "data" / "meta.json").is_file():
             return None
         split = json.loads(read_checked(run.path, "data/meta.json"))["train"]
-        tokens = int(split["num_tokens"])
+        tokens, counts = int(split["num_tokens"]), RowCounts.of(split)
         length = run.config.data.sequence_length
-        rows = split.get("rows")
-        samples = max(0, (tokens - 1) // length) if rows is None else int(rows["rows"])
-        return cls(tokens=tokens, samples=samples)
+        samples = max(0, (tokens - 1) // length) if counts is None else counts.rows
+        return cls(tokens=tokens, samples=samples, counts=counts)
 
     @classmethod
     def samples_of(cls, run: RunDirectory) -> int | None:
@@ -43,12 +99,12 @@ class TrainingData:
         return None if data is None else data.samples
 
     def in_steps(self, steps: int, global_batch: int) -> str:
-        """Returns a line with the tokens, and with the epochs of the given number of steps."""
+        """Returns a line with the sizes, and with the epochs of the given number of steps. Of rows
+        of whole samples, the line also has cuts and skips.
+        """
         passes = epochs(steps * global_batch / self.samples) if self.samples else "no"
-        return (
-            f"data: {self.tokens:,} tokens; {steps:,} steps of {global_batch} sequences are"
-            f" {passes} epochs"
-        )
+        sizes = f"{self.tokens:,} tokens" if self.counts is None else str(self.counts)
+        return f"data: {sizes}; {steps:,} steps of {global_batch} sequences are {passes} epochs"
 
 
 def epochs(passes: float) -> str:

@@ -308,3 +308,21 @@ def test_plain_records_of_data_path_stay_one_text(tmp_path: Path) -> None:
     assert samples(tmp_path)[0][2][:5] == list(b"word ")
     with pytest.raises(ConfigError, match=r"data\.packing = 'wrapped'"):
         made(tmp_path, {"path": str(written(tmp_path, [chat("a", "b")])), "packing": "wrapped"})
+
+
+def test_places_of_any_row_are_those_of_a_walk(tmp_path: Path) -> None:
+    """Numbers of records stand in the text of each sample."""
+    records = [chat("q", f"{n:03}" + "x" * (n * 7 % 40)) for n in range(60)]
+    made(tmp_path, {"path": str(written(tmp_path, records)), "sequence_length": 256})
+    file, _ = opened(tmp_path)
+    for row in reversed(range(file.layout.rows)):
+        text, start = bytes((file.row(row) & ID).tolist()).decode(), 0
+        for source, record, length in file.places(row):
+            assert source == 0 and f"assistant\n{record:03}" in text[start : start + length]
+            start += length
+    content = bytearray((tmp_path / "data/train.bin").read_bytes())
+    content[3] ^= 0x40  # the first sample begins nowhere
+    (tmp_path / "data/other.bin").write_bytes(content)
+    damaged = RowFile(tmp_path / "data/other.bin", file.layout)
+    with pytest.raises(StateError, match="has 59 samples, and its description 60"):
+        damaged.places(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ BEGINS = 1 << 30
 ID = BEGINS - 1
 
 _TOKEN, _NUMBER = np.dtype("<u4"), np.dtype("<i8")
-_WRITE_TOKENS = 1 << 20
+_WRITE_TOKENS = _READ_TOKENS = 1 << 20
 
 Tokens = NDArray[np.uint32]
 
@@ -182,15 +183,34 @@ class RowFile:
         return self._tokens[first:end].astype(np.uint32)
 
     def places(self, row: int) -> list[tuple[int, int, int]]:
-        """Returns source, record and number of tokens of each sample of a row."""
+        """Returns source, record and number of tokens of each sample of a row.
+
+        Raises:
+            StateError: the file has changed since its preparation.
+        """
+        first, end = self._sample_rows[row : row + 2].tolist()
         tokens = self.row(row)
         begins = np.flatnonzero(tokens & BEGINS)
-        before = int(np.count_nonzero(self._tokens[: self._starts[row]] & BEGINS))
-        lengths = np.diff(np.append(begins, len(tokens)))
-        return [
-            (*self._places[before + number].tolist(), length)
-            for number, length in enumerate(lengths.tolist())
+        place, size = self.layout.samples_at, self._places.itemsize * 2
+        self._check(place + first * size, place + end * size)
+        lengths = np.diff(np.append(begins, len(tokens))).tolist()
+        origins = self._places[first:end].tolist()
+        return [(*origin, length) for origin, length in zip(origins, lengths, strict=True)]
+
+    @cached_property
+    def _sample_rows(self) -> NDArray[np.int64]:
+        """The first sample of each row, and the number of samples at the end, (rows + 1,)."""
+        parts = [
+            start + np.flatnonzero(self._tokens[start : start + _READ_TOKENS] & BEGINS)
+            for start in range(0, self.layout.tokens, _READ_TOKENS)
         ]
+        begins = np.concatenate(parts)
+        if len(begins) != self.layout.samples:
+            raise StateError(
+                f"file of rows {self._path}: has {len(begins)} samples, and its description"
+                f" {self.layout.samples}; delete it and prepare the run again"
+            )
+        return np.searchsorted(begins, self._starts)
 
     def _check(self, start: int, stop: int) -> None:
         if self._checksums is not None:

@@ -1,0 +1,169 @@
+"""``penstock data``: the rows of the first pass, as the model will see them.
+
+The data are prepared in a temporary folder, which is removed at the end. Two processes of their own
+prepare the data and read the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from penstock.config.schema import Config
+from penstock.daemons.node.preparing.emulated import write_model
+from penstock.daemons.node.preparing.places import with_absolute_paths
+from penstock.daemons.node.preparing.tool import run_tool
+from penstock.host.errors import ConfigError
+from penstock.host.files import write_atomically
+from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.run.data_size import CUTS, epochs
+from penstock.protocol.run.rundir import RunDirectory
+
+_SHOWN_ROWS = 3
+_OPEN, _CLOSE = "\u27e6", "\u27e7"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRange:
+    """The rows ``first`` to ``end - 1`` of the first pass; ``end`` None: all from ``first`` on."""
+
+    first: int = 0
+    end: int | None = None
+
+
+def chosen_rows(text: str | None) -> RowRange | None:
+    """Returns the rows that ``--rows`` names; None where it is not given.
+
+    Raises:
+        ConfigError: the text names no rows.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d*):(\d*)", text)
+    if match is None:
+        raise ConfigError(f"--rows {text!r}: give rows as A:B, such as 0:10, 5: or :3")
+    first, end = (int(number) if number else None for number in match.groups())
+    if end is not None and end <= (first or 0):
+        raise ConfigError(f"--rows {text!r}: has no rows; B must be greater than A")
+    return RowRange(first=first or 0, end=end)
+
+
+def show_json(config: Config, rows: RowRange | None) -> None:
+    """Prints the summary and the rows as JSON lines.
+
+    Raises:
+        PenstockError: the data cannot be prepared.
+    """
+    _read(config, rows or RowRange(), typer.echo)
+
+
+def show_text(config: Config, rows: RowRange | None) -> None:
+    """Prints the summary and the rows for people.
+
+    Raises:
+        PenstockError: the data cannot be prepared.
+    """
+    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    sources: list[Mapping[str, Any]] = []
+
+    def show(line: str) -> None:
+        fields = json.loads(line)
+        if sources:
+            typer.echo("\n".join(_row_lines(fields, sources, in_colour=in_colour)))
+            return
+        sources.extend(fields["sources"])
+        typer.echo("\n".join(_summary_lines(fields, config, in_colour=in_colour)))
+
+    _read(config, rows or RowRange(end=_SHOWN_ROWS), show, "--text")
+
+
+def _read(config: Config, rows: RowRange, take: Callable[[str], None], *options: str) -> None:
+    """Prepares the data, and gives ``take`` each line about them."""
+    silence_s = config.cluster.heartbeat_timeout_s
+    end = () if rows.end is None else ("--end", str(rows.end))
+    with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder:
+        run_dir = Path(folder)
+        RunDirectory.create(run_dir)
+        config = with_absolute_paths(config)
+        write_atomically(run_dir / "resolved.yaml", config.to_yaml())
+        if config.cluster.platform.builtin_model:
+            write_model(Emulation.of(config), run_dir)
+        run_tool(
+            "penstock.models.prepare",
+            folder,
+            "--data-only",
+            progress=lambda line: typer.echo(line, err=True),
+            silence_s=silence_s,
+        )
+        try:
+            run_tool(
+                "penstock.workers.first_pass",
+                *(folder, "--first", str(rows.first), *end, *options),
+                progress=take,
+                silence_s=silence_s,
+            )
+        except BrokenPipeError:
+            # A reader such as head needs no more; the last flush must not fail, either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _summary_lines(summary: Mapping[str, Any], config: Config, *, in_colour: bool) -> Iterator[str]:
+    records, lengths, steps = summary["records"], summary["lengths"], summary["steps"]
+    if records is not None:
+        cuts = [f"{words}: {summary[name]:,}" for name, words in CUTS.items() if summary[name]]
+        yield f"records  {records:,}, {summary['duplicates']:,} duplicates"
+        yield f"samples  {summary['samples']:,}; {', '.join(cuts) or 'none cut or left out'}"
+        yield "lengths  " + ", ".join(f"{name} {value:,}" for name, value in lengths.items())
+    yield (
+        f"rows     {summary['rows']:,} of {config.data.sequence_length:,} tokens,"
+        f" {summary['padding_share']:.1%} padding"
+    )
+    yield (
+        f"tokens   {summary['tokens']:,}, {summary['counted_tokens']:,}"
+        f" ({summary['counted_tokens'] / summary['tokens']:.1%}) count in the loss"
+    )
+    passes = epochs(steps * config.train.global_batch / summary["rows_per_epoch"])
+    yield f"steps    {steps:,} of {config.train.global_batch} rows: {passes} epochs"
+    for source in summary["sources"]:
+        yield f"source   {source['source']}: {source['path']}, {source['samples']:,} samples"
+    marks = _span("tokens that count", in_colour=in_colour)
+    yield f"\nRows in training order; {marks} are {'in colour' if in_colour else 'in brackets'}."
+
+
+def _row_lines(
+    row: Mapping[str, Any], sources: list[Mapping[str, Any]], *, in_colour: bool
+) -> Iterator[str]:
+    samples = row["samples"]
+    size = sum(sample["tokens"] for sample in samples)
+    yield f"\nrow {row['row']}: {size:,} tokens, {len(samples)} sample{'s' * (len(samples) > 1)}"
+    for sample, spans in zip(samples, row["spans"], strict=True):
+        path, record = sources[sample["source"]]["path"], sample["record"]
+        place = path if record is None else f"{path}, record {record}"
+        yield f"-- {place}: {sample['tokens']:,} tokens"
+        yield "".join(
+            _span(text, in_colour=in_colour) if counts else printable(text)
+            for counts, text in spans
+        )
+
+
+def _span(text: str, *, in_colour: bool) -> str:
+    """Returns the text of tokens that count."""
+    if in_colour:
+        return typer.style(printable(text), fg=typer.colors.GREEN, bold=True)
+    return f"{_OPEN}{printable(text)}{_CLOSE}"
+
+
+def printable(text: str) -> str:
+    """Returns the text with escapes in place of characters that would control a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
