@@ -52,7 +52,7 @@ def prepare(
     """Makes the files of a run directory.
 
     ``table_only`` leaves the data out. ``config_only`` does the same, and reads only
-    ``config.json`` of a model folder. ``data_only`` makes data to look at: it reads no weights,
+    ``config.json`` of a model folder. ``data_only`` makes data for a display. It reads no weights,
     needs no device, and takes data too short for a batch. ``progress`` receives messages during
     long work; ``bounds`` are those of this process. If the platform has a model built in, only the
     data are made.
@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--table-only", action="store_true", help="leave the data out")
     parser.add_argument("--config-only", action="store_true", help="read no data and no weights")
-    parser.add_argument("--data-only", action="store_true", help="make only data, to look at")
+    parser.add_argument("--data-only", action="store_true", help="make only data, for a display")
     parser.add_argument("--review", action="store_true", help="only report a new run's weights")
     parser.add_argument("--kernels", action="store_true", help="only note the kernels")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
