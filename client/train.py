@@ -36,7 +36,7 @@ from penstock.daemons.preload.starting import Preloading, Spawning, Starter
 from penstock.host.errors import FAILURES, ExitCode
 from penstock.host.requirements import check_torch
 from penstock.host.stopping import Grace
-from penstock.protocol.run.data_size import TrainingData, epochs
+from penstock.protocol.run.data_size import TrainingData, epochs, with_known_steps
 from penstock.protocol.run.run_result import forget_end
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.inventory import inventory
@@ -113,11 +113,12 @@ def run_training(
                 node_lock_path(run_dir, node.name), wait_s=PREVIOUS_NODE_WAIT_S
             ).release()
         directory = prepare_run(config, run_dir, display.say, starter=starter, rests=True)
+        config = with_known_steps(config, run_dir)
         earlier = all_metrics(run_dir)
         if is_complete(directory, config.train.steps):
             display.say(
-                f"{run_dir}: all {config.train.steps} steps are done and saved; raise train.steps"
-                " to continue, or choose another run.dir"
+                f"{run_dir}: all {config.train.steps} steps are done and saved; raise"
+                f" {config.train.length_key} to continue, or choose another run.dir"
             )
             return _result_of(run_dir, 0, earlier, began_s)
         with Interruptions().installed(process_ends=process_ends) as interruptions:
@@ -175,7 +176,7 @@ def _supervise(
     empty_console(run_dir)
     (run_dir / "endpoint.json").unlink(missing_ok=True)
     forget_end(run_dir)
-    data = TrainingData.of(RunDirectory(run_dir))
+    data = TrainingData.of(run_dir, config)
     if data is not None:
         display.say(data.in_steps(config.train.steps, config.train.global_batch))
     display.say(f"training {config.run.name}: {config.train.steps} steps in {run_dir}")

@@ -55,6 +55,16 @@ class Config(Section):
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @model_validator(mode="after")
+    def _one_number_of_passes(self) -> Config:
+        epochs, passes = self.train.epochs, self.data.passes
+        if epochs not in (None, passes) and "passes" in self.data.model_fields_set:
+            raise ValueError(
+                f"data.passes {passes:g} and train.epochs {epochs:g} both set the passes over the"
+                " data; remove data.passes, an older key for the alert alone"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _halves_of_a_master(self) -> Config:
         if self.optimizer.master != "split":
             return self
@@ -163,6 +173,19 @@ class Config(Section):
         train = self.train.model_copy(update={"micro_batch": micro_batch})
         return self.model_copy(update={"train": train})
 
+    @property
+    def planned_passes(self) -> float:
+        """Returns the passes over the data after which an alert reports more."""
+        return self.data.passes if self.train.epochs is None else self.train.epochs
+
+    def with_steps(self, steps: int) -> Config:
+        """Returns the configuration with the steps that ``train.epochs`` takes;
+        :data:`CHOSEN_LATER` until the preparation has counted the rows.
+        """
+        train = self.train.model_copy(update={"steps": steps})
+        train.model_fields_set.discard("steps")  # epochs stays the one given length
+        return self.model_copy(update={"train": train})
+
     def with_profile(self, profile: Path | None) -> Config:
         """Returns the configuration with another profile, or with its own if that is None."""
         if profile is None:
@@ -226,6 +249,8 @@ class Config(Section):
         for key in TRACKER_KEYS:
             if observability[key] is None:
                 del observability[key]
+        if self.train.epochs is not None:  # both keys follow from it
+            del values["train"]["steps"], values["data"]["passes"]
         return yaml.safe_dump(values, sort_keys=False)
 
 
@@ -283,6 +308,8 @@ def parse_config(
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error, Config, lines or {})}") from error
+    if config.train.epochs is not None:
+        config = config.with_steps(CHOSEN_LATER)
     if not config.has_own_modules:
         return config
     path = (folder or Path.cwd()) / (config.model.import_path or "")

@@ -157,7 +157,19 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """Length and batch of the run."""
 
-    steps: Steps = Field(default=200, ge=1, description="Committed steps after which the run ends.")
+    steps: Steps = Field(
+        default=200,
+        ge=1,
+        description="Committed steps after which the run ends. Give `steps` or `epochs`.",
+    )
+    epochs: Annotated[float | None, Unit("passes over the training data")] = Field(
+        default=None,
+        gt=0.0,
+        le=1.0e6,
+        description="Passes over the training rows after which the run ends, in place of `steps`:"
+        " the preparation counts the rows, and the steps are rounded up. An alert takes this"
+        " number, too, in place of `data.passes`.",
+    )
     global_batch: Sequences = Field(
         default=8,
         ge=1,
@@ -206,6 +218,15 @@ class TrainConfig(Section):
     )
 
     @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"train.steps {self.steps} and train.epochs {self.epochs:g} both set the length of"
+                " the run; remove one (train.epochs: null leaves the steps)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _divisible(self) -> TrainConfig:
         if self.micro_batch and self.global_batch % self.micro_batch:
             raise ValueError(
@@ -220,6 +241,11 @@ class TrainConfig(Section):
                     f"train.freeze: {pattern!r} is no regular expression: {error}"
                 ) from error
         return self
+
+    @property
+    def length_key(self) -> str:
+        """Returns the key that sets the length of the run."""
+        return "train.steps" if self.epochs is None else "train.epochs"
 
     @property
     def num_microbatches(self) -> int:

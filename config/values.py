@@ -163,7 +163,9 @@ def parse_micro_batch(value: Any) -> Any:
 
 
 CHOSEN_LATER = 0
-"""Number of sequences that stands for ``train.micro_batch: auto`` until the preparation chooses."""
+"""Number that stands for ``train.micro_batch: auto``, and for the steps of ``train.epochs``, until
+the preparation has chosen.
+"""
 
 MicroBatch = Annotated[
     int,

@@ -25,7 +25,7 @@ from penstock.models.data.batch import IGNORED_LABEL, places_in_documents
 from penstock.models.data.objectives import Masked, NextToken
 from penstock.models.data.rows.row_file import BEGINS, COUNTS, ID
 from penstock.models.data.tokenizer import open_tokenizer
-from penstock.protocol.run.data_size import CUTS, RowCounts
+from penstock.protocol.run.data_size import CUTS, RowCounts, TrainingData
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import RowDataset, TokenDataset, open_dataset
@@ -154,7 +154,11 @@ def summary(config: Config, entry: dict[str, Any], dataset: RowDataset | TokenDa
         {"source": number, "name": name, "path": path, "samples": count}
         for number, ((name, count), path) in enumerate(zip(samples.items(), paths, strict=True))
     ]
-    return fields | {"rows_per_epoch": rows, "steps": config.train.steps, "sources": sources}
+    steps, epochs = config.train.steps, config.train.epochs
+    if epochs is not None:
+        one_pass = TrainingData(tokens=rows * data.sequence_length, samples=rows)
+        steps = one_pass.steps_of(epochs, config.train.global_batch)
+    return fields | {"rows_per_epoch": rows, "steps": steps, "sources": sources}
 
 
 def _counted(dataset: RowDataset | TokenDataset) -> int:

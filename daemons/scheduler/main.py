@@ -111,7 +111,8 @@ def _run(run: RunDirectory, port: int, parent_pid: int | None, grace_seconds: fl
         service.start()
         _log.info("listening", extra={"port": service.port})
         try:
-            rules = replace(rules, data_samples=TrainingData.samples_of(run))
+            data = TrainingData.of(run.path, config)
+            rules = replace(rules, data_samples=None if data is None else data.samples)
             loop = _open(run, rules, service, events, stack, alone=parent_pid is None)
         except JournalInUseError:
             raise  # the members belong to the other scheduler

@@ -42,9 +42,13 @@ class SchedulerMetrics:
         self._epoch = 0
         self._counted = Counters()
         self._page.set("penstock_steps", config.train.steps)
-        self._page.set("penstock_data_passes", config.data.passes)
+        passes = config.planned_passes
         if data_samples is not None:
             self._page.set("penstock_data_samples", data_samples)
+        if data_samples and config.train.epochs is not None:
+            # The last step is rounded up into the next pass, which is no reason for an alert.
+            passes = max(passes, config.train.steps * config.train.global_batch / data_samples)
+        self._page.set("penstock_data_passes", passes)
         if config.train.clip_grad_norm is not None:
             self._page.set("penstock_clip_limit", config.train.clip_grad_norm)
         if config.model.dtype is DType.FP16:

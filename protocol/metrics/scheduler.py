@@ -80,7 +80,7 @@ TRAINING = (
         " order.",
         absent="where data are made up",
     ),
-    gauge("penstock_data_passes", "Passes over the data that are meant: data.passes."),
+    gauge("penstock_data_passes", "Planned passes over the data: train.epochs, else data.passes."),
 )
 
 ATTEMPTS = (

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+from penstock.config.schema import Config
 from penstock.protocol.run.checksums import read_checked
-from penstock.protocol.run.rundir import RunDirectory
 
 CUTS = {
     "truncated": "samples truncated",
@@ -78,25 +81,26 @@ class TrainingData:
     counts: RowCounts | None = None
 
     @classmethod
-    def of(cls, run: RunDirectory) -> TrainingData | None:
-        """Reads the size of a run's training data; None where data are made up.
+    def of(cls, run_dir: Path, config: Config) -> TrainingData | None:
+        """Reads the size of a run's training data; None where data are made up, or not prepared.
 
         Raises:
             StateError: the data's description is damaged.
         """
-        if not (run.path / "data" / "meta.json").is_file():
+        if not (run_dir / "data" / "meta.json").is_file():
             return None
-        split = json.loads(read_checked(run.path, "data/meta.json"))["train"]
+        split = json.loads(read_checked(run_dir, "data/meta.json"))["train"]
         tokens, counts = int(split["num_tokens"]), RowCounts.of(split)
-        length = run.config.data.sequence_length
+        length = config.data.sequence_length
         samples = max(0, (tokens - 1) // length) if counts is None else counts.rows
         return cls(tokens=tokens, samples=samples, counts=counts)
 
-    @classmethod
-    def samples_of(cls, run: RunDirectory) -> int | None:
-        """Reads the samples of one pass, as :meth:`of`."""
-        data = cls.of(run)
-        return None if data is None else data.samples
+    def steps_of(self, epochs: float, global_batch: int) -> int:
+        """Returns the steps of ``epochs`` passes, rounded up. A step may take the last rows of a
+        pass and the first rows of the next one.
+        """
+        rows = Fraction(str(epochs)) * self.samples  # exact: 0.1 epochs of 30 rows are 3 rows
+        return max(1, math.ceil(rows / global_batch))
 
     def in_steps(self, steps: int, global_batch: int) -> str:
         """Returns a line with the sizes, and with the epochs of the given number of steps. Of rows
@@ -105,6 +109,18 @@ class TrainingData:
         passes = epochs(steps * global_batch / self.samples) if self.samples else "no"
         sizes = f"{self.tokens:,} tokens" if self.counts is None else str(self.counts)
         return f"data: {sizes}; {steps:,} steps of {global_batch} sequences are {passes} epochs"
+
+
+def with_known_steps(config: Config, run_dir: Path) -> Config:
+    """Returns the configuration with the steps that ``train.epochs`` takes over the prepared data
+    of a run directory. Without prepared data or ``train.epochs``, returns it as it is.
+    """
+    if config.train.epochs is None:
+        return config
+    data = TrainingData.of(run_dir, config)
+    if data is None:
+        return config
+    return config.with_steps(data.steps_of(config.train.epochs, config.train.global_batch))
 
 
 def epochs(passes: float) -> str:

@@ -28,6 +28,7 @@ from penstock.host.files import (
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
 from penstock.protocol.run.checksums import CHECKSUMS, CONSTANTS, checksums_text, read_checked
+from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.names import ownership, partner_of, replica_name, storage
 from penstock.protocol.run.numerics import KERNELS, NUMERICS, Numerics
 from penstock.protocol.security.token import TOKEN_FILE, ensure_token
@@ -165,14 +166,14 @@ class RunDirectory:
 
     @cached_property
     def config(self) -> Config:
-        """The resolved configuration.
+        """The resolved configuration, with the steps that ``train.epochs`` takes.
 
         Raises:
             ConfigError: there is none, or it is impossible.
             StateError: it was edited after the start of the run.
         """
         self._text("resolved.yaml")
-        return load_config(self.path / "resolved.yaml")
+        return with_known_steps(load_config(self.path / "resolved.yaml"), self.path)
 
     @cached_property
     def table(self) -> BlockTable:

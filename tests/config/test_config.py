@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.config.schema import Config, load_config, parse_config
-from penstock.config.values import parse_size
+from penstock.config.values import CHOSEN_LATER, parse_size
 from penstock.config.words import apply_overrides
 from penstock.host.errors import ConfigError
 
@@ -29,6 +29,21 @@ def test_defaults_fill_everything_in() -> None:
     assert (config.train.steps, config.cluster.nodes[0].name) == (200, "a")
     assert config.run_dir == Path("runs/penstock")
     assert config.num_workers == 2
+
+
+def test_epochs_leave_the_steps_to_the_preparation(tmp_path: Path) -> None:
+    config = parse_config(apply_overrides(MINIMAL, ("train.epochs=2.5",)))
+    assert (config.train.steps, config.planned_passes) == (CHOSEN_LATER, 2.5)
+    known = config.with_steps(37)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(known.to_yaml())
+    assert load_config(path) == config, "the file has no steps, so other epochs can be set"
+    assert load_config(path, ("train.epochs=3",)).planned_passes == 3.0
+    values = known.model_dump(mode="json", exclude_unset=True)
+    assert parse_config(values) == config, "derived steps do not count as given"
+    assert parse_config(apply_overrides(MINIMAL, ("data.passes=3",))).planned_passes == 3.0
+    same = parse_config(apply_overrides(MINIMAL, ("data.passes=3", "train.epochs=3")))
+    assert same.planned_passes == 3.0
 
 
 def test_steps_of_the_learning_rate_are_whole_numbers_or_shares() -> None:
@@ -71,6 +86,9 @@ def test_sizes(text: str | int, expected: int) -> None:
         (("optimiser.lr=3",), ("optimiser", "unknown key", "optimizer")),
         (("cluster.nodes=[{name: a, nome: b}]",), ("cluster.nodes.0.nome", "name, host")),
         (("train.steps=0",), ("train.steps = 0",)),
+        (("train.steps=9", "train.epochs=2"), ("train.steps 9 and train.epochs 2", "remove one")),
+        (("data.passes=1", "train.epochs=2"), ("data.passes 1 and train.epochs 2", "remove")),
+        (("train.epochs=0",), ("train.epochs = 0", "above 0")),
         (("train.steps=yes",), ("train.steps = True", "a whole number")),
         (("optimizer.lr=.inf",), ("optimizer.lr", "finite")),
         (("optimizer.betas=[0.9, 1.0]",), ("optimizer.betas", "[0, 1)")),

@@ -203,6 +203,13 @@ def test_saves(live_with: MakeDriver) -> None:
     assert measured.value("save_seconds_total") == 6
 
 
+def test_the_rounding_of_the_last_step_is_no_pass_beyond_the_epochs() -> None:
+    config = make_config()
+    train = config.train.model_copy(update={"epochs": 1.0, "steps": 100})
+    metrics = SchedulerMetrics(config.model_copy(update={"train": train}), data_samples=795)
+    assert metrics.registry.get_sample_value("penstock_data_passes") == 100 * 8 / 795
+
+
 def test_gauges_come_back_with_a_new_scheduler() -> None:
     metrics = SchedulerMetrics(make_config(model={"dtype": "fp16"}), None)
     train = {"phase": "train", "loss": 2.5, "grad_norm": None, "lr": 0.1, "loss_scale": 8.0}

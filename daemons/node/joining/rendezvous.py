@@ -20,6 +20,7 @@ from pathlib import Path
 
 from penstock.config.execution import NodeConfig
 from penstock.config.schema import Config
+from penstock.config.training import TrainConfig
 from penstock.daemons.node.endpoint import read_endpoint
 from penstock.daemons.node.joining.addresses import (
     LOOPBACK,
@@ -36,6 +37,7 @@ from penstock.host.errors import ConfigError, ExitCode, LostMemberError
 from penstock.host.process_identity import start_ticks
 from penstock.host.requirements import check_torch
 from penstock.protocol.run.checksums import checksums_digest
+from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.run_result import EndWatch, RunEnd
 from penstock.protocol.run.rundir import SHARED
@@ -96,20 +98,21 @@ def meet(
         return Meeting(node=node, resolved=path)
     resolved = config.run_dir.absolute() / "resolved.yaml"
     if node == config.cluster.nodes[0].name:
-        alone, steps = len(config.cluster.nodes) == 1, config.train.steps
+        alone = len(config.cluster.nodes) == 1
         here = nodes_beside(config, 0)
         run = prepare_run(config, config.run_dir, say, here, starter, rests=alone)
-        if alone and is_complete(run, steps):
-            return Meeting(node=node, resolved=resolved, ended=_all_done(steps))
+        train = with_known_steps(config, run.path).train
+        if alone and is_complete(run, train.steps):
+            return Meeting(node=node, resolved=resolved, ended=_all_done(train))
         return Meeting(node=node, resolved=resolved)
     ended = wait_for_start(config, node, scheduler, say)
     return Meeting(node=node, resolved=resolved, ended=ended)
 
 
-def _all_done(steps: int) -> RunEnd:
+def _all_done(train: TrainConfig) -> RunEnd:
     """Returns the end of a run that has nothing left to do."""
     return RunEnd(
-        reason=f"all {steps} steps are done and saved; raise train.steps to go on",
+        reason=f"all {train.steps} steps are done and saved; raise {train.length_key} to go on",
         code=ExitCode.DONE,
         keep_memory=False,
         failed=False,

@@ -64,6 +64,7 @@ NOTES = {
     "optimizer.decay_type": _CURVE,
     "optimizer.min_lr": _CURVE,
     "train.steps": _CURVE,
+    "train.epochs": _CURVE,
     "train.clip_grad_norm": "from the next step on",
     "model.attention": _ROUNDING,
     "model.compile": _ROUNDING,
@@ -124,7 +125,7 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
             objection = "an emulated device brings its model"
         allowed = not objection
         note = NOTES.get(key, "") if allowed else objection
-        if key == "train.steps" and new.optimizer.schedule == "constant":
+        if key in ("train.steps", "train.epochs") and new.optimizer.schedule == "constant":
             note = ""
         change = Change(
             key=key, old=before.get(key), new=after.get(key), allowed=allowed, note=note

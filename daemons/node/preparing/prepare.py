@@ -70,12 +70,13 @@ from penstock.daemons.node.run_lock import (
 )
 from penstock.daemons.preload.starting import Starter
 from penstock.host.cgroup import cpu_limit
-from penstock.host.errors import StateError
+from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.checksums import CONSTANTS, MADE, read_checked, recorded_values
+from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.hardware.cpus import check_cpus
 from penstock.protocol.run.hardware.placement import check_cores
 from penstock.protocol.run.rundir import RunDirectory
@@ -118,6 +119,7 @@ def prepare_run(
         StateError: the directory's files are damaged.
     """
     check_addresses(config)
+    _check_length(config)
     check_trackers(config)
     nodes = range(len(config.cluster.nodes)) if nodes is None else nodes
     check_machine(config, nodes)
@@ -165,7 +167,8 @@ def _prepare(
         progress(_NOT_EXACT)
     if (risk := logout_risk()) is not None:
         progress(f"warning: {risk}")
-    if rests and previous is not None and is_complete(RunDirectory(run_dir), config.train.steps):
+    steps = with_known_steps(config, run_dir).train.steps
+    if rests and steps and previous is not None and is_complete(RunDirectory(run_dir), steps):
         return RunDirectory(run_dir)
     software = Software.here()
     if started:
@@ -180,6 +183,14 @@ def _prepare(
         run.record_checksums(fixed_values(run.config))
         software.write(run_dir)
         return RunDirectory(run_dir)
+
+
+def _check_length(config: Config) -> None:
+    if config.train.epochs is not None and config.cluster.platform.builtin_model:
+        raise ConfigError(
+            f"train.epochs {config.train.epochs:g}: {config.cluster.device} makes up its data,"
+            " which have no end; give train.steps"
+        )
 
 
 def is_complete(directory: RunDirectory, steps: int) -> bool:
@@ -225,7 +236,7 @@ def _make_ready(
         run_models_prepare(
             config, run_dir, "--kernels", progress=progress, lock=lock, starter=starter
         )
-    config = with_attention(config, chosen_attention(config, run_dir))
+    config = with_attention(with_known_steps(config, run_dir), chosen_attention(config, run_dir))
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
     # A fresh object: cached attributes may date from before the inputs were made.
     directory = RunDirectory(run_dir)
@@ -412,7 +423,7 @@ def _changes(
         config = config.with_micro_batch(previous.train.micro_batch)
     if config.model.attention == AUTO:
         config = with_attention(config, previous.model.attention)
-    changes = find_changes(previous, config)
+    changes = find_changes(with_known_steps(previous, run_dir), with_known_steps(config, run_dir))
     directory = RunDirectory(run_dir)
     if not directory.has_started:
         return changes

@@ -244,6 +244,7 @@ PLANS = (
             "host.inputs.read_text",
             "config.values.parse_micro_batch",
             "config.values.parse_size",
+            "config.values.parse_steps",
             "config.values.parse_share",
             "config.values.parse_cores",
             "config.values.parse_end_tokens",

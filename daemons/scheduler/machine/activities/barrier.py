@@ -173,7 +173,10 @@ class Barrier(Activity):
         if is_finished(self.rules, self.mirror):
             self.finished_before = self.done = True
             step = self.mirror.saved_version
-            text = f"nothing to do: saved at step {step}, train.steps is {steps}"
+            ends = f"train.steps is {steps}"
+            if self.rules.config.train.epochs is not None:
+                ends = f"train.epochs ends at step {steps}"
+            text = f"nothing to do: saved at step {step}, {ends}"
             return [LogLine(text=text)]
         self.phase, self._reason, self._damaged = RunPhase.RESTORING, reason, {}
         self.waiting, self.deadline_s = set(self.rules.memoryds), None
