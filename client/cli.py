@@ -182,7 +182,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Train": ("init", "config", "data", "train", "doctor"),
     "Observe runs": ("list", "status", "watch", "trace", "report"),
     "Control a run": ("pause", "resume", "snapshot", "stop"),
-    "Saved steps": ("snapshots", "rollback", "export"),
+    "Saved steps": ("snapshots", "rollback", "export", "generate", "eval"),
     "Plan": ("estimate", "plan", "simulate", "tune", "profile"),
     "Several machines": ("node", "keys", "deploy"),
     "Test": ("chaos",),

@@ -45,14 +45,25 @@ def export(run_dir: Path, output: Path, step: int | None, *, whole: bool = False
             not empty.
         StateError: the saved state is damaged.
     """
+    state = verified_state(run_dir, step)
+    log = run_dir / "logs" / "export.txt"
+    arguments = [str(run_dir), str(state.path), str(output), *["--whole"] * whole]
+    run_tool("penstock.models.checkpoints.export", *arguments, log=log)
+    return state
+
+
+def verified_state(run_dir: Path, step: int | None) -> StateFolder:
+    """Returns the saved state of ``step``, or the newest, with every byte verified.
+
+    Raises:
+        ConfigError: no state is saved, or the run is emulated and has no model.
+        StateError: the saved state is damaged.
+    """
     state = choose_state(run_dir, step)
     cluster = RunDirectory(run_dir).config.cluster
     if cluster.platform.builtin_model:
         raise ConfigError(f"{run_dir}: ran on {cluster.device!r}; emulated runs save no model")
     verify(state.path)
-    log = run_dir / "logs" / "export.txt"
-    arguments = [str(run_dir), str(state.path), str(output), *["--whole"] * whole]
-    run_tool("penstock.models.checkpoints.export", *arguments, log=log)
     return state
 
 

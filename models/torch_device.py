@@ -274,6 +274,14 @@ def first_device(kind: str) -> TorchDevice | None:
     return None if device is None else torch_device(device)
 
 
+def first_with_room(num_bytes: float) -> torch.device:
+    """Returns the first GPU if so many bytes are free on it, else the CPU."""
+    gpu = _first_gpu()
+    if gpu is None or torch.cuda.mem_get_info(gpu)[0] < num_bytes:
+        return torch.device("cpu")
+    return gpu
+
+
 def repeat_bits() -> None:
     """Chooses kernels that give the same bits for the same input, for the whole process. An
     operator without such a kernel is an error. Call this before any computation.

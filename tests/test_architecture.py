@@ -68,7 +68,7 @@ FLOORS = {
         kernels
         prepare forward_storage
         runtime
-        profiling""",
+        profiling inference""",
     "daemons": """kit preload
         memory fetch monitor
         node optimizer scheduler
@@ -95,7 +95,7 @@ FLOORS = {
         views.trace views.screen
         views.report
         doctor export supervision
-        train
+        train inference
         api configuration
         commands
         main""",
@@ -118,6 +118,7 @@ LIGHT_MODULES = (
     "penstock.client.views.screen.screen",
     "penstock.client.planning.run_report",
     "penstock.client.export",
+    "penstock.client.inference.tools",
     "penstock.daemons.memory.main",
     "penstock.daemons.fetch.main",
     "penstock.daemons.monitor.metrics.main",

@@ -1,4 +1,4 @@
-"""Commands for saved states: ``snapshots``, ``rollback`` and ``export``."""
+"""Commands for saved states: ``snapshots``, ``rollback``, ``export``, ``generate``, ``eval``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from penstock.client.cli import JsonOption, errors_explained
 from penstock.host.errors import ConfigError
+from penstock.host.stopping import interrupted_by_stop_signals
 
 
 def snapshots(
@@ -108,8 +109,108 @@ def export(
         typer.echo(f"step {version} of {run} is in {output}")
 
 
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|FOLDER",
+        help="Directory of a run with a saved state, or a Hugging Face folder such as an export.",
+    ),
+]
+StepOption = Annotated[
+    int | None, typer.Option(metavar="STEP", help="Saved step of the run. Default: the newest.")
+]
+
+
+def generate(
+    model: ModelArgument,
+    max_new: Annotated[
+        int, typer.Option("--max-new", metavar="N", help="Most tokens to generate.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")
+    ] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            "--messages",
+            metavar="FILE",
+            help="JSON file with messages to answer. The run's chat template renders them.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(metavar="T", help="Temperature of the drawn tokens; 0: the likeliest ones."),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the drawn tokens.")] = 0,
+    step: StepOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Generates text with a saved state or a model folder.
+
+    transformers computes, on the first GPU if it has room for the model, else on the host.
+    """
+    with errors_explained(), interrupted_by_stop_signals():
+        from penstock.client.inference import tools
+
+        request = tools.GenerationRequest(
+            prompt=prompt, messages=messages, max_new=max_new, temperature=temperature, seed=seed
+        )
+        result = tools.generate(model, step, request, _say, _ignore if as_json else _write)
+        typer.echo(tools.to_json(result) if as_json else "")
+
+
+def evaluate(
+    model: ModelArgument,
+    data: Annotated[
+        str,
+        typer.Option("--data", metavar="FILE", help="File, folder or glob, as data.path takes it."),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Configuration that says how data are read, for a folder. Default: all defaults.",
+        ),
+    ] = None,
+    step: StepOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Computes the loss of a saved state or a model folder on data.
+
+    Makes rows of the file as the run's training does. The model computes on the first GPU if it has
+    room, else on the host, by transformers.
+    """
+    with errors_explained(), interrupted_by_stop_signals():
+        from penstock.client.inference import tools
+
+        result = tools.evaluate(model, step, data, config, _say)
+        typer.echo(tools.to_json(result) if as_json else tools.to_text(result))
+
+
+def _say(message: str) -> None:
+    typer.echo(message, err=True)
+
+
+def _write(piece: str) -> None:
+    typer.echo(piece, nl=False)
+
+
+def _ignore(piece: str) -> None:
+    """Drops a piece of text that the result holds, too."""
+
+
 def register(app: typer.Typer) -> None:
     """Adds the commands to ``penstock``."""
     app.command(epilog="Example: penstock snapshots runs/tiny verify 400 800")(snapshots)
     app.command(epilog="Example: penstock rollback runs/tiny --to 400")(rollback)
     app.command(epilog="Example: penstock export runs/tiny --format hf tiny-hf")(export)
+    app.command(
+        epilog="\b\nExamples:\n  penstock generate runs/tiny --prompt 'def ' --max-new 40\n"
+        "  penstock generate mine-hf --messages chat.json --max-new 200 --temperature 0.7"
+    )(generate)
+    app.command(
+        "eval",
+        epilog="\b\nExamples:\n  penstock eval runs/mine --data held-out.jsonl\n"
+        "  penstock eval mine-hf --data held-out.jsonl --config mine.yaml --json",
+    )(evaluate)

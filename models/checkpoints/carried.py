@@ -1,8 +1,8 @@
 """The files that an export carries in addition to weights and configuration. No torch.
 
-These are the whole tokenizer and the model's settings for generation. They are copied into the run
-directory when the data are made. So they match the run's tokens, even if the source folder changes
-later.
+These are the whole tokenizer, the chat template that ``data.chat_template`` names, and the model's
+settings for generation. They are copied into the run directory when the data are made. So they
+match the run's tokens, even if the source folder changes later.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.host.errors import StateError
+from penstock.models.data.chat.templates import named_template
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.models.data.tokenizer_folder import tokenizer_files
 
 _FOLDER = "tokenizer"
-_GENERATION = "generation_config.json"
+GENERATION = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+
+
+def carried_folder(run_dir: Path) -> Path:
+    """Returns the folder of a run's copies, which older runs lack."""
+    return run_dir / _FOLDER
 
 
 def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:
@@ -27,7 +34,7 @@ def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> 
     ``tokenizer`` is that of the run's text; a token file is assumed to use the model's tokenizer.
 
     Raises:
-        ConfigError: a file of the tokenizer cannot be read.
+        ConfigError: a file of the tokenizer or the chat template cannot be read.
     """
     model_folder = config.model.path
     files: dict[str, bytes] = {}
@@ -37,10 +44,13 @@ def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> 
         files = tokenizer_files(model_folder)
     # The settings name tokens by their ids, which mean other tokens in another tokenizer.
     if model_folder is not None and config.tokenizer in (None, str(model_folder)):
-        generation = model_folder / _GENERATION
+        generation = model_folder / GENERATION
         if generation.is_file():
-            files[_GENERATION] = generation.read_bytes()
-    temporary, folder = run_dir / f".{_FOLDER}.tmp", run_dir / _FOLDER
+            files[GENERATION] = generation.read_bytes()
+    template = named_template(config.data.chat_template)
+    if template is not None:
+        files[TEMPLATE] = template.encode()
+    temporary, folder = run_dir / f".{_FOLDER}.tmp", carried_folder(run_dir)
     for old in (temporary, folder):
         if old.exists():
             shutil.rmtree(old)
@@ -56,7 +66,7 @@ def read_carried(config: Config, run_dir: Path) -> dict[str, bytes]:
         StateError: a file cannot be read.
         ConfigError: the run has no copy, and its tokenizer has moved.
     """
-    folder = run_dir / _FOLDER
+    folder = carried_folder(run_dir)
     if not folder.is_dir():
         # Runs that were prepared before there were copies.
         tokenizer = open_tokenizer(config)

@@ -94,6 +94,43 @@ def export_whole(
         write_whole(run_dir, source.named, temporary)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportInMemory:
+    """An export with its tensors in memory. ``model_class`` is transformers' class of the model,
+    and ``dtype`` the type of its tensors.
+    """
+
+    model_class: type
+    tensors: Mapping[str, torch.Tensor]
+    dtype: DType
+
+
+def export_in_memory(run_dir: Path, state_dir: Path, out: Path) -> ExportInMemory:
+    """Returns the tensors of a saved state as the export's files would have them, and writes the
+    export's other files to the folder ``out``.
+
+    Raises:
+        StateError: a block lacks a tensor, or the tensor's shape differs from the table's.
+    """
+    files, hf_config = RunDirectory(run_dir), load_run_config(run_dir)
+    dtype = files.config.model.dtype
+    skeleton = build_skeleton(hf_config)
+    source = _ExportedTensors(
+        skeleton,
+        files.table,
+        saved_blocks(state_dir, files.table),
+        loaded_dtypes(hf_config, TORCH_DTYPES[dtype]),
+        read_constants(run_dir),
+    )
+    _write_config(hf_config, skeleton.model, dtype, out)
+    write_files(out, read_carried(files.config, run_dir))
+    tensors: dict[str, torch.Tensor] = {}
+    for block in files.table.blocks:
+        if block.tensors:
+            tensors |= source.tensors(block.index)
+    return ExportInMemory(model_class=type(skeleton.model), tensors=tensors, dtype=dtype)
+
+
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
     """Yields a temporary directory, which becomes ``out`` when the block ends without an error."""

@@ -9,6 +9,7 @@ Tokens count behind the common prefix of both encodings, as in TRL with ``comple
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,21 @@ def drafts_of(
             return [_completion(request, choices)]
         case ChatRequest():
             return list(_Chat.of(request, encoder, template, choices).drafts())
+
+
+def prompt_of(
+    request: ChatRequest, encoder: Encoder, template: Template | None, choices: Choices
+) -> Passage:
+    """Returns the rendering of a conversation with the header of the assistant's next turn.
+
+    A training sample of that turn begins with the same text.
+
+    Raises:
+        ConfigError: the template refuses the conversation, or the last turn is the assistant's.
+    """
+    if choices.train_on is TrainOn.COMPLETION:
+        request = dataclasses.replace(request, prompt_turns=len(request.turns))
+    return _Chat.of(request, encoder, template, choices).prompt()
 
 
 def encoded(prepared: Sequence[Prepared], encoder: Encoder) -> list[Sample]:
@@ -290,6 +306,19 @@ class _Chat:
             yield self._marked(counted)
         else:
             yield from (self._turn(number) for number in counted)
+
+    def prompt(self) -> Passage:
+        """Returns the passage of all turns with the header of the assistant's next turn.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or the last turn is the assistant's.
+        """
+        number = len(self.request.turns)
+        if self.request.turns[-1].role == ASSISTANT:
+            raise self._refusal(number - 1, "is the last, so nothing is to be answered; remove it")
+        whole = self.train_on in (TrainOn.ALL, TrainOn.COMPLETION)
+        training = not whole and self._takes_marks()
+        return self._passage(self._prompt(number, training=training))
 
     def _assistants(self) -> list[int]:
         """Returns the numbers of the assistant's turns."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from penstock.host.errors import ConfigError, reason
@@ -182,6 +183,26 @@ class _Marks:
             for first, last in generated
         )
         return Rendering(text="".join(parts), generated=moved, literal=tuple(literal))
+
+
+def named_template(name: str) -> str | None:
+    """Returns the text of the template that ``data.chat_template`` names; None for the template of
+    the model's tokenizer.
+
+    Raises:
+        ConfigError: the file of the template cannot be read.
+    """
+    if name == MODEL:
+        return None
+    if name == CHATML:
+        return _CHATML
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template = {name!r}: cannot read the file: {reason(error)}; give"
+            f" {MODEL}, {CHATML} or the path of a Jinja template"
+        ) from error
 
 
 def chosen_template(

@@ -8,13 +8,12 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.config.data import DataConfig, SourceConfig
-from penstock.host.errors import ConfigError, reason
+from penstock.host.errors import ConfigError
 from penstock.models.data.chat.conversation import checked_variables, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
 from penstock.models.data.chat.masks import (
@@ -27,7 +26,7 @@ from penstock.models.data.chat.masks import (
     encoded,
 )
 from penstock.models.data.chat.requests import Format, RecordForm
-from penstock.models.data.chat.templates import CHATML, MODEL, Template, chosen_template
+from penstock.models.data.chat.templates import MODEL, Template, chosen_template, named_template
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
 from penstock.models.data.reading.record import Record
 from penstock.models.data.reading.records import records
@@ -288,15 +287,7 @@ def _template(data: DataConfig, parts: ChatParts) -> Template | None:
     """Returns the chat template; None if the tokenizer has none and no key names one."""
     name = data.chat_template
     variables = checked_variables("data", "chat_template_kwargs", dict(data.chat_template_kwargs))
-    published = parts.template
-    if name not in (MODEL, CHATML):
-        try:
-            published = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"data.chat_template = {name!r}: cannot read the file: {reason(error)}; give"
-                f" {MODEL}, {CHATML} or the path of a Jinja template"
-            ) from error
-    elif name == MODEL and not published:
+    published = parts.template if name == MODEL else named_template(name)
+    if name == MODEL and not published:
         return None
     return chosen_template(name, published, {**parts.special, **variables})
