@@ -89,7 +89,7 @@ FLOORS = {
         dashboards.panels
         dashboards.frame
         dashboards.tables""",
-    "client": """cli launch importing views.run_view
+    "client": """cli launch importing convert views.run_view
         planning views.display placement capacity states
         views
         views.trace views.screen

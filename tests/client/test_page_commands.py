@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from bench.site.commands import markdown
+from tests.client.test_convert import FILES
 from tests.client.test_options import PAGES
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ LANGUAGES = {"", "sh", "bash"}
 
 QUICK = (
     "penstock init",
+    "penstock convert",
     "penstock estimate models/",
     "penstock plan --scheme",
     "penstock simulate plan.json",
@@ -128,6 +130,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.yaml").write_text(machines)
     (folder / "pods.yaml").write_text(re.sub(r", host: \w+", "", machines))
     (folder / "tiny.yaml").write_text((ROOT / "examples" / "tiny.yaml").read_text())
+    for tool, name in (("trl", "sft"), ("llamafactory", "train"), ("axolotl", "config")):
+        (folder / f"{name}.yaml").write_text(FILES[tool])
     model = folder / "models" / "Qwen3-0.6B-Base"
     model.mkdir(parents=True)
     shape = {

@@ -13,6 +13,8 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from penstock.client.convert.llamafactory import drawn_samples
+from penstock.client.convert.trl import first_columns
 from penstock.config.data import SourceConfig
 from penstock.models.data.chat.conversation import request_of
 from penstock.models.data.reading.records import documents
@@ -142,6 +144,20 @@ DATA_FILES = (
             ).encode(),
         ],
         form=Form.JSON,
+    ),
+    Target(
+        name="drawn-samples",
+        open=from_file("dataset_info.json", lambda path: drawn_samples(path, ["it"])),
+        covers=("client.convert.llamafactory.drawn_samples",),
+        seeds=lambda: [json.dumps({"it": {"file_name": "a.json", "num_samples": 2}}).encode()],
+        form=Form.JSON,
+    ),
+    Target(
+        name="first-columns",
+        open=from_file("a.jsonl", first_columns),
+        covers=("client.convert.trl.first_columns",),
+        seeds=lambda: [b"\n".join(LINES), b"[" + b",\n".join(LINES) + b"]"],
+        form=Form.TEXT,
     ),
     _target("text-encoded", "a.txt", "decoding.decoded", ["水 lifts".encode()], Form.TEXT),
 )

@@ -1,0 +1,78 @@
+"""The command ``convert``: configurations of other trainers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.client.cli import JsonOption, errors_explained
+
+
+def convert(
+    tool: Annotated[str, typer.Argument(help="Trainer: trl, llamafactory or axolotl.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The trainer's YAML, such as sft.yaml.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="OUT", help="File to write. Default: the terminal (standard output)."
+        ),
+    ] = None,
+    devices: Annotated[
+        int,
+        typer.Option(
+            "--devices",
+            metavar="N",
+            min=1,
+            help="Devices of the trainer's run: the batch of a step counts sequences of all.",
+        ),
+    ] = 1,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Writes even if a dropped key changes the trained model."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Converts a configuration of TRL, LLaMA-Factory or Axolotl.
+
+    Reports each key that has no counterpart, and whether the key changes the result or the speed.
+    """
+    refused = False
+    with errors_explained():
+        from penstock.client.convert.conversion import convert as converted
+        from penstock.client.convert.conversion import write
+
+        conversion = converted(tool, file, devices)
+        refused = conversion.changes_result and not force
+        if output is not None and not refused:
+            write(conversion, output)
+        if as_json:
+            typer.echo(json.dumps(conversion.to_dict(), indent=1))
+        else:
+            if output is None and not refused:
+                typer.echo(conversion.to_yaml(), nl=False)
+            for line in conversion.remarks():
+                typer.echo(line, err=True)
+            if refused:
+                typer.echo(
+                    f"penstock: {file}: keys that change the result were dropped; remove the keys,"
+                    " or write the configuration with --force",
+                    err=True,
+                )
+            elif output is not None:
+                typer.echo(f"{output} is written; start with: penstock train {output}")
+    raise typer.Exit(2 if refused else 0)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to ``penstock``."""
+    app.command(
+        epilog="Exit code 2: a dropped key changes the result, and --force is not given."
+        " docs/COMING_FROM.md has the keys.\n\n\b\nExamples:\n"
+        "  penstock convert trl sft.yaml --out mine.yaml\n"
+        "  penstock convert llamafactory train.yaml --devices 8 --json"
+    )(convert)

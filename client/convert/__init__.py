@@ -1,0 +1,1 @@
+"""Configurations of other trainers as configurations of Penstock: ``penstock convert``."""

@@ -1,0 +1,110 @@
+"""Conversion of a trainer's file, and its forms: YAML, text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.client.convert import axolotl, llamafactory, trl
+from penstock.client.convert.keys import Effect, Table
+from penstock.client.convert.reading import KeyReading, shown
+from penstock.config.schema import parse_config
+from penstock.host.errors import ConfigError, reason
+
+_SECTIONS = ("run", "model", "data", "train", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A trainer: the table of its keys, earlier names of keys, and the conversion."""
+
+    table: Table
+    old: Mapping[str, str]
+    convert: Callable[[KeyReading], None]
+
+
+TOOLS: Mapping[str, Tool] = {
+    "trl": Tool(table=trl.TABLE, old=trl.OLD_NAMES, convert=trl.convert),
+    "llamafactory": Tool(
+        table=llamafactory.TABLE, old=llamafactory.OLD_NAMES, convert=llamafactory.convert
+    ),
+    "axolotl": Tool(table=axolotl.TABLE, old=axolotl.OLD_NAMES, convert=axolotl.convert),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A configuration made of another trainer's file, and the fate of each key of the file."""
+
+    tool: str
+    path: Path
+    config: Mapping[str, Any]
+    mapped: Sequence[Mapping[str, Any]]
+    dropped: Sequence[Mapping[str, Any]]
+
+    @property
+    def changes_result(self) -> bool:
+        """True if a dropped key changes the result of the training."""
+        return any(entry["effect"] == Effect.RESULT.value for entry in self.dropped)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the value of ``--json``."""
+        return {"config": self.config, "mapped": self.mapped, "dropped": self.dropped}
+
+    def to_yaml(self) -> str:
+        """Returns the configuration with a comment for each note and each dropped key."""
+        lines = [f"# Made of {self.path} by penstock convert {self.tool}"]
+        lines += [f"#   {line}" for line in self.remarks()]
+        return "\n".join(lines) + "\n" + yaml.safe_dump(dict(self.config), sort_keys=False)
+
+    def remarks(self) -> list[str]:
+        """Returns a line for each note, and one for each dropped key."""
+        notes = {entry["note"]: entry["key"] for entry in reversed(self.mapped) if "note" in entry}
+        lines = [f"{key}: {note}" for note, key in reversed(notes.items())]
+        for effect in reversed(Effect):
+            lines += [
+                f"dropped ({entry['effect']}): {entry['key']} = {shown(entry['value'])}:"
+                f" {entry['why']}"
+                for entry in self.dropped
+                if entry["effect"] == effect.value
+            ]
+        return lines
+
+
+def convert(tool: str, path: Path, devices: int) -> Conversion:
+    """Converts a trainer's file. ``devices`` of the trainer's run multiply the batch of a step.
+
+    Raises:
+        ConfigError: the trainer is unknown, the file cannot be read, or the values make no
+            configuration.
+    """
+    if tool not in TOOLS:
+        raise ConfigError(f"{tool!r}: expected {', '.join(TOOLS)}")
+    entry = TOOLS[tool]
+    reading = KeyReading.of(path, entry.table, devices, entry.old)
+    entry.convert(reading)
+    reading.drop_rest()
+    config = {name: reading.config[name] for name in _SECTIONS if name in reading.config}
+    parse_config(config, source=f"{path}: the configuration made of it")
+    return Conversion(
+        tool=tool, path=path, config=config, mapped=reading.mapped, dropped=reading.dropped
+    )
+
+
+def write(conversion: Conversion, output: Path) -> None:
+    """Writes the configuration to a new file.
+
+    Raises:
+        ConfigError: the file exists, or cannot be written.
+    """
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(conversion.to_yaml())
+    except FileExistsError as error:
+        raise ConfigError(f"{output}: exists; name another file with --out") from error
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot write it: {reason(error)}") from error

@@ -1,0 +1,274 @@
+"""LLaMA-Factory's ``llamafactory-cli train FILE`` with ``stage: sft`` (LLaMA-Factory 0.9)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.client.convert.hugging_face import (
+    NO_ADAPTERS,
+    NO_QUANTIZATION,
+    OLD,
+    REMOTE_CODE,
+    TRACKERS,
+    TRAINING,
+    Names,
+    put_model,
+    put_precision,
+    put_training,
+    warmup_of,
+)
+from penstock.client.convert.keys import Effect, Table, ValueKind, dropped, mapped, without
+from penstock.client.convert.reading import KeyReading
+from penstock.host.inputs import read_text
+
+REGISTRY = "dataset_info.json"
+OLD_NAMES: Mapping[str, str] = {**OLD}
+_REGISTRY_BYTES = 16 << 20
+
+_ADAPTERS = (
+    "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio"
+    " loraplus_lr_embedding use_rslora use_dora pissa_init pissa_iter pissa_convert"
+    " create_new_adapter oft_rank oft_block_size oft_target module_dropout"
+    " freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"
+)
+_MEDIA = (
+    "media_dir image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps"
+    " video_maxlen audio_sampling_rate"
+)
+_QUANTIZATION = "quantization_method quantization_type double_quantization quantization_device_map"
+_NO_TEMPLATE = "the model's own template renders conversations; compare by penstock data"
+_OTHER_LOSS = "Penstock has no such training"
+
+TABLE: Table = {
+    **TRAINING,
+    **mapped(ValueKind.TEXT, model_name_or_path=None, stage="sft", finetuning_type="lora"),
+    **mapped(ValueKind.ANY, dataset=None),
+    **mapped(ValueKind.TEXT, dataset_dir="data", template=None, mix_strategy="concat"),
+    **mapped(ValueKind.WHOLE, cutoff_len=2048, max_samples=None),
+    **mapped(ValueKind.FLAG, packing=None, neat_packing=False, pure_bf16=False),
+    **mapped(ValueKind.FLAG, train_on_prompt=False, mask_history=False, disable_shuffling=False),
+    **mapped(ValueKind.NUMBER, val_size=0.0),
+    # Data
+    **without(Effect.NONE, "name the file in data.eval_path", "eval_dataset"),
+    **without(Effect.RESULT, "set data.sources.weight instead", "interleave_probs"),
+    **without(Effect.RESULT, "ready tokens are read by format tokens", "tokenized_path"),
+    **without(Effect.RESULT, _NO_TEMPLATE, "tool_format default_system"),
+    **dropped(Effect.RESULT, "set data.chat_template_kwargs", enable_thinking=True),
+    **dropped(Effect.RESULT, "padding never counts", ignore_pad_token_for_loss=True),
+    **dropped(Effect.NONE, "Penstock streams all files", streaming=False, buffer_size=16384),
+    **dropped(
+        Effect.SPEED,
+        "all cores prepare the data, and cache it",
+        overwrite_cache=False,
+        preprocessing_batch_size=1000,
+    ),
+    **without(Effect.SPEED, "all cores prepare the data", "preprocessing_num_workers"),
+    **without(Effect.NONE, "only texts are read", _MEDIA),
+    **dropped(Effect.NONE, "evaluations", eval_on_each_dataset=False, compute_accuracy=False),
+    **without(Effect.NONE, "evaluations generate no text", "eval_num_beams"),
+    **dropped(Effect.NONE, "evaluations generate no text", predict_with_generate=False),
+    # Model
+    **without(Effect.RESULT, NO_ADAPTERS, "adapter_name_or_path adapter_folder"),
+    **without(Effect.RESULT, NO_QUANTIZATION, "quantization_bit"),
+    **without(Effect.NONE, "the model is not quantized", _QUANTIZATION),
+    **dropped(Effect.RESULT, "the vocabulary is that of the model", resize_vocab=False),
+    **without(Effect.RESULT, "the vocabulary is that of the model", "add_tokens"),
+    **without(Effect.RESULT, "the vocabulary is that of the model", "add_special_tokens"),
+    **without(Effect.RESULT, "the model's config.json decides", "rope_scaling mixture_of_depths"),
+    **without(Effect.RESULT, "the model's config.json decides", "moe_aux_loss_coef"),
+    **dropped(Effect.RESULT, "the model's layers are kept", shift_attn=False),
+    **dropped(
+        Effect.RESULT,
+        "model.dtype decides for all layers",
+        upcast_layernorm=False,
+        upcast_lmhead_output=False,
+    ),
+    **dropped(Effect.RESULT, "give model.hf for a new model", train_from_scratch=False),
+    **dropped(Effect.NONE, REMOTE_CODE, trust_remote_code=False),
+    **dropped(
+        Effect.RESULT, "fetch the revision: hf download MODEL --revision", model_revision="main"
+    ),
+    **dropped(Effect.SPEED, "model.attention chooses kernels", flash_attn="auto"),
+    **dropped(
+        Effect.SPEED,
+        "other kernels are used",
+        enable_liger_kernel=False,
+        use_unsloth=False,
+        use_unsloth_gc=False,
+    ),
+    **dropped(
+        Effect.SPEED,
+        "schedule.recompute chooses recomputation",
+        disable_gradient_checkpointing=False,
+        use_reentrant_gc=True,
+    ),
+    **dropped(
+        Effect.NONE,
+        "not used in training",
+        use_fast_tokenizer=True,
+        low_cpu_mem_usage=True,
+        use_kv_cache=True,
+        infer_backend="huggingface",
+        infer_dtype="auto",
+        print_param_status=False,
+        offload_folder="offload",
+        split_special_tokens=False,
+    ),
+    **without(Effect.NONE, "fetch folders by hf download", "cache_dir hf_hub_token ms_hub_token"),
+    # Methods
+    **without(Effect.NONE, "finetuning_type is full", _ADAPTERS),
+    **dropped(
+        Effect.RESULT,
+        _OTHER_LOSS,
+        use_galore=False,
+        use_badam=False,
+        use_apollo=False,
+        use_adam_mini=False,
+        use_muon=False,
+        use_llama_pro=False,
+        use_dft_loss=False,
+        fp8=False,
+    ),
+    **without(Effect.RESULT, "the run does not end early", "early_stopping_steps"),
+    **dropped(Effect.NONE, "penstock report shows the losses", plot_loss=False),
+    **dropped(Effect.NONE, TRACKERS, use_swanlab=False),
+    **dropped(Effect.NONE, "speed is always shown", include_effective_tokens_per_second=False),
+    **without(
+        Effect.NONE,
+        "Penstock starts its own processes",
+        "ray_run_name ray_storage_path ray_num_workers resources_per_worker placement_strategy",
+    ),
+}
+
+
+def convert(reading: KeyReading) -> None:
+    """Fills in the configuration of a file of LLaMA-Factory.
+
+    Raises:
+        ConfigError: the stage is another one, or the file has no model or data.
+    """
+    stage = reading.get("stage")
+    if stage != "sft":
+        raise reading.refused("stage", stage, "only sft is converted")
+    reading.map("stage", {})
+    put_model(reading, "model_name_or_path")
+    _put_method(reading)
+    _put_precision(reading)
+    _put_sources(reading)
+    _put_rows(reading)
+    _put_counted(reading)
+    shuffle = not reading.get("disable_shuffling")
+    reading.put("data.shuffle", shuffle, "disable_shuffling")
+    if reading.get("train_sampling_strategy") != "random":
+        reading.drop("train_sampling_strategy", "disable_shuffling decides")
+    put_training(reading, Names(), warmup_of(reading))
+
+
+def _put_method(reading: KeyReading) -> None:
+    method = reading.get("finetuning_type")
+    if method == "full":
+        reading.map("finetuning_type", {})
+        return
+    why = NO_ADAPTERS if method != "freeze" else "train.freeze names the frozen parameters"
+    reading.drop("finetuning_type", why)
+    for name in _ADAPTERS.split():
+        if name in reading.values:
+            reading.drop(name, why)
+
+
+def _put_precision(reading: KeyReading) -> None:
+    for key, dtype in (("pure_bf16", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")):
+        if reading.get(key):
+            put_precision(reading, dtype, key)
+            return
+    put_precision(reading, "fp32", "bf16", "fp16")
+
+
+def _put_sources(reading: KeyReading) -> None:
+    """Sets the sources: entries of the registry.
+
+    Raises:
+        ConfigError: the file names no data set.
+    """
+    given = reading.get("dataset")
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise reading.refused("dataset", given, f"needs names of data sets in {REGISTRY}")
+    folder, limit = reading.get("dataset_dir"), reading.get("max_samples")
+    if folder == "ONLINE" or folder.startswith("REMOTE:"):
+        raise reading.refused("dataset_dir", folder, f"needs a local folder with {REGISTRY}")
+    registry = Path(folder) / REGISTRY
+    bounds = {} if limit is None else {"limit": limit}
+    names = [name.strip() for name in names]
+    sources = [{"registry": str(registry), "name": name, **bounds} for name in names]
+    reading.put("data.sources", sources, "dataset", "dataset_dir")
+    if limit is not None:
+        reading.map("max_samples", {"data.sources[*].limit": limit})
+    for name, count in drawn_samples(registry, names).items():
+        reading.drop(
+            f"{REGISTRY}: {name}.num_samples",
+            "LLaMA-Factory draws the records, and Penstock takes the first",
+            value=count,
+        )
+    if reading.get("mix_strategy") != "concat":
+        reading.drop("mix_strategy", "data.sources.weight mixes sources")
+
+
+def drawn_samples(registry: Path, names: list[str]) -> Mapping[str, Any]:
+    """Returns the number of samples by data set, where a readable registry has one."""
+    try:
+        entries = json.loads(read_text(registry, _REGISTRY_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(entries, dict):
+        return {}
+    fields = {name: entries[name] for name in names if isinstance(entries.get(name), dict)}
+    return {n: f["num_samples"] for n, f in fields.items() if f.get("num_samples") is not None}
+
+
+def _put_rows(reading: KeyReading) -> None:
+    note = "longer samples lose the end; LLaMA-Factory shortens prompts and answers in proportion"
+    reading.put("data.sequence_length", reading.get("cutoff_len"), "cutoff_len", note=note)
+    reading.put("data.too_long", "truncate", "cutoff_len")
+    neat, packs = reading.get("neat_packing"), reading.get("packing")
+    if not (neat or packs):
+        reading.put("data.packing", "none", "packing")
+    else:
+        key = "neat_packing" if neat else "packing"
+        reading.put("data.packing", "best-fit", key)
+        if not neat:
+            reading.drop(
+                "packing", "samples in a row see each other without neat_packing; here they do not"
+            )
+    template = reading.get("template")
+    if template == "chatml":
+        reading.put("data.chat_template", "chatml", "template")
+    elif template is not None:
+        reading.put("data.chat_template", "model")
+        reading.drop("template", _NO_TEMPLATE)
+    share = reading.get("val_size")
+    if not share:
+        return
+    steps = reading.values.get("eval_steps", reading.get("logging_steps"))
+    every = reading.values.get("eval_strategy") == "steps" and isinstance(steps, int)
+    if share < 1 and every and steps >= 1:
+        reading.put("data.eval_fraction", share, "val_size", note="takes the last samples")
+        reading.put("train.eval_every", steps, "eval_steps", "eval_strategy")
+    else:
+        reading.drop("val_size", "set data.eval_fraction and train.eval_every")
+
+
+def _put_counted(reading: KeyReading) -> None:
+    """Sets the tokens that count.
+
+    Raises:
+        ConfigError: two keys exclude each other.
+    """
+    prompt, last = reading.get("train_on_prompt"), reading.get("mask_history")
+    if prompt and last:
+        raise reading.refused("mask_history", last, "excludes train_on_prompt; keep one")
+    value = "all" if prompt else "last" if last else "assistant"
+    reading.put("data.train_on", value, "train_on_prompt", "mask_history")

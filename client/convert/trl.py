@@ -1,0 +1,264 @@
+"""TRL's ``trl sft --config``: the keys of SFTConfig, ScriptArguments and ModelConfig (TRL 1.16)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.client.convert.hugging_face import (
+    NO_ADAPTERS,
+    NO_QUANTIZATION,
+    OLD,
+    REMOTE_CODE,
+    TRAINING,
+    Names,
+    hub_data,
+    put_model,
+    put_precision,
+    put_training,
+    shuffles,
+    warmup_of,
+)
+from penstock.client.convert.keys import Effect, Key, Table, ValueKind, dropped, mapped, without
+from penstock.client.convert.reading import KeyReading, is_hub_name
+from penstock.host.inputs import read_text
+
+OLD_NAMES: Mapping[str, str] = {**OLD, "max_seq_length": "max_length"}
+_LORA = (
+    "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters"
+    " lora_modules_to_save lora_task_type use_rslora use_dora"
+)
+_QUANTIZATION = "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
+_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+_COLUMNS = (
+    *("text", "messages", "conversations", "prompt", "completion", "input_ids", "labels"),
+    *("tools", "chat_template_kwargs"),
+)
+_FIRST_BYTES = 8 << 20
+_LENGTH = 1024
+"""Tokens of a row without ``max_length``."""
+
+TABLE: Table = {
+    **TRAINING,
+    **mapped(ValueKind.NUMBER, learning_rate=2e-5),
+    **mapped(ValueKind.FLAG, bf16=None),
+    **dropped(Effect.NONE, "Penstock logs every step", logging_steps=10, logging_strategy="steps"),
+    **dropped(
+        Effect.SPEED, "schedule.recompute chooses recomputation", gradient_checkpointing=True
+    ),
+    # ModelConfig
+    **mapped(ValueKind.TEXT, model_name_or_path=None, dtype="float32"),
+    **dropped(
+        Effect.RESULT, "fetch the revision: hf download MODEL --revision", model_revision="main"
+    ),
+    **dropped(Effect.NONE, REMOTE_CODE, trust_remote_code=False),
+    **without(Effect.SPEED, "model.attention chooses kernels", "attn_implementation"),
+    **dropped(Effect.RESULT, NO_ADAPTERS, use_peft=False),
+    **without(Effect.NONE, "use_peft is false", _LORA),
+    **dropped(Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False),
+    **without(Effect.NONE, "the model is not quantized", _QUANTIZATION),
+    # ScriptArguments and the mixture of datasets
+    **mapped(ValueKind.TEXT, dataset_name=None),
+    **mapped(ValueKind.LIST, datasets=None),
+    **without(Effect.RESULT, "name the files in data.sources", "dataset_config"),
+    **dropped(
+        Effect.RESULT, "name the files of the split in data.sources", dataset_train_split="train"
+    ),
+    **dropped(Effect.NONE, "data.eval_path names the file", dataset_test_split="test"),
+    **without(Effect.RESULT, "the same records are not held out", "test_split_size"),
+    **dropped(Effect.NONE, "Penstock streams all files", dataset_streaming=False, streaming=False),
+    **dropped(Effect.SPEED, "unused", gradient_checkpointing_use_reentrant=False),
+    **dropped(Effect.NONE, "unused", ignore_bias_buffers=False),
+    **without(Effect.NONE, "set variables of the environment in the shell", "env"),
+    # SFTConfig
+    "max_length": Key(default=_LENGTH, kind=ValueKind.WHOLE, empty=True),
+    **mapped(ValueKind.FLAG, packing=False, assistant_only_loss=False, completion_only_loss=None),
+    **mapped(ValueKind.TEXT, packing_strategy="bfd", truncation_mode="keep_start"),
+    **mapped(ValueKind.TEXT, dataset_text_field="text", chat_template_path=None),
+    **without(Effect.RESULT, "arguments of from_pretrained have no place", "model_init_kwargs"),
+    **without(Effect.RESULT, "prepared data are read by format tokens", "dataset_kwargs"),
+    **without(Effect.RESULT, "data.eos ends a document; set it by hand", "eos_token"),
+    **without(Effect.NONE, "padding does not count", "pad_token pad_to_multiple_of"),
+    **without(Effect.NONE, "evaluations have data.packing", "eval_packing"),
+    **without(Effect.SPEED, "all cores prepare the data", "dataset_num_proc"),
+    **dropped(Effect.NONE, "data.shuffle draws an order for each pass", shuffle_dataset=False),
+    **dropped(Effect.SPEED, "data.packing decides", padding_free=False),
+    **dropped(Effect.SPEED, "schedule.recompute decides", activation_offloading=False),
+    **mapped(ValueKind.TEXT, loss_type=None),
+}
+
+
+def convert(reading: KeyReading) -> None:
+    """Fills in the configuration of a file of TRL.
+
+    Raises:
+        ConfigError: the file has no model or data, or a value is of no known form.
+    """
+    put_model(reading, "model_name_or_path")
+    _put_precision(reading)
+    _put_sources(reading)
+    _put_rows(reading)
+    _put_counted(reading)
+    shuffles(reading)
+    put_training(reading, Names(), warmup_of(reading))
+    _refuse_adapters(reading)
+    if reading.get("loss_type") not in (None, "nll", "chunked_nll"):
+        reading.drop("loss_type", "the loss is the mean negative log-likelihood")
+
+
+def _put_precision(reading: KeyReading) -> None:
+    """Sets the type of the weights: TRL computes in bf16 unless told otherwise."""
+    bf16, fp16, dtype = (reading.get(key) for key in ("bf16", "fp16", "dtype"))
+    types = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    if fp16:
+        put_precision(reading, "fp16", "fp16", "dtype")
+    elif bf16 or bf16 is None:
+        put_precision(reading, "bf16", "bf16", "dtype")
+    elif dtype in types:
+        put_precision(reading, types[dtype], "dtype", "bf16")
+    else:
+        reading.drop("dtype", "set model.dtype to fp32 or bf16: the model's files decide in TRL")
+
+
+def _put_rows(reading: KeyReading) -> None:
+    length = reading.get("max_length")
+    if length is None:
+        reading.put("data.sequence_length", _LENGTH)
+        reading.drop("max_length", "set data.sequence_length to the tokens of the longest sample")
+    else:
+        reading.put("data.sequence_length", length, "max_length")
+    strategy = reading.get("packing_strategy")
+    if not reading.get("packing"):
+        reading.put("data.packing", "none", "packing")
+        reading.put("data.too_long", "truncate", "truncation_mode")
+    else:
+        reading.put("data.packing", "best-fit", "packing", "packing_strategy")
+        reading.put("data.packing_window", 1000, "packing")
+        cut = "split" if strategy == "bfd_split" else "truncate"
+        reading.put("data.too_long", cut, "packing_strategy")
+        if strategy not in ("bfd", "bfd_split"):
+            reading.drop("packing_strategy", "samples that share a row are kept apart and whole")
+    if reading.get("truncation_mode") != "keep_start":
+        reading.drop("truncation_mode", "a sample that is too long loses its end")
+    template = reading.get("chat_template_path")
+    if template is None:
+        return
+    if template.endswith((".jinja", ".jinja2", ".j2")):
+        reading.put("data.chat_template", template, "chat_template_path")
+    else:
+        reading.drop("chat_template_path", "give the file of the template in data.chat_template")
+
+
+def _put_counted(reading: KeyReading) -> None:
+    """Sets the tokens that count.
+
+    TRL counts the completion of a prompt, and all tokens of a conversation, which one value of
+    ``data.train_on`` cannot express: the first record decides.
+    """
+    assistant, completion = reading.get("assistant_only_loss"), reading.get("completion_only_loss")
+    keys = ("assistant_only_loss", "completion_only_loss")
+    if assistant and completion:
+        reading.drop(keys[1], "data.train_on counts the assistant's turns alone", value=True)
+    if assistant:
+        reading.put("data.train_on", "assistant", keys[0])
+    elif completion:
+        reading.put("data.train_on", "completion", keys[1])
+    elif completion is False:
+        reading.put("data.train_on", "all", *keys)
+    else:
+        paths = [Path(source["path"]) for source in reading.config["data"]["sources"]]
+        columns = [first_columns(path) for path in paths]
+        prompts = {names >= {"prompt", "completion"} for names in columns}
+        known = all(columns) and len(prompts) == 1
+        value = "completion" if known and prompts == {True} else "all"
+        note = "by the columns of the first record" if known else ""
+        reading.put("data.train_on", value, *(keys if known else keys[:1]), note=note)
+        if not known:
+            reading.drop(
+                keys[1],
+                "TRL counts the completion of a prompt, and all tokens of other records, and the"
+                " first records do not show one kind; set data.train_on",
+            )
+
+
+def _put_sources(reading: KeyReading) -> None:
+    """Sets the sources.
+
+    Raises:
+        ConfigError: the file names no data, or a source has an unknown form.
+    """
+    mixture, name = reading.get("datasets"), reading.get("dataset_name")
+    if mixture:
+        sources = [_source(reading, number, item) for number, item in enumerate(mixture)]
+        reading.put("data.sources", sources, "datasets")
+        if name:
+            reading.drop("dataset_name", "datasets replaces it", Effect.NONE)
+    elif name:
+        reading.put("data.sources", [{"path": name}], "dataset_name")
+        if is_hub_name(name):
+            hub_data(reading, "dataset_name", name)
+    else:
+        raise reading.refused("dataset_name", name, "needs the data; name a file or folder")
+    field = reading.get("dataset_text_field")
+    if field != "text":
+        for source in reading.config["data"]["sources"]:
+            source.setdefault("columns", {}).setdefault("text", field)
+        reading.map("dataset_text_field", {"data.sources[*].columns.text": field})
+
+
+def _source(reading: KeyReading, number: int, item: Any) -> dict[str, Any]:
+    """Returns the source of an entry of ``datasets``.
+
+    Raises:
+        ConfigError: the entry has no path, or a value has another type.
+    """
+    place = f"datasets[{number}]"
+    fields = {
+        k: v for k, v in reading.typed(place, ValueKind.MAPPING, item).items() if v is not None
+    }
+    path = reading.typed(f"{place}.path", ValueKind.TEXT, fields.pop("path", ""))
+    files = fields.pop("data_files", None)
+    if not path:
+        raise reading.refused(place, item, "needs a path")
+    if path in _BUILDERS and isinstance(files, str):
+        path = files
+    elif files is not None:
+        reading.drop(f"{place}.data_files", "list each file as a source", value=files)
+    elif is_hub_name(path):
+        hub_data(reading, f"{place}.path", path)
+    source: dict[str, Any] = {"path": path}
+    if (columns := fields.pop("columns", None)) is not None:
+        kept = reading.typed(f"{place}.columns", ValueKind.LIST, columns)
+        source["columns"] = {name: None for name in _COLUMNS if name not in kept}
+    if fields.get("split") == "train":
+        fields.pop("split")
+    for key, value in fields.items():
+        reading.drop(f"{place}.{key}", "name the files in data.sources", value=value)
+    return source
+
+
+def _refuse_adapters(reading: KeyReading) -> None:
+    """Drops the keys of adapters and quantization with their effect, if either is used."""
+    for switches, names in (
+        (("use_peft",), _LORA),
+        (("load_in_8bit", "load_in_4bit"), _QUANTIZATION),
+    ):
+        if any(reading.get(switch) for switch in switches):
+            for name in names.split():
+                if name in reading.values:
+                    reading.drop(name, NO_ADAPTERS if names is _LORA else NO_QUANTIZATION)
+
+
+def first_columns(path: Path) -> set[str]:
+    """Returns the columns of the first record of a JSON file; none if it cannot be read."""
+    if path.suffix not in (".jsonl", ".json"):
+        return set()
+    try:
+        text = read_text(path, _FIRST_BYTES).lstrip()
+        start = text[1:].lstrip() if text.startswith("[") else text
+        record, _ = json.JSONDecoder().raw_decode(start)
+    except (OSError, ValueError, RecursionError):
+        return set()
+    return set(record) if isinstance(record, dict) else set()
