@@ -57,6 +57,7 @@ SLOW = (
 """Starts of the commands that ``make soak`` executes, in this order, after a training."""
 ELSEWHERE = {
     "penstock train finetune.yaml": "needs weights of the Hub; tests/integration/test_exports.py",
+    "penstock data finetune.yaml": "the same",
     "penstock export runs/mine": "the same",
     "python -c": "the same",
     "penstock train c.yaml": "needs NIXL",
