@@ -60,6 +60,8 @@ ELSEWHERE = {
     "penstock data finetune.yaml": "the same",
     "penstock export runs/mine": "the same",
     "python -c": "the same",
+    "penstock generate": "tests/system/test_inference.py",
+    "penstock eval": "tests/system/test_inference.py",
     "penstock train c.yaml": "needs NIXL",
     "penstock export RUN --format hf OUT --whole": "tests/worker/test_composites.py",
     "penstock chaos tiny.yaml --minutes": "takes 30 minutes; --faults runs",
