@@ -264,6 +264,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rows_of_samples(self) -> DataConfig:
+        if self.sources and self.packing == "wrapped":
+            raise ValueError(
+                "data.packing wrapped goes with data.path and data.tokens, and data.sources is"
+                " given; use packing best-fit or none"
+            )
         if self.packing in ("auto", "wrapped"):
             return self
         if self.tokens is not None:

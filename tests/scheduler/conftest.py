@@ -273,6 +273,7 @@ class Driver:
         epoch: int = 0,
         nonce: int = 0,
         peers: Sequence[str] | None = None,
+        facts: Sequence[pb.Fact] = (),
     ) -> list[str]:
         """A process says Hello on a new stream; a fresh pid unless given."""
         stream = next(self._numbers)
@@ -285,6 +286,7 @@ class Driver:
             data_endpoint=f"tcp://{name}",
             nonce=nonce,
             peers=None if peers is None else pb.Peers(members=peers),
+            facts=facts,
         )
         lines = self.feed(Joined(stream=stream, hello=hello))
         if self.machine.members.name_of(stream) is not None:

@@ -40,6 +40,7 @@ from tests.scheduler.conftest import (
     make_rules,
     saved_at,
 )
+from tests.scheduler.test_numerics import RECIPE, row
 from tests.scheduler.transitions import Step
 
 
@@ -83,9 +84,16 @@ class Scenario:
         return self._driver
 
     def do_given(
-        self, *, journal: int | None = None, saved: int | None = None, **keys: Any
+        self,
+        *,
+        journal: int | None = None,
+        saved: int | None = None,
+        device: str = "",
+        **keys: Any,
     ) -> None:
-        """A run: configuration keys (``train.steps=3``), nodes, committed and saved version."""
+        """A run: configuration keys (``train.steps=3``), nodes, committed and saved version, and
+        the GPU that worker.0 had before.
+        """
         sections: dict[str, dict[str, Any]] = {}
         nodes, owner = str(keys.pop("nodes", "")).split(), keys.pop("owners", "")
         pids = tuple(_pairs(keys.pop("pids", "")))
@@ -99,6 +107,9 @@ class Scenario:
             sections["cluster"] = {"workers": 1, "nodes": places} | sections.get("cluster", {})
         facts = JournalFacts() if journal is None else facts_at(journal, pids=pids)
         rules = make_rules(make_config(**sections))
+        if device:
+            before = row(1, worker_0={"GPU": device})
+            rules, facts = replace(rules, numerics=RECIPE), replace(facts, numerics=before)
         if owner:
             rules = replace(rules, owners=(owner,) * len(rules.owners))
         driver = Driver(rules, facts, None if saved is None else saved_at(saved))
@@ -127,7 +138,11 @@ class Scenario:
     # ---- members ----
 
     def do_join(self, *names: str, **fields: Any) -> None:
-        """Processes say Hello: all members, or those named. ``again=true``: the same process."""
+        """Processes say Hello: all members, or those named. ``again=true``: the same process;
+        ``device``: the GPU of a worker.
+        """
+        if "device" in fields:
+            fields["facts"] = [pb.Fact(name="GPU", value=fields.pop("device"))]
         again = fields.pop("again", False)
         for name in names or tuple(member.name for member in self.driver.rules.members):
             pid = self._before[name] if again else fields.get("pid", 0)

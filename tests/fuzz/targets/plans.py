@@ -24,6 +24,7 @@ from penstock.host.topology import parse_cpus
 from penstock.models.data.cache import TokenCache
 from penstock.models.data.tokenizer import JsonTokenizer
 from penstock.models.data.tokenizer_folder import _model_ends
+from penstock.models.inference.generate import _conversation
 from penstock.models.surgery.hf import read_hf_config
 from penstock.planner.cost.sources import parse_costs
 from penstock.planner.planning.configured import _read_actions as _configured_actions
@@ -357,6 +358,16 @@ PLANS = (
         seeds=lambda: dumped(LLAMA, LLAMA | {"model_type": "gpt2"}),
         form=Form.JSON,
         examples=40,
+    ),
+    Target(
+        name="messages-file",
+        open=from_file("m.json", lambda folder: _conversation(folder / "m.json")),
+        covers=("models.inference.generate._conversation",),
+        seeds=lambda: dumped(
+            [{"role": "user", "content": "hi"}],
+            {"messages": [{"role": "user", "content": "hi"}], "tools": []},
+        ),
+        form=Form.JSON,
     ),
     Target(
         name="tokenizer",
