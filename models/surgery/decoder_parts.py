@@ -184,9 +184,10 @@ class DecoderParts:
         if batch.position_ids is not None:
             if not self._accepts_positions:
                 raise ConfigError(
-                    "data.document_masks: true: the decoder of model type"
+                    "data.document_masks or data.packing best-fit: the decoder of model type"
                     f" {self._skeleton.model.config.model_type!r} takes no position ids, so"
-                    " documents cannot be kept apart; set data.document_masks: false"
+                    " documents cannot be kept apart; set data.document_masks: false and"
+                    " data.packing: none"
                 )
             arguments["position_ids"] = batch.position_ids
         return arguments
@@ -272,8 +273,8 @@ def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor
         masks = [v for v in values if isinstance(v, torch.Tensor) and v.ndim == 4]
         if not masks or any(_attends(mask, row, query, query - 1) for mask in masks):
             raise ConfigError(
-                "data.document_masks: true: this model type builds no masks that keep documents"
-                " apart; set data.document_masks: false"
+                "data.document_masks or data.packing best-fit: this model type builds no masks that"
+                " keep documents apart; set data.document_masks: false and data.packing: none"
             )
     return True
 

@@ -39,13 +39,25 @@ def check_positions(config: Config, hf_config: PretrainedConfig, skeleton: Skele
             f"data.sequence_length = {length}: the model has a table of {rows} positions; give at"
             " most that"
         )
+    if config.data.document_masks:
+        check_restarts(hf_config, length, "data.document_masks: true", "data.document_masks: false")
+
+
+def check_restarts(hf_config: PretrainedConfig, length: int, name: str, remedy: str) -> None:
+    """Refuses positions that restart with each document if frequencies would depend on the
+    documents that a process has seen before. ``name`` is the key that keeps documents apart, and
+    ``remedy`` the key that does not.
+
+    Raises:
+        ConfigError: begins with ``name``.
+    """
     declared = getattr(hf_config, _LENGTH, None)
     longer = isinstance(declared, int) and length > declared
-    if config.data.document_masks and longer and "dynamic" in _rope_types(hf_config):
+    if longer and "dynamic" in _rope_types(hf_config):
         raise ConfigError(
-            f"data.document_masks: true: with rope_type 'dynamic' and more than {declared}"
+            f"{name}: with rope_type 'dynamic' and more than {declared}"
             f" positions ({_LENGTH}) frequencies depend on the longest document seen so far; set"
-            f" data.document_masks: false, or data.sequence_length to at most {declared}"
+            f" {remedy}, or data.sequence_length to at most {declared}"
         )
 
 

@@ -19,6 +19,7 @@ CUTS = {
     "dropped": "samples dropped",
     "skipped": "records skipped",
     "empty": "records empty",
+    "uncounted": "samples without a token that counts",
 }
 """Words for the counts of a preparation's tally that lose or cut data."""
 
@@ -50,7 +51,7 @@ class RowCounts:
         tally = split["tally"]
         return cls(
             records=int(tally["records"]),
-            cuts={name: int(tally[name]) for name in CUTS},
+            cuts={name: int(tally.get(name, 0)) for name in CUTS},
             **{name: int(rows[name]) for name in names},
         )
 
@@ -79,6 +80,11 @@ class TrainingData:
     tokens: int
     samples: int
     counts: RowCounts | None = None
+
+    @property
+    def packs_samples(self) -> bool:
+        """True if rows hold several samples, which are kept apart."""
+        return self.counts is not None and self.counts.samples > self.counts.rows
 
     @classmethod
     def of(cls, run_dir: Path, config: Config) -> TrainingData | None:

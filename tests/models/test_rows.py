@@ -326,3 +326,17 @@ def test_places_of_any_row_are_those_of_a_walk(tmp_path: Path) -> None:
     damaged = RowFile(tmp_path / "data/other.bin", file.layout)
     with pytest.raises(StateError, match="has 59 samples, and its description 60"):
         damaged.places(0)
+
+
+def test_samples_that_predict_nothing(tmp_path: Path) -> None:
+    """TRL leaves them out of rows of one sample."""
+    silent = {"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}
+    path = written(tmp_path, [silent, {"input_ids": [1, 2]}])
+    made(tmp_path, {"path": str(path), "packing": "none"})
+    assert [record for _, record, _, _ in samples(tmp_path)] == [1]
+    assert opened(tmp_path)[1]["tally"]["uncounted"] == 1
+    made(tmp_path, {"path": str(path)})
+    assert [record for _, record, _, _ in samples(tmp_path)] == [0, 1]
+    path = written(tmp_path, [silent, silent])
+    with pytest.raises(ConfigError, match="no token of 2 samples counts"):
+        made(tmp_path, {"path": str(path)})

@@ -268,7 +268,7 @@ def test_packed_documents_do_not_see_each_other(model_type, make_case) -> None:
 
 
 def test_models_that_cannot_keep_documents_apart_say_so(make_case) -> None:
-    with pytest.raises(ConfigError, match=r"data.document_masks: true: this model type builds no"):
+    with pytest.raises(ConfigError, match=r"packing best-fit: this model type builds no"):
         make_case("opt").train((2,), packed((5, 4))[0])
 
 

@@ -18,6 +18,7 @@ from penstock.host.errors import StateError
 from penstock.host.files import holds_text, write_atomically
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
+from penstock.protocol.run.data_size import TrainingData
 from penstock.protocol.run.hardware.cpus import threads_per_worker
 from penstock.protocol.run.numerics import (
     KERNELS,
@@ -73,13 +74,15 @@ def write_numerics(
     """
     kernels = None if config.cluster.platform.builtin_model else _kernels(directory.path)
     compiled = config.model.compile is True and kernels is not None
+    data = TrainingData.of(directory.path, config)
+    apart = config.data.document_masks or (data is not None and data.packs_samples)
     numerics = Numerics(
         plan=directory.plan_digest,
         batch=Batch(
             micro_batch=config.train.micro_batch,
             sequence_length=config.data.sequence_length,
             objective=config.data.objective,
-            attention_mask="documents" if config.data.document_masks else "plain",
+            attention_mask="documents" if apart else "plain",
         ),
         layers=_layers(
             directory.table,

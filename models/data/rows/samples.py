@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.config.data import DataConfig, SourceConfig
 from penstock.host.errors import ConfigError
+from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.chat.conversation import checked_variables, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
 from penstock.models.data.chat.masks import (
@@ -106,13 +107,15 @@ class Way:
 class Tally:
     """Counts of records and samples. ``lengths`` are the tokens of each sample before it was cut.
 
-    ``skipped`` records cannot be read; ``empty`` ones have no token that could be trained on;
-    ``dropped`` samples are too long.
+    ``skipped`` records cannot be read. ``empty`` samples have no token, and ``uncounted`` ones no
+    token that counts. ``dropped`` samples are too long. ``lost`` tokens end prompts that are no
+    prefix of their samples.
     """
 
     records: int = 0
     skipped: int = 0
     empty: int = 0
+    uncounted: int = 0
     truncated: int = 0
     split: int = 0
     dropped: int = 0
@@ -131,7 +134,16 @@ class Tally:
         """Returns the counts for ``meta.json`` and ``penstock data``."""
         lengths = np.frombuffer(self.lengths, dtype=np.int64) if self.lengths else np.zeros(1)
         marks = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-        names = ("records", "skipped", "empty", "truncated", "split", "dropped", "lost")
+        names = (
+            "records",
+            "skipped",
+            "empty",
+            "uncounted",
+            "truncated",
+            "split",
+            "dropped",
+            "lost",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "duplicates": self.duplicates,
@@ -248,6 +260,10 @@ class SampleStream:
         tally.lost += sample.lost
         tally.lengths.append(length)
         for part in self._cut(sample):
+            # TRL leaves these samples out of rows of one sample, and packs them into other rows.
+            if self.data.packing == "none" and max(part.labels) == IGNORED_LABEL:
+                tally.uncounted += 1
+                continue
             yield Numbered(sample=part, source=source, record=record)
 
     def _cut(self, sample: Sample) -> list[Sample]:

@@ -326,6 +326,11 @@ class RowSources:
             pad=self._way.pad,
             packing=self._packing.value,
         )
+        if not layout.counted:
+            raise ConfigError(
+                f"data.train_on = {data.train_on!r}: no token of {layout.samples:,} samples counts;"
+                " set data.train_on: all, or check roles and labels of the records"
+            )
         with _Kept(directory / f"{split}.bin") as kept:
             write_rows(
                 kept.temporary, drawn.tokens, drawn.begins, drawn.places, rows, hasher.update
