@@ -14,9 +14,10 @@ from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.host.errors import StateError
-from penstock.models.data.chat.templates import named_template
+from penstock.models.data.chat.templates import MODEL, named_template
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.models.data.tokenizer_folder import tokenizer_files
+from penstock.protocol.run.rundir import RunDirectory
 
 _FOLDER = "tokenizer"
 GENERATION = "generation_config.json"
@@ -31,7 +32,8 @@ def carried_folder(run_dir: Path) -> Path:
 def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> None:
     """Writes ``RUN_DIR/tokenizer``; the folder appears whole or not at all.
 
-    ``tokenizer`` is that of the run's text; a token file is assumed to use the model's tokenizer.
+    ``tokenizer`` is that of the run's text; a token file is assumed to use the model's tokenizer. A
+    run that has started keeps the template that it was prepared with.
 
     Raises:
         ConfigError: a file of the tokenizer or the chat template cannot be read.
@@ -47,8 +49,10 @@ def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> 
         generation = model_folder / GENERATION
         if generation.is_file():
             files[GENERATION] = generation.read_bytes()
-    template = named_template(config.data.chat_template)
-    if template is not None:
+    kept = carried_folder(run_dir) / TEMPLATE
+    if config.data.chat_template != MODEL and RunDirectory(run_dir).has_started and kept.is_file():
+        files[TEMPLATE] = kept.read_bytes()
+    elif (template := named_template(config.data.chat_template)) is not None:
         files[TEMPLATE] = template.encode()
     temporary, folder = run_dir / f".{_FOLDER}.tmp", carried_folder(run_dir)
     for old in (temporary, folder):

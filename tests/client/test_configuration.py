@@ -147,7 +147,7 @@ def test_a_key_a_section_and_everything() -> None:
     assert out.splitlines() == [
         "train.steps",
         "  a whole number, 1 or more (steps); default 200",
-        "  Committed steps after which the run ends.",
+        "  Committed steps after which the run ends. Give `steps` or `epochs`.",
         "  On a resume: may change: the learning rate follows the new curve from the next step on.",
     ]
     assert shown("steps") == shown("train.steps")

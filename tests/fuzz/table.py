@@ -85,6 +85,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "models.data.rows.samples.Tally.duplicates": _OWN,
         "models.data.rows.samples.Tally.to_json": _OWN,
         "models.data.rows.sources._drawn": _OWN,
+        "models.data.rows.sources._prepared_rows": "takes the guards of models.prepare._has",
         "models.data.token_file.TokenFile._fits": _MEMORY,
         "models.data.token_file._is_safetensors": _NAMED_SO,
         "models.data.token_sources.TokenSources.__init__": _OWN,

@@ -340,3 +340,17 @@ def test_samples_that_predict_nothing(tmp_path: Path) -> None:
     path = written(tmp_path, [silent, silent])
     with pytest.raises(ConfigError, match="no token of 2 samples counts"):
         made(tmp_path, {"path": str(path)})
+
+
+def test_a_run_that_has_started_keeps_its_rows_without_records_and_template(tmp_path: Path) -> None:
+    path = written(tmp_path, [chat("a", "b"), chat("c", "d")])
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    data = {"path": str(path), "chat_template": str(template), "train_on": "all"}
+    made(tmp_path, data)
+    (tmp_path / "journal.sqlite").touch()
+    expected = samples(tmp_path)
+    path.unlink()
+    template.unlink()
+    made(tmp_path, data)
+    assert samples(tmp_path) == expected

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from penstock.config.data import SourceConfig
 from penstock.config.schema import Config
 from penstock.host.errors import ConfigError, reason
-from penstock.host.files import writing
+from penstock.host.files import DAMAGED, parse_json, writing
 from penstock.models.data.cache import TokenCache, key_of
 from penstock.models.data.chunks import ChunkHasher, Progress
 from penstock.models.data.marks import Marks
@@ -96,14 +96,27 @@ def open_sources(
     run_dir: Path,
     progress: Progress,
 ) -> RunSources:
-    """Returns the sources of rows, or of plain tokens.
+    """Returns the sources of rows, or of plain tokens. A run that has started keeps the kind that
+    it was prepared with, also if the files of its data are gone.
 
     Raises:
         ConfigError: a file of ``data.path`` cannot be read, or keys and records do not fit.
     """
-    if tokenizer is not None and makes_rows(config):
+    rows = _prepared_rows(run_dir)
+    if tokenizer is not None and (makes_rows(config) if rows is None else rows):
         return RowSources(config, tokenizer, run_dir, progress)
     return TokenSources(config, tokenizer, marks, run_dir, progress)
+
+
+def _prepared_rows(run_dir: Path) -> bool | None:
+    """Returns whether a run that has started was prepared with rows; None if that is not known."""
+    path = run_dir / "data" / "meta.json"
+    if not RunDirectory(run_dir).has_started:
+        return None
+    try:
+        return RowLayout.of(parse_json(path.read_bytes())["train"]) is not None
+    except (OSError, *DAMAGED):
+        return None
 
 
 def makes_rows(config: Config) -> bool:
@@ -137,11 +150,16 @@ class RowSources:
         self, config: Config, tokenizer: Tokenizer, run_dir: Path, progress: Progress
     ) -> None:
         self._config, self._tokenizer, self._progress = config, tokenizer, progress
-        data, vocab_size = config.data, RunDirectory(run_dir).table.vocab_size
-        self._way = Way.of(data, tokenizer.chat_parts(), vocab_size)
+        data = config.data
+        self._vocab_size = RunDirectory(run_dir).table.vocab_size
         self._packing = Packing.NONE if data.packing == "none" else Packing.BEST_FIT
         self.holds_out = config.train.eval_every > 0
         self.has_eval_text = self.holds_out and data.eval_path is not None
+
+    @cached_property
+    def _way(self) -> Way:
+        parts = self._tokenizer.chat_parts()
+        return Way.of(self._config.data, parts, self._vocab_size)
 
     @cached_property
     def _origins(self) -> list[Origin]:
@@ -190,9 +208,9 @@ class RowSources:
         try:
             stamps = self._stamps(key)
             origins = self._eval_origins if key == "eval_path" else self._origins
+            return fingerprint_of(stamps, self._key_parts(origins))
         except ConfigError:
             return None
-        return fingerprint_of(stamps, self._key_parts(origins))
 
     def _stamps(self, key: str) -> list[Any]:
         origins = self._eval_origins if key == "eval_path" else self._origins
