@@ -26,6 +26,9 @@ BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL
 COMMAND = re.compile(r"(?:\$ )?((?:penstock|make|python3?|pip|sbatch|systemctl|\S+/python) .*)")
 LANGUAGES = {"", "sh", "bash"}
 
+pytestmark = pytest.mark.xdist_group("pages")
+"""Later commands of a page read files of earlier ones."""
+
 QUICK = (
     "penstock init",
     "penstock convert",

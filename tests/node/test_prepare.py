@@ -18,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from penstock.config.schema import Config, load_config, parse_config
 from penstock.config.training import OptimizerConfig
 from penstock.config.words import apply_overrides
+from penstock.daemons.node.preparing import tool
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
     check_capacity,
@@ -363,6 +364,26 @@ def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path
             run_tool("tool", "3", log=log, progress=said.append, starter=Spawning())
         run_tool("tool", "0", log=log, starter=Spawning())
     assert said == ["half", "whole"]
+
+
+def test_an_interrupt_while_the_watchdog_starts_ends_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread without an end would keep the interpreter alive for ever."""
+    (tmp_path / "tool.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started: list[tool._Watchdog] = []
+
+    class Interrupted(tool._Watchdog):
+        def start(self) -> None:
+            super().start()
+            started.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tool, "_Watchdog", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_tool("tool", starter=Spawning())
+    assert not started[0].is_alive()
 
 
 def test_a_stopped_tool_is_replaced(tmp_path: Path) -> None:

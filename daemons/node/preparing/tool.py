@@ -113,8 +113,8 @@ def _code_of(
     watchdog: _Watchdog,
 ) -> int:
     """Passes on the lines of a process, and returns its exit code."""
-    watchdog.start()
     try:
+        watchdog.start()  # an interrupt may arrive when the thread runs already
         for line in lines:
             watchdog.extend()
             progress(line.rstrip())
@@ -135,7 +135,7 @@ class _Watchdog(threading.Thread):
     """
 
     def __init__(self, process: ChildProcess, silence_s: float) -> None:
-        super().__init__(name="watchdog")
+        super().__init__(name="watchdog", daemon=True)
         self.late = False
         self.stopped = False
         self._process = process
@@ -158,6 +158,7 @@ class _Watchdog(threading.Thread):
         self._deadline_s = time.monotonic() + TIMEOUT_S
 
     def end(self) -> None:
-        """Returns when the thread has ended."""
+        """Returns when the thread has ended, if it was started."""
         self._over.set()
-        self.join()
+        if self.is_alive():
+            self.join()
