@@ -30,7 +30,9 @@ from penstock.models.data.reading.saved_datasets import check_complete, kind_in_
 
 STDLIB = "@stdlib"
 MAX_STDLIB_BYTES = 30 * 10**6
-FORMATS = (".txt", ".md", ".py", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
+PLAIN_TEXT = (".txt", ".md", ".py")
+"""Endings of files that are one text."""
+FORMATS = (*PLAIN_TEXT, ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 """Endings of the files that are read."""
 
 _NEVER_COMPRESSED = (".parquet", ".arrow")

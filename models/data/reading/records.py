@@ -18,7 +18,7 @@ from penstock.models.data.reading.decoding import decoded
 from penstock.models.data.reading.json_files import json_lines, json_objects
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
 from penstock.models.data.reading.record import TEXT, Reader, Record, text_of
-from penstock.models.data.sources import Source, format_of
+from penstock.models.data.sources import PLAIN_TEXT, Source, format_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def _text_record(path: Path, encoding: str, read: CountBytes, only: str | None) 
 
 
 _READERS: Mapping[str, Reader] = {
-    **dict.fromkeys((".txt", ".md", ".py"), _text_record),
+    **dict.fromkeys(PLAIN_TEXT, _text_record),
     ".jsonl": json_lines,
     ".json": json_objects,
     ".csv": csv_rows,

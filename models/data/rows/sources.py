@@ -31,7 +31,7 @@ from penstock.models.data.rows.packing import Packing, alone, best_fit
 from penstock.models.data.rows.registry import registered
 from penstock.models.data.rows.row_file import COUNTS, RowLayout, marked, write_rows
 from penstock.models.data.rows.samples import Numbered, Origin, SampleStream, Way
-from penstock.models.data.sources import find_source
+from penstock.models.data.sources import PLAIN_TEXT, find_source, format_of
 from penstock.models.data.token_sources import (
     Pace,
     TokenSources,
@@ -131,8 +131,10 @@ def makes_rows(config: Config) -> bool:
         return True
     if data.path is None or data.path.startswith("@"):
         return False
-    text = find_source(data.path, encoding=data.encoding, any_records=True)
-    first = next((r for r in records(text) if r.where), None)
+    source = find_source(data.path, encoding=data.encoding, any_records=True)
+    # Files of text are whole records, which need no reading here.
+    files = tuple(path for path in source.files if format_of(path) not in PLAIN_TEXT)
+    first = next(records(dataclasses.replace(source, files=files)), None)
     if first is None or TEXT in first.fields or not is_chat(first.fields):
         return False
     if data.packing == Packing.WRAPPED.value:
@@ -256,7 +258,8 @@ class RowSources:
     ) -> dict[str, dict[str, Any]]:
         """Takes the splits of these records from the cache, or makes them."""
         cache = TokenCache(self._config.data.cache_limit, self._progress)
-        keys = {split: self._cache_key(origins, split, splits) for split in splits}
+        sums = _sums(origins) if cache.is_used else []
+        keys = {split: self._cache_key(sums, origins, split, splits) for split in splits}
         stamps = [file_stamps(origin.source.files) for origin in origins]
         cached: dict[str, dict[str, Any] | None] = {}
         for split in splits:
@@ -274,12 +277,10 @@ class RowSources:
                 cache.store(keys[split], path, path.with_suffix(".sums"), made[split])
         return {split: self._entry(split, fields) for split, fields in made.items()}
 
-    def _cache_key(self, origins: Sequence[Origin], split: str, splits: Sequence[str]) -> str:
+    def _cache_key(
+        self, sums: Sequence[str], origins: Sequence[Origin], split: str, splits: Sequence[str]
+    ) -> str:
         held = self._config.data.eval_fraction if len(splits) > 1 else 0.0
-        try:
-            sums = [key_of(origin.source, ()) for origin in origins]
-        except OSError as error:
-            raise ConfigError(f"data: cannot read {error.filename}: {reason(error)}") from error
         return fingerprint_of("rows", sums, self._key_parts(origins), split, held)
 
     def _entry(self, split: str, made: dict[str, Any]) -> dict[str, Any]:
@@ -378,6 +379,18 @@ class _Kept:
 
     def __exit__(self, *error: object) -> None:
         self.temporary.unlink(missing_ok=True)
+
+
+def _sums(origins: Sequence[Origin]) -> list[str]:
+    """Returns a checksum of the records of each source; reads all files.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    try:
+        return [key_of(origin.source, ()) for origin in origins]
+    except OSError as error:
+        raise ConfigError(f"data: cannot read {error.filename}: {reason(error)}") from error
 
 
 def _drawn(stream: Iterable[Numbered], path: Path) -> _Drawn:
