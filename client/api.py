@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.client.convert.aliases import TRAINERS
 from penstock.client.train import TrainResult, run_training
 from penstock.client.views.display import Display, Plain, Silent
 from penstock.client.views.programs import Bar, OnStep, check_function
@@ -59,7 +60,7 @@ def train(
 
 def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
     if isinstance(config, str | PathLike):
-        return load_config(_path("config", config), overrides)
+        return load_config(_path("config", config), overrides, translation=TRAINERS)
     if isinstance(config, Config):
         config = config.model_dump(mode="json", exclude_unset=True)
     if not isinstance(config, Mapping):
@@ -67,7 +68,7 @@ def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
             f"config = {config!r}: expected the path of a YAML file, a mapping of sections (run,"
             " model, data, …), or a Config"
         )
-    return parse_config(apply_overrides(_as_dicts(config), overrides))
+    return parse_config(apply_overrides(_as_dicts(config), overrides), translation=TRAINERS)
 
 
 def _as_dicts(value: Any) -> Any:

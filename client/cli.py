@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,6 +101,7 @@ def load(config: Path, settings: list[str] | None) -> Config:
         ConfigError: the file is missing or bad. For a missing example, the message names the
             command that writes the example.
     """
+    from penstock.client.convert.aliases import TRAINERS
     from penstock.config.schema import load_config
 
     if not config.exists() and config.suffix in (".yaml", "") and config.stem in example_names():
@@ -109,7 +110,10 @@ def load(config: Path, settings: list[str] | None) -> Config:
             " this example into the current folder"
         )
     return load_config(
-        config, tuple(settings or ()), hint=lambda text: typer.echo(f"hint: {text}", err=True)
+        config,
+        tuple(settings or ()),
+        hint=lambda text: typer.echo(f"hint: {text}", err=True),
+        translation=TRAINERS,
     )
 
 
@@ -175,6 +179,8 @@ class Command(TyperCommand):
                     f"configuration keys need --set; write {' '.join(settings)}",
                     ctx=ctx,
                 )
+            if (answer := foreign_setting(args, options)) is not None:
+                raise typer.BadParameter(answer, ctx=ctx)
         return super().parse_args(ctx, args)
 
 
@@ -219,6 +225,23 @@ def bare_settings(words: list[str], options: Collection[str] = ()) -> list[str]:
         if value is not None and (key := _configuration_key(key)):
             settings.append(f"--set {key}{value}")
     return settings
+
+
+def foreign_setting(words: list[str], options: Collection[str]) -> str | None:
+    """Returns the answer to the first word such as ``--learning_rate``, a key of another trainer;
+    None without one. Skips the ``options`` of the command.
+    """
+    from penstock.client.convert.aliases import TRAINERS
+
+    for before, word in pairwise(["", *words]):
+        key, assigned, _ = word.partition("=")
+        is_option = key.startswith("--") and key not in options
+        if before == "--set" or not (is_option or assigned):
+            continue
+        name = key.removeprefix("--").replace("-", "_")
+        if (answer := TRAINERS.of(name)) is not None:
+            return f"{key}: unknown; {answer}, as --set SECTION.KEY=VALUE"
+    return None
 
 
 def _configuration_key(word: str) -> str:

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from penstock.client.convert.aliases import TRAINERS
 from penstock.config.schema import Config
 from penstock.config.words import Form, listed_fields, unknown_key
 from penstock.daemons.node.preparing.changes import resume_rule
@@ -96,7 +97,7 @@ def describe(name: str | None, width: int) -> str:
     plain = name.replace("[]", "")
     named = [key for key in keys if plain in (key.name.replace("[]", ""), key.name.split(".")[-1])]
     if not named:
-        raise ConfigError(unknown_key(name.split("."), Config))
+        raise ConfigError(unknown_key(name.split("."), Config, TRAINERS))
     return "\n\n".join(_key_text(key, width, full=True) for key in named)
 
 

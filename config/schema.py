@@ -35,7 +35,14 @@ from penstock.config.training import (
     TrainConfig,
 )
 from penstock.config.values import AUTO, BYTE, CHOSEN_LATER
-from penstock.config.words import Section, apply_overrides, explain, override_place
+from penstock.config.words import (
+    NO_TRANSLATION,
+    Section,
+    Translation,
+    apply_overrides,
+    explain,
+    override_place,
+)
 from penstock.host.errors import ConfigError
 from penstock.shm.table import DType
 
@@ -255,10 +262,14 @@ class Config(Section):
 
 
 def load_config(
-    path: Path, overrides: tuple[str, ...] = (), hint: Hint = lambda text: None
+    path: Path,
+    overrides: tuple[str, ...] = (),
+    hint: Hint = lambda text: None,
+    translation: Translation = NO_TRANSLATION,
 ) -> Config:
     """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML). ``hint``
-    receives a line for each key with an old name.
+    receives a line for each key with an old name, and ``translation`` answers keys of other
+    programs.
 
     Raises:
         ConfigError: the file cannot be read or is no mapping, or keys are unknown or have
@@ -280,7 +291,12 @@ def load_config(
     }
     lines |= dict.fromkeys(given, 0)
     config = parse_config(
-        data, source=str(path), lines=lines, folder=path.absolute().parent, hint=hints.append
+        data,
+        source=str(path),
+        lines=lines,
+        folder=path.absolute().parent,
+        hint=hints.append,
+        translation=translation,
     )
     for text in dict.fromkeys(hints):  # keys that keep their names are seen twice
         hint(text)
@@ -294,10 +310,11 @@ def parse_config(
     lines: Mapping[Place, int] | None = None,
     folder: Path | None = None,
     hint: Hint = lambda text: None,
+    translation: Translation = NO_TRANSLATION,
 ) -> Config:
     """Validates a nested mapping; ``source`` begins the error, and ``lines`` has the lines of
     values in the source. ``model.import_path`` is relative to ``folder``, by default the current
-    folder. ``hint``: see :func:`load_config`.
+    folder. ``hint`` and ``translation``: see :func:`load_config`.
 
     Raises:
         ConfigError: names every offending key with its value and the accepted values.
@@ -307,7 +324,9 @@ def parse_config(
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, Config, lines or {})}") from error
+        raise ConfigError(
+            f"{source}: {explain(error, Config, lines or {}, translation)}"
+        ) from error
     if config.train.epochs is not None:
         config = config.with_steps(CHOSEN_LATER)
     if not config.has_own_modules:

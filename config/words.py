@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -43,6 +43,20 @@ _SHOWN_LETTERS = 80
 
 _MOST_COMPLAINTS = 20
 """Mistakes that are listed; more are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """Words of other programs. ``of`` returns the answer to one of their keys, None for other
+    words; ``remedy`` ends an error with such a key.
+    """
+
+    of: Callable[[str], str | None] = lambda word: None
+    remedy: str = ""
+
+
+NO_TRANSLATION = Translation()
+"""The words of no other program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +138,7 @@ class Form:
         if self.accepted is not None:
             return self.accepted
         words = [word for member in self.members for word in _words(member)]
-        return _joined(words, "or")
+        return joined(words, "or")
 
 
 def spelled(form: Form, value: Any) -> Any:
@@ -155,18 +169,38 @@ def check_booleans(form: Form, value: Any) -> None:
 
 
 def explain(
-    error: ValidationError, root: type[BaseModel], lines: Mapping[Place, int] | None = None
+    error: ValidationError,
+    root: type[BaseModel],
+    lines: Mapping[Place, int] | None = None,
+    translation: Translation = NO_TRANSLATION,
 ) -> str:
     """Describes each mistake of a configuration once: the line if ``lines`` has it, key, value,
-    remedy.
+    remedy. ``translation`` answers unknown keys of other programs.
     """
     errors = error.errors()
     complaints = dict.fromkeys(
-        _line(details["loc"], lines or {}) + _complaint(details, root)
+        _line(details["loc"], lines or {}) + _complaint(details, root, translation)
         for details in errors[:_MOST_COMPLAINTS]
     )
     more = len(errors) - _MOST_COMPLAINTS
-    return "; ".join([*complaints, *([f"and {more:,} mistakes more"] if more > 0 else [])])
+    translated = any(
+        details["type"] == "extra_forbidden"
+        and _translated(details["loc"], root, translation) is not None
+        for details in errors
+    )
+    ends = [f"and {more:,} mistakes more"] if more > 0 else []
+    ends += [translation.remedy] if translated else []
+    return "; ".join([*complaints, *ends])
+
+
+def _translated(
+    location: Sequence[str | int], root: type[BaseModel], translation: Translation
+) -> str | None:
+    """Returns the answer to an unknown key of another program; None if the key is one of ours in
+    another section, or of no program.
+    """
+    name = str(location[-1])
+    return None if name in keys_of(root).values() else translation.of(name)
 
 
 def _line(location: Place, lines: Mapping[Place, int]) -> str:
@@ -180,10 +214,10 @@ def _line(location: Place, lines: Mapping[Place, int]) -> str:
     return f"line {line}: " if line else ""
 
 
-def _complaint(details: ErrorDetails, root: type[BaseModel]) -> str:
+def _complaint(details: ErrorDetails, root: type[BaseModel], translation: Translation) -> str:
     location = details["loc"]
     if details["type"] == "extra_forbidden":
-        return unknown_key(location, root)
+        return unknown_key(location, root, translation)
     place, form = _find(location, root)
     if details["type"] == "value_error":
         words = details["msg"].removeprefix("Value error, ")
@@ -236,8 +270,22 @@ def _advice(form: Form, value: Any) -> str:
     return ""
 
 
-def unknown_key(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """Reports an unknown key, a similar key if there is one, and the keys of its section."""
+def accepted_at(key: str, root: type[BaseModel]) -> str:
+    """Returns the accepted values of a key such as ``train.steps`` in words."""
+    return str(_find(key.split("."), root)[1])
+
+
+def unknown_key(
+    location: Sequence[str | int],
+    root: type[BaseModel],
+    translation: Translation = NO_TRANSLATION,
+) -> str:
+    """Reports an unknown key. Names the key that replaces one of another program, or else a similar
+    key if there is one, and the keys of its section.
+    """
+    answer = _translated(location, root, translation)
+    if answer is not None:
+        return f"{_key(location)}: unknown key; {answer}"
     place, form = _find(location[:-1], root)
     if not _is_section(form.annotation):
         return f"{_key(location)}: unknown key; {_key(place)} is {form}"
@@ -348,7 +396,7 @@ def _bound(limit: float) -> str:
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
-def _joined(words: Sequence[str], last: str) -> str:
+def joined(words: Sequence[str], last: str) -> str:
     """Returns ``a, b or c``; with a comma more where words have one themselves."""
     unique = list(dict.fromkeys(words))
     if len(unique) < 2:

@@ -23,7 +23,7 @@ from penstock.config.values import AUTO
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json, write_atomically
 from penstock.models.checkpoints.carried import keep_carried
-from penstock.models.checkpoints.causes import check_model_folder
+from penstock.models.checkpoints.causes import check_folder, check_model_folder
 from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
 from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
 from penstock.models.data.chunks import Progress
@@ -67,8 +67,8 @@ def prepare(
         _check_device(config)
     bounds.limit_memory()
     builtin_model, folder = config.cluster.platform.builtin_model, config.model.path
-    if folder is not None and not (builtin_model or config_only or data_only):
-        check_model_folder(folder)
+    if folder is not None and not (builtin_model or config_only):
+        (check_folder if data_only else check_model_folder)(folder)
     with bounds.within(f"data.tokenizer = {config.tokenizer!r}: opening it", OPENING_S):
         tokenizer = open_tokenizer(config)
     if tokenizer is not None:

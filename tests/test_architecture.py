@@ -89,7 +89,8 @@ FLOORS = {
         dashboards.panels
         dashboards.frame
         dashboards.tables""",
-    "client": """cli launch importing convert views.run_view
+    "client": """convert
+        cli launch importing views.run_view
         planning views.display placement capacity states
         views
         views.trace views.screen

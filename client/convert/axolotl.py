@@ -19,8 +19,18 @@ from penstock.client.convert.hugging_face import (
     put_precision,
     put_training,
 )
-from penstock.client.convert.keys import Effect, Key, Table, ValueKind, dropped, mapped, without
-from penstock.client.convert.reading import KeyReading, is_hub_name
+from penstock.client.convert.keys import (
+    Effect,
+    Key,
+    Table,
+    ValueKind,
+    dropped,
+    mapped,
+    placed,
+    without,
+)
+from penstock.client.convert.reading import KeyReading
+from penstock.config.hub_names import hub_name
 
 OLD_NAMES: Mapping[str, str] = {"evaluation_strategy": "eval_strategy"}
 _NAMES = Names(
@@ -61,7 +71,7 @@ _EVALUATION = (
 _SPECIAL = "the vocabulary is that of the model, and data.eos ends a document"
 _LOGS = "logging_steps gc_steps include_tokens_per_second profiler_steps"
 
-TABLE: Table = {
+_KEYS: Table = {
     **{
         key: TRAINING[key]
         for key in (
@@ -137,7 +147,7 @@ TABLE: Table = {
     **dropped(Effect.NONE, REMOTE_CODE, trust_remote_code=False),
     **without(Effect.RESULT, "fetch it by hf download MODEL --revision", "revision_of_model"),
     **without(Effect.RESULT, NO_ADAPTERS, "adapter relora relora_steps"),
-    **without(Effect.NONE, "adapter is not set", _LORA),
+    **without(Effect.NONE, "adapter is not set", _LORA, used=NO_ADAPTERS),
     **dropped(
         Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False, gptq=False, fp8=None
     ),
@@ -179,8 +189,43 @@ TABLE: Table = {
     **without(Effect.NONE, "penstock export writes the model", "push_dataset_to_hub"),
     **dropped(Effect.NONE, "unused", strict=False, debug=None, loss_watchdog_threshold=None),
     **without(Effect.NONE, "unused", "loss_watchdog_patience"),
-    "rl": Key(kind=ValueKind.TEXT),
+    "rl": Key(kind=ValueKind.TEXT, why="only supervised fine-tuning is trained"),
 }
+TABLE = placed(
+    _KEYS,
+    {
+        "base_model": "model.path",
+        "tokenizer_config": "data.tokenizer",
+        "lr_scheduler": "optimizer.schedule optimizer.curve",
+        "optimizer": "optimizer.name optimizer.momentum",
+        "chat_template": "data.chat_template",
+        "chat_template_jinja": "data.chat_template",
+        "chat_template_kwargs": "data.chat_template_kwargs",
+        "excess_length_strategy": "data.too_long",
+        "datasets": "data.sources",
+        "pretraining_dataset": "data.sources",
+        "micro_batch_size": "train.global_batch",
+        "batch_size": "train.global_batch",
+        "sequence_len": "data.sequence_length",
+        "num_epochs": "train.epochs",
+        "val_set_size": "data.eval_fraction",
+        "cosine_min_lr_ratio": "optimizer.min_lr",
+        "bfloat16": "model.dtype",
+        "float16": "model.dtype",
+        "float32": "model.dtype",
+        "sample_packing": "data.packing",
+        "train_on_inputs": "data.train_on",
+        "curriculum_sampling": "data.shuffle",
+    },
+    {
+        "micro_batch_size": "sequences of a device x steps of accumulation x devices",
+        "cosine_min_lr_ratio": "the ratio times optimizer.lr",
+        "sample_packing": "best-fit is true, none is false",
+        "train_on_inputs": "all is true",
+        "curriculum_sampling": "false is true",
+    },
+    base=TRAINING,
+)
 
 _PROPERTIES: Mapping[str, tuple[str, ...]] = {
     "message_field_role": ("role",),
@@ -225,7 +270,7 @@ def convert(reading: KeyReading) -> None:
     if reading.get("adapter"):
         for name in _LORA.split():
             if name in reading.values:
-                reading.drop(name, NO_ADAPTERS)
+                reading.drop(name, TABLE[name].used)
 
 
 def _put_precision(reading: KeyReading) -> None:
@@ -396,7 +441,7 @@ class _Dataset:
             return files
         if files is not None:
             self._drop("data_files", files, "list each file as a source")
-        elif is_hub_name(path):
+        elif hub_name(path):
             hub_data(self._reading, f"{self._place}.path", path)
         return path
 

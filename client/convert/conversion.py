@@ -20,19 +20,25 @@ _SECTIONS = ("run", "model", "data", "train", "optimizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A trainer: the table of its keys, earlier names of keys, and the conversion."""
+    """A trainer: its name, the table of its keys, earlier names of keys, and the conversion."""
 
+    title: str
     table: Table
     old: Mapping[str, str]
     convert: Callable[[KeyReading], None]
 
 
 TOOLS: Mapping[str, Tool] = {
-    "trl": Tool(table=trl.TABLE, old=trl.OLD_NAMES, convert=trl.convert),
+    "trl": Tool(title="TRL", table=trl.TABLE, old=trl.OLD_NAMES, convert=trl.convert),
     "llamafactory": Tool(
-        table=llamafactory.TABLE, old=llamafactory.OLD_NAMES, convert=llamafactory.convert
+        title="LLaMA-Factory",
+        table=llamafactory.TABLE,
+        old=llamafactory.OLD_NAMES,
+        convert=llamafactory.convert,
     ),
-    "axolotl": Tool(table=axolotl.TABLE, old=axolotl.OLD_NAMES, convert=axolotl.convert),
+    "axolotl": Tool(
+        title="Axolotl", table=axolotl.TABLE, old=axolotl.OLD_NAMES, convert=axolotl.convert
+    ),
 }
 
 

@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.client.convert.keys import Effect, Key, Table, ValueKind, dropped, mapped, without
-from penstock.client.convert.reading import KeyReading, is_hub_name
+from penstock.client.convert.keys import (
+    Effect,
+    Key,
+    Table,
+    ValueKind,
+    dropped,
+    mapped,
+    placed,
+    without,
+)
+from penstock.client.convert.reading import KeyReading
+from penstock.config.hub_names import fetch_data, fetch_model, hub_name
 
 OLD: Mapping[str, str] = {
     "evaluation_strategy": "eval_strategy",
@@ -17,7 +27,7 @@ OLD: Mapping[str, str] = {
 }
 """Earlier names of keys that mean the same."""
 
-NO_ADAPTERS = "Penstock trains all parameters; adapters are not made"
+NO_ADAPTERS = "Penstock trains all parameters; LoRA and other adapters are not there yet"
 REMOTE_CODE = "types that transformers lacks are refused; model.imports names their modules"
 NO_QUANTIZATION = "Penstock trains unquantized weights; host memory holds their state"
 OWN_PARALLELISM = "Penstock divides model and state by cluster, schedule and memory"
@@ -26,14 +36,15 @@ _NO_CHECKPOINTS = "checkpoints of other trainers are not read; name their model 
 _EVALUATION = "name the file in data.eval_path, and set train.eval_every"
 _RECOMPUTE = "schedule.recompute chooses recomputation; unset, Penstock does"
 
-TRAINING: Table = {
+_KEYS: Table = {
     **mapped(ValueKind.NUMBER, num_train_epochs=3.0, warmup_steps=0, warmup_ratio=0.0),
     **mapped(ValueKind.WHOLE, per_device_train_batch_size=8, gradient_accumulation_steps=1),
     **mapped(ValueKind.WHOLE, max_steps=-1, seed=42, save_total_limit=None),
     **mapped(ValueKind.NUMBER, learning_rate=5e-5, weight_decay=0.0),
     "max_grad_norm": Key(default=1.0, kind=ValueKind.NUMBER, empty=True),
     **mapped(ValueKind.NUMBER, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8),
-    **mapped(ValueKind.NUMBER, save_steps=500, label_smoothing_factor=0.0),
+    **mapped(ValueKind.NUMBER, save_steps=500),
+    **dropped(Effect.RESULT, "labels are not smoothed", label_smoothing_factor=0.0),
     **mapped(ValueKind.TEXT, lr_scheduler_type="linear", optim="adamw_torch_fused"),
     **mapped(ValueKind.TEXT, save_strategy="steps", output_dir=None, run_name=None),
     **mapped(ValueKind.MAPPING, lr_scheduler_kwargs=None),
@@ -161,6 +172,44 @@ TRAINING: Table = {
     **without(Effect.SPEED, "Penstock reads prepared rows", "dataloader_prefetch_factor"),
     **without(Effect.SPEED, "Penstock reads prepared rows", "dataloader_multiprocessing_context"),
 }
+_BATCH = "sequences of a device x steps of accumulation x devices"
+TRAINING: Table = placed(
+    _KEYS,
+    {
+        "num_train_epochs": "train.epochs",
+        "max_steps": "train.steps",
+        "per_device_train_batch_size": "train.global_batch",
+        "gradient_accumulation_steps": "train.global_batch",
+        "max_grad_norm": "train.clip_grad_norm",
+        "save_steps": "train.save_every",
+        "save_strategy": "train.save_every",
+        "save_total_limit": "train.keep_snapshots",
+        "eval_steps": "train.eval_every",
+        "eval_strategy": "train.eval_every",
+        "learning_rate": "optimizer.lr",
+        "weight_decay": "optimizer.weight_decay",
+        "adam_beta1": "optimizer.betas",
+        "adam_beta2": "optimizer.betas",
+        "adam_epsilon": "optimizer.eps",
+        "optim": "optimizer.name optimizer.momentum",
+        "lr_scheduler_type": "optimizer.schedule optimizer.curve",
+        "lr_scheduler_kwargs": "optimizer.min_lr optimizer.decay_steps optimizer.decay_type",
+        "warmup_steps": "optimizer.warmup_steps",
+        "warmup_ratio": "optimizer.warmup_steps",
+        "bf16": "model.dtype",
+        "fp16": "model.dtype",
+        "seed": "run.seed",
+        "run_name": "run.name",
+        "output_dir": "run.dir",
+        "train_sampling_strategy": "data.shuffle",
+    },
+    {
+        "per_device_train_batch_size": _BATCH,
+        "gradient_accumulation_steps": _BATCH,
+        "lr_scheduler_type": "curve transformers has the same rates",
+    },
+)
+"""Keys of :class:`transformers.TrainingArguments`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +248,8 @@ def put_model(reading: KeyReading, key: str) -> None:
     if not model:
         raise reading.refused(key, model, "needs the folder of the model")
     note = ""
-    if is_hub_name(model):
-        note = f"fetch the folder: hf download {model} --local-dir {model}"
+    if hub_name(model):
+        note = f"fetch the folder: {fetch_model(model)}"
     reading.put("model.path", model, key, note=note)
 
 
@@ -285,8 +334,6 @@ def _put_optimizer(reading: KeyReading, key: str) -> None:
         reading.put("optimizer.betas", betas, "adam_beta1", "adam_beta2")
         reading.put("optimizer.eps", float(reading.get("adam_epsilon")), "adam_epsilon")
     reading.put("optimizer.weight_decay", float(reading.get("weight_decay")), "weight_decay")
-    if reading.table.get("label_smoothing_factor") and reading.get("label_smoothing_factor"):
-        reading.drop("label_smoothing_factor", "labels are not smoothed")
 
 
 def _put_schedule(reading: KeyReading, key: str, warmup: tuple[float, str]) -> None:
@@ -360,7 +407,7 @@ def hub_data(reading: KeyReading, key: str, name: str) -> None:
     """Records a data set of the Hub: its files show which ones belong to the split."""
     reading.drop(
         key,
-        f"is on the Hub; run `hf download {name} --repo-type dataset --local-dir {name}`, and name"
-        " the files of the split in data.sources",
+        f"is no local path; run `{fetch_data(name)}`, and name the files of the split in"
+        " data.sources",
         value=name,
     )

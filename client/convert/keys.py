@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -42,6 +42,12 @@ class Key:
     why: str = ""
     empty: bool = False
     """True if null is a value of its own; otherwise null stands for the default."""
+    places: tuple[str, ...] = ()
+    """Keys of Penstock that this key decides, such as ``optimizer.lr``."""
+    note: str = ""
+    """Words on the value in Penstock, where it differs from the trainer's."""
+    used: str = ""
+    """Replaces ``why`` where another key of the trainer switches this key on."""
 
 
 Table = Mapping[str, Key]
@@ -59,6 +65,24 @@ def dropped(effect: Effect, why: str, **defaults: Any) -> dict[str, Key]:
     }
 
 
-def without(effect: Effect, why: str, names: str) -> dict[str, Key]:
+def without(effect: Effect, why: str, names: str, used: str = "") -> dict[str, Key]:
     """Returns keys without a place in Penstock that are unset by default."""
-    return {name: Key(effect=effect, why=why) for name in names.split()}
+    return {name: Key(effect=effect, why=why, used=used) for name in names.split()}
+
+
+def placed(
+    keys: Table,
+    places: Mapping[str, str],
+    notes: Mapping[str, str] | None = None,
+    base: Table | None = None,
+) -> Table:
+    """Returns keys with their places (names with spaces between) and notes. Keys that have neither
+    take those of the same key in ``base``.
+    """
+    made: dict[str, Key] = {}
+    for name, key in keys.items():
+        other = (base or {}).get(name, key)
+        text, note = places.get(name), (notes or {}).get(name, other.note)
+        given = other.places if text is None else tuple(text.split())
+        made[name] = replace(key, places=given, note=note)
+    return made

@@ -20,7 +20,16 @@ from penstock.client.convert.hugging_face import (
     put_training,
     warmup_of,
 )
-from penstock.client.convert.keys import Effect, Table, ValueKind, dropped, mapped, without
+from penstock.client.convert.keys import (
+    Effect,
+    Key,
+    Table,
+    ValueKind,
+    dropped,
+    mapped,
+    placed,
+    without,
+)
 from penstock.client.convert.reading import KeyReading
 from penstock.host.inputs import read_text
 
@@ -42,9 +51,11 @@ _QUANTIZATION = "quantization_method quantization_type double_quantization quant
 _NO_TEMPLATE = "the model's own template renders conversations; compare by penstock data"
 _OTHER_LOSS = "Penstock has no such training"
 
-TABLE: Table = {
+_KEYS: Table = {
     **TRAINING,
-    **mapped(ValueKind.TEXT, model_name_or_path=None, stage="sft", finetuning_type="lora"),
+    **mapped(ValueKind.TEXT, model_name_or_path=None),
+    "stage": Key(default="sft", kind=ValueKind.TEXT, why="penstock train trains on text and chats"),
+    "finetuning_type": Key(default="lora", kind=ValueKind.TEXT, why=NO_ADAPTERS),
     **mapped(ValueKind.ANY, dataset=None),
     **mapped(ValueKind.TEXT, dataset_dir="data", template=None, mix_strategy="concat"),
     **mapped(ValueKind.WHOLE, cutoff_len=2048, max_samples=None),
@@ -73,7 +84,7 @@ TABLE: Table = {
     # Model
     **without(Effect.RESULT, NO_ADAPTERS, "adapter_name_or_path adapter_folder"),
     **without(Effect.RESULT, NO_QUANTIZATION, "quantization_bit"),
-    **without(Effect.NONE, "the model is not quantized", _QUANTIZATION),
+    **without(Effect.NONE, "the model is not quantized", _QUANTIZATION, used=NO_QUANTIZATION),
     **dropped(Effect.RESULT, "the vocabulary is that of the model", resize_vocab=False),
     **without(Effect.RESULT, "the vocabulary is that of the model", "add_tokens"),
     **without(Effect.RESULT, "the vocabulary is that of the model", "add_special_tokens"),
@@ -119,7 +130,7 @@ TABLE: Table = {
     ),
     **without(Effect.NONE, "fetch folders by hf download", "cache_dir hf_hub_token ms_hub_token"),
     # Methods
-    **without(Effect.NONE, "finetuning_type is full", _ADAPTERS),
+    **without(Effect.NONE, "finetuning_type is full", _ADAPTERS, used=NO_ADAPTERS),
     **dropped(
         Effect.RESULT,
         _OTHER_LOSS,
@@ -142,6 +153,37 @@ TABLE: Table = {
         "ray_run_name ray_storage_path ray_num_workers resources_per_worker placement_strategy",
     ),
 }
+TABLE = placed(
+    _KEYS,
+    {
+        "model_name_or_path": "model.path",
+        "dataset": "data.sources",
+        "dataset_dir": "data.sources",
+        "template": "data.chat_template",
+        "mix_strategy": "data.sources",
+        "cutoff_len": "data.sequence_length data.too_long",
+        "max_samples": "data.sources",
+        "packing": "data.packing",
+        "neat_packing": "data.packing",
+        "pure_bf16": "model.dtype",
+        "train_on_prompt": "data.train_on",
+        "mask_history": "data.train_on",
+        "disable_shuffling": "data.shuffle",
+        "val_size": "data.eval_fraction",
+        "eval_dataset": "data.eval_path",
+        "enable_thinking": "data.chat_template_kwargs",
+    },
+    {
+        "dataset": f"[{{registry: data/{REGISTRY}, name: NAME}}], or [{{path: FILE}}]",
+        "max_samples": "limit of a source",
+        "mix_strategy": "weight of a source",
+        "train_on_prompt": "all is true",
+        "mask_history": "last is true",
+        "neat_packing": "best-fit is true, none is false",
+        "disable_shuffling": "false is true",
+    },
+    base=TRAINING,
+)
 
 
 def convert(reading: KeyReading) -> None:
@@ -172,7 +214,9 @@ def _put_method(reading: KeyReading) -> None:
     if method == "full":
         reading.map("finetuning_type", {})
         return
-    why = NO_ADAPTERS if method != "freeze" else "train.freeze names the frozen parameters"
+    why = TABLE["finetuning_type"].why
+    if method == "freeze":
+        why = "train.freeze names the frozen parameters"
     reading.drop("finetuning_type", why)
     for name in _ADAPTERS.split():
         if name in reading.values:

@@ -13,7 +13,6 @@ from penstock.config.reading import read_mapping
 from penstock.host.errors import ConfigError
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _SHOWN = 80
 
 
@@ -113,11 +112,6 @@ class KeyReading:
             ConfigError: the value has another type.
         """
         return _typed(self.path, place, Key(kind=kind), value)
-
-
-def is_hub_name(name: str) -> bool:
-    """Returns whether a text names a repository of the Hub, and no path of this machine."""
-    return _HUB.fullmatch(name) is not None and not Path(name).exists()
 
 
 def shown(value: Any) -> str:

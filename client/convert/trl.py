@@ -21,8 +21,18 @@ from penstock.client.convert.hugging_face import (
     shuffles,
     warmup_of,
 )
-from penstock.client.convert.keys import Effect, Key, Table, ValueKind, dropped, mapped, without
-from penstock.client.convert.reading import KeyReading, is_hub_name
+from penstock.client.convert.keys import (
+    Effect,
+    Key,
+    Table,
+    ValueKind,
+    dropped,
+    mapped,
+    placed,
+    without,
+)
+from penstock.client.convert.reading import KeyReading
+from penstock.config.hub_names import hub_name
 from penstock.host.inputs import read_text
 
 OLD_NAMES: Mapping[str, str] = {**OLD, "max_seq_length": "max_length"}
@@ -40,7 +50,7 @@ _FIRST_BYTES = 8 << 20
 _LENGTH = 1024
 """Tokens of a row without ``max_length``."""
 
-TABLE: Table = {
+_KEYS: Table = {
     **TRAINING,
     **mapped(ValueKind.NUMBER, learning_rate=2e-5),
     **mapped(ValueKind.FLAG, bf16=None),
@@ -56,9 +66,9 @@ TABLE: Table = {
     **dropped(Effect.NONE, REMOTE_CODE, trust_remote_code=False),
     **without(Effect.SPEED, "model.attention chooses kernels", "attn_implementation"),
     **dropped(Effect.RESULT, NO_ADAPTERS, use_peft=False),
-    **without(Effect.NONE, "use_peft is false", _LORA),
+    **without(Effect.NONE, "use_peft is false", _LORA, used=NO_ADAPTERS),
     **dropped(Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False),
-    **without(Effect.NONE, "the model is not quantized", _QUANTIZATION),
+    **without(Effect.NONE, "the model is not quantized", _QUANTIZATION, used=NO_QUANTIZATION),
     # ScriptArguments and the mixture of datasets
     **mapped(ValueKind.TEXT, dataset_name=None),
     **mapped(ValueKind.LIST, datasets=None),
@@ -86,8 +96,32 @@ TABLE: Table = {
     **dropped(Effect.NONE, "data.shuffle draws an order for each pass", shuffle_dataset=False),
     **dropped(Effect.SPEED, "data.packing decides", padding_free=False),
     **dropped(Effect.SPEED, "schedule.recompute decides", activation_offloading=False),
-    **mapped(ValueKind.TEXT, loss_type=None),
+    "loss_type": Key(kind=ValueKind.TEXT, why="the loss is the mean negative log-likelihood"),
 }
+TABLE = placed(
+    _KEYS,
+    {
+        "model_name_or_path": "model.path",
+        "dtype": "model.dtype",
+        "dataset_name": "data.sources",
+        "datasets": "data.sources",
+        "max_length": "data.sequence_length",
+        "packing": "data.packing data.packing_window",
+        "packing_strategy": "data.packing data.packing_window data.too_long",
+        "truncation_mode": "data.too_long",
+        "assistant_only_loss": "data.train_on",
+        "completion_only_loss": "data.train_on",
+        "dataset_text_field": "data.sources",
+        "chat_template_path": "data.chat_template",
+    },
+    {
+        "dataset_text_field": "columns: {text: NAME} of a source",
+        "packing": "best-fit is true, none is false",
+        "assistant_only_loss": "assistant is true",
+        "completion_only_loss": "completion is true, all is false",
+    },
+    base=TRAINING,
+)
 
 
 def convert(reading: KeyReading) -> None:
@@ -105,7 +139,7 @@ def convert(reading: KeyReading) -> None:
     put_training(reading, Names(), warmup_of(reading))
     _refuse_adapters(reading)
     if reading.get("loss_type") not in (None, "nll", "chunked_nll"):
-        reading.drop("loss_type", "the loss is the mean negative log-likelihood")
+        reading.drop("loss_type", TABLE["loss_type"].why)
 
 
 def _put_precision(reading: KeyReading) -> None:
@@ -197,7 +231,7 @@ def _put_sources(reading: KeyReading) -> None:
             reading.drop("dataset_name", "datasets replaces it", Effect.NONE)
     elif name:
         reading.put("data.sources", [{"path": name}], "dataset_name")
-        if is_hub_name(name):
+        if hub_name(name):
             hub_data(reading, "dataset_name", name)
     else:
         raise reading.refused("dataset_name", name, "needs the data; name a file or folder")
@@ -226,7 +260,7 @@ def _source(reading: KeyReading, number: int, item: Any) -> dict[str, Any]:
         path = files
     elif files is not None:
         reading.drop(f"{place}.data_files", "list each file as a source", value=files)
-    elif is_hub_name(path):
+    elif hub_name(path):
         hub_data(reading, f"{place}.path", path)
     source: dict[str, Any] = {"path": path}
     if (columns := fields.pop("columns", None)) is not None:
@@ -248,7 +282,7 @@ def _refuse_adapters(reading: KeyReading) -> None:
         if any(reading.get(switch) for switch in switches):
             for name in names.split():
                 if name in reading.values:
-                    reading.drop(name, NO_ADAPTERS if names is _LORA else NO_QUANTIZATION)
+                    reading.drop(name, TABLE[name].used)
 
 
 def first_columns(path: Path) -> set[str]:

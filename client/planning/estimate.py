@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.client.convert.aliases import TRAINERS
+from penstock.config.hub_names import from_hub
 from penstock.config.schema import Config, parse_config
 from penstock.config.values import parse_size
 from penstock.config.words import apply_overrides
@@ -188,7 +190,7 @@ def _folder_of(model: Path) -> Path:
     if not (folder / _CONFIG).is_file():
         raise ConfigError(
             f"MODEL {str(model)!r}: has no {_CONFIG}; give a folder in the Hugging Face layout, or"
-            f" its {_CONFIG}"
+            f" its {_CONFIG} ({from_hub(model)})"
         )
     return folder
 
@@ -217,7 +219,9 @@ def _config_of(folder: Path, options: EstimateOptions) -> Config:
     for section, key, value in values:
         if value is not None:
             data.setdefault(section, {})[key] = value
-    config = parse_config(apply_overrides(data, options.settings), source="penstock estimate")
+    config = parse_config(
+        apply_overrides(data, options.settings), source="penstock estimate", translation=TRAINERS
+    )
     if config.cluster.platform.builtin_model:
         raise ConfigError(
             f"cluster.device = {config.cluster.device!r}: an emulated device brings its own model;"

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from penstock.config.hub_names import from_hub
 from penstock.host.errors import ConfigError
 from penstock.host.files import DAMAGED, parse_json
 from penstock.host.inputs import is_pointer
@@ -30,12 +31,7 @@ def check_model_folder(path: Path) -> None:
     Raises:
         ConfigError: names the path and the remedy.
     """
-    if not path.is_dir():
-        seen = "is a file" if path.is_file() else "no such folder"
-        raise ConfigError(
-            f"model.path = {str(path)!r}: {seen}; give a local folder in the Hugging Face layout"
-            " (hf download NAME --local-dir FOLDER gets one from the Hub)"
-        )
+    check_folder(path)
     names = sorted({file.name for pattern in _READ for file in path.glob(pattern)})
     pointers = [name for name in names if is_pointer(path / name)]
     if pointers:
@@ -43,6 +39,20 @@ def check_model_folder(path: Path) -> None:
         raise ConfigError(
             f"model.path = {str(path)!r}: {some}: Git LFS pointers, which stand for files that are"
             " not there; get the files (git lfs pull)"
+        )
+
+
+def check_folder(path: Path) -> None:
+    """Refuses a ``model.path`` that is no folder.
+
+    Raises:
+        ConfigError: names the path and the remedy.
+    """
+    if not path.is_dir():
+        seen = "is a file" if path.is_file() else "no such folder"
+        raise ConfigError(
+            f"model.path = {str(path)!r}: {seen}; give a local folder in the Hugging Face layout"
+            f" ({from_hub(path)})"
         )
 
 

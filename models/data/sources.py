@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.config.hub_names import fetch_data, hub_name
 from penstock.config.values import UTF8
 from penstock.host.errors import ConfigError, reason
 from penstock.host.inputs import is_pointer
@@ -138,13 +139,19 @@ def _find(source: str, key: str, encoding: str, any_records: bool) -> Source:
     matches = Source(files=tuple(sorted(walk.files)), encoding=encoding, left_out=walk.left_out)
     if not matches.files:
         if _MAGIC.search(source) is None and not os.path.lexists(source):
-            raise ConfigError(f"{key} = {source!r}: no such file or folder")
+            raise ConfigError(f"{key} = {source!r}: no such file or folder{_remedy(source)}")
         left_out = f" (left out: {matches.omissions})" if matches.left_out else ""
         raise ConfigError(
             f"{key} = {source!r}: matches no file of text{left_out}; give a file or folder of"
             f" {formats}, or a glob of such files"
         )
     return matches
+
+
+def _remedy(source: str) -> str:
+    """Returns the command for a name of the Hub; empty for other names."""
+    name = hub_name(source)
+    return "" if name is None else f"; to get this data set from the Hub: {fetch_data(name)}"
 
 
 class _Walk:

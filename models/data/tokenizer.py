@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from penstock.config.hub_names import from_hub
 from penstock.config.schema import Config
 from penstock.config.values import AUTO, BYTE, MASKED
 from penstock.host.errors import ConfigError, reason
@@ -145,7 +146,7 @@ class JsonTokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r}: cannot read it: {reason(error)}; give byte or"
-                " the path of a tokenizer.json"
+                f" the path of a tokenizer.json ({from_hub(path)})"
             ) from error
         try:
             self._tokenizer = HubTokenizer.from_str(self._text)
