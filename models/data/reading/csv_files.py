@@ -12,10 +12,12 @@ from pathlib import Path
 from penstock.host.errors import ConfigError
 from penstock.models.data.reading.decoding import decoded
 from penstock.models.data.reading.opening import CountBytes
-from penstock.models.data.reading.record import Record, check_columns
+from penstock.models.data.reading.record import Record, check_columns, shown_name
 
 _MAX_CHARACTERS = 1 << 28
 """Characters of one field; a quote without an end would fill all memory."""
+_OTHER_SEPARATORS = (";", "\t", "|")
+"""Characters between the fields of files that are no CSV for this reader."""
 
 
 def csv_rows(path: Path, encoding: str, read: CountBytes, only: str | None) -> Iterator[Record]:
@@ -30,14 +32,30 @@ def csv_rows(path: Path, encoding: str, read: CountBytes, only: str | None) -> I
     where, header = next(rows, ("", []))
     if header and only is not None:
         check_columns(f"{path}, {where}", header)
-    elif len(set(header)) < len(header):
-        raise ConfigError(f"{path}, {where}: has two columns of the same name")
+    else:
+        _check_header(f"{path}, {where}", header)
     for where, row in rows:
         if len(row) != len(header):
             raise ConfigError(
                 f"{path}, {where}: has {len(row):,} fields, and the header has {len(header):,}"
             )
         yield Record(path=path, where=where, fields=dict(zip(header, row, strict=True)))
+
+
+def _check_header(place: str, header: list[str]) -> None:
+    """Refuses a header with a name twice, or without commas between its names.
+
+    Raises:
+        ConfigError: the header is such a one.
+    """
+    if len(set(header)) < len(header):
+        raise ConfigError(f"{place}: has two columns of the same name")
+    separator = next((mark for mark in _OTHER_SEPARATORS if mark in "".join(header)), None)
+    if len(header) == 1 and separator is not None:
+        raise ConfigError(
+            f"{place}: the header has one column, {shown_name(header[0])}: fields need commas"
+            f" between them, not {separator!r}; convert the file, or rename the column"
+        )
 
 
 def _rows(path: Path, parts: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

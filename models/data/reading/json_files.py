@@ -14,7 +14,7 @@ from typing import Any
 from penstock.host.errors import ConfigError
 from penstock.models.data.reading.decoding import MARK, decoded
 from penstock.models.data.reading.opening import CountBytes
-from penstock.models.data.reading.record import Record, expected
+from penstock.models.data.reading.record import Record, expected, shown_name
 
 EXAMPLE = '{"text": "…"}'
 
@@ -23,7 +23,27 @@ _MAX_CHARACTERS = 1 << 28
 _MAX_TOKEN = 16
 """Characters of the longest token of JSON that is no string, and more."""
 _SPACE = re.compile(rf"[ \t\r\n{MARK}]*")
-_DECODER = json.JSONDecoder()
+
+
+class _RepeatedKey(ValueError):
+    """An object with a key twice: no reader knows which of the values counts."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of keys and values.
+
+    Raises:
+        _RepeatedKey: a key occurs twice.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in fields if keys.count(key) > 1)
+        raise _RepeatedKey(f"an object has the key {shown_name(repeated)} twice; keep one")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def json_lines(
@@ -40,7 +60,7 @@ def json_lines(
         where = f"line {number}"
         try:
             # Files that were put together may have a mark at the start of each.
-            fields = json.loads(line.removeprefix(MARK))
+            fields = _DECODER.decode(line.removeprefix(MARK))
         except (ValueError, RecursionError) as error:
             raise expected(f"{path}, {where}", EXAMPLE, _cause(error)) from error
         if not isinstance(fields, dict):
@@ -170,6 +190,8 @@ def _cause(error: Exception) -> str:
     """Returns the cause of an error of the JSON library, without its places in a part of a file."""
     if isinstance(error, json.JSONDecodeError):
         return error.msg
+    if isinstance(error, _RepeatedKey):
+        return str(error)
     return "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
 
 

@@ -89,7 +89,7 @@ def check_columns(place: str, columns: Sequence[str]) -> None:
 
 def without_text(place: str, columns: Sequence[str]) -> ConfigError:
     """Returns the error for a record or a table without the column ``text``."""
-    shown = ", ".join(_shown(name) for name in columns[:_MAX_COLUMNS])
+    shown = ", ".join(shown_name(name) for name in columns[:_MAX_COLUMNS])
     if len(columns) > _MAX_COLUMNS:
         shown += f" and {len(columns) - _MAX_COLUMNS:,} more"
     names = f"its columns are {shown}" if columns else "it has no columns"
@@ -114,7 +114,7 @@ def expected(place: str, example: str, why: str = "") -> ConfigError:
     return ConfigError(f"{place}: expected a JSON object such as {example}{cause}")
 
 
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
     """Returns the name of a column, which may be any text, in a form for errors."""
     short = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…"
     return short if short and short.isprintable() else ascii(short)
