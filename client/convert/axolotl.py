@@ -110,7 +110,7 @@ _KEYS: Table = {
     ),
     **mapped(ValueKind.MAPPING, chat_template_kwargs=None),
     # Data
-    **without(Effect.RESULT, "give the data in datasets", "pretraining_dataset"),
+    **mapped(ValueKind.ANY, pretraining_dataset=None),
     **without(Effect.RESULT, _SPECIAL, "special_tokens tokens added_tokens_overrides eot_tokens"),
     **without(Effect.RESULT, "put it into the template", "default_system_message"),
     **dropped(Effect.RESULT, "duplicates are counted and kept", dataset_exact_deduplication=None),
@@ -332,8 +332,13 @@ def _warmup(reading: KeyReading) -> tuple[float, str]:
 
 def _put_rows(reading: KeyReading) -> None:
     reading.put("data.sequence_length", reading.get("sequence_len"), "sequence_len")
-    packs = reading.get("sample_packing")
-    reading.put("data.packing", "best-fit" if packs else "none", "sample_packing")
+    packs = "best-fit" if reading.get("sample_packing") else "none"
+    texts = reading.get("pretraining_dataset") and not reading.get("datasets")
+    reading.put("data.packing", "best-fit" if texts else packs, "sample_packing")
+    if texts:
+        reading.put("data.too_long", "split")
+        reading.put("data.shuffle", not reading.get("curriculum_sampling"), "curriculum_sampling")
+        return
     strategies = {"drop": "drop", "truncate": "truncate", "raise": "refuse"}
     strategy = reading.get("excess_length_strategy")
     if strategy not in strategies:
@@ -377,13 +382,38 @@ def _put_sources(reading: KeyReading) -> None:
     Raises:
         ConfigError: the file names no data, or a value has another type.
     """
-    given = reading.get("datasets")
+    given, texts = reading.get("datasets"), reading.get("pretraining_dataset")
+    if texts and not given:
+        _put_texts(reading, texts)
+        return
+    if texts:
+        reading.drop("pretraining_dataset", "datasets is given, too; keep one")
     if not given:
         raise reading.refused("datasets", given, "needs a list of data sets")
     sources = [_Dataset.of(reading, number, item).source() for number, item in enumerate(given)]
     reading.put("data.sources", sources, "datasets")
     value = "all" if reading.get("train_on_inputs") else "auto"
     reading.put("data.train_on", value, "train_on_inputs")
+
+
+def _put_texts(reading: KeyReading, given: Any) -> None:
+    """Sets the sources of ``pretraining_dataset``: a path, a mapping, or a list of both.
+
+    Raises:
+        ConfigError: an entry names no data, or a value has another type.
+    """
+    key = "pretraining_dataset"
+    items = given if isinstance(given, list) else [given]
+    named = [{"path": item} if isinstance(item, str) else item for item in items]
+    sources = [_Dataset.of(reading, n, item, key).texts() for n, item in enumerate(named)]
+    reading.put("data.sources", sources)
+    reading.put("data.train_on", "all", "train_on_inputs")
+    reading.drop(
+        key,
+        "data.sources names the files, but rows differ: Axolotl leaves out or splits the end of a"
+        " long text by other keys, and Penstock trains on all tokens; compare by penstock data",
+        value=given,
+    )
 
 
 class _Dataset:
@@ -393,13 +423,13 @@ class _Dataset:
         self._reading, self._place, self._fields = reading, place, fields
 
     @classmethod
-    def of(cls, reading: KeyReading, number: int, item: Any) -> _Dataset:
-        """Returns an entry.
+    def of(cls, reading: KeyReading, number: int, item: Any, key: str = "datasets") -> _Dataset:
+        """Returns an entry of the list ``key``.
 
         Raises:
             ConfigError: the entry is no mapping.
         """
-        place = f"datasets[{number}]"
+        place = f"{key}[{number}]"
         fields = reading.typed(place, ValueKind.MAPPING, item)
         return cls(reading, place, {k: v for k, v in fields.items() if v is not None})
 
@@ -421,8 +451,32 @@ class _Dataset:
                 self._drop("type", kind, "Axolotl splits long texts; set data.too_long: split")
                 if (column := self._take("field", ValueKind.TEXT)) is not None:
                     source["columns"] = {"text": column}
+            case None:
+                source["format"] = "tokens"
             case _:
-                self._drop("type", kind, "only chat_template, alpaca and completion are converted")
+                self._drop(
+                    "type",
+                    kind,
+                    "only chat_template, alpaca, completion and prepared tokens (no type) are"
+                    " converted",
+                )
+        return self._finished(source)
+
+    def texts(self) -> dict[str, Any]:
+        """Returns the source of texts, and drops the keys that have no place.
+
+        Raises:
+            ConfigError: the entry has no path, or a value has another type.
+        """
+        source: dict[str, Any] = {"path": self._path(), "format": "text"}
+        if (column := self._take("text_column", ValueKind.TEXT)) not in (None, "text"):
+            source["columns"] = {"text": column}
+        if self._fields.get("type") in ("pretrain", "completion"):
+            self._fields.pop("type")
+        return self._finished(source)
+
+    def _finished(self, source: dict[str, Any]) -> dict[str, Any]:
+        """Returns the source, and drops the keys that are left."""
         for key, value in self._fields.items():
             self._drop(key, value, "the key has no place in data.sources")
         return source

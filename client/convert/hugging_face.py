@@ -17,6 +17,7 @@ from penstock.client.convert.keys import (
     placed,
     without,
 )
+from penstock.client.convert.passes import put_epochs
 from penstock.client.convert.reading import KeyReading
 from penstock.config.hub_names import fetch_data, fetch_model, hub_name
 
@@ -271,7 +272,7 @@ def put_training(reading: KeyReading, names: Names, warmup: tuple[float, str]) -
         if names.epochs in reading.values:
             reading.drop(names.epochs, "max_steps decides the length", Effect.NONE)
     else:
-        reading.put("train.epochs", float(reading.get(names.epochs)), names.epochs)
+        put_epochs(reading, names.epochs, batch)
     clip = reading.get("max_grad_norm")
     reading.put("train.clip_grad_norm", float(clip) if clip else None, "max_grad_norm")
     _put_saves(reading)

@@ -135,9 +135,11 @@ FILES = {"trl": TRL, "llamafactory": LLAMA_FACTORY, "axolotl": AXOLOTL}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with data."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n{"prompt": 1, "completion": 2}')
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "completion": "b"}')
-    (tmp_path / "pairs.json").write_text('[{"prompt": "a", "completion": "b", "id": 1}]')
+    chats = '{"messages": []}\n{"prompt": 1, "completion": 2}\n'
+    (tmp_path / "chats.jsonl").write_text(chats * 4)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    pairs = [{"prompt": "a", "completion": "b", "id": 1}] * 8
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     return tmp_path
 
 
@@ -442,6 +444,49 @@ def test_values_of_trl(keys: dict[str, Any], place: str, value: Any) -> None:
     assert not conversion.changes_result, conversion.dropped
 
 
+@pytest.mark.parametrize(
+    ("records", "keys", "theirs", "ours"),
+    [
+        (10, {"num_train_epochs": 3, "per_device_train_batch_size": 4}, 9, 8),
+        (10, {"num_train_epochs": 0.5, "per_device_train_batch_size": 4}, 2, 2),
+        (
+            11,
+            {
+                "num_train_epochs": 2,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 3,
+            },
+            4,
+            4,
+        ),
+        (12, {"num_train_epochs": 3, "per_device_train_batch_size": 4}, None, None),
+    ],
+)
+def test_passes_that_the_batch_does_not_divide_change_the_result(
+    folder: Path, records: int, keys: dict[str, Any], theirs: int | None, ours: int | None
+) -> None:
+    """transformers rounds the steps of each pass up."""
+    (folder / "chats.jsonl").write_text('{"text": "a"}\n\n' * records)
+    conversion = made("trl", minimal("trl"), **keys)
+    dropped = {entry["key"]: entry["why"] for entry in conversion.dropped}
+    assert conversion.changes_result is (theirs is not None)
+    if theirs is not None:
+        assert f"are {theirs} steps there and {ours} here" in dropped["num_train_epochs"]
+    assert conversion.config["train"]["epochs"] == keys["num_train_epochs"]
+    unknown = made("trl", minimal("trl"), packing=True)
+    notes = {entry["key"]: entry.get("note", "") for entry in unknown.mapped}
+    assert not unknown.changes_result and "smaller batch" in notes["num_train_epochs"]
+
+
+def test_records_of_a_registry_are_counted(folder: Path) -> None:
+    (folder / "data").mkdir()
+    registry = folder / "data" / "dataset_info.json"
+    registry.write_text('{"d": {"file_name": "d.json"}}')
+    (folder / "data" / "d.json").write_text(json.dumps([{"instruction": "a"}] * 9))
+    assert fates(made("llamafactory", minimal("llamafactory")))["num_train_epochs"] == "result"
+    assert not made("llamafactory", minimal("llamafactory"), max_samples=8).changes_result
+
+
 def test_a_key_without_use_is_dropped() -> None:
     keys = {"packing_strategy": "wrapped", "optim": "sgd", "adam_beta2": 0.95}
     assert fates(made("trl", minimal("trl"), **keys)) == {
@@ -559,6 +604,36 @@ def test_a_draw_of_the_registry_is_told_apart_from_its_start(folder: Path) -> No
 def test_warmup_of_axolotl(keys: dict[str, Any], warmup: float) -> None:
     config = made("axolotl", minimal("axolotl"), **keys).config
     assert config["optimizer"]["warmup_steps"] == warmup
+
+
+def test_texts_of_axolotl_are_sources_with_other_rows() -> None:
+    texts = [
+        {"path": "json", "data_files": "a.jsonl", "type": "pretrain", "text_column": "body"},
+        "b.jsonl",
+    ]
+    keys = {"datasets": None, "pretraining_dataset": texts, "max_steps": 9, "sample_packing": True}
+    conversion = made("axolotl", minimal("axolotl"), **keys)
+    assert conversion.config["data"]["sources"] == [
+        {"path": "a.jsonl", "format": "text", "columns": {"text": "body"}},
+        {"path": "b.jsonl", "format": "text"},
+    ]
+    data = conversion.config["data"]
+    assert (data["packing"], data["too_long"], data["train_on"]) == ("best-fit", "split", "all")
+    assert fates(conversion) == {"pretraining_dataset": "result"}
+    one = made("axolotl", minimal("axolotl"), **keys | {"pretraining_dataset": "b.jsonl"})
+    assert one.config["data"]["sources"] == [{"path": "b.jsonl", "format": "text"}]
+    both = made("axolotl", minimal("axolotl"), pretraining_dataset="b.jsonl")
+    assert fates(both) == {"pretraining_dataset": "result"}
+
+
+def test_prepared_tokens_of_axolotl() -> None:
+    conversion = made("axolotl", minimal("axolotl"), datasets=[{"path": "a.jsonl", "type": None}])
+    assert conversion.config["data"]["sources"] == [{"path": "a.jsonl", "format": "tokens"}]
+    assert not conversion.changes_result
+    names = ({"path": "a.jsonl", "type": "input_output"},)
+    assert fates(made("axolotl", minimal("axolotl"), datasets=list(names))) == {
+        "datasets[0].type": "result"
+    }
 
 
 def test_an_old_batch_of_axolotl_is_divided() -> None:

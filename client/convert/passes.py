@@ -1,0 +1,116 @@
+"""Steps of a pass over the data. transformers ends each pass with a smaller batch, and rounds the
+steps of a pass up. Penstock fills the batch with the first rows of the next pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from penstock.client.convert.keys import Effect
+from penstock.client.convert.reading import KeyReading
+from penstock.host.inputs import read_text
+
+MAX_BYTES = 64 << 20
+"""Most bytes of data that a conversion reads to count records."""
+
+_BORDERS = (
+    "Penstock fills the last batch of a pass with rows of the next pass, and the trainer has a"
+    " smaller batch"
+)
+
+
+def put_epochs(reading: KeyReading, key: str, batch: int) -> None:
+    """Sets ``train.epochs``.
+
+    If the records are known not to fill the last batch of a pass, the key also changes the result:
+    the trainer takes more steps. ``batch`` is the number of sequences of a device in a step of
+    accumulation.
+    """
+    epochs = float(reading.get(key))
+    count = _rows(reading.config["data"])
+    reading.put("train.epochs", epochs, key, note="" if count else _BORDERS)
+    total = reading.config["train"]["global_batch"]
+    if not count or count % total == 0:
+        return
+    theirs = steps_of(count, batch, reading.get("gradient_accumulation_steps"), reading.devices)
+    passes = Fraction(str(epochs))
+    ours = max(1, math.ceil(passes * count / total))
+    reading.drop(
+        key,
+        f"{_BORDERS}: {count:,} records at a batch of {total:,} are {math.ceil(passes * theirs):,}"
+        f" steps there and {ours:,} here; choose a batch that divides the records, or set"
+        " train.steps in place of train.epochs",
+        Effect.RESULT,
+        value=epochs,
+    )
+
+
+def steps_of(count: int, batch: int, accumulation: int, devices: int) -> int:
+    """Returns the steps that transformers takes in one pass over ``count`` rows."""
+    batches = math.ceil(count / (batch * devices))
+    return max(1, math.ceil(batches / accumulation))
+
+
+def _rows(data: Mapping[str, Any]) -> int | None:
+    """Returns the number of records where each is a row; None if that is not known.
+
+    Records that share rows, held-out records, and files that are large or in other formats than
+    JSON leave the number unknown.
+    """
+    if data.get("packing") != "none" or data.get("eval_fraction"):
+        return None
+    try:
+        return sum(_records(source) for source in data["sources"])
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _records(source: Mapping[str, Any]) -> int:
+    """Returns the number of records of a source.
+
+    Raises:
+        OSError, ValueError: the number is not known.
+    """
+    count = len(_parsed(_file(source)))
+    return min(count, source.get("limit", count))
+
+
+def _file(source: Mapping[str, Any]) -> Path:
+    """Returns the file of a source.
+
+    Raises:
+        OSError, ValueError: the registry has no such file.
+    """
+    if "registry" not in source:
+        return Path(source["path"])
+    registry = Path(source["registry"])
+    entries = json.loads(read_text(registry, MAX_BYTES))
+    entry = entries.get(source["name"]) if isinstance(entries, dict) else None
+    if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
+        raise ValueError("the entry names no file")
+    if entry.get("num_samples") is not None:
+        raise ValueError("the entry draws samples")
+    return registry.parent / entry["file_name"]
+
+
+def _parsed(path: Path) -> list[Any]:
+    """Returns the records of a JSON file; only their number is of use.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, is large, or has another format.
+    """
+    if path.suffix not in (".json", ".jsonl"):
+        raise ValueError("the format is another one")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError("the file is large")
+    text = read_text(path, MAX_BYTES)
+    if text.lstrip().startswith("["):
+        parsed = json.loads(text)
+        return parsed if isinstance(parsed, list) else []
+    # A line feed alone ends a line of JSON lines: texts may hold other ends of lines.
+    return [line for line in text.split("\n") if line.strip()]
