@@ -236,6 +236,9 @@ _SCHEDULES: Mapping[str, str] = {
     **{"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"},
     **{"constant": "constant", "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
 }
+_NO_RATIO = (
+    "transformers 5.24 ignores this key; earlier versions warm up in this share of the steps"
+)
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -350,7 +353,8 @@ def _put_schedule(reading: KeyReading, key: str, warmup: tuple[float, str]) -> N
         reading.drop(warmup_key, "transformers' constant schedule has no warmup", Effect.NONE)
         reading.put("optimizer.warmup_steps", 0)
     else:
-        reading.put("optimizer.warmup_steps", steps, warmup_key)
+        late = warmup_key == "warmup_ratio" and key == "lr_scheduler_type"
+        reading.put("optimizer.warmup_steps", steps, warmup_key, note=_NO_RATIO if late else "")
     for argument, place, value in _arguments(reading, name, arguments):
         arguments.pop(argument)
         reading.put(place, value, "lr_scheduler_kwargs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,9 @@ from penstock.client.convert.keys import (
     without,
 )
 from penstock.client.convert.reading import KeyReading
-from penstock.host.inputs import read_text
+from penstock.client.convert.registries import REGISTRY, entries_of
 
-REGISTRY = "dataset_info.json"
 OLD_NAMES: Mapping[str, str] = {**OLD}
-_REGISTRY_BYTES = 16 << 20
 
 _ADAPTERS = (
     "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio"
@@ -251,7 +248,16 @@ def _put_sources(reading: KeyReading) -> None:
     reading.put("data.sources", sources, "dataset", "dataset_dir")
     if limit is not None:
         reading.map("max_samples", {"data.sources[*].limit": limit})
-    for name, count in drawn_samples(registry, names).items():
+    entries = entries_of(registry, names)
+    for name, entry in entries.items():
+        if entry.get("formatting") == "openai" and not entry.get("ranking"):
+            reading.drop(
+                f"{REGISTRY}: {name}.formatting",
+                "LLaMA-Factory adds the text `detailed thinking off` to the message of the system"
+                " in conversations without tools; put it into the records, or do without it",
+                value="openai",
+            )
+    for name, count in drawn_samples(entries).items():
         reading.drop(
             f"{REGISTRY}: {name}.num_samples",
             "LLaMA-Factory draws the records, and Penstock takes the first",
@@ -261,16 +267,10 @@ def _put_sources(reading: KeyReading) -> None:
         reading.drop("mix_strategy", "data.sources.weight mixes sources")
 
 
-def drawn_samples(registry: Path, names: list[str]) -> Mapping[str, Any]:
-    """Returns the number of samples by data set, where a readable registry has one."""
-    try:
-        entries = json.loads(read_text(registry, _REGISTRY_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(entries, dict):
-        return {}
-    fields = {name: entries[name] for name in names if isinstance(entries.get(name), dict)}
-    return {n: f["num_samples"] for n, f in fields.items() if f.get("num_samples") is not None}
+def drawn_samples(entries: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
+    """Returns the number of samples by data set, where its entry has one."""
+    counts = {name: entry.get("num_samples") for name, entry in entries.items()}
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def _put_rows(reading: KeyReading) -> None:

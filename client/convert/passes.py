@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.client.convert.keys import Effect
 from penstock.client.convert.reading import KeyReading
+from penstock.client.convert.registries import entries_of
 from penstock.host.inputs import read_text
 
 MAX_BYTES = 64 << 20
@@ -64,53 +65,35 @@ def _rows(data: Mapping[str, Any]) -> int | None:
     """
     if data.get("packing") != "none" or data.get("eval_fraction"):
         return None
-    try:
-        return sum(_records(source) for source in data["sources"])
-    except (OSError, ValueError, RecursionError):
-        return None
+    counts = [_records(source) for source in data["sources"]]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
-def _records(source: Mapping[str, Any]) -> int:
-    """Returns the number of records of a source.
-
-    Raises:
-        OSError, ValueError: the number is not known.
-    """
-    count = len(_parsed(_file(source)))
-    return min(count, source.get("limit", count))
-
-
-def _file(source: Mapping[str, Any]) -> Path:
-    """Returns the file of a source.
-
-    Raises:
-        OSError, ValueError: the registry has no such file.
-    """
-    if "registry" not in source:
-        return Path(source["path"])
-    registry = Path(source["registry"])
-    entries = json.loads(read_text(registry, MAX_BYTES))
-    entry = entries.get(source["name"]) if isinstance(entries, dict) else None
-    if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
-        raise ValueError("the entry names no file")
-    if entry.get("num_samples") is not None:
-        raise ValueError("the entry draws samples")
-    return registry.parent / entry["file_name"]
+def _records(source: Mapping[str, Any]) -> int | None:
+    """Returns the number of records of a source; None if that is not known."""
+    if "registry" in source:
+        registry, name = Path(source["registry"]), source["name"]
+        entry = entries_of(registry, [name]).get(name, {})
+        if not isinstance(entry.get("file_name"), str) or entry.get("num_samples") is not None:
+            return None
+        count = counted_records(registry.parent / entry["file_name"])
+    else:
+        count = counted_records(Path(source["path"]))
+    return None if count is None else min(count, source.get("limit", count))
 
 
-def _parsed(path: Path) -> list[Any]:
-    """Returns the records of a JSON file; only their number is of use.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, is large, or has another format.
+def counted_records(path: Path) -> int | None:
+    """Returns the number of records of a JSON file; None if the file cannot be read, is large, or
+    has another format.
     """
     if path.suffix not in (".json", ".jsonl"):
-        raise ValueError("the format is another one")
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError("the file is large")
-    text = read_text(path, MAX_BYTES)
-    if text.lstrip().startswith("["):
-        parsed = json.loads(text)
-        return parsed if isinstance(parsed, list) else []
+        return None
+    try:
+        text = read_text(path, MAX_BYTES)
+        if text.lstrip().startswith("["):
+            return len(json.loads(text))
+    except (OSError, ValueError, RecursionError):
+        return None
     # A line feed alone ends a line of JSON lines: texts may hold other ends of lines.
-    return [line for line in text.split("\n") if line.strip()]
+    return sum(1 for line in text.split("\n") if line.strip())

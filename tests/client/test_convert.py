@@ -478,6 +478,14 @@ def test_passes_that_the_batch_does_not_divide_change_the_result(
     assert not unknown.changes_result and "smaller batch" in notes["num_train_epochs"]
 
 
+def test_a_registry_of_openai_messages_has_another_system(folder: Path) -> None:
+    (folder / "data").mkdir()
+    registry = folder / "data" / "dataset_info.json"
+    registry.write_text('{"d": {"file_name": "d.json", "formatting": "openai"}}')
+    conversion = made("llamafactory", minimal("llamafactory"))
+    assert fates(conversion) == {"dataset_info.json: d.formatting": "result"}
+
+
 def test_records_of_a_registry_are_counted(folder: Path) -> None:
     (folder / "data").mkdir()
     registry = folder / "data" / "dataset_info.json"

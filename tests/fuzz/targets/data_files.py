@@ -13,7 +13,8 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
-from penstock.client.convert.llamafactory import drawn_samples
+from penstock.client.convert.passes import counted_records
+from penstock.client.convert.registries import entries_of
 from penstock.client.convert.trl import first_columns
 from penstock.config.data import SourceConfig
 from penstock.models.data.chat.conversation import request_of
@@ -147,10 +148,17 @@ DATA_FILES = (
     ),
     Target(
         name="drawn-samples",
-        open=from_file("dataset_info.json", lambda path: drawn_samples(path, ["it"])),
-        covers=("client.convert.llamafactory.drawn_samples",),
+        open=from_file("dataset_info.json", lambda path: entries_of(path, ["it"])),
+        covers=("client.convert.registries.entries_of",),
         seeds=lambda: [json.dumps({"it": {"file_name": "a.json", "num_samples": 2}}).encode()],
         form=Form.JSON,
+    ),
+    Target(
+        name="counted-records",
+        open=from_file("a.json", counted_records),
+        covers=("client.convert.passes.counted_records",),
+        seeds=lambda: [b"\n".join(LINES), b"[" + b",\n".join(LINES) + b"]"],
+        form=Form.TEXT,
     ),
     Target(
         name="first-columns",
