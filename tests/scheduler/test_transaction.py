@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.scheduler.machine.activities.transaction import judge
 from penstock.daemons.scheduler.machine.events import AppendMetrics, JournalDecision, Send
 from penstock.daemons.scheduler.machine.position import LossScaling, Position
@@ -295,6 +296,22 @@ def test_metrics_line(live: Driver) -> None:
     line = json.loads(appended.metrics_json)
     assert (line["step"], line["attempt"], line["decision"]) == (1, 2, "skip")
     assert line["grad_norm"] is None
+
+
+def test_the_first_step_without_counted_tokens_is_warned_of(live: Driver) -> None:
+    warnings = []
+    for tokens in (10, 0, 0):
+        for worker in live.rules.workers:
+            live.done(worker, loss_sum=0.0, loss_tokens=tokens)
+        live.block(0)
+        live.block(1)
+        warnings.append([e.text for e in live.effects if isinstance(e, LogLine) and e.warning])
+        [appended] = [e for e in live.effects if isinstance(e, AppendMetrics)]
+        assert (json.loads(appended.metrics_json)["loss"] is None) is (tokens == 0)
+    assert [len(texts) for texts in warnings] == [0, 1, 0]
+    [[text]] = warnings[1:2]
+    assert text.startswith("step 2: no token of its 8 sequences counts in the loss"), text
+    assert "data.train_on" in text
 
 
 def test_lines_and_status_count_passes_over_the_data() -> None:

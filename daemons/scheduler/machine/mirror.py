@@ -97,6 +97,8 @@ class JournalMirror:
         """Blocks missing in each replica at the last attempt, by mirrord; not journaled."""
         self.costs = AttemptCosts()
         """Measured times for the hold policy; not journaled."""
+        self.warned_of_no_labels = False
+        """True after the warning about a step without counted tokens; not journaled."""
 
     @property
     def version(self) -> int:

@@ -222,7 +222,21 @@ class Transaction(Activity):
             self.mirror.decide(record, line),
             *(Send(member=member, message=commit) for member, commit in commits.items()),
             AppendMetrics(metrics_json=line),
+            *self._warn_of_no_labels(record.version),
         ]
+
+    def _warn_of_no_labels(self, step: int) -> list[Effect]:
+        """Returns a warning about the first step without a counted token."""
+        if self.mirror.warned_of_no_labels or any(r.loss_tokens for r in self.reports.values()):
+            return []
+        self.mirror.warned_of_no_labels = True
+        text = (
+            f"step {step}: no token of its {self.rules.config.train.global_batch} sequences counts"
+            " in the loss, so its loss is null and its gradients are 0. More such steps are not"
+            " reported. penstock data CONFIG shows the rows; raise train.global_batch, or start a"
+            " run with another data.train_on"
+        )
+        return [LogLine(text=text, warning=True)]
 
     def _skip(self, verdict: Verdict, record: CommitRecord, now_s: float) -> list[Effect]:
         line = self._finish(verdict, record, now_s)
