@@ -187,6 +187,21 @@ class TrainConfig(Section):
         description="Limit of the gradients' global norm: larger gradients are scaled down to it;"
         " null: no clipping.",
     )
+    loss_mean: Literal["tokens", "samples"] = Field(
+        default="tokens",
+        description="Mean that is the loss of a step. tokens: over all counted tokens of the global"
+        " batch. samples: over the tokens of each sample first (a document of a row, else the row),"
+        " then over the samples; samples without counted tokens are left out. Evaluations have the"
+        " mean over tokens.",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Share of each label that all tokens of the vocabulary have in equal parts, as"
+        " in torch.nn.CrossEntropyLoss. Losses of steps are smoothed; those of evaluations are"
+        " not.",
+    )
     freeze: Annotated[
         tuple[str, ...], Accepts("a list of regular expressions such as [^model.embed]")
     ] = Field(

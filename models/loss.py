@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,28 +40,46 @@ class LossHead:
     in_backward: Callable[[], AbstractContextManager[LogitsOf]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Labels of rows, (rows,) int64; -100 counts nothing. ``weights``: fp32 factors of the rows'
+    losses, (rows,); None: 1. ``smoothing``: share of a label that all tokens have in equal parts.
+    """
+
+    labels: torch.Tensor
+    weights: torch.Tensor | None = None
+    smoothing: float = 0.0
+
+    def __getitem__(self, rows: slice) -> Targets:
+        """Returns the targets of some of the rows."""
+        weights = None if self.weights is None else self.weights[rows]
+        return replace(self, labels=self.labels[rows], weights=weights)
+
+
 def chunked_cross_entropy(
-    head: LossHead, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int
+    head: LossHead, hidden: torch.Tensor, targets: Targets, *, chunk_rows: int
 ) -> torch.Tensor:
     """Returns the summed negative log-likelihood in nats, a fp32 scalar. It is the sum over rows of
-    log sum_v exp(logits[v]) - logits[label]; labels of -100 count nothing.
+    weight * (log sum_v exp(logits[v]) - target); labels of -100 count nothing. The target is
+    (1 - s) logits[label] + s mean_v logits[v] with the smoothing s, as of
+    torch.nn.CrossEntropyLoss.
 
-    ``hidden`` is (rows, hidden) in the compute dtype, ``labels`` (rows,) int64. Logits are widened
-    to fp32. With more than ``chunk_rows`` rows, and autograd, the backward computes logits, loss
-    and their gradients, once for each chunk. The scalar is NaN until then.
+    ``hidden`` is (rows, hidden) in the compute dtype. Logits are widened to fp32. With more than
+    ``chunk_rows`` rows, and autograd, the backward computes logits, loss and their gradients, once
+    for each chunk. The scalar is NaN until then.
     """
     rows = hidden.shape[0]
     if rows <= chunk_rows:
-        return _summed(head.logits_of, hidden, labels)
+        return _summed(head.logits_of, hidden, targets)
     if torch.is_grad_enabled():
         anchor = torch.zeros((), requires_grad=True)
         loss: torch.Tensor = _LossInBackward.apply(  # type: ignore[no-untyped-call]
-            hidden, anchor, labels, head, chunk_rows
+            hidden, anchor, targets, head, chunk_rows
         )
         return loss
     starts = range(0, rows, chunk_rows)
-    parts = [(hidden[at : at + chunk_rows], labels[at : at + chunk_rows]) for at in starts]
-    return _added([_summed(head.logits_of, *part) for part in parts])
+    chunks = [slice(at, at + chunk_rows) for at in starts]
+    return _added([_summed(head.logits_of, hidden[chunk], targets[chunk]) for chunk in chunks])
 
 
 class _LossInBackward(torch.autograd.Function):
@@ -76,12 +94,12 @@ class _LossInBackward(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         anchor: torch.Tensor,
-        labels: torch.Tensor,
+        targets: Targets,
         head: LossHead,
         chunk_rows: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden)
-        ctx.labels, ctx.head, ctx.chunk_rows = labels, head, chunk_rows
+        ctx.targets, ctx.head, ctx.chunk_rows = targets, head, chunk_rows
         # An alias of the result: a reference to the result itself would be a cycle.
         ctx.loss = torch.full((), torch.nan, dtype=torch.float32, device=hidden.device)
         alias: torch.Tensor = ctx.loss.detach()
@@ -98,7 +116,7 @@ class _LossInBackward(torch.autograd.Function):
                 chunk = slice(start, start + ctx.chunk_rows)
                 rows = hidden[chunk].detach().requires_grad_(gradient is not None)
                 with torch.enable_grad():
-                    loss = _summed(logits_of, rows, ctx.labels[chunk])
+                    loss = _summed(logits_of, rows, ctx.targets[chunk])
                 torch.autograd.backward(loss, weights[0])
                 losses.append(loss.detach())
                 if gradient is not None:
@@ -115,7 +133,13 @@ def _added(losses: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _summed(logits_of: LogitsOf, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(
-        logits_of(hidden).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
+def _summed(logits_of: LogitsOf, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+    weights = targets.weights
+    losses = F.cross_entropy(
+        logits_of(hidden).float(),
+        targets.labels,
+        ignore_index=IGNORED_LABEL,
+        reduction="sum" if weights is None else "none",
+        label_smoothing=targets.smoothing,
     )
+    return losses if weights is None else (losses * weights).sum()

@@ -31,7 +31,7 @@ from penstock.models.binding import (
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
 from penstock.models.forward_storage import ForwardStorage, StoredForward
-from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy
+from penstock.models.loss import LogitsOf, LossHead, Targets, chunked_cross_entropy
 from penstock.models.saved_activations import release_values
 from penstock.models.saved_activations.op_log import tensors_in
 from penstock.models.split_backward.deferred_entries import AtOnce
@@ -60,10 +60,11 @@ class StageOutput:
     (micro_batch, sequence, hidden) in the compute dtype. ``checkpoints[b]`` are the detached inputs
     of block ``b``, of the same shape.
 
-    ``loss_sum`` is the detached sum over counted tokens, a fp32 scalar in nats (head only; NaN for
-    several chunks until the backward). ``loss`` is the same times ``loss_weight`` with its graph.
-    ``inputs`` are leaves; :meth:`ModelRuntime.backward` returns their gradients. ``stored``: the
-    tensors kept for the backward, if the forward had a storage.
+    ``loss_sum`` is the detached sum over counted tokens, with weights if the batch has some, a
+    fp32 scalar in nats (head only; NaN for several chunks until the backward). ``loss`` is the same
+    times ``loss_weight`` with its graph. ``inputs`` are leaves; :meth:`ModelRuntime.backward`
+    returns their gradients. ``stored``: the tensors kept for the backward, if the forward had a
+    storage.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -111,13 +112,14 @@ class ModelRuntime:
         seed: int,
         compiler: Compiler | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         """Builds the model's modules on ``device``, without parameters.
 
         ``compute_dtype`` is the type of hidden states and of bound weights. ``compiler`` compiles
         the layers, and sets torch's options for the process (:mod:`penstock.models.compiled`).
         None: layers run uncompiled. ``constants`` are the model's persistent buffers by name;
-        without them, those of a new model.
+        without them, those of a new model. ``label_smoothing``: the share of training losses.
 
         Raises:
             ConfigError: the model cannot be taken apart, or ``table`` describes another one.
@@ -126,6 +128,7 @@ class ModelRuntime:
         self._table = table
         self._device = torch.device(device)
         self._seed, self._compute_dtype = seed, compute_dtype
+        self._label_smoothing = label_smoothing
         skeleton = build_skeleton(hf_config)
         _check_same_parts(skeleton, table)
         self._buffers: list[torch.Tensor] = []
@@ -455,8 +458,13 @@ class ModelRuntime:
         prepared: _Prepared,
         storage: ForwardStorage | None,
     ) -> torch.Tensor:
-        labels = self._moved(prepared.batch.labels).reshape(-1)
-        training = prepared.training
+        batch, training = prepared.batch, prepared.training
+        weights = batch.label_weights
+        targets = Targets(
+            labels=self._moved(batch.labels).reshape(-1),
+            weights=None if weights is None else self._moved(weights).reshape(-1),
+            smoothing=self._label_smoothing if training else 0.0,
+        )
 
         def logits_of(over: BoundBlock) -> LogitsOf:
             def logits(rows: torch.Tensor) -> torch.Tensor:
@@ -479,7 +487,7 @@ class ModelRuntime:
         return chunked_cross_entropy(
             LossHead(logits_of=logits_of(block), in_backward=in_backward),
             finished.reshape(-1, finished.shape[-1]),
-            labels,
+            targets,
             chunk_rows=self._table.rows_of_loss,
         )
 
@@ -540,6 +548,8 @@ class ModelRuntime:
             torch.from_numpy(batch.labels),
             *self._buffers,
         ]
+        if batch.label_weights is not None:
+            constants.append(torch.from_numpy(batch.label_weights))
         if self._compiled:
             constants.append(ticket_memory())
         for call in prepared.calls:

@@ -26,7 +26,7 @@ from penstock.config.schema import Config
 from penstock.config.values import MASKED
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json
-from penstock.models.data.batch import MicroBatch
+from penstock.models.data.batch import MicroBatch, weighted_by_sample
 from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
@@ -224,15 +224,22 @@ class TokenDataset:
 
 
 def micro_batches(
-    dataset: Dataset, data_position: int, global_batch: int, micro_batch: int
+    dataset: Dataset,
+    data_position: int,
+    global_batch: int,
+    micro_batch: int,
+    *,
+    by_sample: bool = False,
 ) -> tuple[list[MicroBatch], int]:
     """Returns the micro-batches of the global batch that starts at a data position, and the number
     of its counted tokens.
 
     ``data_position`` counts the samples consumed before; the batch consumes ``global_batch`` of
-    them.
+    them. ``by_sample``: labels have weights, by which samples count alike in the loss.
     """
     batches = dataset.read(data_position, global_batch, micro_batch)
+    if by_sample:
+        batches = weighted_by_sample(batches)
     return batches, sum(batch.counted_tokens for batch in batches)
 
 

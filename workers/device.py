@@ -239,6 +239,7 @@ class WorkerSite:
             seed=self.config.run.seed,
             compiler=compiler if model.compile is True else None,
             constants=read_constants(self.run_dir),
+            label_smoothing=self.config.train.label_smoothing,
         )
 
 

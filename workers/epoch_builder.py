@@ -250,7 +250,11 @@ class EpochBuilder:
             self._datasets[phase] = open_dataset(self._files.path / "data", phase, self._config)
         train = self._config.train
         return micro_batches(
-            self._datasets[phase], data_position, train.global_batch, train.micro_batch
+            self._datasets[phase],
+            data_position,
+            train.global_batch,
+            train.micro_batch,
+            by_sample=phase == "train" and train.loss_mean == "samples",
         )
 
     def runtime(self) -> Runtime:

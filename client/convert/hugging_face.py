@@ -44,8 +44,7 @@ _KEYS: Table = {
     **mapped(ValueKind.NUMBER, learning_rate=5e-5, weight_decay=0.0),
     "max_grad_norm": Key(default=1.0, kind=ValueKind.NUMBER, empty=True),
     **mapped(ValueKind.NUMBER, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8),
-    **mapped(ValueKind.NUMBER, save_steps=500),
-    **dropped(Effect.RESULT, "labels are not smoothed", label_smoothing_factor=0.0),
+    **mapped(ValueKind.NUMBER, save_steps=500, label_smoothing_factor=0.0),
     **mapped(ValueKind.TEXT, lr_scheduler_type="linear", optim="adamw_torch_fused"),
     **mapped(ValueKind.TEXT, save_strategy="steps", output_dir=None, run_name=None),
     **mapped(ValueKind.MAPPING, lr_scheduler_kwargs=None),
@@ -182,6 +181,7 @@ TRAINING: Table = placed(
         "per_device_train_batch_size": "train.global_batch",
         "gradient_accumulation_steps": "train.global_batch",
         "max_grad_norm": "train.clip_grad_norm",
+        "label_smoothing_factor": "train.label_smoothing",
         "save_steps": "train.save_every",
         "save_strategy": "train.save_every",
         "save_total_limit": "train.keep_snapshots",
@@ -338,6 +338,12 @@ def _put_optimizer(reading: KeyReading, key: str) -> None:
         reading.put("optimizer.betas", betas, "adam_beta1", "adam_beta2")
         reading.put("optimizer.eps", float(reading.get("adam_epsilon")), "adam_epsilon")
     reading.put("optimizer.weight_decay", float(reading.get("weight_decay")), "weight_decay")
+
+
+def put_smoothing(reading: KeyReading) -> None:
+    """Sets the smoothing of labels, of the same definition as transformers' ``LabelSmoother``."""
+    key, note = "label_smoothing_factor", "losses of evaluations are not smoothed"
+    reading.put("train.label_smoothing", float(reading.get(key)), key, note=note)
 
 
 def _put_schedule(reading: KeyReading, key: str, warmup: tuple[float, str]) -> None:

@@ -16,6 +16,7 @@ from penstock.client.convert.hugging_face import (
     Names,
     put_model,
     put_precision,
+    put_smoothing,
     put_training,
     warmup_of,
 )
@@ -204,6 +205,7 @@ def convert(reading: KeyReading) -> None:
     if reading.get("train_sampling_strategy") != "random":
         reading.drop("train_sampling_strategy", "disable_shuffling decides")
     put_training(reading, Names(), warmup_of(reading))
+    _put_smoothing(reading)
 
 
 def _put_method(reading: KeyReading) -> None:
@@ -303,6 +305,18 @@ def _put_rows(reading: KeyReading) -> None:
         reading.put("train.eval_every", steps, "eval_steps", "eval_strategy")
     else:
         reading.drop("val_size", "set data.eval_fraction and train.eval_every")
+
+
+def _put_smoothing(reading: KeyReading) -> None:
+    """Sets the smoothing of labels where a step is one batch: its loss has one divisor then."""
+    key = "label_smoothing_factor"
+    if not reading.get(key):
+        return
+    if reading.get("gradient_accumulation_steps") * reading.devices == 1:
+        put_smoothing(reading)
+    else:
+        why = "smoothed losses of a step's batches have means of their own; here they have one"
+        reading.drop(key, f"{why}: train.label_smoothing")
 
 
 def _put_counted(reading: KeyReading) -> None:

@@ -17,6 +17,7 @@ from penstock.client.convert.hugging_face import (
     hub_data,
     put_model,
     put_precision,
+    put_smoothing,
     put_training,
     shuffles,
     warmup_of,
@@ -138,6 +139,8 @@ def convert(reading: KeyReading) -> None:
     shuffles(reading)
     put_training(reading, Names(), warmup_of(reading))
     _refuse_adapters(reading)
+    if reading.get("label_smoothing_factor"):
+        put_smoothing(reading)
     if reading.get("loss_type") not in (None, "nll", "chunked_nll"):
         reading.drop("loss_type", TABLE["loss_type"].why)
 

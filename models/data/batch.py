@@ -6,7 +6,8 @@ micro-batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,8 @@ class MicroBatch:
     :data:`IGNORED_LABEL`; a model that predicts once for a sequence has labels (micro_batch, 1).
     ``attention_mask`` (bool) is False at padding. ``position_ids`` restart at 0 with every document
     when documents are kept apart; ``document_ids`` then numbers the documents of a row from 0, and
-    attention stays inside a document.
+    attention stays inside a document. ``label_weights`` (fp32, the shape of ``labels``) are factors
+    of the labels' losses; None: 1. :func:`weighted_by_sample` sets the weights.
     """
 
     input_ids: NDArray[np.int64]
@@ -31,6 +33,7 @@ class MicroBatch:
     position_ids: NDArray[np.int64] | None = None
     attention_mask: NDArray[np.bool_] | None = None
     document_ids: NDArray[np.int64] | None = None
+    label_weights: NDArray[np.float32] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,6 +44,45 @@ class MicroBatch:
     def counted_tokens(self) -> int:
         """The number of labels that take part in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED_LABEL))
+
+    @property
+    def samples(self) -> NDArray[np.int64]:
+        """The number of each label's sample, from 0, in the shape of ``labels``. A sample is a
+        document of a row, or a whole row where documents are not kept apart. A number may have no
+        label.
+        """
+        rows = np.broadcast_to(np.arange(len(self.labels))[:, None], self.labels.shape)
+        documents = self.document_ids
+        if documents is None or documents.shape != rows.shape:
+            return rows
+        least = int(documents.min())
+        span = int(documents.max()) - least + 1
+        if span <= documents.shape[1]:
+            return rows * span + documents - least
+        pairs = np.stack([rows.ravel(), documents.ravel()])
+        numbers: NDArray[np.int64] = np.unique(pairs, axis=1, return_inverse=True)[1]
+        return numbers.reshape(rows.shape)
+
+
+def weighted_by_sample(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Returns the micro-batches of a global batch with weights that let all samples count alike.
+
+    A label has the weight N / (S n), computed in fp64 and rounded once: N counted tokens and S
+    samples in the global batch, n counted tokens in the label's sample. So the weighted sum of
+    losses over N is the mean over samples of the samples' means. Samples without counted tokens
+    are left out of S.
+    """
+    samples = [batch.samples for batch in batches]
+    counted = [batch.labels != IGNORED_LABEL for batch in batches]
+    sizes = [np.bincount(s[c], minlength=1) for s, c in zip(samples, counted, strict=True)]
+    num_tokens = sum(int(size.sum()) for size in sizes)
+    num_samples = sum(int(np.count_nonzero(size)) for size in sizes)
+    weighted = []
+    for batch, numbers, counts, size in zip(batches, samples, counted, sizes, strict=True):
+        weights = np.zeros(batch.labels.shape, dtype=np.float32)
+        weights[counts] = num_tokens / (num_samples * size[numbers[counts]])
+        weighted.append(replace(batch, label_weights=weights))
+    return weighted
 
 
 def places_in_documents(

@@ -137,6 +137,7 @@ class _Model:
             compute_dtype=self.compute_dtype,
             seed=0,
             compiler=compiler,
+            label_smoothing=self.config.train.label_smoothing,
         )
 
 

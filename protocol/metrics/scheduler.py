@@ -39,7 +39,9 @@ _FIRST = "before the first attempt"
 
 TRAINING = (
     gauge(
-        "penstock_loss", "Mean loss per counted token of the last attempt, in nats.", absent=_FIRST
+        "penstock_loss",
+        "Loss of the last attempt in nats: the mean that `train.loss_mean` names.",
+        absent=_FIRST,
     ),
     gauge(
         "penstock_evaluation_loss",

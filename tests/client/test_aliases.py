@@ -29,12 +29,14 @@ MORE: Mapping[str, tuple[str, ...]] = {
     "trl": (
         "chat_template_path: a.jinja\ncompletion_only_loss: true\ndataset_text_field: body\n",
         "truncation_mode: keep_start\nbf16: false\nfp16: true\nmax_steps: 9\nsave_total_limit: 2\n",
-        "save_strategy: 'no'\noptim: sgd\ntrain_sampling_strategy: sequential\n",
+        "save_strategy: 'no'\noptim: sgd\ntrain_sampling_strategy: sequential\n"
+        "label_smoothing_factor: 0.1\n",
         "lr_scheduler_type: warmup_stable_decay\n"
         "lr_scheduler_kwargs: {num_decay_steps: 5, decay_type: linear, min_lr_ratio: 0.1}\n",
     ),
     "llamafactory": (
-        "neat_packing: true\nmask_history: true\ndisable_shuffling: true\nmax_samples: 8\n",
+        "neat_packing: true\nmask_history: true\ndisable_shuffling: true\nmax_samples: 8\n"
+        "label_smoothing_factor: 0.1\ngradient_accumulation_steps: 1\n",
         "max_steps: 9\nsave_strategy: 'no'\nsave_total_limit: 2\nrun_name: a\nfp16: true\n",
         "pure_bf16: true\nval_size: 0.1\neval_strategy: steps\neval_steps: 5\ntemplate: chatml\n",
     ),

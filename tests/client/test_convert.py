@@ -524,6 +524,11 @@ def test_columns_that_trl_selects_are_the_only_ones() -> None:
 @pytest.mark.parametrize(
     ("tool", "keys", "dropped"),
     [
+        (
+            "llamafactory",
+            {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+            {"label_smoothing_factor"},
+        ),
         ("trl", {"use_peft": True, "lora_r": 16}, {"use_peft", "lora_r"}),
         ("trl", {"load_in_4bit": True}, {"load_in_4bit"}),
         ("trl", {"optim": "adafactor"}, {"optim"}),
@@ -533,7 +538,6 @@ def test_columns_that_trl_selects_are_the_only_ones() -> None:
         ("trl", {"packing": True, "packing_strategy": "wrapped"}, {"packing_strategy"}),
         ("trl", {"truncation_mode": "keep_end"}, {"truncation_mode"}),
         ("trl", {"loss_type": "dft"}, {"loss_type"}),
-        ("trl", {"label_smoothing_factor": 0.1}, {"label_smoothing_factor"}),
         ("trl", {"neftune_noise_alpha": 5}, {"neftune_noise_alpha"}),
         ("trl", {"bf16": False, "dtype": "auto"}, {"dtype"}),
         ("trl", {"chat_template_path": "org/model"}, {"chat_template_path"}),
@@ -587,6 +591,15 @@ def test_keys_without_a_counterpart_change_the_result(
     conversion = made(tool, minimal(tool), **keys)
     results = {key for key, effect in fates(conversion).items() if effect == "result"}
     assert results == ({"completion_only_loss"} if dropped is None else dropped)
+
+
+@pytest.mark.parametrize("tool", ["trl", "llamafactory"])
+def test_smoothed_labels_are_mapped(tool: str) -> None:
+    """LLaMA-Factory with a step of one batch."""
+    keys = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 1}
+    conversion = made(tool, minimal(tool), **keys)
+    assert conversion.config["train"]["label_smoothing"] == 0.1
+    assert "label_smoothing_factor" not in fates(conversion)
 
 
 def test_a_draw_of_the_registry_is_told_apart_from_its_start(folder: Path) -> None:

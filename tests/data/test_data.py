@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.config.schema import Config, parse_config
 from penstock.host.errors import ConfigError, StateError
-from penstock.models.data.batch import MicroBatch
+from penstock.models.data.batch import MicroBatch, weighted_by_sample
 from penstock.models.data.objectives import Masked, NextToken, Own, own_objective
 from penstock.workers.data import TokenDataset, micro_batches
 
@@ -117,6 +118,73 @@ def test_documents_of_a_packed_sequence(tmp_path) -> None:
     assert counted == 5
     (plain,), counted = micro_batches(dataset(tmp_path / "t.bin", 6, shuffle=False), 0, 2, 2)
     assert plain.document_ids is None and counted == 12
+
+
+def means_of_samples(batches: list[MicroBatch], weights: bool) -> float:
+    """The mean of the samples' means of losses that are the labels. ``weights``: with weights."""
+    if weights:
+        sums = [(b.labels * b.label_weights)[b.labels >= 0].sum() for b in batches]
+        return sum(sums) / sum(batch.counted_tokens for batch in batches)
+    means = []
+    for batch in batches:
+        documents = batch.document_ids
+        for row, labels in enumerate(batch.labels):
+            kept = np.zeros(len(labels)) if documents is None else documents[row]
+            parts = [labels[(kept == number) & (labels >= 0)] for number in np.unique(kept)]
+            means += [part.mean() for part in parts if len(part)]
+    return sum(means) / len(means)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_weights_give_samples_the_same_share(tmp_path, micro_batch) -> None:
+    """Documents of one token have no label, and count no sample."""
+    tokens = [
+        1,
+        2,
+        EOS,
+        EOS,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        1,
+        EOS,
+        2,
+        3,
+        3,
+        EOS,
+        EOS,
+        EOS,
+        EOS,
+        EOS,
+        1,
+        2,
+        3,
+        4,
+    ]
+    np.array([*tokens, 5], dtype="<u2").tofile(tmp_path / "t.bin")
+    data = dataset(tmp_path / "t.bin", 6, shuffle=False, objective=NextToken(ends=(EOS,)))
+    batches, counted = micro_batches(data, 0, 4, micro_batch, by_sample=True)
+    plain, same = micro_batches(data, 0, 4, micro_batch)
+    assert counted == same and plain[0].label_weights is None
+    assert all(b.label_weights.dtype == np.float32 for b in batches)
+    expected = means_of_samples(plain, weights=False)
+    assert means_of_samples(batches, weights=True) == pytest.approx(expected, rel=1e-6)
+    assert sum(b.label_weights.sum() for b in batches) == pytest.approx(counted, rel=1e-6)
+
+
+def test_samples_of_labels_without_places() -> None:
+    """One label a row, and document numbers that no row has together."""
+    ids = np.ones((2, 3), dtype=np.int64)
+    documents = np.array([[7, 7, 10**12], [10**12, 5, 5]])
+    single = MicroBatch(input_ids=ids, labels=ids[:, :1], document_ids=documents)
+    assert single.samples.tolist() == [[0], [1]]
+    odd = MicroBatch(input_ids=ids, labels=ids, document_ids=documents).samples
+    assert odd.tolist() == [[0, 0, 1], [3, 2, 2]]
+    (empty,) = weighted_by_sample([replace(single, labels=np.full((2, 1), -100))])
+    assert empty.label_weights.tolist() == [[0.0], [0.0]]
 
 
 MASKS = Masked(mask=2001, vocab_size=2002, fraction=0.15, seed=3)

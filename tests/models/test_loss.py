@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers.trainer_pt_utils import LabelSmoother
 
 from penstock.models.binding import BoundBlock, gathering
-from penstock.models.loss import LogitsOf, LossHead, chunked_cross_entropy, loss_rows
+from penstock.models.loss import LogitsOf, LossHead, Targets, chunked_cross_entropy, loss_rows
 from penstock.shm.table import BlockTable
 
 ROWS, HIDDEN, VOCABULARY, CHUNK = 25, 8, 31, 10
@@ -39,6 +40,8 @@ class Head:
         self.hidden = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype).requires_grad_()
         self.labels = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
         self.labels[4] = -100
+        self.weights: Tensor | None = None
+        self.smoothing = 0.0
 
     @property
     def sums(self) -> Tensor:
@@ -60,7 +63,8 @@ class Head:
                 yield self.logits_over(over)
 
         head = LossHead(logits_of=self.logits_over(self.block), in_backward=in_backward)
-        return chunked_cross_entropy(head, self.hidden, self.labels, chunk_rows=chunk_rows)
+        targets = Targets(labels=self.labels, weights=self.weights, smoothing=self.smoothing)
+        return chunked_cross_entropy(head, self.hidden, targets, chunk_rows=chunk_rows)
 
     def loss_run_twice(self) -> Tensor:
         """Chunks as checkpoints, whose logits autograd makes a second time in the backward."""
@@ -91,6 +95,43 @@ def test_fp32_bits_are_those_of_chunks_that_run_twice() -> None:
     assert once.hidden.grad is not None and twice.hidden.grad is not None
     assert torch.equal(once.hidden.grad, twice.hidden.grad)
     assert torch.equal(once.sums, twice.sums)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("chunk_rows", [CHUNK, ROWS])
+def test_weighted_losses_are_those_of_torch(chunk_rows: int, smoothing: float) -> None:
+    """Means of three samples by torch's own mean, in fp64; the label of a row counts nothing."""
+    head, samples = Head(torch.float32), [slice(0, 4), slice(4, 6), slice(6, ROWS)]
+    head.weights = torch.zeros(ROWS)
+    for rows, counted in zip(samples, (4, 1, ROWS - 6), strict=True):
+        head.weights[rows] = 1 / counted
+    head.smoothing = smoothing
+    loss = head.loss(chunk_rows)
+    loss.backward()
+    criterion = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
+    hidden = head.hidden.detach().double().requires_grad_()
+    logits = hidden @ head.block.leaves["weight"].detach().double().t()
+    expected = sum(criterion(logits[rows], head.labels[rows]) for rows in samples)
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(head.hidden.grad.double(), hidden.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("chunk_rows", [CHUNK, ROWS])
+def test_smoothed_losses_are_those_of_torch_and_transformers(chunk_rows: int) -> None:
+    head = Head(torch.float32)
+    head.smoothing = 0.25
+    loss = head.loss(chunk_rows)
+    loss.backward()
+    hidden = head.hidden.detach().requires_grad_()
+    logits = hidden @ head.block.leaves["weight"].detach().t()
+    counted = int((head.labels != -100).sum())
+    expected = torch.nn.CrossEntropyLoss(label_smoothing=0.25)(logits, head.labels) * counted
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(head.hidden.grad, hidden.grad, rtol=1e-5, atol=1e-7)
+    theirs = LabelSmoother(epsilon=0.25)({"logits": logits}, head.labels, num_items_in_batch=1)
+    torch.testing.assert_close(loss, theirs, rtol=1e-6, atol=0)
 
 
 def test_16_bit_gradients_of_a_chunk_reach_fp32_sums_one_by_one() -> None:

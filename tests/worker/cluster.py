@@ -102,6 +102,7 @@ def make_config(
     transport: str = "auto",
     pin_memory: bool = True,
     objective: str = NEXT_TOKEN,
+    label_smoothing: float = 0.0,
 ) -> Config:
     """A small configuration; ``workers`` counts all devices."""
     return parse_config(
@@ -113,6 +114,7 @@ def make_config(
                 "global_batch": 2 * micro_batches,
                 "micro_batch": 2,
                 "freeze": freeze,
+                "label_smoothing": label_smoothing,
             },
             "optimizer": {"grad_dtype": grad_dtype, **(optimizer or {})},
             "schedule": {"scheme": scheme, **(schedule or {})},
@@ -252,8 +254,8 @@ class Cluster:
             found.append((message.attempt, message.block, message.contribution))
         return sorted(found)
 
-    def reference(self, job: Job) -> tuple[float, dict[str, torch.Tensor]]:
-        """Loss sum and gradients of a plain loop over the same weights."""
+    def original(self) -> Any:
+        """transformers' model with the weights of version 0."""
         masked = self.config.data.objective == MASKED
         kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
         model = kind.from_config(self.hf_config, dtype=torch.float32)
@@ -262,7 +264,12 @@ class Cluster:
         with torch.no_grad():
             for name, value in self.weights().items():
                 parameters[name].copy_(value)
-        total = 0.0
+        return model
+
+    def reference(self, job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+        """Loss sum and gradients of a plain loop over the same weights."""
+        model, total = self.original(), 0.0
+        parameters = dict(model.named_parameters())
         for batch in job.batches:
             logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
             labels = torch.from_numpy(batch.labels).flatten()
@@ -540,6 +547,7 @@ def _context(
         seed=site.config.run.seed,
         constants=site.constants,
         compiler=Compiler() if site.config.model.compile is True else None,
+        label_smoothing=site.config.train.label_smoothing,
     )
     return EpochContext(
         run_id=memory.spec.run_id,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.host.errors import ConfigError
+from penstock.models.data.batch import weighted_by_sample
 from penstock.models.surgery import table as surgery_table
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import BlockCost, Costs, OperatorCost
@@ -19,6 +20,7 @@ from penstock.planner.schedule.schedule import lower, schedule_of
 from penstock.protocol.plan.instructions import Forward, Keep, Opcode, parse_program
 from penstock.protocol.plan.plan import StageRange
 from penstock.workers.attempt import UnusedWorkError
+from penstock.workers.epoch import Job
 from penstock.workers.handlers import HANDLERS
 from penstock.workers.interpreter import InstructionError, run_job
 from penstock.workers.platforms.cpu.device import CpuStageBuffer
@@ -85,16 +87,21 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("chunk_rows", [24, 7])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "chunk_rows", "by_sample"),
+    [*((way, rows, False) for way in WAYS for rows in (24, 7)), ("everything", 24, True)],
+)
 def test_the_same_bits_in_every_way(
     make_cluster: Any,
     poisoned: None,
     monkeypatch: pytest.MonkeyPatch,
     way: str,
     chunk_rows: int,
+    by_sample: bool,
 ) -> None:
-    """Loss and gradients; with chunks of the loss that run again in the backward, too."""
+    """Loss and gradients; with chunks of the loss that run again in the backward, too, and with
+    weights of labels and smoothed ones.
+    """
     monkeypatch.setattr(surgery_table, "loss_rows", lambda _: chunk_rows)
     cluster = make_cluster(
         scheme="gpipe",
@@ -103,8 +110,14 @@ def test_the_same_bits_in_every_way(
         schedule=NONE,
         model={"dtype": "bf16"},
         hf={"tie_word_embeddings": True, "num_hidden_layers": 3},
+        label_smoothing=0.1 if by_sample else 0.0,
     )
-    wanted = cluster.train(cluster.job()), cluster.gradient_bytes()
+
+    def job(attempt: int) -> Job:
+        made = cluster.job(attempt=attempt)
+        return replace(made, batches=weighted_by_sample(made.batches)) if by_sample else made
+
+    wanted = cluster.train(job(1)), cluster.gradient_bytes()
     stages = (StageRange(start=0, stop=3, device=0), StageRange(start=3, stop=5, device=0))
     worker = with_program(
         cluster,
@@ -113,7 +126,7 @@ def test_the_same_bits_in_every_way(
         backward_stages=stages,
         rebinds_weights=True,
     )
-    result = worker.run(cluster.job(attempt=2))
+    result = worker.run(job(2))
     assert ((result.loss_sum, result.loss_tokens), cluster.gradient_bytes()) == wanted
 
 

@@ -66,6 +66,8 @@ NOTES = {
     "train.steps": _CURVE,
     "train.epochs": _CURVE,
     "train.clip_grad_norm": "from the next step on",
+    "train.loss_mean": "the loss is the new mean from the next step on",
+    "train.label_smoothing": "losses are smoothed so from the next step on",
     "model.attention": _ROUNDING,
     "model.compile": _ROUNDING,
     "schedule.recompute": _COMPILED,
