@@ -8,12 +8,15 @@ match the run's tokens, even if the source folder changes later.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.host.errors import StateError
+from penstock.host.files import DAMAGED, parse_json
+from penstock.models.data.chat.defaults import with_defaults
 from penstock.models.data.chat.templates import MODEL, named_template
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.models.data.tokenizer_folder import tokenizer_files
@@ -22,6 +25,8 @@ from penstock.protocol.run.rundir import RunDirectory
 _FOLDER = "tokenizer"
 GENERATION = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
+_SETTINGS, _DEFAULT = "tokenizer_config.json", "default"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def carried_folder(run_dir: Path) -> Path:
@@ -64,12 +69,47 @@ def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> 
 
 
 def read_carried(config: Config, run_dir: Path) -> dict[str, bytes]:
-    """Returns the files that an export carries: path below the exported directory -> content.
+    """Returns the files that an export carries: path below the exported directory -> content. The
+    chat template has the values of ``data.chat_template_kwargs`` as defaults.
 
     Raises:
         StateError: a file cannot be read.
         ConfigError: the run has no copy, and its tokenizer has moved.
     """
+    files = _carried(config, run_dir)
+    variables = config.data.chat_template_kwargs
+    templates = _templates(files) if variables else {}
+    for name, text in templates.items():
+        path = TEMPLATE if name == _DEFAULT else f"additional_chat_templates/{name}.jinja"
+        files[path] = with_defaults(text, variables).encode()
+    return files
+
+
+def _templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Returns the chat templates of a tokenizer's files by name, where transformers reads them: in
+    a file of their own, else in the settings.
+    """
+    if TEMPLATE in files:
+        return {_DEFAULT: files[TEMPLATE].decode()}
+    try:
+        value = parse_json(files.get(_SETTINGS, b"{}")).get("chat_template")
+    except (*DAMAGED, AttributeError):
+        return {}
+    if isinstance(value, str):
+        return {_DEFAULT: value}
+    entries = (
+        [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+    )
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries]
+    return {
+        name: text
+        for name, text in pairs
+        # The name becomes that of a file.
+        if isinstance(text, str) and isinstance(name, str) and _NAME.fullmatch(name)
+    }
+
+
+def _carried(config: Config, run_dir: Path) -> dict[str, bytes]:
     folder = carried_folder(run_dir)
     if not folder.is_dir():
         # Runs that were prepared before there were copies.

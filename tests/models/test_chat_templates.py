@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.conversation import request_of
+from penstock.models.data.chat.defaults import split_defaults, with_defaults
 from penstock.models.data.chat.encoder import Encoder, Passage
 from penstock.models.data.chat.masks import Choices, Sample, TrainOn, Turns, samples_of
 from penstock.models.data.chat.templates import CHATML, MODEL, Template, chosen_template
@@ -62,6 +64,72 @@ def test_an_edit_has_one_place() -> None:
     for text in ("aaa", "abbd"):
         with pytest.raises(ValueError, match="places for 'b'"):
             edit.apply(text)
+
+
+ODD = {
+    "line first": "\n{% for message in messages %}{{ message.content }}{% endfor %} {{ mood }}",
+    "spaces first": "  {% if mood %}\n{{ messages[0].content }}{{ mood }}{% endif %}",
+    "loop": "{% for message in messages %}{{ message.content ~ mood ~ loop.index }}{% endfor %}",
+    "macro": "{% macro say(text) %}{{ text ~ mood }}{% endmacro %}{{ say('a') }} ",
+    "text first": " \u00e9 {{- mood }}",
+}
+VARIABLES: dict[str, Any] = {
+    "enable_thinking": False,
+    "mood": 'a "calm"\n\u00fcber \U0001f600 \\ {{ x }} #}',
+    "numbers": [1, 2.5, None, {"a": True}],
+    "not a name": 1,
+    "none": 2,
+}
+
+
+def rendered(text: str, **variables: Any) -> str:
+    """The text that transformers makes of a conversation."""
+    (made,), _ = render_jinja_template(
+        [TALK], chat_template=text, add_generation_prompt=True, **variables
+    )
+    return str(made)
+
+
+@pytest.mark.parametrize("name", [*TEXTS, *ODD])
+def test_defaults_in_a_template_render_as_the_variables_do(name: str) -> None:
+    text = {**TEXTS, **ODD}[name]
+    exported = with_defaults(text, VARIABLES)
+    assert rendered(exported) == rendered(text, **VARIABLES)
+    others = {"mood": "wild", "enable_thinking": True}
+    assert rendered(exported, **others) == rendered(text, **{**VARIABLES, **others})
+    again = with_defaults(exported, {"mood": "new"})
+    assert rendered(again) == rendered(text, **{**VARIABLES, "mood": "new"})
+    head, rest = split_defaults(again)
+    assert (head + rest, rest) == (again, text)
+    assert with_defaults(text, {}) == text and split_defaults(text) == ("", text)
+
+
+def test_values_of_all_kinds_are_written_as_defaults() -> None:
+    exported = with_defaults("{{ mood }}|{{ numbers | tojson }}|{{ enable_thinking }}", VARIABLES)
+    assert rendered(exported) == f'{VARIABLES["mood"]}|[1, 2.5, null, {{"a": true}}]|False'
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_exported_template_keeps_its_training_variant(name: str) -> None:
+    exported = with_defaults(TEXTS[name], {"enable_thinking": False})
+    head, rest = split_defaults(exported)
+    assert training_text(exported) == head + str(training_text(rest))
+    assert keeps_rendering(exported) == keeps_rendering(TEXTS[name])
+
+
+def test_templates_that_write_the_date_of_the_day() -> None:
+    """The start of Llama 3.2's template, and a template without a variable for the date."""
+    llama = (
+        "{%- if not date_string is defined %}{%- if strftime_now is defined %}"
+        "{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}{%- endif %}{{ date_string }}"
+    )
+    template = Template(name=MODEL, text=llama)
+    assert template.writes_date and 'date_string: "26 Jul 2024"' in template.remedy_of_date
+    fixed = Template(name=MODEL, text=llama, variables={"date_string": "26 Jul 2024"})
+    assert not fixed.writes_date and rendered(llama, **fixed.variables) == "26 Jul 2024"
+    other = Template(name=MODEL, text="{{ strftime_now('%Y') }}", variables={"date_string": "x"})
+    assert other.writes_date and "a copy of the template" in other.remedy_of_date
+    assert not any(Template(name=MODEL, text=text).writes_date for text in TEXTS.values())
 
 
 def test_templates_by_name() -> None:

@@ -146,6 +146,42 @@ def test_an_export_carries_the_tokenizer_whole(folder: Path) -> None:
     assert (ours.eos_token, ours.pad_token) == (END, STOP)
 
 
+@pytest.mark.parametrize("in_settings", [False, True])
+def test_an_export_has_the_variables_of_the_training_as_defaults(
+    folder: Path, in_settings: bool
+) -> None:
+    """transformers renders the export without variables as the published template with them."""
+    text = "{{ mood }} {{ messages[0]['content'] }}"
+    (folder / "chat_template.jinja").write_text(text)
+    if in_settings:
+        (folder / "chat_template.jinja").unlink()
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        named = [{"name": name, "template": f"{text}{name}"} for name in ("default", "rag")]
+        settings["chat_template"] = named
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    config = from_folder(folder, chat_template_kwargs={"mood": "calm"})
+    prepare(config, run_dir(folder))
+    out = folder.parent / "out"
+    write_files(out, read_carried(config, run_dir(folder)))
+    ours = AutoTokenizer.from_pretrained(out)
+    says = [{"role": "user", "content": "Where does the water go?"}]
+    for template in (None, "rag") if in_settings else (None,):
+        arguments = {"tokenize": False, "chat_template": template}
+        expected = theirs.apply_chat_template(says, mood="calm", **arguments)
+        assert ours.apply_chat_template(says, **arguments) == expected
+        assert expected.startswith("calm Where")
+
+
+def test_names_of_templates_name_no_file_elsewhere(folder: Path) -> None:
+    kept = run_dir(folder) / "tokenizer"
+    kept.mkdir(parents=True)
+    named = [{"name": name, "template": "text"} for name in ("../../out", "rag", 3, "/tmp/a")]
+    (kept / "tokenizer_config.json").write_text(json.dumps({"chat_template": [*named, "odd"]}))
+    carried = read_carried(from_folder(folder, chat_template_kwargs={"mood": 1}), run_dir(folder))
+    assert set(carried) == {"tokenizer_config.json", "additional_chat_templates/rag.jinja"}
+
+
 def test_a_token_file_is_taken_to_be_of_the_models_own_tokenizer(folder: Path) -> None:
     np.arange(100, dtype="<u2").tofile(folder.parent / "tokens.bin")
     config = from_folder(folder, tokens=str(folder.parent / "tokens.bin"))

@@ -22,6 +22,9 @@ from penstock.models.data.chat.variants import keeps_rendering, training_text
 MODEL, CHATML = "model", "chatml"
 """Values of ``data.chat_template`` that are no path."""
 
+_DATE = "date_string"
+"""Variable of Llama's templates that replaces the date of the day."""
+
 _CHATML = (
     "{% if tools %}{{ raise_exception('the template chatml has no form for tools') }}{% endif %}"
     "{% for message in messages %}"
@@ -66,6 +69,19 @@ class Template:
     def training(self) -> str | None:
         """The text that marks the assistant's turns; None without one."""
         return training_text(self.text)
+
+    @property
+    def writes_date(self) -> bool:
+        """True if the template writes the date of the day into a conversation."""
+        is_fixed = _DATE in self.text and _DATE in self.variables
+        return "strftime_now" in self.text and not is_fixed
+
+    @property
+    def remedy_of_date(self) -> str:
+        """The change that fixes the date of a template."""
+        if _DATE in self.text:
+            return f'set data.chat_template_kwargs: {{{_DATE}: "26 Jul 2024"}}, or another date'
+        return "name a copy of the template with a fixed date in data.chat_template"
 
     @property
     def keeps_rendering(self) -> bool:

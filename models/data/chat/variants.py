@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.models.data.chat.defaults import split_defaults
+
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _OPEN, _CLOSE = "{%- generation %}", "{%- endgeneration %}"
@@ -55,17 +57,22 @@ def training_text(template: str) -> str | None:
     """
     if is_marked(template):
         return template
-    edits = _VARIANTS.get(hashlib.sha256(template.encode()).hexdigest())
+    head, body = split_defaults(template)
+    edits = _VARIANTS.get(_sum(body))
     if edits is None:
         return None
     for edit in edits:
-        template = edit.apply(template)
-    return template
+        body = edit.apply(body)
+    return head + body
 
 
 def keeps_rendering(template: str) -> bool:
     """Returns whether the training text renders as the template itself does."""
-    return hashlib.sha256(template.encode()).hexdigest() not in _OTHER_RENDERINGS
+    return _sum(split_defaults(template)[1]) not in _OTHER_RENDERINGS
+
+
+def _sum(template: str) -> str:
+    return hashlib.sha256(template.encode()).hexdigest()
 
 
 def _either(body: str) -> str:

@@ -45,6 +45,9 @@ from penstock.protocol.run.rundir import RunDirectory
 _PLACES = {"path", "registry", "name"}
 """Keys of a source that name its files. The fingerprint holds the bytes of the files."""
 
+_WITHOUT_TEMPLATE = {"text", "tokens", "stanford"}
+"""Formats of sources without conversations."""
+
 _FORMAT = 1
 """Version of the rows that are made of the same records: a change gives them another key."""
 
@@ -253,10 +256,22 @@ class RowSources:
         entry = self._made(self._eval_origins, directory, ("eval",))["eval"]
         return {**entry, "fingerprint": fingerprint, "source": self.now("eval_path")}
 
+    def _warn_of_dates(self, origins: Sequence[Origin]) -> None:
+        """Reports a chat template that writes the date of the day."""
+        template = self._way.template
+        formats = {origin.config.format for origin in origins}
+        if template is None or not template.writes_date or formats <= _WITHOUT_TEMPLATE:
+            return
+        self._progress(
+            f"data.chat_template = {template.name!r}: the template writes the date of the day, so"
+            f" conversations have other tokens on another day; {template.remedy_of_date}"
+        )
+
     def _made(
         self, origins: Sequence[Origin], directory: Path, splits: Sequence[str]
     ) -> dict[str, dict[str, Any]]:
         """Takes the splits of these records from the cache, or makes them."""
+        self._warn_of_dates(origins)
         cache = TokenCache(self._config.data.cache_limit, self._progress)
         sums = _sums(origins) if cache.is_used else []
         keys = {split: self._cache_key(sums, origins, split, splits) for split in splits}
