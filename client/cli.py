@@ -282,6 +282,8 @@ def first_commands(written: Path) -> str:
 
 _EDITORS = "# yaml-language-server:"
 _FOLDER = Path(__file__).parents[1] / "examples"
+_DATA_FILE = re.compile(r"examples/([\w-]+\.(?:jsonl|parquet))")
+"""Data of an example, which are written next to its configuration."""
 
 
 def example_names() -> tuple[str, ...]:
@@ -289,8 +291,25 @@ def example_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
+def _copy_data(source: Path, target: Path) -> None:
+    """Writes a data file of an example; the same content may be there already.
+
+    Raises:
+        ConfigError: another file has the name.
+        OSError: the file cannot be written.
+    """
+    content = source.read_bytes()
+    if os.path.lexists(target):
+        if not target.is_file() or target.read_bytes() != content:
+            raise ConfigError(f"{target}: exists, with other content; name another folder by --out")
+        return
+    with target.open("xb") as file:
+        file.write(content)
+
+
 def write_example(name: str, output: Path | None) -> Path:
-    """Writes an example to ``output``. Default: NAME.yaml in the current folder.
+    """Writes an example to ``output``, and its data next to it. Default: NAME.yaml in the current
+    folder.
 
     Raises:
         ConfigError: the example does not exist, or the file exists or cannot be written.
@@ -298,11 +317,18 @@ def write_example(name: str, output: Path | None) -> Path:
     if name not in example_names():
         raise ConfigError(f"--example {name}: accepted are {', '.join(example_names())}")
     target = Path(f"{name}.yaml") if output is None else output
-    lines = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
+    text = (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    # Drops the editors' schema line: its path is valid in the source tree only.
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith(_EDITORS)]
+    files = sorted(set(_DATA_FILE.findall(text)))
+    if os.path.lexists(target):
+        raise ConfigError(f"{target}: exists; name another file with --out")
     try:
+        for file_name in files:
+            _copy_data(_FOLDER / file_name, target.with_name(file_name))
         with target.open("x", encoding="utf-8") as file:
-            # Drops the editors' schema line: its path is valid in the source tree only.
-            file.writelines(line for line in lines if not line.startswith(_EDITORS))
+            moved = "".join(lines).replace(f"examples/{name}.yaml", str(target))
+            file.write(_DATA_FILE.sub(lambda match: str(target.with_name(match[1])), moved))
     except FileExistsError as error:
         raise ConfigError(f"{target}: exists; name another file with --out") from error
     except OSError as error:

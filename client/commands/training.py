@@ -51,12 +51,28 @@ RowsOption = Annotated[
 
 
 def init(
-    example: Annotated[
-        str,
+    model: Annotated[
+        Path | None,
         typer.Option(
-            "--example", metavar="NAME", help="Name of the example: tiny, emulated or two-machines."
+            "--model", metavar="FOLDER", help="Model folder as the Hub has it, to fine-tune."
         ),
-    ] = "tiny",
+    ] = None,
+    data_path: Annotated[
+        str | None,
+        typer.Option(
+            "--data", metavar="FILE", help="With --model: file, folder or glob of the data."
+        ),
+    ] = None,
+    example: Annotated[
+        str | None,
+        typer.Option(
+            "--example",
+            metavar="NAME",
+            help="Name of the example: tiny, chat, pretrain, emulated or two-machines. Default:"
+            " tiny.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -64,11 +80,27 @@ def init(
         ),
     ] = None,
 ) -> None:
-    """Writes an example configuration."""
-    with errors_explained():
+    """Writes a configuration for a model and data, or an example.
+
+    With --model and --data, prepares the data once and chooses length of rows, batch, passes and
+    device; comments give the reasons. No file is overwritten.
+    """
+    with errors_explained(), interrupted_by_stop_signals():
         from penstock.client.cli import first_commands, write_example
 
-        typer.echo(first_commands(write_example(example, output)))
+        if model is None and data_path is None:
+            typer.echo(first_commands(write_example(example or "tiny", output)))
+            return
+        if model is None or data_path is None:
+            raise ConfigError("penstock init: --model and --data go together; give both")
+        if example is not None:
+            raise ConfigError("penstock init: give --example, or --model with --data")
+        from penstock.client.planning.starting import Start, write_start
+
+        start = Start(model=model, data=data_path, output=output)
+        written = write_start(start, lambda line: typer.echo(line, err=True))
+        typer.echo(f"{written} is written; penstock data {written} shows the rows")
+        typer.echo(f"start with: penstock train {written}")
 
 
 def train(
@@ -216,7 +248,10 @@ def doctor(
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to ``penstock``."""
-    app.command(epilog="Example: penstock init --example tiny, then penstock train tiny.yaml")(init)
+    app.command(
+        epilog="\b\nExamples:\n  penstock init --example chat\n"
+        "  penstock init --model models/Qwen3-0.6B-Base --data chats.jsonl --out mine.yaml"
+    )(init)
     app.command(
         cls=Command,
         epilog="The same command resumes a stopped or killed run. Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2"

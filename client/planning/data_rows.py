@@ -63,7 +63,7 @@ def show_json(config: Config, rows: RowRange | None) -> None:
     Raises:
         PenstockError: the data cannot be prepared.
     """
-    _read(config, rows or RowRange(), typer.echo)
+    read_rows(config, rows or RowRange(), typer.echo)
 
 
 def show_text(config: Config, rows: RowRange | None) -> None:
@@ -83,11 +83,26 @@ def show_text(config: Config, rows: RowRange | None) -> None:
         sources.extend(fields["sources"])
         typer.echo("\n".join(_summary_lines(fields, config, in_colour=in_colour)))
 
-    _read(config, rows or RowRange(end=_SHOWN_ROWS), show, "--text")
+    read_rows(config, rows or RowRange(end=_SHOWN_ROWS), show, "--text")
 
 
-def _read(config: Config, rows: RowRange, take: Callable[[str], None], *options: str) -> None:
-    """Prepares the data, and gives ``take`` each line about them."""
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def read_rows(
+    config: Config,
+    rows: RowRange,
+    take: Callable[[str], None],
+    *options: str,
+    progress: Callable[[str], None] = _say,
+) -> None:
+    """Prepares the data, and gives ``take`` each line about them. ``progress`` gets the messages of
+    the preparation.
+
+    Raises:
+        PenstockError: the data cannot be prepared.
+    """
     silence_s = config.cluster.heartbeat_timeout_s
     end = () if rows.end is None else ("--end", str(rows.end))
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder:
@@ -101,7 +116,7 @@ def _read(config: Config, rows: RowRange, take: Callable[[str], None], *options:
             "penstock.models.prepare",
             folder,
             "--data-only",
-            progress=lambda line: typer.echo(line, err=True),
+            progress=progress,
             silence_s=silence_s,
         )
         try:

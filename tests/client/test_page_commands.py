@@ -59,6 +59,11 @@ SLOW = (
 )
 """Starts of the commands that ``make soak`` executes, in this order, after a training."""
 ELSEWHERE = {
+    "penstock init --model": "tests/client/test_init.py",
+    "penstock data mine.yaml": "the same",
+    "penstock train mine.yaml": "the same",
+    "penstock data chat.yaml": "tests/client/test_init.py",
+    "penstock train chat.yaml": "the same",
     "penstock train finetune.yaml": "needs weights of the Hub; tests/integration/test_exports.py",
     "penstock data finetune.yaml": "the same",
     "penstock export runs/mine": "the same",

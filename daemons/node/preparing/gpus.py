@@ -15,7 +15,8 @@ from penstock.config.schema import Config
 from penstock.planner.cost.profile import Guess, guess_of_device
 from penstock.protocol.run.hardware.sweep_rates import NUM_ELEMENTS, measure_optimizer
 
-_LIBRARY = "libnvidia-ml.so.1"
+LIBRARY = "libnvidia-ml.so.1"
+"""NVML, which the driver installs."""
 _NAME_BYTES = 96
 
 USABLE = 0.85
@@ -57,7 +58,7 @@ def guess_here(config: Config) -> Guess | None:
     if not platform.own_memory or platform.simulated_clock or config.schedule.profile is not None:
         return None
     with suppress(OSError):
-        gpus = tuple(found_gpus(ctypes.CDLL(_LIBRARY)))
+        gpus = tuple(found_gpus(ctypes.CDLL(LIBRARY)))
         smallest = min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
         if smallest is not None:
             usable = smallest.memory_bytes * USABLE

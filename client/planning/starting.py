@@ -1,0 +1,320 @@
+"""``penstock init --model FOLDER --data FILE``: a first configuration for a model and its data.
+
+The data are prepared in a temporary folder, as ``penstock data`` does, with the values that are
+written. So ``penstock data`` and ``penstock train`` accept the file unedited.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.client.planning.data_rows import RowRange, read_rows
+from penstock.client.planning.estimate import Estimate, EstimateOptions, estimate
+from penstock.config.hub_names import from_hub
+from penstock.config.schema import parse_config
+from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus
+from penstock.host.errors import CapacityError, ConfigError, reason
+from penstock.host.files import DAMAGED, parse_json
+
+_MOST_LENGTH = 4096
+"""Tokens of the longest row that is chosen; a longer row is the user's choice."""
+
+_SHORTEST_ROW, _SHORTEST_LENGTH = 256, 32
+"""Tokens of a row that is chosen for short samples, and for too short texts."""
+
+_SAMPLES_A_ROW = 4
+"""Samples of medium length that fit into a row: best fit then leaves little padding."""
+
+_BATCH = 16
+"""Rows of a step, if a pass has at least four steps of them."""
+
+_SMALL_MODEL = 1_000_000_000
+"""Parameters below which a model takes the higher rate."""
+
+_EPOCHS = {"samples": 3, "text": 1}
+_MARGIN = 33
+"""Columns of keys and values, in front of comments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The model folder, the data and the file to write, as the user named them."""
+
+    model: Path
+    data: str
+    output: Path | None = None
+
+    @property
+    def target(self) -> Path:
+        """The file to write."""
+        return Path(f"{self.name}.yaml") if self.output is None else self.output
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        stem = self.model.resolve().name if self.output is None else self.output.stem
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:64].strip("-") or "run"
+
+
+def write_start(start: Start, progress: Callable[[str], None]) -> Path:
+    """Writes the configuration to a new file, and returns the file.
+
+    Raises:
+        ConfigError: the file exists or cannot be written, the folder is no model with weights, or
+            the data cannot be read.
+    """
+    target = start.target
+    if os.path.lexists(target):
+        raise ConfigError(f"{target}: exists; name another file with --out")
+    text = _text(start, progress)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{target}: exists; name another file with --out") from error
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot write it: {reason(error)}") from error
+    return target
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """Choices so far. ``comments`` are by ``section.key``."""
+
+    values: dict[str, dict[str, Any]]
+    comments: dict[str, str]
+
+    def put(self, key: str, value: Any, comment: str) -> None:
+        """Sets or replaces a key such as ``train.epochs``."""
+        section, _, name = key.partition(".")
+        self.values.setdefault(section, {})[name] = value
+        self.comments[key] = comment
+
+
+def _text(start: Start, progress: Callable[[str], None]) -> str:
+    settings = _model_settings(start.model)
+    draft = _Draft(values={"run": {"name": start.name, "dir": f"runs/{start.name}"}}, comments={})
+    gpu = _gpu()
+    dtype = "fp32" if gpu is None else "bf16"
+    draft.put("model.path", str(start.model), "")
+    why = "; on CPUs bf16 is no faster" if gpu is None else ", with fp32 masters in host memory"
+    draft.put("model.dtype", dtype, f"type of the weights on the device{why}")
+    draft.put("data.path", start.data, "")
+    limit = _limit(settings)
+    length = min(limit or _MOST_LENGTH, _MOST_LENGTH)
+    draft.put("data.sequence_length", length, "")
+    _put_template(draft, start.model)
+    draft.put("train.epochs", 1, "")
+    draft.put("train.global_batch", 1, "")
+    draft.put("cluster.device", "cpu", "")
+    summary = _summary(draft, progress)
+    _put_length(draft, summary, limit)
+    if draft.values["data"]["sequence_length"] != length:
+        summary = _summary(draft, progress)
+    _put_steps(draft, summary)
+    costs = _costs(start.model, draft)
+    _put_rate(draft, costs)
+    _put_device(draft, gpu)
+    parse_config(draft.values, source=str(start.target))
+    return "\n".join([*_head(start, summary, costs), *_lines(draft)]) + "\n"
+
+
+def _model_settings(folder: Path) -> Mapping[str, Any]:
+    """Returns ``config.json`` of a model folder.
+
+    Raises:
+        ConfigError: the path is no model folder, or has no weights.
+    """
+    place = f"--model {str(folder)!r}"
+    if not folder.is_dir():
+        seen = "is a file" if folder.is_file() else "no such folder"
+        raise ConfigError(f"{place}: {seen}; give a model folder ({from_hub(folder)})")
+    try:
+        settings = parse_json((folder / "config.json").read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{place}: has no config.json ({reason(error)}); give a folder in the Hugging Face"
+            f" layout ({from_hub(folder)})"
+        ) from error
+    except DAMAGED as error:
+        raise ConfigError(f"{place}: config.json is damaged: {error}; fetch it again") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{place}: config.json is no object; fetch it again")
+    if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
+        raise ConfigError(
+            f"{place}: has no weights (*.safetensors); fetch the whole folder ({from_hub(folder)})"
+        )
+    return settings
+
+
+def _limit(settings: Mapping[str, Any]) -> int | None:
+    """Returns the positions of a model, if its settings name them."""
+    inner = settings.get("text_config")
+    for fields in (inner if isinstance(inner, dict) else {}, settings):
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
+            value = fields.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _gpu() -> FoundGpu | None:
+    """Returns this machine's smallest GPU, by memory."""
+    with suppress(OSError):
+        gpus = tuple(found_gpus(ctypes.CDLL(LIBRARY)))
+        return min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
+    return None
+
+
+def _put_template(draft: _Draft, folder: Path) -> None:
+    """Sets the template of a tokenizer without one, and the date of one that writes the date."""
+    template = ""
+    with suppress(OSError, UnicodeDecodeError):
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if not template:
+        with suppress(OSError, *DAMAGED, AttributeError):
+            settings = parse_json((folder / "tokenizer_config.json").read_bytes())
+            template = json.dumps(settings.get("chat_template") or "")[1:-1]
+    if not template:
+        draft.put(
+            "data.chat_template", "chatml", "the tokenizer has none; conversations need a template"
+        )
+    elif "strftime_now" in template and "date_string" in template:
+        today = date.today().strftime("%d %b %Y")
+        draft.put(
+            "data.chat_template_kwargs",
+            {"date_string": today},
+            "the template writes the date of the day; this fixes it",
+        )
+
+
+def _summary(draft: _Draft, progress: Callable[[str], None]) -> Mapping[str, Any]:
+    """Returns the summary of ``penstock data``.
+
+    Raises:
+        PenstockError: the data cannot be prepared.
+    """
+    lines: list[str] = []
+    config = parse_config(draft.values, source="penstock init")
+    read_rows(config, RowRange(end=1), lines.append, progress=progress)
+    summary: Mapping[str, Any] = json.loads(lines[0])
+    return summary
+
+
+def _put_length(draft: _Draft, summary: Mapping[str, Any], limit: int | None) -> None:
+    """Sets the tokens of a row: the longest sample if the model can take it, or a share of the
+    text.
+    """
+    most = min(limit or _MOST_LENGTH, _MOST_LENGTH)
+    bound = f"the model takes {limit:,}" if limit else "config.json names no limit of the model"
+    if summary["records"] is None:
+        length = most
+        while length > _SHORTEST_LENGTH and summary["tokens"] // length < 4 * _BATCH:
+            length //= 2
+        words = f"tokens of a row; the text has {summary['tokens']:,}, {bound}"
+    else:
+        longest = summary["lengths"]["max"]
+        length = _SHORTEST_ROW
+        while length < max(longest, _SAMPLES_A_ROW * summary["lengths"]["p50"]):
+            length *= 2
+        length = min(length, most)
+        lost = "" if longest <= length else "; longer ones lose their end, see data.too_long"
+        words = f"tokens of a row; the longest sample has {longest:,}, {bound}{lost}"
+    draft.put("data.sequence_length", length, words)
+
+
+def _put_steps(draft: _Draft, summary: Mapping[str, Any]) -> None:
+    """Sets passes and batch."""
+    rows = summary["rows_per_epoch"]
+    batch = _BATCH
+    while batch > 1 and rows < 4 * batch:
+        batch //= 2
+    epochs = _EPOCHS["text" if summary["records"] is None else "samples"]
+    steps = -(-rows * epochs // batch)
+    draft.put("train.epochs", epochs, f"passes over the data: {steps:,} steps")
+    draft.put("train.global_batch", batch, f"rows of a step; a pass has {rows:,}")
+
+
+def _costs(model: Path, draft: _Draft) -> Estimate | None:
+    """Returns the estimate of memory and parameters; None if no plan fits."""
+    options = EstimateOptions(
+        sequence_length=draft.values["data"]["sequence_length"],
+        global_batch=draft.values["train"]["global_batch"],
+        micro_batch="1",
+        dtype=draft.values["model"]["dtype"],
+    )
+    with suppress(CapacityError):
+        return estimate(model, options)
+    return None
+
+
+def _put_rate(draft: _Draft, costs: Estimate | None) -> None:
+    is_small = costs is not None and costs.run.table.num_parameters < _SMALL_MODEL
+    rate = 2.0e-5 if is_small else 1.0e-5
+    draft.put("optimizer.lr", rate, "usual for all parameters; half or double if the loss says so")
+    draft.put("optimizer.schedule", "cosine", "the rate falls along a cosine")
+    draft.put("optimizer.warmup_steps", 0.03, "share of the steps in which the rate rises")
+
+
+def _put_device(draft: _Draft, gpu: FoundGpu | None) -> None:
+    if gpu is None:
+        draft.put("cluster.device", "cpu", "the driver names no GPU here; cuda computes on GPUs")
+        draft.put("train.micro_batch", 1, "rows that are computed at once; more need more memory")
+        return
+    memory = human_bytes(gpu.memory_bytes)
+    draft.put("cluster.device", "cuda", f"{gpu.name}, {memory}; schedule and micro-batch fit it")
+
+
+def _head(start: Start, summary: Mapping[str, Any], costs: Estimate | None) -> list[str]:
+    """Returns comments on model, data and memory."""
+    lines = [f"# Made by penstock init --model {start.model} --data {start.data}"]
+    if costs is not None:
+        lines.append(f"# model: {costs.run.table.num_parameters:,} parameters")
+    if summary["records"] is None:
+        lines.append(f"# data: {summary['tokens']:,} tokens of text; all of them count in the loss")
+    else:
+        share = summary["counted_tokens"] / summary["tokens"]
+        lines.append(
+            f"# data: {summary['records']:,} records, {summary['samples']:,} samples;"
+            f" {summary['tokens']:,} tokens, {share:.1%} count in the loss"
+        )
+    if costs is not None:
+        figures = costs.to_dict()
+        shm = os.statvfs("/dev/shm")
+        needed, free = figures["shm"]["total"], shm.f_bavail * shm.f_frsize
+        lines += [
+            f"# memory: weights and optimizer take {human_bytes(needed)} of /dev/shm"
+            f" ({human_bytes(free)} were free at the writing)",
+            f"# disk: a saved state takes {human_bytes(figures['saved_state'])}",
+        ]
+    target = start.target
+    return [
+        *lines,
+        f"# next: penstock data {target}, then penstock train {target}",
+        "# All keys: penstock config",
+    ]
+
+
+def _lines(draft: _Draft) -> list[str]:
+    """Returns the sections with their comments."""
+    lines: list[str] = []
+    for section in ("run", "model", "data", "train", "optimizer", "cluster"):
+        lines.append(f"{section}:")
+        for name, value in draft.values[section].items():
+            shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n...")[0]
+            comment = draft.comments.get(f"{section}.{name}", "")
+            text = f"  {name}: {shown.strip()}"
+            lines.append(f"{text:<{_MARGIN}}  # {comment}" if comment else text)
+    return lines
