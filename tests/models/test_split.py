@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from penstock.models.loss import LossHead, chunked_cross_entropy
+from penstock.models.loss import LossHead, Targets, chunked_cross_entropy
 from penstock.models.split_backward.split import (
     DeferredWeights,
     Unsplit,
@@ -345,7 +345,7 @@ def loss_in_backward(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor
         return rows @ model.embedding.weight.t()
 
     head = LossHead(logits_of=logits_of, in_backward=lambda: nullcontext(logits_of))
-    return chunked_cross_entropy(head, hidden, labels, chunk_rows=5)
+    return chunked_cross_entropy(head, hidden, Targets(labels=labels), chunk_rows=5)
 
 
 @pytest.mark.parametrize("loss_of", [loss_by_checkpoints, loss_in_backward])
