@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.config.splits import EXAMPLES, Split
 from penstock.config.values import (
     MASKED,
     NEXT_TOKEN,
@@ -48,6 +49,13 @@ class SourceConfig(Section):
     roles: Annotated[dict[str, str], Accepts("a mapping such as {human: user, bot: assistant}")] = (
         Field(default={}, description="Role of the chat template by the role in the files.")
     )
+    split: Annotated[str | None, Accepts(f"a split or a part, such as {EXAMPLES}")] = Field(
+        default=None,
+        description="A split of a folder of files named by split (`train.jsonl`,"
+        " `data/test-00000-of-00002.parquet`, `validation/a.jsonl`) or of a folder of a"
+        " DatasetDict, as datasets names them. Brackets take a part by percent or records; without"
+        " a name, of all files. Unset, all files, and the split train of a DatasetDict.",
+    )
     limit: Annotated[int | None, Unit("records")] = Field(
         default=None, ge=1, description="So many records from the start; unset, all."
     )
@@ -58,6 +66,13 @@ class SourceConfig(Section):
         " fraction once, at the preparation.",
     )
 
+    @field_validator("split")
+    @classmethod
+    def _known_form(cls, value: str | None) -> str | None:
+        if value is not None:
+            Split.parse(value)
+        return value
+
     @model_validator(mode="after")
     def _one_place(self) -> SourceConfig:
         if (self.path is None) == (self.registry is None):
@@ -67,8 +82,8 @@ class SourceConfig(Section):
                 "data.sources: registry and name go together, as in {registry:"
                 " data/dataset_info.json, name: my_chats}"
             )
-        given = sorted(self.model_fields_set & {"format", "columns", "roles"})
-        defaults = {"format": "auto", "columns": {}, "roles": {}}
+        given = sorted(self.model_fields_set & {"format", "columns", "roles", "split"})
+        defaults: dict[str, Any] = {"format": "auto", "columns": {}, "roles": {}, "split": None}
         if self.registry is not None and any(getattr(self, k) != defaults[k] for k in given):
             raise ValueError(
                 f"data.sources: {', '.join(given)}: the entry {self.name!r} of the registry decides"

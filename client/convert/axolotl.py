@@ -18,6 +18,7 @@ from penstock.client.convert.hugging_face import (
     put_model,
     put_precision,
     put_training,
+    split_key,
 )
 from penstock.client.convert.keys import (
     Effect,
@@ -439,7 +440,9 @@ class _Dataset:
         Raises:
             ConfigError: the entry has no path, or a value has another type.
         """
+        split = self._take("split", ValueKind.TEXT) or "train"
         source: dict[str, Any] = {"path": self._path()}
+        source |= split_key(self._reading, f"{self._place}.split", source["path"], split)
         kind = self._fields.pop("type", None)
         match kind:
             case "chat_template":
@@ -485,8 +488,6 @@ class _Dataset:
         path: str = self._take("path", ValueKind.TEXT) or ""
         files = self._fields.pop("data_files", None)
         self._take("ds_type", ValueKind.TEXT)
-        if self._fields.get("split", "train") == "train":
-            self._fields.pop("split", None)
         if isinstance(files, list) and len(files) == 1:
             files = files[0]
         if not path:

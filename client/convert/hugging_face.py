@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.client.convert.keys import (
@@ -20,6 +21,7 @@ from penstock.client.convert.keys import (
 from penstock.client.convert.passes import put_epochs
 from penstock.client.convert.reading import KeyReading
 from penstock.config.hub_names import fetch_data, fetch_model, hub_name
+from penstock.config.splits import Split
 
 OLD: Mapping[str, str] = {
     "evaluation_strategy": "eval_strategy",
@@ -27,6 +29,9 @@ OLD: Mapping[str, str] = {
     "torch_dtype": "dtype",
 }
 """Earlier names of keys that mean the same."""
+
+_FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+"""Endings of paths that name a file, whose records are the split train."""
 
 NO_ADAPTERS = "Penstock trains all parameters; LoRA and other adapters are not there yet"
 REMOTE_CODE = "types that transformers lacks are refused; model.imports names their modules"
@@ -415,10 +420,23 @@ def shuffles(reading: KeyReading) -> None:
 
 
 def hub_data(reading: KeyReading, key: str, name: str) -> None:
-    """Records a data set of the Hub: its files show which ones belong to the split."""
+    """Records a data set of the Hub, whose files are not on this machine."""
     reading.drop(
         key,
-        f"is no local path; run `{fetch_data(name)}`, and name the files of the split in"
-        " data.sources",
+        f"is no local path; run `{fetch_data(name)}`, and check that data.sources names its files",
         value=name,
     )
+
+
+def split_key(reading: KeyReading, key: str, path: str, split: str) -> dict[str, str]:
+    """Returns the key ``split`` of a source; none for all records of a file. Records a split that
+    a source cannot name.
+    """
+    if split == "train" and Path(path).suffix in _FILES:
+        return {}
+    try:
+        Split.parse(split)
+    except ValueError as error:
+        reading.drop(key, str(error), value=split)
+        return {}
+    return {"split": split}

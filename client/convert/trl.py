@@ -20,6 +20,7 @@ from penstock.client.convert.hugging_face import (
     put_smoothing,
     put_training,
     shuffles,
+    split_key,
     warmup_of,
 )
 from penstock.client.convert.keys import (
@@ -74,9 +75,7 @@ _KEYS: Table = {
     **mapped(ValueKind.TEXT, dataset_name=None),
     **mapped(ValueKind.LIST, datasets=None),
     **without(Effect.RESULT, "name the files in data.sources", "dataset_config"),
-    **dropped(
-        Effect.RESULT, "name the files of the split in data.sources", dataset_train_split="train"
-    ),
+    **mapped(ValueKind.TEXT, dataset_train_split="train"),
     **dropped(Effect.NONE, "data.eval_path names the file", dataset_test_split="test"),
     **without(Effect.RESULT, "the same records are not held out", "test_split_size"),
     **dropped(Effect.NONE, "Penstock streams all files", dataset_streaming=False, streaming=False),
@@ -105,6 +104,7 @@ TABLE = placed(
         "model_name_or_path": "model.path",
         "dtype": "model.dtype",
         "dataset_name": "data.sources",
+        "dataset_train_split": "data.sources",
         "datasets": "data.sources",
         "max_length": "data.sequence_length",
         "packing": "data.packing data.packing_window",
@@ -230,10 +230,16 @@ def _put_sources(reading: KeyReading) -> None:
     if mixture:
         sources = [_source(reading, number, item) for number, item in enumerate(mixture)]
         reading.put("data.sources", sources, "datasets")
+        if reading.get("dataset_train_split") != "train":
+            reading.drop("dataset_train_split", "each of datasets has its split", Effect.NONE)
         if name:
             reading.drop("dataset_name", "datasets replaces it", Effect.NONE)
     elif name:
-        reading.put("data.sources", [{"path": name}], "dataset_name")
+        key = "dataset_train_split"
+        split = split_key(reading, key, name, reading.get(key))
+        reading.put("data.sources", [{"path": name, **split}], "dataset_name")
+        if split or key in reading.values:
+            reading.map(key, {"data.sources[*].split": split.get("split")})
         if hub_name(name):
             hub_data(reading, "dataset_name", name)
     else:
@@ -269,8 +275,8 @@ def _source(reading: KeyReading, number: int, item: Any) -> dict[str, Any]:
     if (columns := fields.pop("columns", None)) is not None:
         kept = reading.typed(f"{place}.columns", ValueKind.LIST, columns)
         source["columns"] = {name: None for name in _COLUMNS if name not in kept}
-    if fields.get("split") == "train":
-        fields.pop("split")
+    split = reading.typed(f"{place}.split", ValueKind.TEXT, fields.pop("split", "train"))
+    source |= split_key(reading, f"{place}.split", path, split)
     for key, value in fields.items():
         reading.drop(f"{place}.{key}", "name the files in data.sources", value=value)
     return source

@@ -27,7 +27,12 @@ from penstock.models.data.reading.csv_files import csv_rows
 from penstock.models.data.reading.json_files import json_objects
 from penstock.models.data.reading.opening import COMPRESSED, ignore_bytes
 from penstock.models.data.reading.record import TEXT, Reader
-from penstock.models.data.reading.saved_datasets import check_complete, kind_in_dataset
+from penstock.models.data.reading.saved_datasets import (
+    check_complete,
+    kind_in_dataset,
+    other_splits,
+)
+from penstock.models.data.reading.split_names import files_of_split
 
 STDLIB = "@stdlib"
 MAX_STDLIB_BYTES = 30 * 10**6
@@ -91,18 +96,24 @@ def format_of(path: Path) -> str:
 
 
 def find_source(
-    source: str, *, key: str = "data.path", encoding: str = UTF8, any_records: bool = False
+    source: str,
+    *,
+    key: str = "data.path",
+    encoding: str = UTF8,
+    any_records: bool = False,
+    split: str | None = None,
 ) -> Source:
     """Returns the files that ``source``, the value of ``key``, names.
 
     The standard library is UTF-8; ``encoding`` does not apply to it. ``any_records`` also takes
-    those files of a folder that have no column of text.
+    those files of a folder that have no column of text. ``split`` takes the files of one split
+    (:mod:`penstock.models.data.reading.split_names`).
 
     Raises:
         ConfigError: there is no file, its kind is not supported, a folder cannot be listed, or a
             file is a pointer of Git LFS.
     """
-    matched = _find(source, key, encoding, any_records)
+    matched = _find(source, key, encoding, any_records, split)
     for path in matched.files:
         if is_pointer(path):
             raise ConfigError(
@@ -112,7 +123,7 @@ def find_source(
     return matched
 
 
-def _find(source: str, key: str, encoding: str, any_records: bool) -> Source:
+def _find(source: str, key: str, encoding: str, any_records: bool, split: str | None) -> Source:
     if "\0" in source:
         raise ConfigError(f"{key} = {source!r}: no such file or folder")
     if source == STDLIB:
@@ -126,23 +137,36 @@ def _find(source: str, key: str, encoding: str, any_records: bool) -> Source:
                 f"{key} = {source!r}: the name does not end in {formats}, nor in one of them"
                 " followed by .gz or .zst; rename the text file, or set data.tokens to a token file"
             )
+        if split is not None:
+            files_of_split([path], path, split, f"{key} = {source!r}, split = {split!r}")
         return Source(files=(path,), encoding=encoding)
     is_folder = os.path.isdir(source)
     # A saved dataset above the named folder does not count: the name decides on its split.
     top = path if is_folder else _fixed(path)
-    walk = _Walk(f"{key} = {source!r}", top, encoding if is_folder and not any_records else None)
+    walk = _Walk(
+        f"{key} = {source!r}",
+        top,
+        encoding if is_folder and not any_records else None,
+        any_split=split is not None,
+    )
     if is_folder:
         walk.follow(path, ("**", "*"))
-        check_complete(walk.files, f"{key} = {source!r}")
     else:
         walk.match(path)
-    matches = Source(files=tuple(sorted(walk.files)), encoding=encoding, left_out=walk.left_out)
+    files, left_out = sorted(walk.files), Counter(walk.left_out)
+    if split is not None and files:
+        place = f"{key} = {source!r}, split = {split!r}"
+        files = sorted(files_of_split(files, top, split, place))
+        left_out[other_splits(split)] += len(walk.files) - len(files)
+    if is_folder:
+        check_complete(files, f"{key} = {source!r}")
+    matches = Source(files=tuple(files), encoding=encoding, left_out=+left_out)
     if not matches.files:
         if _MAGIC.search(source) is None and not os.path.lexists(source):
             raise ConfigError(f"{key} = {source!r}: no such file or folder{_remedy(source)}")
-        left_out = f" (left out: {matches.omissions})" if matches.left_out else ""
+        omitted = f" (left out: {matches.omissions})" if matches.left_out else ""
         raise ConfigError(
-            f"{key} = {source!r}: matches no file of text{left_out}; give a file or folder of"
+            f"{key} = {source!r}: matches no file of text{omitted}; give a file or folder of"
             f" {formats}, or a glob of such files"
         )
     return matches
@@ -161,13 +185,17 @@ class _Walk:
     where links lead to it, too. A folder is entered once for the same parts, which ends cycles.
     """
 
-    def __init__(self, name: str, top: Path, encoding: str | None) -> None:
+    def __init__(
+        self, name: str, top: Path, encoding: str | None, *, any_split: bool = False
+    ) -> None:
         """Starts a walk.
 
         ``encoding``: the encoding of files that are taken only if their first record has text.
-        None: the glob names the files, and all are read.
+        None: the glob names the files, and all are read. ``any_split`` takes all splits of saved
+        datasets.
         """
         self._name, self._top, self._encoding = name, top, encoding
+        self._any_split = any_split
         self.files: list[Path] = []
         self._folders: list[_Step] = []
         self._links: deque[_Step] = deque()
@@ -266,7 +294,7 @@ class _Walk:
             self._leave_out(path, real, "device or pipe")
         elif not format_of(path):
             self._leave_out(path, real, _kind(path.suffix))
-        elif kind := kind_in_dataset(path, self._top):
+        elif kind := kind_in_dataset(path, self._top, any_split=self._any_split):
             self._leave_out(path, real, kind)
         elif real in self._taken:
             self._leave_out(path, real, "reached twice")

@@ -150,7 +150,7 @@ def _over(config: Config, file: str) -> Config:
     return config.model_copy(update={"data": data.model_copy(update=changes), "train": train})
 
 
-_PLAIN = {"path": "", "limit": None, "weight": 1.0}
+_PLAIN = {"path": "", "split": None, "limit": None, "weight": 1.0}
 
 
 def _token_rows(path: Path, entry: dict[str, Any], config: Config, file: str) -> PreparedRows:

@@ -280,6 +280,10 @@ def test_axolotl() -> None:
     assert not conversion.changes_result
 
 
+ALL = {"completion_only_loss": False}
+"""A key of TRL without which the first records decide on the tokens that count."""
+
+
 @pytest.mark.parametrize(
     ("tool", "expected"),
     [
@@ -435,6 +439,17 @@ def test_wrong_values_are_refused(tool: str, keys: dict[str, Any], words: str) -
             "data.sources",
             [{"path": "chats.jsonl"}],
         ),
+        (
+            {"dataset_name": "chats", "dataset_train_split": "train_sft[:10%]", **ALL},
+            "data.sources",
+            [{"path": "chats", "split": "train_sft[:10%]"}],
+        ),
+        ({"dataset_name": "chats", **ALL}, "data.sources", [{"path": "chats", "split": "train"}]),
+        (
+            {"dataset_name": None, "datasets": [{"path": "chats", "split": "test"}], **ALL},
+            "data.sources",
+            [{"path": "chats", "split": "test"}],
+        ),
     ],
 )
 def test_values_of_trl(keys: dict[str, Any], place: str, value: Any) -> None:
@@ -542,6 +557,11 @@ def test_columns_that_trl_selects_are_the_only_ones() -> None:
         ("trl", {"bf16": False, "dtype": "auto"}, {"dtype"}),
         ("trl", {"chat_template_path": "org/model"}, {"chat_template_path"}),
         ("trl", {"dataset_name": "rows.parquet"}, {"completion_only_loss"}),
+        (
+            "trl",
+            {"dataset_train_split": "train+test", "completion_only_loss": False},
+            {"dataset_train_split"},
+        ),
         (
             "trl",
             {"dataset_name": "trl-lib/Capybara", "completion_only_loss": False},

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from penstock.config.schema import Config, parse_config
 from penstock.host.errors import ConfigError, StateError
 from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
+from penstock.models.data.chunks import Progress
 from penstock.models.data.rows.packing import alone, best_fit
 from penstock.models.data.rows.row_file import COUNTS, ID, RowFile, RowLayout
 from penstock.models.prepare import prepare
@@ -46,7 +47,12 @@ def written(folder: Path, records: list[dict[str, Any]], name: str = "chat.jsonl
     return path
 
 
-def made(folder: Path, data: dict[str, Any], **sections: Any) -> Config:
+def made(
+    folder: Path,
+    data: dict[str, Any],
+    progress: Progress = lambda message: None,
+    **sections: Any,
+) -> Config:
     """A configuration of a run in ``folder`` that is prepared."""
     config = parse_config(
         {
@@ -56,7 +62,7 @@ def made(folder: Path, data: dict[str, Any], **sections: Any) -> Config:
             **sections,
         }
     )
-    prepare(config, folder)
+    prepare(config, folder, progress=progress)
     return config
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.data import SourceConfig
+from penstock.config.splits import Split
 from penstock.host.errors import ConfigError, reason
 from penstock.host.inputs import read_text
 from penstock.models.data.chat.requests import ASSISTANT, SYSTEM, TOOL, USER, names, shown
+from penstock.models.data.reading.saved_datasets import SPLIT
 
 MAX_BYTES = 16 << 20
 """Most bytes of a registry."""
@@ -61,6 +63,7 @@ def registered(key: str, source: SourceConfig) -> SourceConfig:
         update={
             **entry.form(),
             "path": entry.path(),
+            "split": entry.split(),
             "limit": min(limits, default=None),
             "registry": None,
             "name": None,
@@ -107,7 +110,7 @@ class _Entry:
         """Returns the file or folder of the records.
 
         Raises:
-            ConfigError: the records are not on this machine, or the split is another one.
+            ConfigError: the records are not on this machine.
         """
         for key, command in _HUBS.items():
             if key in self.fields:
@@ -126,13 +129,25 @@ class _Entry:
                 )
         if "file_name" not in self.fields:
             raise ConfigError(f"{self.place}: has no file_name; name the file of the records")
-        split = self._text(self.fields, "split", "train")
-        if split != "train":
-            raise self._refused(
-                "split", split, "a file has the split train alone; use limit for a part of it"
-            )
         # The records' own limit: LLaMA-Factory joins the names, so an absolute one replaces it.
         return os.path.join(self.folder, self._text(self.fields, "file_name", ""))
+
+    def split(self) -> str | None:
+        """Returns the part of the records to take; None for all.
+
+        Raises:
+            ConfigError: the split is another one than train, or has an unknown form.
+        """
+        text = self._text(self.fields, "split", SPLIT)
+        try:
+            split = Split.parse(text)
+        except ValueError as error:
+            raise self._refused("split", text, str(error)) from error
+        if split.name != SPLIT:
+            raise self._refused(
+                "split", text, f"a file has the split {SPLIT} alone; take a part of it"
+            )
+        return text.removeprefix(SPLIT) or None
 
     def limit(self) -> int | None:
         """Returns the number of records to take; None for all.

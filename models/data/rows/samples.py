@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.config.data import DataConfig, SourceConfig
+from penstock.config.splits import Split
 from penstock.host.errors import ConfigError
 from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.chat.conversation import checked_variables, request_of
@@ -54,6 +55,27 @@ class Origin:
         """The way to read its records."""
         config = self.config
         return RecordForm(format=Format(config.format), columns=config.columns, roles=config.roles)
+
+    def records(self, read: CountBytes = ignore_bytes) -> Iterator[tuple[int, Record]]:
+        """Yields the records of its split and limit, each with its number in the files.
+
+        Raises:
+            ConfigError: a file cannot be read, or the split has no record.
+        """
+        text, limit = self.config.split, self.config.limit
+        split = Split() if text is None else Split.parse(text)
+        part: range | None = None
+        if split.is_part:
+            count = sum(1 for _ in records(self.source))
+            part = split.records(count)
+            if not part:
+                raise ConfigError(
+                    f"{self.name}.split = {text!r}: takes none of the {count:,} records"
+                )
+        first, end = (0, None) if part is None else (part.start, part.stop)
+        if limit is not None:
+            end = first + limit if end is None else min(end, first + limit)
+        return itertools.islice(enumerate(records(self.source, read)), first, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +200,7 @@ class SampleStream:
     def __iter__(self) -> Iterator[Numbered]:
         for number, origin in enumerate(self.origins):
             before = len(self.tally.lengths)
-            kept = itertools.islice(records(origin.source, self.read), origin.config.limit)
-            for batch in _batched(enumerate(kept), _BATCH):
+            for batch in _batched(origin.records(self.read), _BATCH):
                 for place, samples in self._samples(origin, batch):
                     for _ in range(self._times(origin, number, place)):
                         for sample in samples:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.config.data import SourceConfig
 from penstock.config.schema import Config
+from penstock.config.splits import Split
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, writing
 from penstock.models.data.cache import TokenCache, key_of
@@ -27,6 +28,7 @@ from penstock.models.data.chunks import ChunkHasher, Progress
 from penstock.models.data.marks import Marks
 from penstock.models.data.reading.record import TEXT, is_chat
 from penstock.models.data.reading.records import records
+from penstock.models.data.reading.split_names import named_splits
 from penstock.models.data.rows.packing import Packing, alone, best_fit
 from penstock.models.data.rows.registry import registered
 from penstock.models.data.rows.row_file import COUNTS, RowLayout, marked, write_rows
@@ -187,11 +189,18 @@ class RowSources:
             key, source = f"{name}.registry", registered(name, source)
         encoding = self._config.data.encoding
         path = str(source.path)
-        source_files = find_source(path, key=key, encoding=encoding, any_records=True)
+        split = None if source.split is None else Split.parse(source.split).name
+        source_files = find_source(path, key=key, encoding=encoding, any_records=True, split=split)
         if source_files.left_out:
             self._progress(
                 f"{key} = {path!r}: reads {len(source_files.files):,}"
                 f" file{'s' * (len(source_files.files) > 1)}; left out: {source_files.omissions}"
+            )
+        splits = () if source.split is not None else named_splits(source_files.files)
+        if len(splits) > 1:
+            self._progress(
+                f"{key} = {path!r}: reads the splits {', '.join(splits)} together; split:"
+                f" {splits[-1]} would take one of them"
             )
         return Origin(name=name, config=source, source=source_files)
 
@@ -228,7 +237,7 @@ class RowSources:
             _FORMAT,
             tokenizer_sum(self._tokenizer),
             self._way.key,
-            [origin.config.model_dump(mode="json", exclude=_PLACES) for origin in origins],
+            [_reading(origin.config) for origin in origins],
             [self._packing.value, data.packing_window, data.too_long, data.bad_records],
             self._config.run.seed,
         ]
@@ -375,6 +384,13 @@ class RowSources:
 
 
 _KEYS = {"train": "path", "eval": "eval_path"}
+
+
+def _reading(source: SourceConfig) -> dict[str, Any]:
+    """Returns the keys of a source that decide its samples, next to the bytes of the files."""
+    keys = source.model_dump(mode="json", exclude=_PLACES)
+    # Rows that were made before the key existed keep their fingerprint.
+    return {key: value for key, value in keys.items() if key != "split" or value is not None}
 
 
 class _Kept:

@@ -130,9 +130,10 @@ DATA_FILES = (
     Target(
         name="registry",
         open=from_file("dataset_info.json", read_registry),
-        covers=("models.data.rows.registry._entry",),
+        covers=("models.data.rows.registry._entry", "config.splits.Split.parse"),
         seeds=lambda: [
             json.dumps({"it": {"file_name": "a.json", "num_samples": 2}}).encode(),
+            json.dumps({"it": {"file_name": "a.json", "split": "train[-1_0:90%]"}}).encode(),
             json.dumps(
                 {
                     "it": {
