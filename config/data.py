@@ -135,8 +135,8 @@ class DataConfig(Section):
         default="auto",
         description="How samples fill rows of `sequence_length` tokens. none: a row for each"
         " sample. best-fit: whole samples share rows, and attention and positions keep them apart."
-        " wrapped: all tokens form one text, which is cut into rows. auto: wrapped for text and"
-        " token files, best-fit otherwise.",
+        " wrapped: all tokens form one text, which is cut into rows; of `sources`, records of text"
+        " and ready ids. auto: wrapped for `path` with text and `tokens`, best-fit otherwise.",
     )
     packing_window: Annotated[int | None, Unit("samples")] = Field(
         default=None,
@@ -279,10 +279,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rows_of_samples(self) -> DataConfig:
-        if self.sources and self.packing == "wrapped":
+        if self.sources and self.packing == "wrapped" and self.train_on not in ("auto", "all"):
             raise ValueError(
-                "data.packing wrapped goes with data.path and data.tokens, and data.sources is"
-                " given; use packing best-fit or none"
+                f"data.train_on {self.train_on}: data.packing wrapped makes one text of all"
+                " records, of which every token counts; use packing best-fit or none"
             )
         if self.packing in ("auto", "wrapped"):
             return self

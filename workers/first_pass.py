@@ -140,7 +140,8 @@ def summary(config: Config, entry: dict[str, Any], dataset: RowDataset | TokenDa
         fields |= {"tokens": rows * length, "counted_tokens": _counted(dataset)}
         fields |= {"padding_share": 0.0, **dict.fromkeys(CUTS, 0), "duplicates": None}
         fields["lengths"] = dict.fromkeys(("min", "p50", "p90", "p99", "max"), length)
-        samples = {"data.path" if data.tokens is None else "data.tokens": rows}
+        key = "sources" if data.sources else "path" if data.tokens is None else "tokens"
+        samples = {f"data.{key}": rows}
     else:
         fields = {"records": counts.records, "samples": counts.samples, "rows": counts.rows}
         fields |= {"tokens": counts.tokens, "counted_tokens": counts.counted}
@@ -150,6 +151,8 @@ def summary(config: Config, entry: dict[str, Any], dataset: RowDataset | TokenDa
     paths = [source.path or f"{source.registry}, {source.name}" for source in data.sources] or [
         str(data.path or data.tokens)
     ]
+    if counts is None:
+        paths = [", ".join(paths)]
     sources = [
         {"source": number, "name": name, "path": path, "samples": count}
         for number, ((name, count), path) in enumerate(zip(samples.items(), paths, strict=True))

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -142,6 +142,61 @@ class TokenCache:
                 return
             shutil.rmtree(entry.folder, ignore_errors=True)
             total -= entry.num_bytes
+
+
+class NewFile:
+    """A file that gets its name when it is complete. Without :meth:`keep` nothing is left of it.
+
+    The file is written as ``temporary``, and its checksums as ``sums``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self.sums = path.with_suffix(".sums")
+
+    def keep(self) -> None:
+        """Gives the file its name."""
+        self.temporary.rename(self._path)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.temporary.unlink(missing_ok=True)
+
+
+Made = dict[Path, dict[str, Any]]
+"""Files that are complete, and the fields that describe each."""
+
+
+def cached(
+    cache: TokenCache,
+    keys: Callable[[], Mapping[Path, str]],
+    stamps: Callable[[], object],
+    make: Callable[[], Made],
+) -> tuple[Made, bool]:
+    """Returns the files of ``keys``, and whether all are from the cache; otherwise ``make`` makes
+    all. Made files are kept in the cache if ``stamps`` of their sources are the same afterwards.
+    """
+    if not cache.is_used:
+        return make(), False
+    before, key_of_path = stamps(), keys()
+    taken: Made = {}
+    for path, key in key_of_path.items():
+        with NewFile(path) as file:
+            fields = cache.fetch(key, file.temporary, file.sums)
+            if fields is None:
+                break
+            file.keep()
+            taken[path] = fields
+    else:
+        return taken, True
+    made = make()
+    if stamps() == before:
+        for path, key in key_of_path.items():
+            cache.store(key, path, path.with_suffix(".sums"), made[path])
+    return made, False
 
 
 def _read_own(path: Path, most_bytes: int) -> bytes:

@@ -5,8 +5,9 @@ A token file is ids of one width, little-endian, every document between its mark
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +37,8 @@ def write_tokens(
 ) -> int:
     """Writes a token file; returns its number of tokens. The file is on disk when this returns.
 
-    Each document is its ids in little-endian :func:`token_dtype`, between its ``marks``. ``hasher``
-    takes every byte of the file. ``vocab_size`` is the model's.
+    Each document is its ids in little-endian :func:`token_dtype`, between its ``marks``. Ready ids
+    have no marks. ``hasher`` takes every byte of the file. ``vocab_size`` is the model's.
 
     Raises:
         CapacityError, ConfigError: it cannot be written, or a text has a token that the model has
@@ -49,10 +50,15 @@ def write_tokens(
     begins = True
     try:
         with path.open("wb") as file:
-            for part in tokenizer.encode_documents(texts):
+            for part in _encoded(texts, tokenizer):
                 length = len(part.ids) if begins else length + len(part.ids)
-                _check_ids(part, length, vocab_size)
-                content = before * begins + part.ids.astype(dtype).tobytes() + after * part.ends
+                ready = part.document.ids is not None
+                # Ready ids may be beyond those of the tokenizer, which decide the type.
+                most = min(vocab_size, tokenizer.vocab_size) if ready else vocab_size
+                _check_ids(part, length, most)
+                content = part.ids.astype(dtype).tobytes()
+                if not ready:
+                    content = before * begins + content + after * part.ends
                 num_bytes += len(content)
                 file.write(content)
                 hasher.update(content)
@@ -65,6 +71,16 @@ def write_tokens(
     return num_bytes // dtype.itemsize
 
 
+def _encoded(texts: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Yields the ids of documents in parts, in order; ready ids as they are."""
+    for ready, group in itertools.groupby(texts, key=lambda document: document.ids is not None):
+        if not ready:
+            yield from tokenizer.encode_documents(group)
+            continue
+        for document in group:
+            yield Encoded(document, np.array(document.ids, dtype=np.uint32), ends=True)
+
+
 def _check_ids(part: Encoded, length: int, vocab_size: int) -> None:
     """Refuses a token without a row in the model. Tokenizers of published models may have such
     tokens, which no text uses. ``length``: tokens of the document up to the end of ``part``.
@@ -72,6 +88,11 @@ def _check_ids(part: Encoded, length: int, vocab_size: int) -> None:
     ids = part.ids
     if len(ids) and int(ids.max()) >= vocab_size:
         first = int(np.argmax(ids >= vocab_size))
+        if part.document.ids is not None:
+            raise ConfigError(
+                f"{part.document.place}: has the token {ids[first]}, and the vocabulary has"
+                f" {vocab_size} tokens; name the model and tokenizer that the ids were made for"
+            )
         raise ConfigError(
             f"{part.document.place}: token {length - len(ids) + first} of the text has id"
             f" {ids[first]}, and the model has a vocabulary of {vocab_size}; take that token out of"

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.config.schema import Config
 from penstock.config.values import BYTE, MASKED, UTF8
 from penstock.host.errors import ConfigError, reason
-from penstock.models.data.cache import TokenCache, key_of
+from penstock.models.data.cache import NewFile, TokenCache, cached, key_of
 from penstock.models.data.chunks import SAY_EVERY_S, ChunkHasher, Progress, write_sums
 from penstock.models.data.corpus import token_dtype, write_tokens
 from penstock.models.data.marks import Marks, marks_of_numbers
-from penstock.models.data.reading.records import documents
+from penstock.models.data.reading.opening import CountBytes
+from penstock.models.data.reading.records import Document, documents
 from penstock.models.data.sources import Source, find_source
 from penstock.models.data.token_file import TokenFile
 from penstock.models.data.tokenizer import Tokenizer
@@ -50,6 +51,37 @@ _NOT_IN_FILES = {
 """Keys of ``data`` that decide a text's tokens, and keys that fingerprints contain as marks."""
 
 
+class Text(Protocol):
+    """Documents of files, which become one text."""
+
+    @property
+    def source(self) -> Source:
+        """The files."""
+
+    @property
+    def key(self) -> list[Any]:
+        """Values that decide the documents, next to the bytes of the files."""
+
+    def documents(self, read: CountBytes) -> Iterator[Document]:
+        """Yields the documents; calls ``read`` with numbers of bytes read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainText:
+    """Files of text, and the column ``text`` of files of records."""
+
+    source: Source
+
+    @property
+    def key(self) -> list[Any]:
+        """None: the files alone decide."""
+        return []
+
+    def documents(self, read: CountBytes) -> Iterator[Document]:
+        """Yields the documents of the files."""
+        return documents(self.source, read)
+
+
 class TokenSources:
     """Sources of a run's tokens, and the fingerprint of all that decides them."""
 
@@ -60,7 +92,12 @@ class TokenSources:
         marks: Marks | None,
         run_dir: Path,
         progress: Progress,
+        texts: Callable[[str], Text] | None = None,
     ) -> None:
+        """Takes the text of ``data.path`` and ``data.eval_path``, unless ``texts`` returns others
+        for the names of these keys.
+        """
+        self._texts = texts
         self._config, self._tokenizer, self._progress = config, tokenizer, progress
         self._vocab_size = RunDirectory(run_dir).table.vocab_size
         model = json.loads((run_dir / "model" / "config.json").read_text(encoding="utf-8"))
@@ -78,21 +115,30 @@ class TokenSources:
             )
 
     @cached_property
-    def _source(self) -> Source:
+    def _main_text(self) -> Text:
         data = self._config.data
+        if self._texts is not None:
+            return self._texts("path")
         if data.tokens is None:
             assert data.path is not None
-            return find_source(data.path, encoding=data.encoding)
+            return PlainText(source=find_source(data.path, encoding=data.encoding))
         if not data.tokens.is_file():
             seen = "is no file" if data.tokens.exists() else "no such file"
             raise ConfigError(f"data.tokens = {str(data.tokens)!r}: {seen}")
-        return Source(files=(data.tokens,))
+        return PlainText(source=Source(files=(data.tokens,)))
 
     @cached_property
-    def _eval_source(self) -> Source:
+    def _eval_text(self) -> Text:
         data = self._config.data
+        if self._texts is not None:
+            return self._texts("eval_path")
         assert data.eval_path is not None
-        return find_source(data.eval_path, key="data.eval_path", encoding=data.encoding)
+        return PlainText(
+            source=find_source(data.eval_path, key="data.eval_path", encoding=data.encoding)
+        )
+
+    def _text(self, key: str) -> Text:
+        return self._eval_text if key == "eval_path" else self._main_text
 
     @cached_property
     def _tokenizer_sum(self) -> str | None:
@@ -107,10 +153,11 @@ class TokenSources:
         return fingerprint_of(
             data.model_dump(mode="json", exclude=without),
             [self.holds_out, self._vocab_size, self._eos],
-            file_stamps(self._source.files),
-            file_stamps(self._eval_source.files) if self.has_eval_text else [],
+            file_stamps(self._main_text.source.files),
+            file_stamps(self._eval_text.source.files) if self.has_eval_text else [],
             self._tokenizer_sum,
             *self._unusual_marks,
+            *self._main_text.key,
         )
 
     @property
@@ -134,12 +181,12 @@ class TokenSources:
         """
         data = self._config.data
         try:
-            source = self._eval_source if key == "eval_path" else self._source
-            stamps = file_stamps(source.files)
+            text = self._text(key)
+            stamps = file_stamps(text.source.files)
         except ConfigError:
             return None
-        reading = [source.encoding, data.token_dtype, self._vocab_size, self._tokenizer_sum]
-        return fingerprint_of(stamps, reading + self._unusual_marks)
+        reading = [text.source.encoding, data.token_dtype, self._vocab_size, self._tokenizer_sum]
+        return fingerprint_of(stamps, reading + self._unusual_marks + text.key)
 
     def _check_marks(self) -> None:
         """Refuses marks without a row in the model."""
@@ -181,7 +228,7 @@ class TokenSources:
         if self._tokenizer is None:
             whole = self._given_tokens(directory / "train.sums")
         else:
-            whole = self._tokenized("path", self._source, directory / "train.bin", self._tokenizer)
+            whole = self._tokenized("path", directory / "train.bin", self._tokenizer)
         whole["fingerprint"] = self.fingerprint
         if not self.holds_out:
             return {"train": whole}
@@ -195,55 +242,57 @@ class TokenSources:
         """
         assert self._tokenizer is not None
         path = directory / "eval.bin"
-        made = self._tokenized("eval_path", self._eval_source, path, self._tokenizer)
+        made = self._tokenized("eval_path", path, self._tokenizer)
         return {**made, "fingerprint": fingerprint}
 
-    def _tokenized(
-        self, key: str, source: Source, path: Path, tokenizer: Tokenizer
-    ) -> dict[str, Any]:
+    def _tokenized(self, key: str, path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+        source = self._text(key).source
         if source.left_out:
             self._progress(
                 f"data.{key} = {getattr(self._config.data, key)!r}: reads {len(source.files):,}"
                 f" file{'s' * (len(source.files) > 1)}; left out: {source.omissions}"
             )
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        sums = path.with_suffix(".sums")
-        cache = TokenCache(self._config.data.cache_limit, self._progress)
-        # Bytes are tokens as fast as files are read.
-        kept = cache.is_used and self._config.tokenizer != BYTE
-        stamps = file_stamps(source.files)
-        try:
-            name = self._key(source, tokenizer) if kept else ""
-            made = cache.fetch(name, temporary, sums) if kept else None
-            if made is None:
-                made = self._write_tokens(key, source, temporary, sums, tokenizer)
-                if kept and file_stamps(source.files) == stamps:
-                    cache.store(name, temporary, sums, made)
-            else:
-                self._progress(f"data.{key}: takes tokens that were made from the same text before")
-            # The file is on disk before it gets its name; meta.json, last, marks all as complete.
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        cache = TokenCache(self._cache_limit, self._progress)
+        made, is_cached = cached(
+            cache,
+            lambda: {path: self._key(key, tokenizer)},
+            lambda: file_stamps(source.files),
+            lambda: {path: self._write_tokens(key, path, tokenizer)},
+        )
+        if is_cached:
+            self._progress(f"data.{key}: takes tokens that were made from the same text before")
+        fields = made[path]
         dtype = token_dtype(tokenizer.vocab_size)
-        entry = self._entry(path.name, int(made["num_tokens"]), dtype)
-        return {**entry, "sums": made["sums"], "source": self.now(key)}
+        entry = self._entry(path.name, int(fields["num_tokens"]), dtype)
+        return {**entry, "sums": fields["sums"], "source": self.now(key)}
 
-    def _write_tokens(
-        self, key: str, source: Source, path: Path, sums: Path, tokenizer: Tokenizer
-    ) -> dict[str, Any]:
+    @property
+    def _cache_limit(self) -> int:
+        # Bytes are tokens as fast as files are read.
+        return 0 if self._config.tokenizer == BYTE else self._config.data.cache_limit
+
+    def _write_tokens(self, key: str, path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         """Makes a token file and its checksums; returns how many tokens it has, and the entry of
         the checksums.
         """
-        hasher = ChunkHasher()
-        texts = documents(source, Pace(f"data.{key}", source.files, self._progress))
-        num_tokens = write_tokens(
-            texts, tokenizer, path, hasher, self._marks, vocab_size=self._vocab_size
-        )
-        return {"num_tokens": num_tokens, "sums": hasher.write(sums)}
+        text, hasher = self._text(key), ChunkHasher()
+        documents = text.documents(Pace(f"data.{key}", text.source.files, self._progress))
+        with NewFile(path) as file:
+            num_tokens = write_tokens(
+                documents,
+                tokenizer,
+                file.temporary,
+                hasher,
+                self._marks,
+                vocab_size=self._vocab_size,
+            )
+            sums = hasher.write(file.sums)
+            # The file is on disk before it gets its name; meta.json, last, marks all as complete.
+            file.keep()
+        return {"num_tokens": num_tokens, "sums": sums}
 
-    def _key(self, source: Source, tokenizer: Tokenizer) -> str:
-        """Returns the key of a text's tokens in the cache.
+    def _key(self, key: str, tokenizer: Tokenizer) -> str:
+        """Returns the key of a text's tokens in the cache; ``key`` is that of ``data``.
 
         Raises:
             ConfigError: a file cannot be read.
@@ -253,9 +302,10 @@ class TokenSources:
         parts = [
             [self._tokenizer_sum, is_folder, tokenizer.vocab_size],
             [marks.before, marks.after, self._vocab_size],
+            *self._text(key).key,
         ]
         try:
-            return key_of(source, parts)
+            return key_of(self._text(key).source, parts)
         except OSError as error:
             raise ConfigError(f"data: cannot read {error.filename}: {reason(error)}") from error
 
@@ -263,7 +313,7 @@ class TokenSources:
         """Returns the entry of a token file, which stays where it is; checks every id once against
         the vocabulary, and makes checksums.
         """
-        path, dtype = self._source.files[0].absolute(), self._config.data.token_dtype
+        path, dtype = self._main_text.source.files[0].absolute(), self._config.data.token_dtype
         file = TokenFile(path, dtype, self._vocab_size)
         entry = self._entry(str(path), file.num_tokens, dtype)
         made = write_sums(path, sums, self._progress, file.check)

@@ -86,7 +86,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "models.prepare._keep_tokens": _READ,
         "protocol.security.token._sockets_at": _KERNEL,
         "models.data.rows.samples.SampleStream._drafts": _OWN,
-        "models.data.rows.samples.SampleStream._times": _OWN,
+        "models.data.rows.origins.Origin.times": _OWN,
         "models.data.rows.samples.Tally.duplicates": _OWN,
         "models.data.rows.samples.Tally.to_json": _OWN,
         "models.data.rows.sources._drawn": _OWN,

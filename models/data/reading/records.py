@@ -24,11 +24,12 @@ from penstock.models.data.sources import PLAIN_TEXT, Source, format_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """A text to train on. ``place`` names its record; ``parts`` are read once and in order, before
-    the next document.
+    the next document. ``ids`` are ready token ids in place of a text.
     """
 
     place: str
-    parts: Iterable[str]
+    parts: Iterable[str] = ()
+    ids: tuple[int, ...] | None = None
 
 
 def records(
@@ -58,10 +59,16 @@ def documents(source: Source, read: CountBytes = ignore_bytes) -> Iterator[Docum
         ConfigError: see :func:`records`; or a record without text, or with half of a character.
     """
     for record in records(source, read, TEXT):
-        parts = iter([text_of(record)] if record.where else record.parts)
-        first = next(parts, "")
-        if first:
-            yield Document(place=record.place, parts=_checked(record.place, first, parts))
+        yield from document_of(record.place, [text_of(record)] if record.where else record.parts)
+
+
+def document_of(place: str, parts: Iterable[str]) -> Iterator[Document]:
+    """Yields the document of a text in parts; none for an empty text. Half of a character ends the
+    iteration of the document's parts with an error.
+    """
+    rest = iter(parts)
+    if first := next(rest, ""):
+        yield Document(place=place, parts=_checked(place, first, rest))
 
 
 def _checked(place: str, first: str, rest: Iterator[str]) -> Iterator[str]:

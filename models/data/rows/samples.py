@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.config.data import DataConfig, SourceConfig
-from penstock.config.splits import Split
+from penstock.config.data import DataConfig
 from penstock.host.errors import ConfigError
 from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.chat.conversation import checked_variables, request_of
@@ -27,55 +25,15 @@ from penstock.models.data.chat.masks import (
     drafts_of,
     encoded,
 )
-from penstock.models.data.chat.requests import Format, RecordForm
 from penstock.models.data.chat.templates import MODEL, Template, chosen_template, named_template
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
 from penstock.models.data.reading.record import Record
-from penstock.models.data.reading.records import records
-from penstock.models.data.sources import Source
+from penstock.models.data.rows.origins import Origin
 
 _Item = TypeVar("_Item")
 
 _BATCH = 256
 """Records that the library encodes in one call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """A source of the configuration and its files. ``name`` is its key, such as
-    ``data.sources[0]``.
-    """
-
-    name: str
-    config: SourceConfig
-    source: Source
-
-    @property
-    def form(self) -> RecordForm:
-        """The way to read its records."""
-        config = self.config
-        return RecordForm(format=Format(config.format), columns=config.columns, roles=config.roles)
-
-    def records(self, read: CountBytes = ignore_bytes) -> Iterator[tuple[int, Record]]:
-        """Yields the records of its split and limit, each with its number in the files.
-
-        Raises:
-            ConfigError: a file cannot be read, or the split has no record.
-        """
-        text, limit = self.config.split, self.config.limit
-        split = Split() if text is None else Split.parse(text)
-        part: range | None = None
-        if split.is_part:
-            count = sum(1 for _ in records(self.source))
-            part = split.records(count)
-            if not part:
-                raise ConfigError(
-                    f"{self.name}.split = {text!r}: takes none of the {count:,} records"
-                )
-        first, end = (0, None) if part is None else (part.start, part.stop)
-        if limit is not None:
-            end = first + limit if end is None else min(end, first + limit)
-        return itertools.islice(enumerate(records(self.source, read)), first, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +160,7 @@ class SampleStream:
             before = len(self.tally.lengths)
             for batch in _batched(origin.records(self.read), _BATCH):
                 for place, samples in self._samples(origin, batch):
-                    for _ in range(self._times(origin, number, place)):
+                    for _ in range(origin.times(self.seed, number, place)):
                         for sample in samples:
                             yield from self._fitting(sample, number, place)
             self.tally.by_source[origin.name] = len(self.tally.lengths) - before
@@ -253,15 +211,6 @@ class SampleStream:
                 raise
             self.tally.skipped += 1
             return None
-
-    def _times(self, origin: Origin, source: int, record: int) -> int:
-        """Returns how often a pass takes a record."""
-        fraction, whole = math.modf(origin.config.weight)
-        if not fraction:
-            return int(whole)
-        digest = hashlib.blake2b(f"{self.seed}/{source}/{record}".encode(), digest_size=8).digest()
-        drawn = int.from_bytes(digest, "little") >> 11
-        return int(whole) + (drawn / 2.0**53 < fraction)
 
     def _fitting(self, sample: Sample, source: int, record: int) -> Iterator[Numbered]:
         """Yields a sample in the length of a row, as ``data.too_long`` says.

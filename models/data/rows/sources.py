@@ -10,29 +10,27 @@ from __future__ import annotations
 import dataclasses
 import os
 from array import array
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config.data import SourceConfig
 from penstock.config.schema import Config
-from penstock.config.splits import Split
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, writing
-from penstock.models.data.cache import TokenCache, key_of
+from penstock.models.data.cache import Made, NewFile, TokenCache, cached, key_of
 from penstock.models.data.chunks import ChunkHasher, Progress
 from penstock.models.data.marks import Marks
 from penstock.models.data.reading.record import TEXT, is_chat
 from penstock.models.data.reading.records import records
-from penstock.models.data.reading.split_names import named_splits
+from penstock.models.data.rows.origins import Origin, origins_of
 from penstock.models.data.rows.packing import Packing, alone, best_fit
-from penstock.models.data.rows.registry import registered
 from penstock.models.data.rows.row_file import COUNTS, RowLayout, marked, write_rows
-from penstock.models.data.rows.samples import Numbered, Origin, SampleStream, Way
+from penstock.models.data.rows.samples import Numbered, SampleStream, Way
+from penstock.models.data.rows.wrapped import wrapped_text
 from penstock.models.data.sources import PLAIN_TEXT, find_source, format_of
 from penstock.models.data.token_sources import (
     Pace,
@@ -43,9 +41,6 @@ from penstock.models.data.token_sources import (
 )
 from penstock.models.data.tokenizer import Tokenizer
 from penstock.protocol.run.rundir import RunDirectory
-
-_PLACES = {"path", "registry", "name"}
-"""Keys of a source that name its files. The fingerprint holds the bytes of the files."""
 
 _WITHOUT_TEMPLATE = {"text", "tokens", "stanford"}
 """Formats of sources without conversations."""
@@ -110,7 +105,8 @@ def open_sources(
     rows = _prepared_rows(run_dir)
     if tokenizer is not None and (makes_rows(config) if rows is None else rows):
         return RowSources(config, tokenizer, run_dir, progress)
-    return TokenSources(config, tokenizer, marks, run_dir, progress)
+    texts = partial(wrapped_text, config, progress=progress) if config.data.sources else None
+    return TokenSources(config, tokenizer, marks, run_dir, progress, texts)
 
 
 def _prepared_rows(run_dir: Path) -> bool | None:
@@ -132,8 +128,10 @@ def makes_rows(config: Config) -> bool:
             records.
     """
     data = config.data
-    if data.sources or data.packing in (Packing.NONE.value, Packing.BEST_FIT.value):
+    if data.packing in (Packing.NONE.value, Packing.BEST_FIT.value):
         return True
+    if data.sources:
+        return data.packing != Packing.WRAPPED.value
     if data.path is None or data.path.startswith("@"):
         return False
     source = find_source(data.path, encoding=data.encoding, any_records=True)
@@ -170,39 +168,11 @@ class RowSources:
 
     @cached_property
     def _origins(self) -> list[Origin]:
-        data = self._config.data
-        sources = data.sources or (SourceConfig(path=str(data.path)),)
-        names = [f"data.sources[{n}]" for n in range(len(sources))] if data.sources else []
-        return [
-            self._origin(name, source)
-            for name, source in zip(names or ["data.path"], sources, strict=True)
-        ]
+        return origins_of(self._config, "path", self._progress)
 
     @cached_property
     def _eval_origins(self) -> list[Origin]:
-        source = SourceConfig(path=str(self._config.data.eval_path))
-        return [self._origin("data.eval_path", source)]
-
-    def _origin(self, name: str, source: SourceConfig) -> Origin:
-        key = name if name.endswith("path") else f"{name}.path"
-        if source.registry is not None:
-            key, source = f"{name}.registry", registered(name, source)
-        encoding = self._config.data.encoding
-        path = str(source.path)
-        split = None if source.split is None else Split.parse(source.split).name
-        source_files = find_source(path, key=key, encoding=encoding, any_records=True, split=split)
-        if source_files.left_out:
-            self._progress(
-                f"{key} = {path!r}: reads {len(source_files.files):,}"
-                f" file{'s' * (len(source_files.files) > 1)}; left out: {source_files.omissions}"
-            )
-        splits = () if source.split is not None else named_splits(source_files.files)
-        if len(splits) > 1:
-            self._progress(
-                f"{key} = {path!r}: reads the splits {', '.join(splits)} together; split:"
-                f" {splits[-1]} would take one of them"
-            )
-        return Origin(name=name, config=source, source=source_files)
+        return origins_of(self._config, "eval_path", self._progress)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -237,7 +207,7 @@ class RowSources:
             _FORMAT,
             tokenizer_sum(self._tokenizer),
             self._way.key,
-            [_reading(origin.config) for origin in origins],
+            [origin.reading for origin in origins],
             [self._packing.value, data.packing_window, data.too_long, data.bad_records],
             self._config.run.seed,
         ]
@@ -281,25 +251,23 @@ class RowSources:
     ) -> dict[str, dict[str, Any]]:
         """Takes the splits of these records from the cache, or makes them."""
         self._warn_of_dates(origins)
-        cache = TokenCache(self._config.data.cache_limit, self._progress)
-        sums = _sums(origins) if cache.is_used else []
-        keys = {split: self._cache_key(sums, origins, split, splits) for split in splits}
-        stamps = [file_stamps(origin.source.files) for origin in origins]
-        cached: dict[str, dict[str, Any] | None] = {}
-        for split in splits:
-            with _Kept(directory / f"{split}.bin") as kept:
-                cached[split] = cache.fetch(keys[split], kept.temporary, kept.sums)
-                if cached[split] is not None:
-                    kept.keep()
-        if all(cached.values()):
+
+        def keys() -> dict[Path, str]:
+            sums = _sums(origins)
+            return {
+                path: self._cache_key(sums, origins, split, splits) for split, path in paths.items()
+            }
+
+        paths = {split: directory / f"{split}.bin" for split in splits}
+        made, is_cached = cached(
+            TokenCache(self._config.data.cache_limit, self._progress),
+            keys,
+            lambda: [file_stamps(origin.source.files) for origin in origins],
+            lambda: self._draw(origins, paths),
+        )
+        if is_cached:
             self._progress("data: takes rows that were made of the same records before")
-            return {s: self._entry(s, fields) for s, fields in cached.items() if fields is not None}
-        made = self._draw(origins, directory, splits)
-        if [file_stamps(origin.source.files) for origin in origins] == stamps:
-            for split in splits:
-                path = directory / f"{split}.bin"
-                cache.store(keys[split], path, path.with_suffix(".sums"), made[split])
-        return {split: self._entry(split, fields) for split, fields in made.items()}
+        return {split: self._entry(split, made[path]) for split, path in paths.items()}
 
     def _cache_key(
         self, sums: Sequence[str], origins: Sequence[Origin], split: str, splits: Sequence[str]
@@ -319,40 +287,32 @@ class RowSources:
             **{name: made[name] for name in ("rows", "tally", "sums")},
         }
 
-    def _draw(
-        self, origins: Sequence[Origin], directory: Path, splits: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    def _draw(self, origins: Sequence[Origin], paths: Mapping[str, Path]) -> Made:
         """Reads the records, and writes the files of the splits."""
         config = self._config
         files = [path for origin in origins for path in origin.source.files]
         pace = Pace("data", files, self._progress)
         stream = SampleStream(config.data, origins, self._way, config.run.seed, pace)
-        temporary = directory / f".samples.{os.getpid()}.tmp"
+        first = next(iter(paths.values()))
+        temporary = first.with_name(f".samples.{os.getpid()}.tmp")
         try:
             drawn = _drawn(stream, temporary)
             tally = stream.tally.to_json()
             count = len(drawn.places)
-            held = max(1, round(count * config.data.eval_fraction)) if len(splits) > 1 else 0
+            held = max(1, round(count * config.data.eval_fraction)) if len(paths) > 1 else 0
             if count <= held:
                 raise ConfigError(
                     f"data: {stream.tally.records:,} records have {count:,} samples to train on;"
                     " give more records"
                 )
-            if splits[0] == "eval":
-                parts = {"eval": drawn}
-            else:
-                parts = {"train": drawn.part(0, count - held)}
-                if held:
-                    parts["eval"] = drawn.part(count - held, count)
-            return {
-                split: self._write(part, directory, split, tally) for split, part in parts.items()
-            }
+            parts = {first: drawn.part(0, count - held)}
+            if held:
+                parts[paths["eval"]] = drawn.part(count - held, count)
+            return {path: self._write(part, path, tally) for path, part in parts.items()}
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _write(
-        self, drawn: _Drawn, directory: Path, split: str, tally: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _write(self, drawn: _Drawn, path: Path, tally: dict[str, Any]) -> dict[str, Any]:
         """Writes the file of rows of a split, and its checksums; returns its fields."""
         lengths, data = np.diff(drawn.begins), self._config.data
         if self._packing is Packing.NONE:
@@ -374,42 +334,16 @@ class RowSources:
                 f"data.train_on = {data.train_on!r}: no token of {layout.samples:,} samples counts;"
                 " set data.train_on: all, or check roles and labels of the records"
             )
-        with _Kept(directory / f"{split}.bin") as kept:
+        with NewFile(path) as file:
             write_rows(
-                kept.temporary, drawn.tokens, drawn.begins, drawn.places, rows, hasher.update
+                file.temporary, drawn.tokens, drawn.begins, drawn.places, rows, hasher.update
             )
-            sums = hasher.write(kept.sums)
-            kept.keep()
+            sums = hasher.write(file.sums)
+            file.keep()
         return {"num_tokens": layout.tokens, "rows": layout.to_json(), "tally": tally, "sums": sums}
 
 
 _KEYS = {"train": "path", "eval": "eval_path"}
-
-
-def _reading(source: SourceConfig) -> dict[str, Any]:
-    """Returns the keys of a source that decide its samples, next to the bytes of the files."""
-    keys = source.model_dump(mode="json", exclude=_PLACES)
-    # Rows that were made before the key existed keep their fingerprint.
-    return {key: value for key, value in keys.items() if key != "split" or value is not None}
-
-
-class _Kept:
-    """A file that gets its name when it is complete. Without :meth:`keep` nothing is left of it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self.sums = path.with_suffix(".sums")
-
-    def keep(self) -> None:
-        """Gives the file its name."""
-        self.temporary.rename(self._path)
-
-    def __enter__(self) -> _Kept:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.temporary.unlink(missing_ok=True)
 
 
 def _sums(origins: Sequence[Origin]) -> list[str]:
