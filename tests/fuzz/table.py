@@ -77,6 +77,8 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "models.checkpoints.export.saved_blocks": _READ,
         "models.checkpoints.whole._write_file": _READ,
         "models.checkpoints.initial._drawn": _OWN,
+        "models.data.chat.places.Widths.places": _OWN,
+        "models.data.chat.places._settings": "reads settings that the library tokenizers wrote",
         "models.data.chunks._mapped": _MEMORY,
         "models.data.objectives.Masked._mask": _OWN,
         "models.data.pieces.locality.Locality.count": _OWN,
