@@ -116,7 +116,8 @@ class ByteTokenizer:
 
     def chat_parts(self) -> ChatParts:
         """Returns the vocabulary of bytes; there is no template."""
-        return ChatParts(library=self._library(), special={"eos_token": END_OF_TEXT})
+        special = {"eos_token": END_OF_TEXT}
+        return ChatParts(library=self._library(), special=special, is_bytes=True)
 
     def _library(self) -> HubTokenizer:
         vocabulary = {character: byte for byte, character in _byte_characters().items()}

@@ -9,14 +9,17 @@ the same ids with ``sanitize_control_tokens``.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
 from penstock.host.errors import ConfigError
+from penstock.models.data.chat.places import Places, Widths
 
 Span = tuple[int, int]
 """First character of a part of a text, and the one behind its last."""
@@ -28,11 +31,25 @@ _BREAK = "\n"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     """Ids of a text. ``span`` returns the span of characters of a token by its number; firsts and
-    lasts never decrease.
+    lasts never decrease. ``places`` are the same as arrays, where they are known.
     """
 
     ids: list[int]
     span: Callable[[int], Span]
+    places: Places | None = None
+
+    def tokens(self, first: int, last: int) -> Span:
+        """Returns the span of tokens that overlap the characters ``first`` to ``last - 1``."""
+        if self.places is not None:
+            return (
+                int(np.searchsorted(self.places.ends, first, side="right")),
+                int(np.searchsorted(self.places.firsts, last)),
+            )
+        numbers = range(len(self.ids))
+        return (
+            bisect_right(numbers, first, key=lambda number: self.span(number)[1]),
+            bisect_left(numbers, last, key=lambda number: self.span(number)[0]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +75,14 @@ class ChatParts:
     """The parts of a tokenizer that conversations need.
 
     ``special`` are texts of special tokens by name, such as ``eos_token``. ``template`` is the chat
-    template, or several by name; None without one.
+    template, or several by name; None without one. ``is_bytes`` is True if the ids of a text
+    without special tokens are its bytes.
     """
 
     library: HubTokenizer
     special: Mapping[str, str]
     template: str | Mapping[str, str] | None = None
+    is_bytes: bool = False
 
 
 class Encoder:
@@ -73,15 +92,19 @@ class Encoder:
     one thread at a time may use it.
     """
 
-    def __init__(self, tokenizer: HubTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: HubTokenizer, *, is_bytes: bool = False) -> None:
+        self._tokenizer, self._is_bytes = tokenizer, is_bytes
+        self._widths = Widths.of(tokenizer)
         tokens = tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in tokens if token.special)
         self._break_ids: list[int] = tokenizer.encode(_BREAK, add_special_tokens=False).ids
 
-    def encode(self, passages: Sequence[Passage]) -> list[Encoding]:
-        """Returns the encodings of passages. Whole passages take one call of the library for all
-        cores.
+    def encode(
+        self, passages: Sequence[Passage], placed: Sequence[bool] | None = None
+    ) -> list[Encoding]:
+        """Returns the encodings of passages. Whole passages take few calls of the library for all
+        cores. ``placed`` are the passages whose encodings need places of tokens; None stands for
+        all.
 
         Raises:
             ConfigError: a text has half of a surrogate pair, or its tokenizer makes a special token
@@ -89,16 +112,46 @@ class Encoder:
         """
         for passage in passages:
             _check_characters(passage)
+        kinds: dict[tuple[bool, bool], list[int]] = {}
         encodings: dict[int, Encoding] = {}
-        for special in (False, True):
-            whole = [n for n, p in enumerate(passages) if not p.literal and p.special == special]
-            texts = [passages[number].text for number in whole]
-            batch = self._tokenizer.encode_batch(texts, add_special_tokens=special)
-            encodings |= {n: _encoding(made) for n, made in zip(whole, batch, strict=True)}
         for number, passage in enumerate(passages):
             if passage.literal:
                 encodings[number] = self._in_pieces(passage)
+            elif self._is_plain(passage):
+                encodings[number] = _bytes(passage.text)
+            else:
+                needs = placed is None or placed[number]
+                kinds.setdefault((passage.special, needs), []).append(number)
+        for (special, needs), numbers in kinds.items():
+            texts = [passages[number].text for number in numbers]
+            made = self._batch(texts, special=special, places=needs)
+            encodings.update(zip(numbers, made, strict=True))
         return [encodings[number] for number in range(len(passages))]
+
+    def _batch(self, texts: list[str], *, special: bool, places: bool) -> Iterator[Encoding]:
+        """Yields the encodings of texts, without ``places`` of tokens where none are needed."""
+        if places and (special or self._widths is None):
+            batch = self._tokenizer.encode_batch(texts, add_special_tokens=special)
+            yield from map(_encoding, batch)
+            return
+        batch = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        for text, made in zip(texts, batch, strict=True):
+            ids = made.ids
+            if not places or self._widths is None:
+                yield Encoding(ids=ids, span=_unknown)
+            elif (known := self._widths.places(text, ids)) is not None:
+                yield _placed(ids, known)
+            else:
+                yield _encoding(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _is_plain(self, passage: Passage) -> bool:
+        """Returns whether the ids of a passage are the bytes of its text, one for each character.
+        The library takes 40 times as long for them.
+        """
+        text = passage.text
+        if not (self._is_bytes and text.isascii()) or passage.literal:
+            return False
+        return not any(token in text for token in self.special_tokens)
 
     def _in_pieces(self, passage: Passage) -> Encoding:
         """Returns the encoding of a passage that is cut around its literal spans."""
@@ -138,6 +191,22 @@ class Encoder:
             return _encoding(self._tokenizer.encode(text, add_special_tokens=False))
         finally:
             self._tokenizer.encode_special_tokens = before
+
+
+def _bytes(text: str) -> Encoding:
+    numbers = np.arange(len(text) + 1)
+    return _placed(list(text.encode()), Places(numbers[:-1], numbers[1:]))
+
+
+def _placed(ids: list[int], places: Places) -> Encoding:
+    def span(number: int) -> Span:
+        return int(places.firsts[number]), int(places.ends[number])
+
+    return Encoding(ids=ids, span=span, places=places)
+
+
+def _unknown(number: int) -> Span:
+    raise AssertionError(f"no call asked for the place of token {number}")
 
 
 def _encoding(made: Any) -> Encoding:

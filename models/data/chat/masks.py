@@ -10,7 +10,7 @@ Tokens count behind the common prefix of both encodings, as in TRL with ``comple
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left, bisect_right
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -82,8 +82,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Token ids, and their labels: the same id, or -100 for a token that does not count. Labels are
-    not shifted.
+    """Token ids, and the spans of tokens that count.
 
     ``lost`` is the number of the prompt's last tokens that the sample does not have. Tokens of
     prompt and completion merged, or the template renders a prompt alone in another way.
@@ -91,8 +90,16 @@ class Sample:
 
     place: str
     ids: list[int]
-    labels: list[int]
+    counted: tuple[Span, ...]
     lost: int = 0
+
+    @property
+    def labels(self) -> list[int]:
+        """The ids of tokens that count, and -100 for others. Labels are not shifted."""
+        labels = [IGNORED_LABEL] * len(self.ids)
+        for first, end in self.counted:
+            labels[first:end] = self.ids[first:end]
+        return labels
 
 
 Prepared: TypeAlias = Draft | Sample
@@ -159,7 +166,10 @@ def encoded(prepared: Sequence[Prepared], encoder: Encoder) -> list[Sample]:
     """
     drafts = [item for item in prepared if isinstance(item, Draft)]
     prompts = [draft.prompt for draft in drafts if draft.prompt is not None]
-    encodings = encoder.encode([*(draft.passage for draft in drafts), *prompts])
+    encodings = encoder.encode(
+        [*(draft.passage for draft in drafts), *prompts],
+        [*(draft.spans is not None for draft in drafts), *(False for _ in prompts)],
+    )
     texts, prompt_texts = iter(encodings[: len(drafts)]), iter(encodings[len(drafts) :])
     samples = []
     for item in prepared:
@@ -173,24 +183,16 @@ def encoded(prepared: Sequence[Prepared], encoder: Encoder) -> list[Sample]:
 
 def _sample(draft: Draft, text: Encoding, prompt: Encoding | None) -> Sample:
     """Returns the sample of a draft and of its encodings."""
-    labels = list(text.ids) if draft.spans is None else _labels(text, draft.spans)
-    lost = 0
+    spans = [(0, len(text.ids))]
+    if draft.spans is not None:
+        spans = [text.tokens(first, last) for first, last in draft.spans]
+    start = lost = 0
     if prompt is not None:
-        length = _common_prefix(prompt.ids, text.ids)
-        labels[:length] = [IGNORED_LABEL] * length
-        lost = len(prompt.ids) - length
-    return Sample(place=draft.passage.place, ids=text.ids, labels=labels, lost=lost)
-
-
-def _labels(text: Encoding, spans: Sequence[Span]) -> list[int]:
-    """Returns the ids of tokens that overlap one of ``spans``, and -100 for other tokens."""
-    labels = [IGNORED_LABEL] * len(text.ids)
-    numbers = range(len(text.ids))
-    for first, last in spans:
-        begin = bisect_right(numbers, first, key=lambda number: text.span(number)[1])
-        end = bisect_left(numbers, last, key=lambda number: text.span(number)[0])
-        labels[begin:end] = text.ids[begin:end]
-    return labels
+        start = _common_prefix(prompt.ids, text.ids)
+        lost = len(prompt.ids) - start
+    clipped = ((max(first, start), end) for first, end in spans)
+    counted = tuple((first, end) for first, end in clipped if first < end)
+    return Sample(place=draft.passage.place, ids=text.ids, counted=counted, lost=lost)
 
 
 def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -225,9 +227,16 @@ def _ready(request: IdsRequest, choices: Choices) -> Sample:
     """Returns the sample of ready ids; its own labels win over ``train_on``."""
     ids = list(request.ids)
     if request.labels is not None:
-        return Sample(place=request.place, ids=ids, labels=list(request.labels))
+        return Sample(place=request.place, ids=ids, counted=_runs(request.labels))
     _check_choice(request.place, "a list of ids without labels", choices, (TrainOn.ALL,))
-    return Sample(place=request.place, ids=ids, labels=list(ids))
+    return Sample(place=request.place, ids=ids, counted=((0, len(ids)),))
+
+
+def _runs(labels: Sequence[int]) -> tuple[Span, ...]:
+    """Returns the spans of labels that count."""
+    groups = itertools.groupby(range(len(labels)), key=lambda n: labels[n] != IGNORED_LABEL)
+    runs = [list(numbers) for counts, numbers in groups if counts]
+    return tuple((run[0], run[-1] + 1) for run in runs)
 
 
 def _completion(request: CompletionRequest, choices: Choices) -> Draft:

@@ -258,9 +258,9 @@ def _strings(value: Any) -> Iterator[str]:
     """Yields all texts of a nested value but keys."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
+            yield from _strings(item)
+    elif isinstance(value, (dict, Mapping)):  # the check of a dict alone takes a tenth of the time
+        for item in value.values():
             yield from _strings(item)

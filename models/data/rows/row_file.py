@@ -9,7 +9,7 @@ samples stand in the order of their rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,10 +85,11 @@ class RowLayout:
         return self.rows_at + (self.rows + 1) * _NUMBER.itemsize
 
 
-def marked(ids: Sequence[int], labels: Sequence[int]) -> Tokens:
-    """Returns a sample's tokens with marks. ``labels`` are ids or -100, of the same positions."""
+def marked(ids: Sequence[int], counted: Iterable[tuple[int, int]]) -> Tokens:
+    """Returns a sample's tokens with marks; ``counted`` are the spans of tokens that count."""
     tokens = np.array(ids, dtype=np.uint32)
-    tokens[np.array(labels, dtype=np.int64) != IGNORED_LABEL] |= np.uint32(COUNTS)
+    for first, end in counted:
+        tokens[first:end] |= np.uint32(COUNTS)
     tokens[0] |= np.uint32(BEGINS)
     return tokens
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from penstock.config.data import DataConfig
 from penstock.host.errors import ConfigError
-from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.chat.conversation import checked_variables, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
 from penstock.models.data.chat.masks import (
@@ -29,11 +30,15 @@ from penstock.models.data.chat.templates import MODEL, Template, chosen_template
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
 from penstock.models.data.reading.record import Record
 from penstock.models.data.rows.origins import Origin
+from penstock.models.data.rows.row_file import BEGINS, COUNTS, ID, Tokens, marked
 
-_Item = TypeVar("_Item")
+_Batch = list[tuple[int, list[Prepared]]]
+"""Numbers of records, and their samples before the encoding."""
 
-_BATCH = 256
-"""Records that the library encodes in one call."""
+_BATCH_CHARACTERS, _BATCH_RECORDS = 1 << 19, 1 << 10
+"""Characters and records that the library encodes in one call. An encoding takes up to 300 bytes a
+character, and two batches are in memory.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ class Way:
         pad = parts.special.get("pad_token", end)
         number = None if pad is None else parts.library.token_to_id(pad)
         return cls(
-            encoder=Encoder(parts.library),
+            encoder=Encoder(parts.library, is_bytes=parts.is_bytes),
             template=_template(data, parts),
             choices=Choices(
                 train_on=TrainOn(data.train_on),
@@ -137,9 +142,9 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbered:
-    """A sample with its source and the record in the source, both from 0."""
+    """The marked tokens of a sample, with its source and the record in the source, both from 0."""
 
-    sample: Sample
+    tokens: Tokens
     source: int
     record: int
 
@@ -156,44 +161,62 @@ class SampleStream:
     tally: Tally = field(default_factory=Tally)
 
     def __iter__(self) -> Iterator[Numbered]:
-        for number, origin in enumerate(self.origins):
-            before = len(self.tally.lengths)
-            for batch in _batched(origin.records(self.read), _BATCH):
-                for place, samples in self._samples(origin, batch):
+        # While the library encodes a batch on all cores, the next one is read and rendered.
+        with ThreadPoolExecutor(1) as encoding:
+            for number, origin in enumerate(self.origins):
+                before = len(self.tally.lengths)
+                for place, samples in self._samples(origin, encoding):
                     for _ in range(origin.times(self.seed, number, place)):
                         for sample in samples:
                             yield from self._fitting(sample, number, place)
-            self.tally.by_source[origin.name] = len(self.tally.lengths) - before
+                self.tally.by_source[origin.name] = len(self.tally.lengths) - before
 
-    def _samples(
-        self, origin: Origin, batch: Sequence[tuple[int, Record]]
-    ) -> Iterator[tuple[int, list[Sample]]]:
+    def _samples(self, origin: Origin, encoding: Executor) -> Iterator[tuple[int, list[Sample]]]:
         """Yields records by number with their samples."""
-        places: list[int] = []
-        drafts: list[list[Prepared]] = []
-        for number, record in batch:
+        waiting: deque[tuple[_Batch, Future[list[Sample]]]] = deque()
+        for batch in self._batches(origin):
+            drafts = [draft for _, group in batch for draft in group]
+            waiting.append((batch, encoding.submit(encoded, drafts, self.way.encoder)))
+            if len(waiting) > 1:
+                yield from self._ready(*waiting.popleft(), encoding)
+        while waiting:
+            yield from self._ready(*waiting.popleft(), encoding)
+
+    def _batches(self, origin: Origin) -> Iterator[_Batch]:
+        """Yields the numbers of records with their drafts, in batches that memory has room for."""
+        batch: _Batch = []
+        size = 0
+        for number, record in origin.records(self.read):
             self.tally.records += 1
-            prepared = self._drafts(origin, record)
-            if prepared is not None:
-                places.append(number)
-                drafts.append(prepared)
+            drafts = self._drafts(origin, record)
+            if drafts is None:
+                continue
+            batch.append((number, drafts))
+            size += sum(map(_size, drafts))
+            if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_RECORDS:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _ready(
+        self, batch: _Batch, made: Future[list[Sample]], encoding: Executor
+    ) -> Iterator[tuple[int, list[Sample]]]:
+        """Yields the records of a batch with their samples, once the library has made them."""
         try:
-            made = encoded([draft for group in drafts for draft in group], self.way.encoder)
+            samples = iter(made.result())
         except ConfigError:
             if self.data.bad_records == "refuse":
                 raise
-            yield from self._one_by_one(places, drafts)
+            yield from self._one_by_one(batch, encoding)
             return
-        samples = iter(made)
-        for number, group in zip(places, drafts, strict=True):
+        for number, group in batch:
             yield number, list(itertools.islice(samples, len(group)))
 
-    def _one_by_one(
-        self, places: Sequence[int], drafts: Sequence[list[Prepared]]
-    ) -> Iterator[tuple[int, list[Sample]]]:
-        for number, group in zip(places, drafts, strict=True):
+    def _one_by_one(self, batch: _Batch, encoding: Executor) -> Iterator[tuple[int, list[Sample]]]:
+        for number, group in batch:
             try:
-                yield number, encoded(group, self.way.encoder)
+                yield number, encoding.submit(encoded, group, self.way.encoder).result()
             except ConfigError:
                 self.tally.skipped += 1
 
@@ -222,29 +245,30 @@ class SampleStream:
         if not length:
             tally.empty += 1
             return
-        if max(sample.ids) >= self.way.vocab_size:
+        tokens = marked(sample.ids, sample.counted)
+        if (most := int((tokens & np.uint32(ID)).max())) >= self.way.vocab_size:
             raise ConfigError(
-                f"{sample.place}: has the token {max(sample.ids)}, and the model has a vocabulary"
-                f" of {self.way.vocab_size}"
+                f"{sample.place}: has the token {most}, and the model has a vocabulary of"
+                f" {self.way.vocab_size}"
             )
         tally.lost += sample.lost
         tally.lengths.append(length)
-        for part in self._cut(sample):
+        for part in self._cut(sample.place, tokens):
             # TRL leaves these samples out of rows of one sample, and packs them into other rows.
-            if self.data.packing == "none" and max(part.labels) == IGNORED_LABEL:
+            if self.data.packing == "none" and not (part & np.uint32(COUNTS)).any():
                 tally.uncounted += 1
                 continue
-            yield Numbered(sample=part, source=source, record=record)
+            yield Numbered(tokens=part, source=source, record=record)
 
-    def _cut(self, sample: Sample) -> list[Sample]:
+    def _cut(self, place: str, tokens: Tokens) -> list[Tokens]:
         """Returns the parts of a sample to train on; counts what is lost."""
         most, tally = self.way.length, self.tally
-        if len(sample.ids) <= most:
-            return [sample]
+        if len(tokens) <= most:
+            return [tokens]
         match self.data.too_long:
             case "refuse":
                 raise ConfigError(
-                    f"{sample.place}: has {len(sample.ids):,} tokens, and data.sequence_length is"
+                    f"{place}: has {len(tokens):,} tokens, and data.sequence_length is"
                     f" {most:,}; set data.too_long to truncate, split or drop, or a greater length"
                 )
             case "drop":
@@ -252,21 +276,19 @@ class SampleStream:
                 return []
             case "split":
                 tally.split += 1
-                stops = range(0, len(sample.ids), most)
-                return [_part(sample, start, start + most) for start in stops]
+                parts = [tokens[at : at + most] for at in range(0, len(tokens), most)]
+                for part in parts:
+                    part[0] |= np.uint32(BEGINS)
+                return parts
         tally.truncated += 1
-        return [_part(sample, 0, most)]
+        return [tokens[:most]]
 
 
-def _part(sample: Sample, start: int, stop: int) -> Sample:
-    return Sample(place=sample.place, ids=sample.ids[start:stop], labels=sample.labels[start:stop])
-
-
-def _batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
-    """Yields items in lists of ``size``; the last one may be shorter."""
-    rest = iter(items)
-    while batch := list(itertools.islice(rest, size)):
-        yield batch
+def _size(draft: Prepared) -> int:
+    """Returns the characters that the library encodes for a draft."""
+    if isinstance(draft, Sample):
+        return len(draft.ids)
+    return len(draft.passage.text) + (0 if draft.prompt is None else len(draft.prompt.text))
 
 
 def _template(data: DataConfig, parts: ChatParts) -> Template | None:

@@ -28,7 +28,7 @@ from penstock.models.data.reading.record import TEXT, is_chat
 from penstock.models.data.reading.records import records
 from penstock.models.data.rows.origins import Origin, origins_of
 from penstock.models.data.rows.packing import Packing, alone, best_fit
-from penstock.models.data.rows.row_file import COUNTS, RowLayout, marked, write_rows
+from penstock.models.data.rows.row_file import COUNTS, RowLayout, write_rows
 from penstock.models.data.rows.samples import Numbered, SampleStream, Way
 from penstock.models.data.rows.wrapped import wrapped_text
 from penstock.models.data.sources import PLAIN_TEXT, find_source, format_of
@@ -367,9 +367,8 @@ def _drawn(stream: Iterable[Numbered], path: Path) -> _Drawn:
     begins, places = array("q", [0]), array("q")
     with writing(path, 0), path.open("wb") as file:
         for numbered in stream:
-            sample = numbered.sample
-            file.write(marked(sample.ids, sample.labels).tobytes())
-            begins.append(begins[-1] + len(sample.ids))
+            file.write(numbered.tokens.tobytes())
+            begins.append(begins[-1] + len(numbered.tokens))
             places.extend((numbered.source, numbered.record))
     count = begins[-1]
     tokens = np.memmap(path, dtype=np.uint32, mode="r") if count else np.empty(0, np.uint32)
