@@ -1,9 +1,13 @@
 """Splits of the files of a source, told by their names as datasets does. No torch.
 
-The first of these that names a split of any file decides on all files: folders of a DatasetDict;
-names of shards (``train-00000-of-00002.parquet``); words of folders (``test/a.jsonl``); words of
-files (``chats_train.jsonl``). Without any, all files are one split: train, or that of a folder
-``test`` or ``validation``.
+Four ways are tried, and the first that names a split of any file decides on all files:
+
+1. folders of a DatasetDict;
+2. names of shards (``train-00000-of-00002.parquet``);
+3. words of folders (``test/a.jsonl``);
+4. words of files (``chats_train.jsonl``).
+
+Without any, all files are one split: train, or that of a folder ``test`` or ``validation``.
 """
 
 from __future__ import annotations
