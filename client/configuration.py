@@ -10,7 +10,7 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -178,9 +178,10 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             default=_default(field),
             explanation=field.description or "",
         )
+        mark = "[]" if get_origin(form.annotation) is tuple else ""
         for inner in get_args(form.annotation):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
-                yield from _keys(inner, f"{prefix}.{name}[]")
+                yield from _keys(inner, f"{prefix}.{name}{mark}")
 
 
 def _default(field: FieldInfo) -> str | None:

@@ -23,6 +23,7 @@ from penstock.client.views.run_view import (
     Observer,
     StateFolder,
     all_metrics,
+    early_end_of,
     numbers,
     saved_states,
 )
@@ -49,7 +50,7 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b")
 class TrainResult:
     """The result of a training. ``metrics`` are all lines of the run's metrics file.
 
-    ``exit_code`` is 0 if all steps are complete and saved, 5 after a stop by command
+    ``exit_code`` is 0 if the last step is complete and saved, 5 after a stop by command
     (:class:`~penstock.host.errors.ExitCode`). ``first`` is the index in ``metrics`` of the first
     line of this start. ``seconds`` is the duration of this start with its preparation.
     """
@@ -228,7 +229,10 @@ def closing_words(
     trained = [entry for entry in result.metrics if entry["phase"] == "train"]
     passes = [epochs(done) for done in numbers(entry.get("data_epoch") for entry in trained[-1:])]
     words = [", ".join([f"done: {step} steps", *(f"{done} epochs" for done in passes)])]
-    if result.exit_code != ExitCode.DONE or step < steps:
+    early = early_end_of(config, result.metrics, step)
+    if result.exit_code == ExitCode.DONE and early:
+        words = [", ".join([f"done: {early}", *(f"{done} epochs" for done in passes)])]
+    elif result.exit_code != ExitCode.DONE or step < steps:
         place = ", ".join([f"step {step}/{steps}", *(f"epoch {done}" for done in passes)])
         words = [f"stopped at {place}; the same command resumes from there"]
     words += summary.lines(result.seconds)

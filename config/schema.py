@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError, model_validator
 
 from penstock.config.data import DataConfig
+from penstock.config.evaluation import EVAL, EvalConfig, EvaluationMetric, EvaluationSet, Judge
 from penstock.config.execution import (
     ClusterConfig,
     EmulationConfig,
@@ -54,6 +55,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -69,6 +71,35 @@ class Config(Section):
                 f"data.passes {passes:g} and train.epochs {epochs:g} both set the passes over the"
                 " data; remove data.passes, an older key for the alert alone"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sets_of_their_own(self) -> Config:
+        held_out = self.data.eval_path
+        for each in self.eval.sets:
+            if each.every is None and not self.train.eval_every:
+                raise ValueError(
+                    f"eval.sets: set {each.name} is never evaluated: give it every, or all sets"
+                    " train.eval_every"
+                )
+            if held_out is not None and each.split == EVAL:
+                raise ValueError(
+                    f"eval.sets: set {each.name} has no path, and nothing of the training data is"
+                    f" held out beside data.eval_path {held_out!r}; give the set a path, or remove"
+                    " one of the two"
+                )
+            if held_out is not None and self.train.eval_every and each.name == EVAL:
+                raise ValueError(
+                    f"eval.sets: the set of data.eval_path {held_out!r} has the name {EVAL}, too;"
+                    " give one of the two another name in eval.sets"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _judged_by_evaluations(self) -> Config:
+        self._judge("train.keep_best", self.train.keep_best)
+        if self.train.stop_early is not None:
+            self._judge("train.stop_early.metric", self.train.stop_early.metric)
         return self
 
     @model_validator(mode="after")
@@ -159,6 +190,82 @@ class Config(Section):
                 f"emulation: is for cluster.device: emulated:…, which is {self.cluster.device!r}"
             )
         return self
+
+    @property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """Returns the sets that the run evaluates: that of ``train.eval_every``, which is named
+        ``eval``, unless ``eval.sets`` replaces it; then the sets of ``eval.sets``.
+        """
+        every, named = self.train.eval_every, self.eval.sets
+        sets = []
+        if every and (not named or self.data.eval_path is not None):
+            batches = self.train.eval_batches
+            sets += [
+                EvaluationSet(name=EVAL, split=EVAL, every=every, batches=batches, repeats=True)
+            ]
+        return (
+            *sets,
+            *(
+                EvaluationSet(
+                    name=each.name,
+                    split=each.split,
+                    every=each.every or every,
+                    batches=each.batches,
+                    repeats=False,
+                )
+                for each in named
+            ),
+        )
+
+    @property
+    def best_judge(self) -> Judge | None:
+        """Returns the metric of ``train.keep_best``, if it is given."""
+        return self._judge("train.keep_best", self.train.keep_best)
+
+    @property
+    def stop_judge(self) -> Judge | None:
+        """Returns the metric of ``train.stop_early``, if it is given."""
+        stop = self.train.stop_early
+        return None if stop is None else self._judge("train.stop_early.metric", stop.metric)
+
+    def _judge(self, key: str, text: str | None) -> Judge | None:
+        """Returns the metric that a key names.
+
+        Raises:
+            ValueError: there is no such metric or set, or the run evaluates nothing.
+        """
+        if text is None:
+            return None
+        names = [each.name for each in self.evaluation_sets]
+        if not names:
+            raise ValueError(
+                f"{key} {text}: the run evaluates nothing; give train.eval_every or eval.sets, or"
+                f" remove the key"
+            )
+        name, _, metric = text.rpartition(".")
+        if metric not in list(EvaluationMetric):
+            raise ValueError(
+                f"{key} {text}: {metric or text!r} is no metric of an evaluation; accepted are"
+                f" {', '.join(EvaluationMetric)}, also with the name of a set"
+            )
+        if not name and len(names) > 1 and EVAL not in names:
+            raise ValueError(
+                f"{key} {text}: does not say which set; use one of"
+                f" {', '.join(f'{each}.{metric}' for each in names)}"
+            )
+        chosen = name or (names[0] if len(names) == 1 else EVAL)
+        if chosen not in names:
+            raise ValueError(
+                f"{key} {text}: the run evaluates no set {chosen}; its sets are {', '.join(names)}"
+            )
+        return Judge(set_name=chosen, metric=EvaluationMetric(metric))
+
+    @property
+    def holds_out(self) -> bool:
+        """Returns whether some set is the text of ``data.eval_path``, or the end of the training
+        data.
+        """
+        return any(each.split == EVAL for each in self.evaluation_sets)
 
     @property
     def run_dir(self) -> Path:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.config.evaluation import METRIC_WORDS, StopEarlyConfig
 from penstock.config.optimizers import (
     Hyperparameter,
     OptimizerName,
@@ -224,6 +225,18 @@ class TrainConfig(Section):
         default=0,
         ge=0,
         description="Saved states with a step that is a multiple of this are kept, too; 0: none.",
+    )
+    keep_best: Annotated[str | None, Accepts(f"{METRIC_WORDS}; or null")] = Field(
+        default=None,
+        description="The best saved state by this metric of an evaluation stays, whatever"
+        " `keep_snapshots` says. An evaluation that is the best so far saves the state, too."
+        " Perplexity and loss are best where they are least. Without a name, the metric is that of"
+        " the only set, or of the set named eval.",
+    )
+    stop_early: Annotated[
+        StopEarlyConfig | None, Accepts("a mapping such as {metric: loss, patience: 3}, or null")
+    ] = Field(
+        default=None, description="Ends the run when a metric of an evaluation stops improving."
     )
     max_skips: Attempts = Field(
         default=20,

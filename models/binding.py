@@ -57,6 +57,20 @@ class BoundBlock:
         )
 
 
+def check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:
+    """Refuses a table of another model; the table may come from a file."""
+    expected = [(part.kind, set(part.tensors)) for part in skeleton.parts]
+    described = [
+        (b.kind, {t.name for t in b.tensors} | {t.local_name for t in b.borrows})
+        for b in table.blocks
+    ]
+    if expected != described:
+        raise ConfigError(
+            "table.json does not describe the model of model/config.json; delete both from the run"
+            " directory and start again"
+        )
+
+
 def bind_block(
     table: BlockTable,
     block: int,

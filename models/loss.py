@@ -82,6 +82,33 @@ def chunked_cross_entropy(
     return _added([_summed(head.logits_of, hidden[chunk], targets[chunk]) for chunk in chunks])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelSums:
+    """Sums over the counted labels of a micro-batch, as scalars on its device.
+
+    ``loss`` is that of :func:`chunked_cross_entropy`, fp32. ``right`` counts labels with the
+    greatest logit, int64; of equal logits the first one counts. None where it was not counted.
+    """
+
+    loss: torch.Tensor
+    right: torch.Tensor | None = None
+
+
+def chunked_scores(
+    logits_of: LogitsOf, hidden: torch.Tensor, targets: Targets, *, chunk_rows: int
+) -> LabelSums:
+    """Returns loss and right predictions without autograd. Arguments, and the bits of the loss, are
+    those of :func:`chunked_cross_entropy`.
+    """
+    losses, right = [], torch.zeros((), dtype=torch.int64, device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk_rows):
+        chunk = slice(start, start + chunk_rows)
+        loss, correct = _scored(logits_of, hidden[chunk], targets[chunk])
+        losses.append(loss)
+        right = right + correct
+    return LabelSums(loss=losses[0] if len(losses) == 1 else _added(losses), right=right)
+
+
 class _LossInBackward(torch.autograd.Function):
     """The loss of several chunks. Its backward computes the value with the gradients.
 
@@ -134,9 +161,21 @@ def _added(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _summed(logits_of: LogitsOf, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+    return _entropy(logits_of(hidden).float(), targets)
+
+
+def _scored(
+    logits_of: LogitsOf, hidden: torch.Tensor, targets: Targets
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits_of(hidden).float()
+    # No logit has the index of an ignored label.
+    return _entropy(logits, targets), (logits.argmax(dim=-1) == targets.labels).sum()
+
+
+def _entropy(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
     weights = targets.weights
     losses = F.cross_entropy(
-        logits_of(hidden).float(),
+        logits,
         targets.labels,
         ignore_index=IGNORED_LABEL,
         reduction="sum" if weights is None else "none",

@@ -16,8 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from penstock.config.evaluation import EVAL
 from penstock.config.schema import Config
 from penstock.config.values import AUTO
 from penstock.host.errors import ConfigError, StateError
@@ -29,6 +28,8 @@ from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer,
 from penstock.models.data.chunks import Progress
 from penstock.models.data.marks import Marks, end_ids, marks_of_text
 from penstock.models.data.objectives import own_objective
+from penstock.models.data.rows.evaluation import SetPreparation, is_whole
+from penstock.models.data.rows.packing import Packing
 from penstock.models.data.rows.row_file import RowLayout
 from penstock.models.data.rows.sources import RunSources, open_sources
 from penstock.models.data.token_sources import file_stamps, fingerprint_of
@@ -36,7 +37,7 @@ from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 
-_SPLITS = ("train", "eval")
+_SPLITS = ("train", EVAL)
 
 
 def prepare(
@@ -82,6 +83,8 @@ def prepare(
     if not table_only:
         sources = open_sources(config, tokenizer, marks, run_dir, progress)
         made = _prepare_data(config, run_dir, sources, progress)
+        if not data_only:
+            _prepare_sets(config, run_dir, tokenizer, marks, progress)
         if not data_only:
             _check_batches(config, made)
         _check_ends(config, made)
@@ -235,9 +238,43 @@ def _keep_tokens(sources: RunSources, meta: Path, progress: Progress) -> None:
         splits["eval"] = held if same else sources.write_eval(meta.parent, train.get("fingerprint"))
     elif sources.holds_out and held is not None:
         splits["eval"] = held
-    fields = {"fingerprint": recorded.get("fingerprint"), **splits}
+    sets = {name: entry for name, entry in recorded.items() if name.startswith(f"{EVAL}.")}
+    fields = {"fingerprint": recorded.get("fingerprint"), **splits, **sets}
     if fields != recorded:
         write_atomically(meta, json.dumps(fields, indent=1))
+
+
+def _prepare_sets(
+    config: Config,
+    run_dir: Path,
+    tokenizer: Tokenizer | None,
+    marks: Marks | None,
+    progress: Progress,
+) -> None:
+    """Makes the data of evaluation sets, and removes those that the configuration does not have."""
+    meta = run_dir / "data" / "meta.json"
+    recorded = parse_json(meta.read_bytes())
+    layout = RowLayout.of(recorded["train"])
+    preparation = SetPreparation(
+        config=config,
+        tokenizer=tokenizer,
+        marks=marks,
+        run_dir=run_dir,
+        packs=layout is not None and layout.packing == Packing.BEST_FIT.value,
+        keeps=RunDirectory(run_dir).has_started,
+        progress=progress,
+    )
+    needed = preparation.needed(recorded)
+    entries = {name: entry for name, entry in recorded.items() if name not in needed}
+    if entries != recorded:  # first: it would describe files that are being replaced
+        write_atomically(meta, json.dumps(entries, indent=1))
+    made = {split: preparation.make(each) for split, each in needed.items()}
+    # Only now: a resume that is refused for a new set leaves the old ones.
+    splits = {each.split for each in config.eval.sets}
+    kept = {n: e for n, e in entries.items() if not n.startswith(f"{EVAL}.") or n in splits}
+    if {**kept, **made} != entries:
+        write_atomically(meta, json.dumps({**kept, **made}, indent=1))
+    preparation.remove_others()
 
 
 def _check_batches(config: Config, meta: dict[str, Any]) -> None:
@@ -295,19 +332,9 @@ def _has(meta: Path, *splits: str) -> bool:
     try:
         entries = parse_json(meta.read_bytes())
         names = splits or [name for name in _SPLITS if name in entries]
-        return all(_is_whole(meta.parent, entries[name]) for name in names)
+        return all(is_whole(meta.parent, entries[name]) for name in names)
     except (OSError, *DAMAGED):
         return False
-
-
-def _is_whole(directory: Path, entry: dict[str, Any]) -> bool:
-    path = directory / entry["path"]
-    layout = RowLayout.of(entry)
-    if layout is not None:
-        return bool(path.is_file() and path.stat().st_size == layout.num_bytes)
-    end = entry["first_token"] + entry["num_tokens"]
-    size = end * np.dtype(entry["token_dtype"]).itemsize
-    return path.is_file() and bool(path.stat().st_size >= size)
 
 
 def _recorded(meta: Path) -> str | None:

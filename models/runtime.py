@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
-from penstock.host.errors import ConfigError, StateError
+from penstock.host.errors import StateError
 from penstock.models.binding import (
     TORCH_DTYPES,
     Borrowed,
@@ -25,13 +25,21 @@ from penstock.models.binding import (
     SkeletonModules,
     bind_block,
     bind_gradients,
+    check_same_parts,
     gathering,
     summing,
 )
 from penstock.models.compiled import CompiledLayer, Compiler
 from penstock.models.data.batch import MicroBatch
 from penstock.models.forward_storage import ForwardStorage, StoredForward
-from penstock.models.loss import LogitsOf, LossHead, Targets, chunked_cross_entropy
+from penstock.models.loss import (
+    LabelSums,
+    LogitsOf,
+    LossHead,
+    Targets,
+    chunked_cross_entropy,
+    chunked_scores,
+)
 from penstock.models.saved_activations import release_values
 from penstock.models.saved_activations.op_log import tensors_in
 from penstock.models.split_backward.deferred_entries import AtOnce
@@ -62,9 +70,9 @@ class StageOutput:
 
     ``loss_sum`` is the detached sum over counted tokens, with weights if the batch has some, a
     fp32 scalar in nats (head only; NaN for several chunks until the backward). ``loss`` is the same
-    times ``loss_weight`` with its graph. ``inputs`` are leaves; :meth:`ModelRuntime.backward`
-    returns their gradients. ``stored``: the tensors kept for the backward, if the forward had a
-    storage.
+    times ``loss_weight`` with its graph. ``right`` counts right predictions of counted tokens (head
+    of a held-out batch only). ``inputs`` are leaves; :meth:`ModelRuntime.backward` returns their
+    gradients. ``stored``: the tensors kept for the backward, if the forward had a storage.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -73,6 +81,7 @@ class StageOutput:
     loss: torch.Tensor | None
     inputs: dict[str, torch.Tensor]
     stored: StoredForward | None = None
+    right: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +139,7 @@ class ModelRuntime:
         self._seed, self._compute_dtype = seed, compute_dtype
         self._label_smoothing = label_smoothing
         skeleton = build_skeleton(hf_config)
-        _check_same_parts(skeleton, table)
+        check_same_parts(skeleton, table)
         self._buffers: list[torch.Tensor] = []
         for module in skeleton.model.modules():
             for key, buffer in module._buffers.items():
@@ -266,17 +275,16 @@ class ModelRuntime:
         follow from seed, ``data_position``, ``micro_batch_index`` and block. ``loss_weight``
         multiplies the summed loss. ``autograd``: record a graph for :meth:`backward`; by default if
         a block collects gradients. ``checkpoints_at``: blocks (numbers in the model) with requested
-        inputs. ``storage``: the way to save tensors for the backward; a store of activations
-        releases the values of the inputs' leaves. ``output_read``: False leaves out products for
-        the last layer's output alone, which is then undefined
-        (:mod:`penstock.models.split_backward.layer_products`).
+        inputs. ``storage`` saves tensors for the backward; a store of activations releases the
+        values of the inputs' leaves. ``output_read``: False leaves out products for the last
+        layer's output alone (:mod:`penstock.models.split_backward.layer_products`).
 
         Raises:
             ConfigError: documents are to be kept apart, and the model cannot.
         """
         autograd = any(block.trains for block in bound) if autograd is None else autograd
         leaves = _leaves(inputs, autograd=autograd)
-        tensors, checkpoints, loss, stored = dict(leaves), {}, None, None
+        tensors, checkpoints, scores, stored = dict(leaves), {}, None, None
         prepared = self._prepare(
             batch,
             bound,
@@ -293,16 +301,17 @@ class ModelRuntime:
                 if block.index in checkpoints_at:
                     checkpoints[block.index] = {k: v.detach() for k, v in tensors.items()}
                 with self._within(stored, block, prepared):
-                    tensors, loss = self._run(block, tensors, prepared, storage, stored)
-            weighted = None if loss is None else loss * loss_weight
+                    tensors, scores = self._run(block, tensors, prepared, storage, stored)
+            weighted = None if scores is None else scores.loss * loss_weight
         _free_inputs(leaves, stored)
         return StageOutput(
             tensors=tensors,
             checkpoints=checkpoints,
-            loss_sum=None if loss is None else loss.detach(),
+            loss_sum=None if scores is None else scores.loss.detach(),
             loss=weighted,
             inputs=leaves,
             stored=stored,
+            right=None if scores is None else scores.right,
         )
 
     def backward(
@@ -338,8 +347,8 @@ class ModelRuntime:
         prepared: _Prepared,
         storage: ForwardStorage | None,
         stored: StoredForward | None,
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """Runs one block; returns the tensors for the next one, and the summed loss of the head."""
+    ) -> tuple[dict[str, torch.Tensor], LabelSums | None]:
+        """Runs one block; returns the tensors for the next one, and the sums of the head."""
         # A compiled graph is made with the operator; otherwise it is for recomputations alone.
         if self._compiled_of(block, prepared) is not None or block.index == prepared.discarded:
             self._find_products(block, tensors, prepared)
@@ -457,7 +466,7 @@ class ModelRuntime:
         hidden: torch.Tensor,
         prepared: _Prepared,
         storage: ForwardStorage | None,
-    ) -> torch.Tensor:
+    ) -> LabelSums:
         batch, training = prepared.batch, prepared.training
         weights = batch.label_weights
         targets = Targets(
@@ -484,12 +493,11 @@ class ModelRuntime:
 
         with self._modules.installed(block, training):
             finished = self._parts.finish(hidden)
-        return chunked_cross_entropy(
-            LossHead(logits_of=logits_of(block), in_backward=in_backward),
-            finished.reshape(-1, finished.shape[-1]),
-            targets,
-            chunk_rows=self._table.rows_of_loss,
-        )
+        rows, chunk_rows = finished.reshape(-1, finished.shape[-1]), self._table.rows_of_loss
+        if not (training or torch.is_grad_enabled()):
+            return chunked_scores(logits_of(block), rows, targets, chunk_rows=chunk_rows)
+        head = LossHead(logits_of=logits_of(block), in_backward=in_backward)
+        return LabelSums(loss=chunked_cross_entropy(head, rows, targets, chunk_rows=chunk_rows))
 
     def _prepare(
         self,
@@ -585,17 +593,3 @@ def _free_inputs(leaves: Mapping[str, torch.Tensor], stored: StoredForward | Non
     if stored is not None and stored.activations is not None:
         for leaf in leaves.values():
             release_values(leaf)
-
-
-def _check_same_parts(skeleton: Skeleton, table: BlockTable) -> None:
-    """Refuses a table of another model; the table may come from a file."""
-    expected = [(part.kind, set(part.tensors)) for part in skeleton.parts]
-    described = [
-        (b.kind, {t.name for t in b.tensors} | {t.local_name for t in b.borrows})
-        for b in table.blocks
-    ]
-    if expected != described:
-        raise ConfigError(
-            "table.json does not describe the model of model/config.json; delete both from the run"
-            " directory and start again"
-        )

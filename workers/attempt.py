@@ -106,6 +106,7 @@ class Attempt:
         self._posted: dict[tuple[str, int, int], int] = {}
         """The sending device of each posted receive."""
         self._losses: dict[int, torch.Tensor] = {}
+        self._right: dict[int, torch.Tensor] = {}
 
     def keep(
         self, kind: TransferKind, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
@@ -271,11 +272,18 @@ class Attempt:
         if output.loss_sum is not None:
             assert micro_batch not in self._losses, f"loss of {micro_batch} is counted already"
             self._losses[micro_batch] = output.loss_sum
+        if output.right is not None:
+            self._right[micro_batch] = output.right
 
     @property
     def loss_sum(self) -> float:
         """Unscaled sum of losses, added in float64 in the order of micro-batches."""
         return added(float(self._losses[m]) for m in sorted(self._losses))
+
+    @property
+    def right_tokens(self) -> int:
+        """Right predictions of counted tokens of a held-out batch; 0 in training."""
+        return sum(int(count) for count in self._right.values())
 
     @property
     def loss_tokens(self) -> int:

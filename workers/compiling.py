@@ -45,7 +45,7 @@ class LayerCompilation:
     @classmethod
     def of(cls, config: Config, runtime: ModelRuntime, batch: MicroBatch) -> LayerCompilation:
         """Returns the compilation for a run's training, and for its evaluations if it has any."""
-        return cls(runtime=runtime, batch=batch, evaluates=config.train.eval_every > 0)
+        return cls(runtime=runtime, batch=batch, evaluates=bool(config.evaluation_sets))
 
     def run(self) -> None:
         """Compiles one layer of each kind, and the last one.

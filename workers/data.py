@@ -11,6 +11,7 @@ with its own messages. No torch in this module; :mod:`penstock.models.prepare` w
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Iterator
@@ -22,11 +23,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.evaluation import EvaluationSet
 from penstock.config.schema import Config
 from penstock.config.values import MASKED
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json
-from penstock.models.data.batch import MicroBatch, weighted_by_sample
+from penstock.models.data.batch import IGNORED_LABEL, MicroBatch, weighted_by_sample
 from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
@@ -34,6 +36,9 @@ from penstock.models.data.rows.row_file import RowFile, RowLayout, batch_of
 from penstock.protocol.run.checksums import read_checked
 
 _log = logging.getLogger(__name__)
+Batches = tuple[list[MicroBatch], int]
+"""Micro-batches of one global batch and its counted tokens."""
+
 _ROUNDS = 6
 """Rounds of the Feistel network. A change alters the order of every run's data."""
 
@@ -55,8 +60,8 @@ class Dataset(Protocol):
 
 
 def open_dataset(data_dir: Path, split: str, config: Config) -> Dataset:
-    """Returns the ``train`` or ``eval`` split that ``penstock.models.prepare`` left in
-    ``RUN_DIR/data``.
+    """Returns the ``train`` split, or that of an evaluation set, of ``RUN_DIR/data``. Splits are
+    those that ``penstock.models.prepare`` left.
 
     Raises:
         StateError: there is no such split, or its files are damaged.
@@ -230,7 +235,7 @@ def micro_batches(
     micro_batch: int,
     *,
     by_sample: bool = False,
-) -> tuple[list[MicroBatch], int]:
+) -> Batches:
     """Returns the micro-batches of the global batch that starts at a data position, and the number
     of its counted tokens.
 
@@ -241,6 +246,65 @@ def micro_batches(
     if by_sample:
         batches = weighted_by_sample(batches)
     return batches, sum(batch.counted_tokens for batch in batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutData:
+    """The data of an evaluation set in global batches of ``global_batch`` rows.
+
+    ``repeats``: batches begin again at the first row. Otherwise each row counts once: rows that
+    fill up the last batch have no labels.
+    """
+
+    dataset: Dataset
+    num_batches: int
+    global_batch: int
+    micro_batch: int
+    repeats: bool
+
+    @classmethod
+    def open(cls, data_dir: Path, each: EvaluationSet, config: Config) -> HeldOutData:
+        """Returns the data that the preparation left in ``RUN_DIR/data``.
+
+        Raises:
+            StateError: there are none, or files are damaged.
+        """
+        dataset, train = open_dataset(data_dir, each.split, config), config.train
+        whole = -(-dataset.num_sequences // train.global_batch)
+        if each.batches is None:
+            num_batches = whole
+        else:
+            num_batches = each.batches if each.repeats else min(each.batches, whole)
+        return cls(
+            dataset=dataset,
+            num_batches=num_batches,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            repeats=each.repeats,
+        )
+
+    def batches(self, index: int) -> Batches:
+        """Returns the global batch ``index``."""
+        position = index * self.global_batch
+        batches, counted = micro_batches(
+            self.dataset, position, self.global_batch, self.micro_batch
+        )
+        rows = self.dataset.num_sequences - position
+        if self.repeats or rows >= self.global_batch:
+            return batches, counted
+        starts = range(0, self.global_batch, self.micro_batch)
+        batches = [
+            _without_labels(batch, max(0, rows - start))
+            for start, batch in zip(starts, batches, strict=True)
+        ]
+        return batches, sum(batch.counted_tokens for batch in batches)
+
+
+def _without_labels(batch: MicroBatch, first: int) -> MicroBatch:
+    """Returns a micro-batch of which rows from ``first`` on do not count."""
+    labels = batch.labels.copy()
+    labels[first:] = IGNORED_LABEL
+    return dataclasses.replace(batch, labels=labels)
 
 
 def _entry(data_dir: Path, split: str) -> dict[str, Any]:

@@ -36,12 +36,11 @@ from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.compiling import LayerCompilation
-from penstock.workers.data import Dataset, micro_batches, open_dataset
+from penstock.workers.data import Batches, Dataset, HeldOutData, micro_batches, open_dataset
 from penstock.workers.device import ALIGNMENT_BYTES, Runtime
-from penstock.workers.epoch import EpochContext, JobPhase
+from penstock.workers.epoch import EpochContext
 from penstock.workers.peers import Peers
 from penstock.workers.platforms.registry import WorkerPlatform
-from penstock.workers.session import Batches
 from penstock.workers.state.routing import TensorRouting, collective_receives
 from penstock.workers.state.updates import BlockUpdates
 from penstock.workers.state.weights import RemoteBlocks, WeightLoader, buffers_needed, stage_bytes
@@ -152,7 +151,8 @@ class EpochBuilder:
         self._weights: WeightLoader | None = None
         self._memory: tuple[tuple[int, ...], NodeMemory] | None = None
         self._updates: BlockUpdates | None = None
-        self._datasets: dict[JobPhase, Dataset] = {}
+        self._training: Dataset | None = None
+        self._held_out: dict[str, HeldOutData] = {}
         self._open_fetcher = fetchers(
             self._config, files.run_id, self._node, platform.reads, metrics.fetched, access
         )
@@ -244,17 +244,43 @@ class EpochBuilder:
             self._memory[1].close()
             self._memory = None
 
-    def batches(self, phase: JobPhase, data_position: int) -> Batches:
-        """Returns the global batch at a position of the training or held-out data."""
-        if phase not in self._datasets:
-            self._datasets[phase] = open_dataset(self._files.path / "data", phase, self._config)
+    def batches(self, data_position: int) -> Batches:
+        """Returns the global batch at a position of the training data."""
+        if self._training is None:
+            self._training = open_dataset(self._files.path / "data", "train", self._config)
         train = self._config.train
         return micro_batches(
-            self._datasets[phase],
+            self._training,
             data_position,
             train.global_batch,
             train.micro_batch,
-            by_sample=phase == "train" and train.loss_mean == "samples",
+            by_sample=train.loss_mean == "samples",
+        )
+
+    def held_out(self, name: str) -> HeldOutData:
+        """Returns the data of an evaluation set.
+
+        Raises:
+            ProtocolError: the run has no such set.
+        """
+        if name not in self._held_out:
+            each = next((s for s in self._config.evaluation_sets if s.name == name), None)
+            if each is None:
+                raise ProtocolError(f"Evaluate names the set {name!r}, which this run has not")
+            self._held_out[name] = HeldOutData.open(self._files.path / "data", each, self._config)
+        return self._held_out[name]
+
+    @property
+    def _evaluation_batches(self) -> int:
+        """Most global batches of an evaluation. A set that is read whole has its own number."""
+        return max(
+            (
+                each.batches
+                if each.repeats and each.batches
+                else self.held_out(each.name).num_batches
+                for each in self._config.evaluation_sets
+            ),
+            default=self._config.train.eval_batches,
         )
 
     def runtime(self) -> Runtime:
@@ -273,7 +299,7 @@ class EpochBuilder:
         """
         runtime = self.runtime()
         if self._config.model.compile is True and isinstance(runtime, ModelRuntime):
-            batches, _ = self.batches("train", 0)
+            batches, _ = self.batches(0)
             LayerCompilation.of(self._config, runtime, batches[0]).run()
 
     def _connect(
@@ -291,7 +317,7 @@ class EpochBuilder:
             expected=Expected.of(
                 program,
                 evaluation,
-                self._config.train.eval_batches,
+                self._evaluation_batches,
                 collective_receives(plan, routing, self._device_index, modelled=modelled),
                 first_attempt=begin.next_attempt,
                 first_evaluation=begin.next_evaluation,

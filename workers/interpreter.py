@@ -27,6 +27,7 @@ class InstructionError(PenstockError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
     """``loss_sum`` over ``loss_tokens`` counted tokens with a loss from this device (0: none).
+    ``right_tokens`` of them are predicted right; counted in evaluations.
 
     ``wall_s`` runs from the first instruction to the last offload; ``tail_s`` from the end of the
     last compute instruction to that of everything, offloads and updates of blocks included (0
@@ -41,6 +42,7 @@ class JobResult:
     tally: Tally
     held_bytes: float | None = None
     peak: MemoryPeak | None = None
+    right_tokens: int = 0
 
 
 def run_job(
@@ -67,6 +69,7 @@ def run_job(
         return JobResult(
             loss_sum=attempt.loss_sum,
             loss_tokens=attempt.loss_tokens,
+            right_tokens=attempt.right_tokens,
             wall_s=end - start - attempt.update_s,
             tail_s=end - computed_at if computed_at else 0.0,
             tally=attempt.tally,

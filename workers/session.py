@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from penstock.host import world
 from penstock.host.errors import RefusedError
-from penstock.models.data.batch import MicroBatch
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import Opcode, Program
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.trace import TraceLane
-from penstock.workers.data import job_number
+from penstock.workers.data import Batches, HeldOutData, job_number
 from penstock.workers.epoch import EpochContext, Job, JobPhase
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.interpreter import JobResult, run_job
@@ -27,9 +27,6 @@ from penstock.workers.telemetry.metrics import WorkerMetrics
 from penstock.workers.waiting import FOREVER, Abort, EpochFence, Interrupted
 
 _log = logging.getLogger(__name__)
-
-Batches = tuple[list[MicroBatch], int]
-"""Micro-batches of one global batch and its counted tokens."""
 
 
 class Link(Protocol):
@@ -51,8 +48,11 @@ class Builder(Protocol):
     def close(self) -> None:
         """Closes connections and drops weights and received tensors; harmless if none is open."""
 
-    def batches(self, phase: JobPhase, data_position: int) -> Batches:
-        """Returns the global batch at a position of the training or held-out data."""
+    def batches(self, data_position: int) -> Batches:
+        """Returns the global batch at a position of the training data."""
+
+    def held_out(self, name: str) -> HeldOutData:
+        """Returns the data of an evaluation set."""
 
 
 def fence_listener(fence: EpochFence) -> Callable[[pb.SchedulerMessage], None]:
@@ -148,8 +148,9 @@ class Session:
         if context is None:
             return
         begun_s = world.perf_counter()
+        position = message.data_position
         batches, counted_tokens = self._read(
-            context, "train", message.attempt, message.data_position
+            context, "train", message.attempt, partial(self._builder.batches, position)
         )
         read_s = world.perf_counter()
         context.trace.record(TraceLane.DATA, "batch", "train", message.attempt, begun_s, read_s)
@@ -183,11 +184,14 @@ class Session:
         context = self._current(message.epoch)
         if context is None:
             return
-        loss_sum, loss_tokens = 0.0, 0
-        for index in range(message.batches):
+        loss_sum, loss_tokens, right_tokens = 0.0, 0, 0
+        data = self._builder.held_out(message.set)
+        for index in range(data.num_batches):
             position = index * self._global_batch
             number = job_number(message.evaluation, index)
-            batches, counted_tokens = self._read(context, "eval", number, position)
+            batches, counted_tokens = self._read(
+                context, "eval", number, partial(data.batches, index)
+            )
             job = Job(
                 phase="eval",
                 number=number,
@@ -202,11 +206,13 @@ class Session:
                 return
             loss_sum += result.loss_sum
             loss_tokens += result.loss_tokens
+            right_tokens += result.right_tokens
         done = pb.EvaluationDone(
             epoch=message.epoch,
             evaluation=message.evaluation,
             loss_sum=loss_sum,
             loss_tokens=loss_tokens,
+            right_tokens=right_tokens,
         )
         self._link.send(pb.MemberMessage(evaluation_done=done))
         context.trace.flush()
@@ -214,10 +220,12 @@ class Session:
     def _decided(self, message: pb.Commit | pb.Skip) -> None:
         self._metrics.account.decided(message.peers_seconds, message.optimizer_seconds)
 
-    def _read(self, context: EpochContext, phase: JobPhase, number: int, position: int) -> Batches:
+    def _read(
+        self, context: EpochContext, phase: JobPhase, number: int, read: Callable[[], Batches]
+    ) -> Batches:
         self._metrics.account.turn(IdleCause.DATA)
         context.progress.begin("reading the batch", phase, number)
-        batches = self._builder.batches(phase, position)
+        batches = read()
         self._metrics.account.turn(IdleCause.OVERHEAD)
         return batches
 

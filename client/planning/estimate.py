@@ -96,6 +96,7 @@ class Estimate:
         """Returns the estimate for ``--json``; sizes are bytes."""
         config, table, plan = self.run.config, self.run.table, self.run.plan
         state, kept = saved_bytes(table), config.train.keep_snapshots
+        kept += config.train.keep_best is not None
         return {
             "model": str(self.model),
             "parameters": table.num_parameters,
@@ -143,7 +144,8 @@ class Estimate:
         ):
             yield f"\n{heading}"
             yield from (f"  {use:<30} {human_bytes(size):>10}" for use, size in sizes.items())
-        kept = f"kept states (train.keep_snapshots {figures['kept_states']})"
+        best = ", and the best one" if config.train.keep_best is not None else ""
+        kept = f"kept states (train.keep_snapshots {config.train.keep_snapshots}{best})"
         yield "\nothers"
         for use, size in (
             ("host RAM of all processes", self.host_bytes),

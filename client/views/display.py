@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.client.views.run_view import Metrics, RunView, numbers
+from penstock.config.evaluation import EVAL
 from penstock.protocol.run.data_size import epochs
 from penstock.protocol.run.names import SCHEDULERD
 
@@ -203,10 +204,26 @@ class Smoothed:
         return self._sum / self._weight if self._weight else None
 
 
+def named_set(entry: Metrics) -> str:
+    """Returns `` of NAME`` for the line of a named evaluation set; empty for that of
+    ``train.eval_every``.
+    """
+    name = entry.get("set")
+    return f" of {name}" if isinstance(name, str) and name != EVAL else ""
+
+
+def accuracy_words(entry: Metrics) -> str:
+    """Returns the token accuracy of the line of an evaluation as text; empty without one."""
+    return "".join(f"  token accuracy {a:.1%}" for a in numbers([entry.get("token_accuracy")]))
+
+
 def describe(entry: Metrics, view: RunView | None) -> str:
     """Returns a line of metrics as text."""
     if entry["phase"] == "eval":
-        return f"step {entry['step']}  evaluation loss {_number(entry.get('loss'), '.4f')}"
+        return (
+            f"step {entry['step']}  evaluation{named_set(entry)} loss"
+            f" {_number(entry.get('loss'), '.4f')}{accuracy_words(entry)}"
+        )
     steps = f"/{view.steps}" if view is not None else ""
     parts = [
         f"step {entry['step']}{steps}",

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.views.display import describe
-from penstock.client.views.run_view import Metrics, StateFolder, all_metrics, saved_states
+from penstock.client.views.run_view import (
+    Metrics,
+    StateFolder,
+    all_metrics,
+    early_end_of,
+    saved_states,
+)
 from penstock.daemons.node.run_lock import kept_words
 from penstock.host.errors import ConfigError, ExitCode
 from penstock.protocol.run.run_result import RunEnd
@@ -22,7 +28,7 @@ class EndedRun:
 
     ``end`` is the record of its end, which ``penstock train`` removes. ``last`` is the last line of
     training metrics, ``saved`` the newest saved state. ``kept`` describes the state in this
-    machine's shared memory, or is empty.
+    machine's shared memory, or is empty. ``early_end`` is the reason of an early end, or empty.
     """
 
     directory: RunDirectory
@@ -30,6 +36,7 @@ class EndedRun:
     last: Metrics | None
     saved: StateFolder | None
     kept: str
+    early_end: str = ""
 
     @classmethod
     def find(cls, run_dir: Path | None) -> EndedRun | None:
@@ -45,7 +52,9 @@ class EndedRun:
         if active or directory.is_held or not directory.has_started:
             return None
         directory.check_shape()
-        trained = [entry for entry in all_metrics(run_dir) if entry["phase"] == "train"]
+        metrics = all_metrics(run_dir)
+        trained = [entry for entry in metrics if entry["phase"] == "train"]
+        last_step = trained[-1]["step"] if trained else 0
         saved = saved_states(directory.path)
         newest = saved[-1] if saved else None
         return cls(
@@ -54,6 +63,7 @@ class EndedRun:
             last=trained[-1] if trained else None,
             saved=newest,
             kept=kept_words(directory, newest.version if newest else 0),
+            early_end=early_end_of(directory.config, metrics, last_step),
         )
 
     @property
@@ -71,6 +81,8 @@ class EndedRun:
         """``done``; ``failed`` if the record of the end says so; or ``stopped``."""
         if self.saved_version >= self.directory.config.train.steps:
             return "done"
+        if self.early_end and self.saved_version >= self.step:
+            return "done"
         return "failed" if self.end is not None and self.end.failed else "stopped"
 
     @property
@@ -85,6 +97,8 @@ class EndedRun:
         config = self.directory.config
         saved = f"step {self.saved_version}" if self.saved else "nothing"
         why = f" ({self.end.reason})" if self.phase == "failed" and self.end else ""
+        if self.phase == "done" and self.early_end:
+            why = f" ({self.early_end})"
         return (
             f"{config.run.name} ({self.directory.run_id}): has ended, {self.phase}{why} at step"
             f" {self.step}/{config.train.steps}; saved: {saved}"

@@ -6,11 +6,14 @@ Also lists the saved states of a run directory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config.evaluation import EVAL
+from penstock.config.schema import Config
+from penstock.daemons.scheduler.machine.evaluations import Score, Scores
 from penstock.host.errors import PenstockError, StateError, reason
 from penstock.host.files import is_number, parse_json
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -207,6 +210,22 @@ def all_metrics(run_dir: Path) -> tuple[Metrics, ...]:
 
 
 _PREFIX = "step-"
+
+
+def early_end_of(config: Config, lines: Iterable[Mapping[str, Any]], step: int) -> str:
+    """Returns why ``train.stop_early`` ended a run at ``step``; empty if it did not. ``lines``: all
+    lines of evaluations. The scheduler decides by the journal's copy of them.
+    """
+    scores = Scores()
+    for line in lines:
+        if line.get("phase") == "eval" and line["step"] <= step:
+            loss, accuracy = (
+                next(iter(numbers([line.get(key)])), None) for key in ("loss", "token_accuracy")
+            )
+            name = str(line.get("set", EVAL))
+            score = Score(set_name=name, version=line["step"], loss=loss, token_accuracy=accuracy)
+            scores.add(score)
+    return scores.early_end(config, config.stop_judge, step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

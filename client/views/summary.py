@@ -43,8 +43,7 @@ class Summary:
         """Returns the figures of lines of metrics; ``first`` is the index of this start's first
         line.
         """
-        steps, evaluations = (_by_step(metrics, phase) for phase in ("train", "eval"))
-        held_out = _readings(evaluations)
+        steps, held_out = _by_step(metrics, "train"), _readings(_of_first_set(metrics))
         # A start may append a line of the previous start, restored from the journal.
         past = max(numbers(line.get("epoch") for line in metrics[:first]), default=-1)
         fresh = [
@@ -97,6 +96,12 @@ def loss_words(losses: Sequence[float]) -> str:
     first, last = statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])
     steps = "first and last step" if count == 1 else f"means of the first and last {count} steps"
     return f"{first:.4f} -> {last:.4f} ({steps})"
+
+
+def _of_first_set(metrics: Sequence[Metrics]) -> list[Metrics]:
+    """Returns the lines of the set that was evaluated first, in the order of steps."""
+    lines = [line for line in metrics if line["phase"] == "eval"]
+    return _by_step([line for line in lines if line.get("set") == lines[0].get("set")], "eval")
 
 
 def _by_step(metrics: Sequence[Metrics], phase: str) -> list[Metrics]:

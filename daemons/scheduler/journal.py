@@ -8,6 +8,8 @@ Tables::
     decisions    seq, epoch, record, position  a row before any message about the decision;
                                                the position's object has the row's checksum
     evaluations  evaluation, version           a row per finished evaluation
+    scores       set_name, version, means      results of evaluations of the committed history:
+                                               a restore removes rows of later versions
     generations  member, incarnation, generation, epoch
                                                a row before memory is filled from a partner
     tokens       member, incarnation, tokens   a row before segments are filled or used; a reader
@@ -22,7 +24,7 @@ that is not on disk: the next process that opens the file forces the row to disk
 
 Each transaction counts itself in ``meta``, and then in a separate file. A journal with fewer
 transactions than that file has lost its log, and is rejected
-(:mod:`penstock.daemons.scheduler.journal_count`). Each log therefore holds the page with the run
+(:mod:`penstock.daemons.scheduler.journal_tables`). Each log therefore holds the page with the run
 id, by which the log of another run is rejected.
 
 The journal is open in exclusive mode. The lock is held while the file is open, so a second
@@ -45,16 +47,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from penstock.config.evaluation import EVAL
 from penstock.daemons.scheduler.file_system import Locks, check_locks
-from penstock.daemons.scheduler.journal_count import (
+from penstock.daemons.scheduler.journal_tables import (
+    PHASE,
     TRANSACTIONS,
     JournalCount,
+    check_counts,
     last_step,
     lost_rows,
     refuse_lone_log,
+    schema,
+    score_of,
     step_of,
     transactions_of,
 )
+from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.daemons.scheduler.machine.events import (
     JournalDecision,
     JournalEpoch,
@@ -78,7 +86,6 @@ BUSY_TIMEOUT_S = 1.0
 NETWORK_BUSY_TIMEOUT_S = 120.0
 """Seconds to wait for the locks of a dead machine; the lease of NFS is 90 s by default."""
 _log = logging.getLogger(__name__)
-_MAX_COUNT = 2**31
 _ADVICE = "put an intact copy there, or move it away: then the newest saved state counts"
 _BESIDE = "metrics_before"
 _SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
@@ -98,31 +105,7 @@ _FAILED_WRITES = frozenset(
 _PRIMARY = 0xFF
 """Mask of the primary code in an extended code of SQLite."""
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS epochs (
-    epoch INTEGER PRIMARY KEY, next_attempt INTEGER NOT NULL, pids TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS decisions (
-    seq INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, {record}, position TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS evaluations (
-    evaluation INTEGER PRIMARY KEY, version INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS generations (
-    member TEXT NOT NULL, incarnation INTEGER NOT NULL, generation INTEGER NOT NULL,
-    epoch INTEGER NOT NULL, PRIMARY KEY (member, incarnation, generation));
-CREATE TABLE IF NOT EXISTS tokens (
-    member TEXT NOT NULL, incarnation INTEGER NOT NULL, tokens TEXT NOT NULL,
-    PRIMARY KEY (member, incarnation));
-CREATE TABLE IF NOT EXISTS numerics (
-    step INTEGER PRIMARY KEY, digest TEXT NOT NULL, json TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS metrics (seq INTEGER PRIMARY KEY, line TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS metrics_by_phase ON metrics ({phase}, seq);
-"""
-_PHASE = "json_extract(line, '$.phase')"
-"""The index over the phase. An evaluation may be a million lines back; a start must not read
-all.
-"""
 _RECORD_COLUMNS = ", ".join(RECORD_FIELDS)
-_COLUMN_TYPES = {int: "INTEGER NOT NULL", float: "REAL NOT NULL"}
 
 
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
@@ -187,7 +170,10 @@ class Journal:
         # A scheduler that was killed in a COMMIT may have left a row that is not on disk yet. The
         # row counts for each reader, so no power cut may undo it: this forces the log to disk.
         self._checkpoint()
-        self._connection.executescript(_schema())
+        is_older = bool(meta) and not self._has_table("scores")
+        self._connection.executescript(schema())
+        if is_older:
+            self._take_scores()
         if not meta:
             self._count.write(0)  # the file may have the count of a journal that was moved away
             with self._transaction():
@@ -239,12 +225,19 @@ class Journal:
         with self._transaction():
             self._insert_decision(effect.epoch, effect.position, effect.record)
             self._append_line(effect.metrics_json)
+            if effect.record.decision is Decision.RESTORE:
+                self._forget_scores(effect.record.version)
 
     def evaluate(self, effect: JournalEvaluation) -> None:
         """Writes a finished evaluation."""
         with self._transaction():
+            score = effect.score
             self._connection.execute(
-                "INSERT INTO evaluations VALUES (?, ?)", (effect.evaluation, effect.version)
+                "INSERT INTO evaluations VALUES (?, ?)", (effect.evaluation, score.version)
+            )
+            self._connection.execute(
+                "INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?)",
+                (score.set_name, score.version, score.loss, score.token_accuracy),
             )
             self._append_line(effect.metrics_json)
 
@@ -265,6 +258,7 @@ class Journal:
             execute = self._connection.execute
             execute("DELETE FROM decisions WHERE attempt > ?", (attempt,))
             execute("DELETE FROM evaluations WHERE version > ?", (position.version,))
+            self._forget_scores(position.version)
             execute("DELETE FROM numerics WHERE step > ?", (position.version,))
             execute("DELETE FROM metrics WHERE json_extract(line, '$.attempt') > ?", (attempt,))
             self._insert_decision(facts.epoch, position, record)
@@ -324,7 +318,7 @@ class Journal:
         Raises:
             StateError: the journal cannot be read.
         """
-        query = f"SELECT line FROM metrics WHERE {_PHASE} = ? ORDER BY seq DESC LIMIT 1"
+        query = f"SELECT line FROM metrics WHERE {PHASE} = ? ORDER BY seq DESC LIMIT 1"
         row = self._first(query, phase)
         return row[0] if row else ""
 
@@ -368,8 +362,7 @@ class Journal:
         Raises:
             StateError: the journal belongs to another run.
         """
-        table = "SELECT name FROM sqlite_schema WHERE name = 'meta'"
-        if self._connection.execute(table).fetchone() is None:
+        if not self._has_table("meta"):
             return {}
         meta = dict(self._connection.execute("SELECT key, value FROM meta"))
         for key, value in expected.items() if meta else ():
@@ -379,6 +372,10 @@ class Journal:
                     f" run's, or another Penstock's; {_ADVICE}"
                 )
         return meta
+
+    def _has_table(self, name: str) -> bool:
+        query = "SELECT name FROM sqlite_schema WHERE name = ?"
+        return self._connection.execute(query, (name,)).fetchone() is not None
 
     def _refuse_loss(self, counted: int, *, has_begun: bool) -> None:
         """Compares an existing journal with the count in its separate file. A journal that has not
@@ -418,7 +415,7 @@ class Journal:
         next_attempt = max(first, decided.attempt + 1 if decided is not None else 1) + (
             epoch is not None
         )
-        _check_counts(epoch, next_attempt, evaluation)
+        check_counts(epoch, next_attempt, evaluation)
         return JournalFacts(
             epoch=epoch[0] if epoch is not None else 0,
             next_attempt=next_attempt,
@@ -426,12 +423,32 @@ class Journal:
             position=position,
             pids=tuple((n, p) for n, p in json.loads(epoch[2])) if epoch is not None else (),
             evaluation=evaluation[0],
-            evaluated=min(evaluation[1], record.version if record is not None else 0),
+            scores=self._scores(),
             last_metrics_json=line[0] if line is not None else "",
             generations=self._generations(record),
             tokens=self._tokens(record),
             numerics=self._numerics(),
         )
+
+    def _scores(self) -> tuple[Score, ...]:
+        columns = "set_name, version, loss, token_accuracy"
+        query = f"SELECT {columns} FROM scores ORDER BY set_name, version"
+        return tuple(score_of(*row) for row in self._connection.execute(query))
+
+    def _forget_scores(self, version: int) -> None:
+        """Removes evaluations that the run goes back from, inside a transaction."""
+        self._connection.execute("DELETE FROM scores WHERE version > ?", (version,))
+
+    def _take_scores(self) -> None:
+        """Fills the table of a journal of an older Penstock from its lines of metrics."""
+        step, loss = (f"json_extract(line, '$.{key}')" for key in ("step", "loss"))
+        committed = "(SELECT version FROM decisions ORDER BY seq DESC LIMIT 1)"
+        with self._transaction():
+            self._connection.execute(
+                f"INSERT OR REPLACE INTO scores SELECT ?, {step}, {loss}, NULL FROM metrics"
+                f" WHERE {PHASE} = 'eval' AND {step} <= {committed} ORDER BY seq",
+                (EVAL,),
+            )
 
     def _generations(self, record: CommitRecord | None) -> tuple[tuple[str, int], ...]:
         if record is None:
@@ -565,18 +582,6 @@ def _behind(version: int, step: int) -> str:
     return f"ends at step {version}, metrics.jsonl next to it at step {step}"
 
 
-def _check_counts(epoch: Any, next_attempt: Any, evaluation: Any) -> None:
-    """Checks the numbers of epoch, attempt and evaluation. Epoch and attempt share 64 bits.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-    numbers = [next_attempt, *evaluation, *(epoch[:2] if epoch is not None else ())]
-    for number in numbers:
-        if type(number) is not int or not 0 <= number < _MAX_COUNT:
-            raise ValueError(f"{number!r} is no number of an epoch, attempt or evaluation")
-
-
 def _with_checksum(epoch: int, position: Position, record: CommitRecord) -> dict[str, Any]:
     """Returns the position as it is stored: with a checksum over the whole row."""
     fields = position.to_fields()
@@ -590,8 +595,3 @@ def _beside(epoch: int, record: CommitRecord) -> dict[str, Any]:
     whole = [value for value, kind in zip(record.values, kinds, strict=True) if kind is int]
     floats = [value for value, kind in zip(record.values, kinds, strict=True) if kind is float]
     return {"epoch": epoch, "record": [*whole, *(float(value).hex() for value in floats)]}
-
-
-def _schema() -> str:
-    columns = (f"{name} {_COLUMN_TYPES[kind]}" for name, kind in RECORD_FIELDS.items())
-    return _SCHEMA.format(record=", ".join(columns), phase=_PHASE)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter as CountBy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from penstock.config.schema import Config
+from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.daemons.scheduler.machine.history import BreakCause, Counters
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.machine.status import Observable, step_seconds
@@ -28,6 +30,14 @@ _GAUGES = {
     "loss_scale": "penstock_loss_scale",
 }
 """Gauges that show the last attempt, by field of a line of metrics."""
+
+
+_MEANS = {
+    "loss": "penstock_evaluation_loss",
+    "perplexity": "penstock_evaluation_perplexity",
+    "token_accuracy": "penstock_evaluation_token_accuracy",
+}
+"""Gauges that show the last evaluation of a set, by field of a line of metrics."""
 
 
 class SchedulerMetrics:
@@ -55,17 +65,25 @@ class SchedulerMetrics:
             self._page.set("penstock_loss_scale_floor", config.optimizer.loss_scale_min)
 
     def recall(
-        self, train_line: str, eval_line: str, saved_at_s: float | None, position: Position | None
+        self,
+        train_line: str,
+        scores: Sequence[Score],
+        saved_at_s: float | None,
+        position: Position | None,
     ) -> None:
-        """Shows values of an earlier scheduler: its last lines (empty for none), the time of its
-        newest saved state, and its position.
+        """Shows values of an earlier scheduler: its last line (empty for none), its evaluations in
+        order, the time of its newest saved state, and its position.
         """
-        for line, show in ((train_line, self._show_last), (eval_line, self._show_evaluation)):
-            try:
-                if line:
-                    show(parse_json(line))
-            except DAMAGED as error:
-                _log.warning("metrics show nothing of a damaged line of the journal: %r", error)
+        try:
+            if train_line:
+                self._show_last(parse_json(train_line))
+        except DAMAGED as error:
+            _log.warning("metrics show nothing of a damaged line of the journal: %r", error)
+        for score in {score.set_name: score for score in scores}.values():
+            self._show_means(
+                score.set_name,
+                {name: getattr(score, name) for name in _MEANS},
+            )
         if saved_at_s is not None:
             self._page.set("penstock_last_snapshot_timestamp_seconds", saved_at_s)
         if position is not None:
@@ -81,7 +99,7 @@ class SchedulerMetrics:
         """Adds a line of an attempt or an evaluation."""
         fields: dict[str, Any] = json.loads(metrics_json)
         if fields["phase"] == "eval":
-            self._show_evaluation(fields)
+            self._show_means(fields["set"], fields)
             self._page.add("penstock_evaluation_seconds", fields["seconds"])
             return
         self._show(fields)
@@ -156,6 +174,8 @@ class SchedulerMetrics:
             if fields[field] is not None:
                 self._page.set(name, fields[field])
 
-    def _show_evaluation(self, fields: dict[str, Any]) -> None:
-        if fields["loss"] is not None:
-            self._page.set("penstock_evaluation_loss", fields["loss"])
+    def _show_means(self, set_name: str, means: Mapping[str, Any]) -> None:
+        """Shows the means of an evaluation that have a value."""
+        for field, name in _MEANS.items():
+            if means[field] is not None:
+                self._page.set(name, means[field], set_name)

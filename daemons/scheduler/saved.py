@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.daemons.memory.disk import DISK, Disk
@@ -176,17 +177,19 @@ class SavedStates:
                 self._disk.rename(final, replaced)
             self._disk.rename(directory, final)
             self._disk.sync_names(self._state_dir)
-        self._prune(save.version)
+        self._prune(save.version, save.ranking)
         return final
 
-    def _prune(self, version: int) -> None:
-        """Removes states up to the just saved ``version`` that the policy does not keep. Later
-        states stay: they are from before a rollback. A state is renamed before its removal, so that
-        no step directory is ever incomplete.
+    def _prune(self, version: int, ranking: Sequence[int]) -> None:
+        """Removes states up to the just saved ``version`` that the policy does not keep. The best
+        one of ``ranking`` that is saved stays, and later states: these are from before a rollback.
+        A state is renamed before its removal, so that no step directory is ever incomplete.
         """
         older = [state for state in saved_steps(self._state_dir) if state[0] <= version]
+        steps = {step for step, _ in older}
+        best = next((step for step in ranking if step in steps), None)
         for step, directory in older[: -self._keep]:
-            if not (self._keep_every and step % self._keep_every == 0):
+            if step != best and not (self._keep_every and step % self._keep_every == 0):
                 doomed = self._state_dir / f"{TEMPORARY_PREFIX}{step:08d}-old"
                 self._disk.rename(directory, doomed)
         self.remove_temporary()

@@ -106,7 +106,7 @@ class TokenSources:
         self._marks = marks or marks_of_numbers(config, eos, self._vocab_size)
         self._mask = self._find_mask()
         self._check_marks()
-        self.holds_out = config.train.eval_every > 0
+        self.holds_out = config.holds_out
         self.has_eval_text = self.holds_out and config.data.eval_path is not None
         if self.has_eval_text and tokenizer is None:
             raise ConfigError(

@@ -28,9 +28,9 @@ from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
 from penstock.models.data.chunks import SAY_EVERY_S
 from penstock.models.data.marks import end_ids, marks_of_text
 from penstock.models.data.objectives import NextToken
-from penstock.models.data.rows.registry import registered
+from penstock.models.data.rows.evaluation import with_training_data
 from penstock.models.data.rows.row_file import RowFile, RowLayout, batch_of
-from penstock.models.data.rows.sources import open_sources
+from penstock.models.data.rows.sources import makes_rows, sources_of
 from penstock.models.data.tokenizer import open_tokenizer
 from penstock.models.inference.lines import note, write_line
 from penstock.models.inference.loading import ModelPlace, add_place, load_model, positions_of
@@ -104,7 +104,7 @@ def prepared_rows(place: ModelPlace, file: str, scratch: Path) -> PreparedRows:
     Raises:
         ConfigError: a record cannot be read, or there is not one row.
     """
-    config = _over(place.config, file)
+    config = with_training_data(place.config, SourceConfig(path=file))
     run_dir = place.folder
     if place.state is None:
         run_dir = scratch / "run"
@@ -114,7 +114,8 @@ def prepared_rows(place: ModelPlace, file: str, scratch: Path) -> PreparedRows:
     marks = None if tokenizer is None else marks_of_text(config, tokenizer)
     directory = scratch / "data"
     directory.mkdir()
-    sources = open_sources(config, tokenizer, marks, run_dir, note)
+    rows = tokenizer is not None and makes_rows(config)
+    sources = sources_of(config, tokenizer, marks, run_dir, note, makes_rows=rows)
     entry = sources.write(directory)["train"]
     layout = RowLayout.of(entry)
     if layout is None:
@@ -125,32 +126,10 @@ def prepared_rows(place: ModelPlace, file: str, scratch: Path) -> PreparedRows:
         f"{file}: {tally['records']:,} records, {layout.samples:,} samples, {layout.rows:,} rows;"
         f" {', '.join(changed)}"
     )
-    rows = RowFile(directory / entry["path"], layout)
+    file_of_rows = RowFile(directory / entry["path"], layout)
     numbers = range(layout.rows)
-    batches = (batch_of([rows.row(n)], layout.length, layout.pad) for n in numbers)
+    batches = (batch_of([file_of_rows.row(n)], layout.length, layout.pad) for n in numbers)
     return PreparedRows(count=layout.rows, batches=batches)
-
-
-def _over(config: Config, file: str) -> Config:
-    """Returns a configuration with ``file`` as training data, read as the configuration's own.
-
-    Sources that are all read in the same way say how the file is read.
-    """
-    data = config.data
-    changes: dict[str, Any] = {"path": file, "sources": (), "eval_path": None}
-    if data.tokens is not None:
-        changes = {"tokens": Path(file), "eval_path": None}
-    elif data.sources:
-        read = [registered("data.sources", s) if s.registry else s for s in data.sources]
-        forms = [source.model_copy(update=_PLAIN) for source in read]
-        same = all(form == forms[0] for form in forms)
-        source = forms[0] if same else SourceConfig(path=file)
-        changes |= {"path": None, "sources": (source.model_copy(update={"path": file}),)}
-    train = config.train.model_copy(update={"eval_every": 0})
-    return config.model_copy(update={"data": data.model_copy(update=changes), "train": train})
-
-
-_PLAIN = {"path": "", "split": None, "limit": None, "weight": 1.0}
 
 
 def _token_rows(path: Path, entry: dict[str, Any], config: Config, file: str) -> PreparedRows:

@@ -265,16 +265,18 @@ class Pinned(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class EvaluationDone(_message.Message):
-    __slots__ = ("epoch", "evaluation", "loss_sum", "loss_tokens")
+    __slots__ = ("epoch", "evaluation", "loss_sum", "loss_tokens", "right_tokens")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
     LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     evaluation: int
     loss_sum: float
     loss_tokens: int
-    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ...) -> None: ...
+    right_tokens: int
+    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., right_tokens: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("error", "exit_code", "epoch", "attempt", "timed_out")
@@ -507,16 +509,18 @@ class Save(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., directory: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Evaluate(_message.Message):
-    __slots__ = ("epoch", "evaluation", "base_version", "batches")
+    __slots__ = ("epoch", "evaluation", "base_version", "batches", "set")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     evaluation: int
     base_version: int
     batches: int
-    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., base_version: _Optional[int] = ..., batches: _Optional[int] = ...) -> None: ...
+    set: str
+    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., base_version: _Optional[int] = ..., batches: _Optional[int] = ..., set: _Optional[str] = ...) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("keep_memory", "reason", "exit_code")

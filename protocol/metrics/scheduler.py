@@ -36,6 +36,8 @@ _LONG = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _SHORT = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 _FIRST = "before the first attempt"
+_UNEVALUATED = "before the first evaluation"
+_SET = {"set": "name of each set; eval for that of train.eval_every"}
 
 TRAINING = (
     gauge(
@@ -45,8 +47,21 @@ TRAINING = (
     ),
     gauge(
         "penstock_evaluation_loss",
-        "Mean loss per counted token on held-out data, in nats.",
-        absent="before the first evaluation",
+        "Mean loss per counted token of an evaluation set, in nats.",
+        _SET,
+        absent=_UNEVALUATED,
+    ),
+    gauge(
+        "penstock_evaluation_perplexity",
+        "Exponential of the mean loss of an evaluation set.",
+        _SET,
+        absent=f"{_UNEVALUATED}, and while it is beyond 1e304",
+    ),
+    gauge(
+        "penstock_evaluation_token_accuracy",
+        "Share of an evaluation set's counted tokens that the model ranks first.",
+        _SET,
+        absent=f"{_UNEVALUATED}, and on emulated devices",
     ),
     gauge(
         "penstock_gradient_norm",

@@ -97,6 +97,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "models.data.token_file._is_safetensors": _NAMED_SO,
         "models.data.token_sources.TokenSources.__init__": _OWN,
         "models.prepare._prepare_data": _OWN,
+        "models.prepare._prepare_sets": _READ,
         "models.data.tokenizer.ByteTokenizer.encode_documents": "takes any bytes, one token each",
         "protocol.run.hardware.sweep_rates._shared": _OWN,
         "models.runtime.ModelRuntime._reseed": _OWN,

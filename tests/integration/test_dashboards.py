@@ -84,7 +84,7 @@ def test_every_panel_answers(world: World) -> None:
     ("panel", "name", "phase", "field"),
     [
         ("overview: Loss", "training", "train", "loss"),
-        ("overview: Loss", "evaluation", "eval", "loss"),
+        ("overview: Loss", "evaluation eval", "eval", "loss"),
         ("overview: Gradient norm", "gradient norm", "train", "grad_norm"),
         ("overview: Learning rate", "learning rate", "train", "lr"),
         ("recovery: Loss scale", "loss scale", "train", "loss_scale"),

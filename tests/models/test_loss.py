@@ -19,7 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers.trainer_pt_utils import LabelSmoother
 
 from penstock.models.binding import BoundBlock, gathering
-from penstock.models.loss import LogitsOf, LossHead, Targets, chunked_cross_entropy, loss_rows
+from penstock.models.loss import (
+    LogitsOf,
+    LossHead,
+    Targets,
+    chunked_cross_entropy,
+    chunked_scores,
+    loss_rows,
+)
 from penstock.shm.table import BlockTable
 
 ROWS, HIDDEN, VOCABULARY, CHUNK = 25, 8, 31, 10
@@ -218,3 +225,20 @@ def test_rows_follow_from_the_vocabulary_and_older_tables_keep_theirs(
     assert "loss_rows" not in old.to_json()
     new = replace(old, loss_rows=rows)
     assert BlockTable.from_json(new.to_json()).rows_of_loss == rows
+
+
+@pytest.mark.parametrize("chunk_rows", [CHUNK, ROWS, 4 * ROWS])
+def test_right_predictions_are_counted_and_the_loss_keeps_its_bits(chunk_rows: int) -> None:
+    head = Head(torch.float32)
+    logits_of = head.logits_over(head.block)
+    with torch.no_grad():
+        logits = logits_of(head.hidden)
+        head.labels[7:15] = logits[7:15].argmax(-1)
+        head.labels[9] = -100
+        sums = chunked_scores(
+            logits_of, head.hidden, Targets(labels=head.labels), chunk_rows=chunk_rows
+        )
+        assert torch.equal(sums.loss, head.loss(chunk_rows))
+    counted = head.labels != -100
+    right = int((logits.argmax(-1)[counted] == head.labels[counted]).sum())
+    assert sums.right is not None and int(sums.right) == right >= 7

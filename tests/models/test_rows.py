@@ -56,7 +56,7 @@ def made(
     """A configuration of a run in ``folder`` that is prepared."""
     config = parse_config(
         {
-            "model": {"hf": LLAMA},
+            "model": sections.pop("model", {"hf": LLAMA}),
             "data": {"tokenizer": "byte", "chat_template": "chatml", "sequence_length": 64, **data},
             "train": {"global_batch": 1, **sections.pop("train", {})},
             **sections,

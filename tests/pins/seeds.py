@@ -25,6 +25,9 @@ LEFT_OUT: Mapping[int, str] = {}
 NO_DIGEST = "--------"
 OF_THE_DIRECTORY = {"run_id"}
 """Keys of the journal's table ``meta`` that are drawn for each run directory."""
+LATER_TABLES = {"scores"}
+LATER_KEYS = {"set", "token_accuracy"}
+"""Tables, and keys of evaluations, that the journal did not have when digests were stored."""
 
 
 def compare(seeds: int) -> Comparison:
@@ -106,12 +109,29 @@ def digest_of(outcome: Any) -> str:
     if outcome.violations:
         return f"violation: {outcome.violations[0]:.300}"
     rows = {
-        table: [row for row in lines if table != "meta" or row[0] not in OF_THE_DIRECTORY]
+        table: [
+            _without_later_keys(row)
+            for row in lines
+            if table != "meta" or row[0] not in OF_THE_DIRECTORY
+        ]
         for table, lines in outcome.rows.items()
+        if table not in LATER_TABLES
     }
     states = {step: _digest_of_state(state) for step, state in outcome.result.states.items()}
     text = json.dumps([rows, states], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _without_later_keys(row: Any) -> Any:
+    """Returns a row of a table; the line of an evaluation without :data:`LATER_KEYS`."""
+    return [_line(value) if isinstance(value, str) else value for value in row]
+
+
+def _line(text: str) -> str:
+    if '"phase": "eval"' not in text:
+        return text
+    fields = json.loads(text)
+    return json.dumps({key: value for key, value in fields.items() if key not in LATER_KEYS})
 
 
 def _digest_of_state(state: Any) -> str:

@@ -138,8 +138,8 @@ def describe(effect: Effect) -> str | None:
             return f"journal epoch {epoch}, attempts from {attempt}"
         case JournalDecision(record=r):
             return f"journal {r.decision.name} v{r.version} a{r.attempt} c={r.coefficient:.4g}"
-        case JournalEvaluation(version=version):
-            return f"journal evaluation of v{version}"
+        case JournalEvaluation(score=score):
+            return f"journal evaluation of v{score.version}"
         case JournalGenerations(generations=generations):
             named = ", ".join(f"{name} {generation}" for name, generation in generations)
             return f"journal generations {named}"

@@ -16,6 +16,7 @@ import pytest
 from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.scheduler.effects import SchedulerEffects
 from penstock.daemons.scheduler.journal import Journal
+from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.daemons.scheduler.machine.events import (
     CompleteSave,
     JournalDecision,
@@ -65,6 +66,16 @@ def skip(attempt: int, version: int) -> JournalDecision:
     )
 
 
+def score(version: int, name: str = "eval", loss: float | None = 2.5) -> Score:
+    """The means of an evaluation."""
+    return Score(set_name=name, version=version, loss=loss, token_accuracy=0.25)
+
+
+def evaluation(number: int, score: Score, line: str = "{}") -> JournalEvaluation:
+    """A finished evaluation."""
+    return JournalEvaluation(evaluation=number, score=score, metrics_json=line)
+
+
 # ---- journal ----
 
 
@@ -78,7 +89,7 @@ def test_facts_survive(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.sqlite", RUN_ID)
     journal.begin_epoch(JournalEpoch(epoch=4, next_attempt=1, pids=(("worker.0", 77),)))
     journal.decide(commit(1))
-    journal.evaluate(JournalEvaluation(version=1, evaluation=3, metrics_json='{"eval": 1}'))
+    journal.evaluate(evaluation(3, score(1), '{"eval": 1}'))
     journal.decide(commit(2))
     journal.decide(skip(3, 2))
     journal.close()
@@ -90,7 +101,7 @@ def test_facts_survive(tmp_path: Path) -> None:
         position=make_position(2, data_position=24),
         pids=(("worker.0", 77),),
         evaluation=3,
-        evaluated=1,
+        scores=(score(1),),
         last_metrics_json='{"step": 2, "attempt": 3}',
     )
     journal.close()
@@ -108,13 +119,16 @@ def test_a_restore_forgets_later_evaluations(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.sqlite", RUN_ID)
     for version in (1, 2, 3):
         journal.decide(commit(version))
-    journal.evaluate(JournalEvaluation(version=3, evaluation=1, metrics_json="{}"))
+    for number, version in enumerate((1, 2, 3), 1):
+        journal.evaluate(evaluation(number, score(version)))
+    journal.evaluate(evaluation(4, score(3, "chats")))
     restored = make_record(2, 3, Decision.RESTORE)
     journal.decide(
         JournalDecision(epoch=2, record=restored, position=make_position(2), metrics_json="")
     )
     facts = journal.load()
-    assert (facts.record, facts.evaluated) == (restored, 2)
+    assert (facts.record, facts.scores) == (restored, (score(1), score(2)))
+    assert facts.evaluation == 4, "numbers go on"
     journal.close()
 
 
@@ -398,7 +412,13 @@ def states(tmp_path: Path) -> SavedStates:
     )
 
 
-def save(states: SavedStates, tmp_path: Path, version: int, content: bytes = b"abc") -> Path:
+def save(
+    states: SavedStates,
+    tmp_path: Path,
+    version: int,
+    content: bytes = b"abc",
+    ranking: tuple[int, ...] = (),
+) -> Path:
     """Save two small files as version ``version``."""
     directory = tmp_path / "state" / f".tmp-step-{version:08d}"
     states.prepare(directory)
@@ -413,6 +433,7 @@ def save(states: SavedStates, tmp_path: Path, version: int, content: bytes = b"a
             files=tuple((name, 3, "ab") for name in names),
             position=make_position(version),
             attempt=version + 7,
+            ranking=ranking,
         )
     )
 
@@ -577,6 +598,39 @@ def test_some_states_are_kept_for_good(tmp_path: Path) -> None:
         save(states, tmp_path, version)
     names = sorted(path.name for path in (tmp_path / "state").iterdir())
     assert names == ["step-00000004", "step-00000008", "step-00000009"]
+
+
+def test_the_best_saved_state_outlives_the_retention(tmp_path: Path) -> None:
+    states = SavedStates(
+        tmp_path / "state", run_id=RUN_ID, table_digest="d" * 64, num_blocks=2, keep=1
+    )
+
+    def steps() -> list[int]:
+        return sorted(int(path.name[5:]) for path in (tmp_path / "state").iterdir())
+
+    for version in (2, 3, 4):
+        save(states, tmp_path, version, ranking=(2, 4)[: version // 2])
+    assert steps() == [2, 4]
+    save(states, tmp_path, 6, ranking=(5, 4, 2))
+    assert steps() == [4, 6], "5 is better, and was never saved"
+    save(states, tmp_path, 7, ranking=(6, 5, 4, 2))
+    assert steps() == [6, 7]
+    save(states, tmp_path, 8)
+    assert steps() == [8], "without train.keep_best"
+
+
+def test_a_rollback_removes_the_evaluations_of_the_steps_that_it_takes_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite", RUN_ID)
+    for version in (1, 2, 3):
+        journal.decide(commit(version))
+        line = json.dumps({"phase": "eval", "step": version, "attempt": version})
+        journal.evaluate(evaluation(version, score(version), line))
+    journal.go_back(make_position(2), 2, 5)
+    assert journal.load().scores == (score(1), score(2))
+    journal.decide(commit(3))
+    journal.evaluate(evaluation(4, score(3, loss=None)))
+    assert [each.loss for each in journal.load().scores] == [2.5, 2.5, None]
+    journal.close()
 
 
 def test_what_was_saved_just_now_is_kept_when_the_run_went_back(

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 
 from penstock.config.training import OptimizerConfig
-from penstock.daemons.scheduler.machine.learning_rates import learning_rate
+from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
 
 STEPS = 400
 

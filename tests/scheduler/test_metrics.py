@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 
 from penstock.daemons.kit.events import StopAsked
 from penstock.daemons.scheduler.effect_times import EffectTimes
+from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
     ControlCall,
@@ -213,17 +214,19 @@ def test_the_rounding_of_the_last_step_is_no_pass_beyond_the_epochs() -> None:
 def test_gauges_come_back_with_a_new_scheduler() -> None:
     metrics = SchedulerMetrics(make_config(model={"dtype": "fp16"}), None)
     train = {"phase": "train", "loss": 2.5, "grad_norm": None, "lr": 0.1, "loss_scale": 8.0}
-    evaluation = {"phase": "eval", "loss": 2.25}
+    scores = [
+        Score(set_name=name, version=version, loss=loss, token_accuracy=None)
+        for name, version, loss in (("chats", 3, 3.0), ("eval", 3, 9.0), ("eval", 6, 2.25))
+    ]
     metrics.recall(
         json.dumps(train | {"time": 77.5}),
-        json.dumps(evaluation),
+        scores,
         saved_at_s=70.0,
         position=Position(version=9, data_position=72, loss_scale=8.0),
     )
     expected = {
         "loss": 2.5,
         "gradient_norm": None,
-        "evaluation_loss": 2.25,
         "loss_scale": 8.0,
         "loss_scale_floor": 1.0,
         "last_commit_timestamp_seconds": 77.5,
@@ -236,6 +239,11 @@ def test_gauges_come_back_with_a_new_scheduler() -> None:
     }
     value = metrics.registry.get_sample_value
     assert {name: value(f"penstock_{name}") for name in expected} == expected
+    losses = {name: value("penstock_evaluation_loss", {"set": name}) for name in ("eval", "chats")}
+    assert losses == {"eval": 2.25, "chats": 3.0}
+    perplexity = value("penstock_evaluation_perplexity", {"set": "eval"})
+    assert perplexity == pytest.approx(math.exp(2.25))
+    assert value("penstock_evaluation_token_accuracy", {"set": "eval"}) is None
     metrics.ended(5)
     assert value("penstock_run_ended") == 5
 

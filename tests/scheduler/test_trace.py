@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.daemons.scheduler.machine.events import (
     Effect,
     JournalDecision,
@@ -56,7 +57,13 @@ STORY: list[list[Effect]] = [
     send(amend=pb.Amend(attempt=2)),
     [decision(2, Decision.AMEND), *send(commit=pb.Commit())],
     send(evaluate=pb.Evaluate(evaluation=1)),
-    [JournalEvaluation(version=2, evaluation=1, metrics_json="")],
+    [
+        JournalEvaluation(
+            evaluation=1,
+            score=Score(set_name="eval", version=2, loss=1.0, token_accuracy=None),
+            metrics_json="",
+        )
+    ],
     send(run_attempt=pb.RunAttempt(attempt=3)),
     [JournalEpoch(epoch=2, next_attempt=4, pids=())],
     send(run_attempt=pb.RunAttempt(attempt=4)),

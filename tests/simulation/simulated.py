@@ -285,12 +285,12 @@ def _fetch(self: Any, *asked: Any) -> bool:
 # ---- models ----
 
 
-def _batches(self: EpochBuilder, phase: Any, data_position: int) -> Any:
+def _batches(self: EpochBuilder, data_position: int) -> Any:
     """The batches of a position, made once: they follow from it and from their size alone."""
     cluster = here().cluster
-    key = phase, data_position, cluster.run.config.train.micro_batch
+    key = data_position, cluster.run.config.train.micro_batch
     if key not in cluster.batches:
-        cluster.batches[key] = _real_batches(self, phase, data_position)
+        cluster.batches[key] = _real_batches(self, data_position)
     return cluster.batches[key]
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from penstock.config.values import MASKED
-from penstock.daemons.scheduler.machine.learning_rates import learning_rate
+from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import micro_batches, open_dataset
 

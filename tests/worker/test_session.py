@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,9 +82,17 @@ class OneWorker:
     def close(self) -> None:
         self.closed += 1
 
-    def batches(self, phase: str, data_position: int) -> Any:
+    num_batches = 2
+
+    def batches(self, data_position: int) -> Any:
         job = self.cluster.job(seed=data_position)
         return job.batches, job.counted_tokens
+
+    def held_out(self, name: str) -> Any:
+        size = self.cluster.config.train.global_batch
+        return SimpleNamespace(
+            num_batches=self.num_batches, batches=lambda index: self.batches(index * size)
+        )
 
     def run(self) -> list[str]:
         self.session.run(lambda: self.scheduler.idle)

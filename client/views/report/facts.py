@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from penstock.client.views.report.incidents import History, read_history
 from penstock.client.views.report.readings import Readings, read_metrics
+from penstock.client.views.run_view import early_end_of
 from penstock.client.views.trace.comparison import TraceOutputs, make_trace_report
 from penstock.client.views.trace.trace_report import TraceReport
 from penstock.config.schema import Config
@@ -86,15 +87,21 @@ class RunFacts:
             return State.RUNNING
         if end is not None and end.failed:
             return State.FAILED
-        if self.readings.step >= self.config.train.steps:
+        step = self.readings.step
+        if step >= self.config.train.steps or self.early_end:
             return State.FINISHED
         return State.INTERRUPTED if self.history.end is None else State.STOPPED
+
+    @cached_property
+    def early_end(self) -> str:
+        """The reason of an early end by ``train.stop_early``, or an empty text."""
+        return early_end_of(self.config, self.readings.evaluations, self.readings.step)
 
     @cached_property
     def ending(self) -> str:
         """The reason of the end, or an empty text."""
         end = RunEnd.read(self.run.path)
-        return end.reason if end is not None else self.history.end or ""
+        return end.reason if end is not None else self.early_end or self.history.end or ""
 
     @cached_property
     def traced(self) -> TraceReport | str:

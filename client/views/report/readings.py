@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from penstock.config.evaluation import EVAL
 from penstock.host.errors import StateError, reason
 from penstock.host.files import is_number, parse_json
 
@@ -76,10 +77,24 @@ class Readings:
         return any(line.get("emulated") for line in self.steps[:1])
 
     def points(self, key: str, *, evaluations: bool = False) -> list[Point]:
-        """Returns the finite values of a key over the steps."""
-        lines = self.evaluations if evaluations else self.steps
+        """Returns the finite values of a key over the steps; of ``evaluations``, those of the set
+        that was evaluated first.
+        """
+        lines = self.steps
+        if evaluations:
+            lines = [
+                line for line in self.evaluations if set_of(line) == set_of(self.evaluations[0])
+            ]
         pairs = ((line["step"], line.get(key)) for line in lines)
         return [(float(step), value) for step, value in pairs if is_number(value)]
+
+    def of_sets(self, key: str) -> dict[str, list[Point]]:
+        """Returns the finite values of a key over the steps, by evaluation set."""
+        points: dict[str, list[Point]] = {}
+        for line in self.evaluations:
+            if is_number(value := line.get(key)):
+                points.setdefault(set_of(line), []).append((float(line["step"]), value))
+        return points
 
     def values(self, key: str) -> list[float]:
         """Returns the finite values of a key."""
@@ -121,6 +136,11 @@ class Readings:
             if isinstance(epoch, int) and isinstance(step, int) and epoch not in intervals:
                 intervals[epoch] = Interval(epoch=epoch, first_step=step)
         return tuple(intervals.values())
+
+
+def set_of(line: Line) -> str:
+    """Returns the name of the evaluation set of a line. Lines of older versions have none."""
+    return str(line.get("set", EVAL))
 
 
 def read_metrics(run_dir: Path) -> Readings:

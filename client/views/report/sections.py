@@ -26,6 +26,8 @@ from penstock.client.views.report.blocks import (
 from penstock.client.views.report.charts import Mark, Series, curves, short
 from penstock.client.views.report.facts import RunFacts, changed_keys, flat_config
 from penstock.client.views.report.incidents import IncidentKind
+from penstock.client.views.report.readings import set_of
+from penstock.config.evaluation import EVAL
 from penstock.config.training import MAX_RUN_NAME
 from penstock.planner.render.units import format_bytes
 
@@ -96,26 +98,33 @@ def result(facts: RunFacts) -> Chapter:
         return Chapter(name="result", heading="Result", blocks=[Unknown(text)])
     loss = [
         Series(name="loss", points=readings.points("loss")),
-        Series(
-            name="loss on held-out data",
-            points=readings.points("loss", evaluations=True),
-            dots=True,
+        *(
+            Series(name=_set_words(name), points=points, dots=True)
+            for name, points in readings.of_sets("loss").items()
         ),
     ]
     blocks: list[Block] = [Picture(image=curves(loss, "loss", marks), caption=_loss_words(facts))]
     if readings.evaluations:
         rows = [_evaluation(line) for line in _ends(readings.evaluations)]
-        headings = ("step", "loss", "perplexity", "tokens", "seconds")
-        table = Table(headings=headings, rows=rows, numbers=0)
+        headings = ("set", "step", "loss", "perplexity", "token accuracy", "tokens", "seconds")
+        table = Table(headings=headings, rows=rows, numbers=1)
         blocks.append(Folded(title=f"{len(readings.evaluations)} evaluations", blocks=[table]))
     else:
-        blocks.append(Unknown("No evaluation: train.eval_every sets the steps between two."))
+        blocks.append(
+            Unknown(
+                "No evaluation: train.eval_every sets the steps between two; eval.sets names data."
+            )
+        )
     others = [
         Picture(image=curves([Series(name=name, points=readings.points(key))], name, marks))
         for key, name in (("grad_norm", "gradient norm"), ("lr", "learning rate"))
     ]
     blocks.append(Folded(title="Gradient norm and learning rate", blocks=others))
     return Chapter(name="result", heading="Result", blocks=blocks)
+
+
+def _set_words(name: str) -> str:
+    return "loss on held-out data" if name == EVAL else f"loss on {name}"
 
 
 def _loss_words(facts: RunFacts) -> str:
@@ -134,10 +143,15 @@ def _loss_words(facts: RunFacts) -> str:
 
 
 def _evaluation(line: Any) -> tuple[str, ...]:
-    values = (line.get("loss"), line.get("perplexity"), line.get("tokens"), line.get("seconds"))
-    forms = (".4f", ",.2f", ",", ".2f")
-    texts = (number(value, form) for value, form in zip(values, forms, strict=True))
-    return (f"{line['step']:,}", *texts)
+    forms = {
+        "loss": ".4f",
+        "perplexity": ",.2f",
+        "token_accuracy": ".2%",
+        "tokens": ",",
+        "seconds": ".2f",
+    }
+    texts = (number(line.get(key), form) for key, form in forms.items())
+    return (set_of(line), f"{line['step']:,}", *texts)
 
 
 def speed(facts: RunFacts) -> Chapter:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import PurePath
 
+from penstock.client.views.display import named_set
 from penstock.client.views.run_view import Metrics
 from penstock.daemons.scheduler.machine.history import Kind
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -145,8 +146,13 @@ class Events:
 
 def _evaluated(line: Metrics, now_s: float | None) -> RunEvent:
     loss, perplexity = _number(line.get("loss")), _number(line.get("perplexity"))
-    more = "" if perplexity is None else f" (perplexity {perplexity:,.1f})"
-    text = f"evaluation after step {line['step']}: loss {_text(loss, '.4f')}{more}"
+    accuracy = _number(line.get("token_accuracy"))
+    means = [
+        *([] if perplexity is None else [f"perplexity {perplexity:,.1f}"]),
+        *([] if accuracy is None else [f"token accuracy {accuracy:.1%}"]),
+    ]
+    more = f" ({', '.join(means)})" if means else ""
+    text = f"evaluation{named_set(line)} after step {line['step']}: loss {_text(loss, '.4f')}{more}"
     return RunEvent(at_s=now_s, step=line["step"], text=text, tone=Tone.GOOD)
 
 

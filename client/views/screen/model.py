@@ -14,6 +14,7 @@ from penstock.client.views.screen.curve import Series
 from penstock.client.views.screen.events import Events, Limits
 from penstock.client.views.screen.resources import Amount, devices, machine
 from penstock.client.views.screen.words import Doing, Lane, lane
+from penstock.config.evaluation import EVAL
 from penstock.daemons.monitor.observer.analysed import Analysed
 from penstock.protocol.generated import scheduler_pb2 as pb
 
@@ -79,6 +80,7 @@ class Model:
         """The last status of the scheduler."""
         self.last: Metrics | None = None
         self.losses, self.evaluations = Series(), Series(limit=256)
+        self._first_set: object = None
         self.smoothed = Smoothed()
         self.events = Events(facts.limits)
         self.lanes: dict[str, Lane] = {}
@@ -118,7 +120,13 @@ class Model:
 
     def _add_line(self, line: Metrics, now_s: float | None) -> None:
         self.events.add_line(line, now_s)
-        series = self.evaluations if line["phase"] == "eval" else self.losses
+        series = self.losses
+        if line["phase"] == "eval":
+            name = line.get("set", EVAL)
+            self._first_set = name if self._first_set is None else self._first_set
+            if name != self._first_set:
+                return  # the picture has room for one
+            series = self.evaluations
         for loss in numbers([line.get("loss")]):
             series.add(line["step"], loss)
         if line["phase"] == "train":

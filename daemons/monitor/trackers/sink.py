@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.config.evaluation import EVAL
 from penstock.config.execution import ObservabilityConfig
 from penstock.config.old_keys import DEFAULT_PROJECT
 from penstock.config.schema import Config
@@ -28,6 +29,7 @@ _TRAIN = {
 _EVALUATION = {
     "loss": "eval/loss",
     "perplexity": "eval/perplexity",
+    "token_accuracy": "eval/token_accuracy",
     "seconds": "perf/evaluation_seconds",
 }
 
@@ -71,6 +73,9 @@ class Reading:
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             return None
         names = _EVALUATION if line.get("phase") == "eval" else _TRAIN
+        set_name = line.get("set")
+        if names is _EVALUATION and isinstance(set_name, str) and set_name != EVAL:
+            names = {key: name.replace("/", f"/{set_name}/", 1) for key, name in names.items()}
         values = {name: float(line[key]) for key, name in names.items() if is_number(line.get(key))}
         if names is _TRAIN:
             values["train/amended"] = float(line.get("decision") == "amend")

@@ -44,7 +44,7 @@ FREE = (
 """Exceptions to :data:`FIXED`."""
 
 
-SPLITTING = ("train.eval_every", "data.eval_path")
+SPLITTING = ("train.eval_every", "data.eval_path", "eval.sets")
 """Free as long as they hold out as much of the training text as before: the data order depends on
 how many sequences there are.
 """
@@ -101,7 +101,8 @@ def resume_rule(key: str) -> str:
     """
     key = key.partition("[]")[0]
     if key in SPLITTING:
-        return "may change as long as it holds out as much of the training text as before"
+        rule = "may change as long as it holds out as much of the training text as before"
+        return f"{rule}; other data of a set need another name" if key == "eval.sets" else rule
     if key == "cluster.device":
         return "may change between real devices; an emulated one brings its model"
     if objection := _objection(key):
@@ -123,6 +124,8 @@ def find_changes(old: Config, new: Config) -> tuple[Change, ...]:
         objection = _objection(key)
         if not same_split and key in SPLITTING:
             objection = "it changes how many sequences are held out of the training text"
+        elif key == "eval.sets":
+            objection = _other_data(old, new)
         if key == "cluster.device" and builtin_model:
             objection = "an emulated device brings its model"
         allowed = not objection
@@ -340,7 +343,20 @@ def _deciding(config: Config) -> dict[str, Any]:
 
 def _held_out(config: Config) -> bool:
     """Returns whether the last sequences of the training text are kept for evaluation."""
-    return config.train.eval_every > 0 and config.data.eval_path is None
+    return config.holds_out and config.data.eval_path is None
+
+
+def _other_data(old: Config, new: Config) -> str:
+    """Returns why sets of evaluations cannot change; empty if they can. A set keeps its data as
+    long as it has its name, so that its results can be compared.
+    """
+    before = {each.name: each.source for each in old.eval.sets}
+    changed = [
+        each.name for each in new.eval.sets if before.get(each.name, each.source) != each.source
+    ]
+    if not changed:
+        return ""
+    return f"earlier results of {', '.join(changed)} are of other data; give the set another name"
 
 
 def _objection(key: str) -> str:

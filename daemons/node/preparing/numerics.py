@@ -88,7 +88,7 @@ def write_numerics(
             directory.table,
             {} if kernels is None else kernels.attention,
             training=compiled and not leaves_layers(plan),
-            evaluation=compiled and config.train.eval_every > 0,
+            evaluation=compiled and bool(config.evaluation_sets),
         ),
         compiler=kernels.compiler if compiled and kernels is not None else None,
         sums=_sums(config, plan, directory.table),

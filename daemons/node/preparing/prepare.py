@@ -442,7 +442,7 @@ def _inputs_changed(changes: Sequence[Change]) -> bool:
     keys = ("model.", "data.", "optimizer.grad_dtype", "optimizer.name")
     return any(
         (change.key.startswith(keys) and change.key not in ("model.attention", "model.compile"))
-        or change.key in ("run.seed", "train.freeze", "train.eval_every")
+        or change.key in ("run.seed", "train.freeze", "train.eval_every", "eval.sets")
         or change.key in ("cluster.device", "emulation.scale")
         for change in changes
     )

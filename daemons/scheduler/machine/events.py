@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.daemons.kit.events import EffectFailed, Exit, LogLine, StopAsked, Tick
+from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.host.errors import ExitCode
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -214,10 +215,10 @@ class JournalNumerics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEvaluation:
-    """The evaluation of a version is done; ``metrics_json`` as above."""
+    """The evaluation of a set at a version is done; ``metrics_json`` as above."""
 
-    version: int
     evaluation: int
+    score: Score
     metrics_json: str
 
 
@@ -238,7 +239,10 @@ class PrepareSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteSave:
-    """Write the manifest, rename the directory, prune older states; then :class:`SaveFinished`."""
+    """Write the manifest, rename the directory, prune older states; then :class:`SaveFinished`.
+
+    ``ranking``: evaluated versions from the best to the worst. The best saved one of them stays.
+    """
 
     number: int
     version: int
@@ -246,6 +250,7 @@ class CompleteSave:
     files: tuple[tuple[str, int, str], ...]
     position: Position
     attempt: int
+    ranking: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

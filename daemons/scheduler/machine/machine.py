@@ -52,6 +52,8 @@ from penstock.daemons.scheduler.machine.requests import (
     Requests,
     SavePace,
     choose,
+    due_set,
+    early_end,
     is_finished,
     is_last,
     snapshot_answers,
@@ -182,11 +184,9 @@ class SchedulerMachine:
             for name, reason in self.members.overdue(now_s).items()
         }
         activity = self.activity
-        if activity is not None and activity.deadline_s is not None:
-            if now_s > activity.deadline_s:
-                reason = f"no answer while {activity.phase.value}"
-                late = dict.fromkeys(activity.waiting, (BreakCause.HUNG, reason))
-                lost = late | lost
+        if activity and activity.deadline_s is not None and now_s > activity.deadline_s:
+            reason = f"no answer while {activity.phase.value}"
+            lost = dict.fromkeys(activity.waiting, (BreakCause.HUNG, reason)) | lost
         for name in sorted(lost):
             effects += self._lose(name, *lost[name])
         return effects + self._end_hang(now_s)
@@ -354,10 +354,10 @@ class SchedulerMachine:
             return Barrier(self.rules, self.mirror, self.members, cause=self.cause, saving=saving)
         choice = choose(self.rules, self.mirror, self.requests, self.saves.version)
         if choice is Next.END:
-            steps = self.rules.config.train.steps
-            return self._over(f"step {self.mirror.version} of {steps} is done")
-        if choice is Next.EVALUATE:
-            return Evaluation(self.rules, self.mirror)
+            place = f"step {self.mirror.version} of {self.rules.config.train.steps}"
+            return self._over(early_end(self.rules, self.mirror) or f"{place} is done")
+        if choice is Next.EVALUATE and (due := due_set(self.rules, self.mirror)):
+            return Evaluation(self.rules, self.mirror, due)
         if choice is Next.ATTEMPT:
             return Transaction(self.rules, self.mirror)
         return self.saves.activity(choice, self.requests)
@@ -434,9 +434,9 @@ class SchedulerMachine:
         if barrier.failure:
             return self._fail(barrier.failure, ExitCode.BAD_CONFIG)
         if barrier.finished_before:
-            saved, steps = self.mirror.saved_version, self.rules.config.train.steps
-            reason = f"the run is already at step {saved} of {steps}: nothing to do"
-            self.activity = self._over(reason)
+            place = f"step {self.mirror.saved_version} of {self.rules.config.train.steps}"
+            done = f"the run is already at {place}: nothing to do"
+            self.activity = self._over(early_end(self.rules, self.mirror) or done)
             return []
         self.live = True
         self.history.lives(self.mirror.version, self._now_s)

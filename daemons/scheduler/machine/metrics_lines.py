@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.control import CommitRecord
 
@@ -87,28 +88,41 @@ def attempt_line(
     )
 
 
+def score_of(
+    set_name: str, version: int, reports: Sequence[pb.EvaluationDone], emulated: bool
+) -> Score:
+    """Returns the means of an evaluation. Emulated devices predict no tokens."""
+    tokens = sum(report.loss_tokens for report in reports)
+    right = sum(report.right_tokens for report in reports)
+    return Score(
+        set_name=set_name,
+        version=version,
+        loss=_mean_loss(reports, tokens),
+        token_accuracy=right / tokens if tokens and not emulated else None,
+    )
+
+
 def evaluation_line(
+    score: Score,
     *,
-    version: int,
     attempt: int,
-    reports: Iterable[pb.EvaluationDone],
+    tokens: int,
     epoch: int,
     seconds: float,
     time_s: float,
     emulated: bool = False,
 ) -> str:
-    """Returns the line of an evaluation: loss and perplexity on held-out data at ``version``, done
-    at ``time_s`` since 1970.
+    """Returns the line of an evaluation: means over ``tokens`` counted tokens of a set, done at
+    ``time_s`` since 1970.
     """
-    done = list(reports)
-    tokens = sum(report.loss_tokens for report in done)
-    loss = _mean_loss(done, tokens)
     return _line(
-        step=version,
+        step=score.version,
         attempt=attempt,
         phase="eval",
-        loss=loss,
-        perplexity=math.exp(loss) if loss is not None and loss < 700 else None,
+        set=score.set_name,
+        loss=score.loss,
+        perplexity=score.perplexity,
+        token_accuracy=score.token_accuracy,
         grad_norm=None,
         lr=None,
         tokens=tokens,

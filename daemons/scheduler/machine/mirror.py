@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from penstock.daemons.scheduler.machine.evaluations import Score, Scores
 from penstock.daemons.scheduler.machine.events import (
     JournalDecision,
     JournalEpoch,
@@ -39,8 +40,8 @@ class JournalFacts:
     """Processes of the last epoch."""
     evaluation: int = 0
     """Number of the last evaluation."""
-    evaluated: int = 0
-    """Newest version that was evaluated."""
+    scores: tuple[Score, ...] = ()
+    """Evaluations of the committed history."""
     last_metrics_json: str = ""
     """Last line of metrics."""
     generations: tuple[tuple[str, int], ...] = ()
@@ -75,8 +76,10 @@ class JournalMirror:
         """Position after the last decision, of the same version as ``record``. Written with it."""
         self.evaluation = facts.evaluation
         """Number of the last evaluation. Written by :meth:`take_evaluation`."""
-        self.evaluated = facts.evaluated
-        """Newest evaluated version, at most the committed one. Written by :meth:`evaluate`."""
+        self.scores = Scores(facts.scores)
+        """Evaluations up to the committed version. Written by :meth:`evaluate` and
+        :meth:`restored`.
+        """
         self.last_metrics_json = facts.last_metrics_json
         """Last line of metrics. Written by :meth:`decide` and :meth:`evaluate`."""
         self.generations = dict(facts.generations)
@@ -177,7 +180,7 @@ class JournalMirror:
             self.position = self._saved_position()
         self._filled = record.version
         self.record, self.generations = record, {}  # a new incarnation tells them all apart
-        self.evaluated = min(self.evaluated, record.version)
+        self.scores.forget_after(record.version)
         return JournalDecision(
             epoch=self.epoch, record=record, position=self.position, metrics_json=""
         )
@@ -238,13 +241,12 @@ class JournalMirror:
         """The number that the next evaluation will have."""
         return self.evaluation + 1
 
-    def evaluate(self, evaluation: int, metrics_json: str) -> JournalEvaluation:
-        """Records the evaluation of the committed version."""
-        self.evaluated = self.version
+    def evaluate(self, evaluation: int, score: Score, metrics_json: str) -> JournalEvaluation:
+        """Records the evaluation of a set at the committed version."""
+        assert score.version == self.version, f"{score} at step {self.version}"
+        self.scores.add(score)
         self.last_metrics_json = metrics_json
-        return JournalEvaluation(
-            version=self.version, evaluation=evaluation, metrics_json=metrics_json
-        )
+        return JournalEvaluation(evaluation=evaluation, score=score, metrics_json=metrics_json)
 
     def validate(self) -> None:
         """Checks the conservation rules.

@@ -1,7 +1,7 @@
 """The position of a run after a decision: the next attempt, or a resumed run, goes on from it.
 
 A position is stored with every journal row and, as the ``scheduler`` object, in every saved state.
-The learning rate is no part of it: :mod:`~.learning_rates` derives it from the version.
+The learning rate is no part of it: :mod:`~.activities.learning_rates` derives it from the version.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from penstock.config.evaluation import EvaluationSet
 from penstock.daemons.scheduler.machine.events import (
     ControlAsked,
     ControlCall,
@@ -196,13 +197,23 @@ class Next(Enum):
 
 def is_last(rules: Rules, mirror: JournalMirror) -> bool:
     """Returns whether the committed version is the last one."""
-    return mirror.version >= rules.config.train.steps
+    return mirror.version >= rules.config.train.steps or bool(early_end(rules, mirror))
+
+
+def early_end(rules: Rules, mirror: JournalMirror) -> str:
+    """Returns why ``train.stop_early`` ends the run at the committed version; empty if it does not.
+
+    The journaled evaluations decide, so a scheduler that starts decides the same.
+    """
+    return mirror.scores.early_end(rules.config, rules.stop_judge, mirror.version)
 
 
 def is_finished(rules: Rules, mirror: JournalMirror) -> bool:
     """Returns whether the last step is saved, and evaluated if it is to be."""
     saved = mirror.saved_version >= rules.config.train.steps
-    return saved and not _evaluation_is_due(rules, mirror)
+    if not saved:
+        saved = not mirror.unsaved and bool(early_end(rules, mirror))
+    return saved and due_set(rules, mirror) is None
 
 
 def choose(rules: Rules, mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
@@ -213,9 +224,10 @@ def choose(rules: Rules, mirror: JournalMirror, requests: Requests, saving: int 
         return _last_save(mirror, requests, saving)
     if requests.tickets and saving is None:
         return Next.SAVE
-    if _save_is_due(rules, mirror, requests) and saving != mirror.version:
+    due = _save_is_due(rules, mirror, requests) or _best_is_due(rules, mirror, requests)
+    if due and saving != mirror.version:
         return Next.SAVE if saving is None else Next.WAIT_FOR_SAVE
-    if _evaluation_is_due(rules, mirror):
+    if due_set(rules, mirror) is not None:
         return Next.EVALUATE
     if is_last(rules, mirror):
         return _last_save(mirror, requests, saving)
@@ -242,8 +254,16 @@ def _save_is_due(rules: Rules, mirror: JournalMirror, requests: Requests) -> boo
     return mirror.unsaved
 
 
-def _evaluation_is_due(rules: Rules, mirror: JournalMirror) -> bool:
-    every, version = rules.config.train.eval_every, mirror.version
-    if not every or not version or version % every:
+def _best_is_due(rules: Rules, mirror: JournalMirror, requests: Requests) -> bool:
+    """Returns whether the committed version is to be saved as the best one so far."""
+    judge, version = rules.best_judge, mirror.version
+    if judge is None or requests.save_failed_at == version or not mirror.unsaved:
         return False
-    return mirror.evaluated != version
+    if not mirror.scores.has(judge.set_name, version):
+        return False
+    return mirror.scores.ranking(judge)[:1] == (version,)
+
+
+def due_set(rules: Rules, mirror: JournalMirror) -> EvaluationSet | None:
+    """Returns the set to evaluate at the committed version; None if no evaluation is due."""
+    return mirror.scores.due(rules.evaluation_sets, mirror.version)

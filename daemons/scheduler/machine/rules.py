@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from penstock.config.evaluation import EvaluationSet, Judge
 from penstock.config.schema import Config
 from penstock.daemons.scheduler.machine.position import LossScaling, Position
 from penstock.protocol.run.names import (
@@ -122,6 +123,21 @@ class Rules:
     def data_epochs(self, samples: int) -> float | None:
         """Returns the passes over the training data in ``samples``; None for synthetic data."""
         return samples / self.data_samples if self.data_samples else None
+
+    @cached_property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """Sets that the run evaluates."""
+        return self.config.evaluation_sets
+
+    @cached_property
+    def best_judge(self) -> Judge | None:
+        """Metric of ``train.keep_best``."""
+        return self.config.best_judge
+
+    @cached_property
+    def stop_judge(self) -> Judge | None:
+        """Metric of ``train.stop_early``."""
+        return self.config.stop_judge
 
     @property
     def emulated(self) -> bool:

@@ -103,7 +103,22 @@ def open_sources(
         ConfigError: a file of ``data.path`` cannot be read, or keys and records do not fit.
     """
     rows = _prepared_rows(run_dir)
-    if tokenizer is not None and (makes_rows(config) if rows is None else rows):
+    if rows is None:
+        rows = tokenizer is not None and makes_rows(config)
+    return sources_of(config, tokenizer, marks, run_dir, progress, makes_rows=rows)
+
+
+def sources_of(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    marks: Marks | None,
+    run_dir: Path,
+    progress: Progress,
+    *,
+    makes_rows: bool,
+) -> RunSources:
+    """Returns the sources of rows, or of plain tokens."""
+    if tokenizer is not None and makes_rows:
         return RowSources(config, tokenizer, run_dir, progress)
     texts = partial(wrapped_text, config, progress=progress) if config.data.sources else None
     return TokenSources(config, tokenizer, marks, run_dir, progress, texts)
@@ -158,7 +173,7 @@ class RowSources:
         data = config.data
         self._vocab_size = RunDirectory(run_dir).table.vocab_size
         self._packing = Packing.NONE if data.packing == "none" else Packing.BEST_FIT
-        self.holds_out = config.train.eval_every > 0
+        self.holds_out = config.holds_out
         self.has_eval_text = self.holds_out and data.eval_path is not None
 
     @cached_property
@@ -300,6 +315,11 @@ class RowSources:
             tally = stream.tally.to_json()
             count = len(drawn.places)
             held = max(1, round(count * config.data.eval_fraction)) if len(paths) > 1 else 0
+            if not count:
+                raise ConfigError(
+                    f"data: no token of {stream.tally.records:,} records counts; give other"
+                    " records, set data.train_on: all, or check their roles and labels"
+                )
             if count <= held:
                 raise ConfigError(
                     f"data: {stream.tally.records:,} records have {count:,} samples to train on;"

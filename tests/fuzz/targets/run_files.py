@@ -29,7 +29,7 @@ from penstock.daemons.node.preparing.software import Software
 from penstock.daemons.node.run_lock import former_home, original_of
 from penstock.daemons.node.service_manager import progress_of
 from penstock.daemons.optimizer.ceiling import LEAST_STATE_BYTES, ceiling_of
-from penstock.daemons.scheduler.journal_count import step_of
+from penstock.daemons.scheduler.journal_tables import step_of
 from penstock.daemons.scheduler.rollback import line_attempt
 from penstock.host.errors import ExitCode, PenstockError
 from penstock.models.checkpoints.causes import quantization_of
@@ -425,7 +425,7 @@ RUN_FILES = (
         name="metrics-last-line",
         open=plainly(_last_line),
         covers=(
-            "daemons.scheduler.journal_count.step_of",
+            "daemons.scheduler.journal_tables.step_of",
             "daemons.scheduler.rollback.line_attempt",
         ),
         seeds=lambda: dumped(LINE),

@@ -251,13 +251,13 @@ def _tokens(folder: Path) -> Iterator[Decoder]:
 
 @contextmanager
 def _recalled(folder: Path) -> Iterator[Decoder]:
-    """Lines of metrics in the journal, as a scheduler that starts shows them."""
+    """The last line of metrics in the journal, as a scheduler that starts shows it."""
     del folder
     metrics = SchedulerMetrics(config(), None)
 
     def recall(data: bytes) -> None:
         text = data.decode(errors="replace")
-        metrics.recall(text, text, None, None)
+        metrics.recall(text, (), None, None)
 
     yield recall
 

@@ -15,7 +15,7 @@ from penstock.daemons.scheduler.machine.events import Effect, FindSaved, SavedFo
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.node_loss import Holdings, Refill
-from penstock.daemons.scheduler.machine.requests import is_finished
+from penstock.daemons.scheduler.machine.requests import early_end, is_finished
 from penstock.daemons.scheduler.machine.rules import Role, Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.numerics import differences
@@ -176,6 +176,7 @@ class Barrier(Activity):
             ends = f"train.steps is {steps}"
             if self.rules.config.train.epochs is not None:
                 ends = f"train.epochs ends at step {steps}"
+            ends = early_end(self.rules, self.mirror) or ends
             text = f"nothing to do: saved at step {step}, {ends}"
             return [LogLine(text=text)]
         self.phase, self._reason, self._damaged = RunPhase.RESTORING, reason, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from penstock.config.evaluation import EvaluationSet
 from penstock.daemons.kit.events import Exit, LogLine
 from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
 from penstock.daemons.scheduler.machine.events import (
@@ -13,7 +14,7 @@ from penstock.daemons.scheduler.machine.events import (
     Send,
 )
 from penstock.daemons.scheduler.machine.membership import Membership
-from penstock.daemons.scheduler.machine.metrics_lines import evaluation_line
+from penstock.daemons.scheduler.machine.metrics_lines import evaluation_line, score_of
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.host.errors import ExitCode
@@ -21,16 +22,17 @@ from penstock.protocol.generated import scheduler_pb2 as pb
 
 
 class Evaluation(Activity):
-    """A forward-only pass over held-out data at the committed version.
+    """A forward-only pass over an evaluation set at the committed version.
 
     ``seconds``: its duration, once it is done.
     """
 
     title = "the evaluation"
 
-    def __init__(self, rules: Rules, mirror: JournalMirror) -> None:
+    def __init__(self, rules: Rules, mirror: JournalMirror, due: EvaluationSet) -> None:
         super().__init__(rules, mirror)
         self.phase = RunPhase.EVALUATING
+        self._set = due
         self._number = mirror.take_evaluation()
         self._reports: dict[str, pb.EvaluationDone] = {}
         self.seconds = 0.0
@@ -47,7 +49,8 @@ class Evaluation(Activity):
             epoch=self.mirror.epoch,
             evaluation=self._number,
             base_version=self.mirror.version,
-            batches=self.rules.config.train.eval_batches,
+            batches=self._set.batches or 0,
+            set=self._set.name,
         )
         return send_all(self.rules.workers, pb.SchedulerMessage(evaluate=evaluate))
 
@@ -59,16 +62,18 @@ class Evaluation(Activity):
             return []
         self.done = True
         self.seconds = now_s - self.started_s
+        reports = [self._reports[worker] for worker in self.rules.workers]
+        score = score_of(self._set.name, self.mirror.version, reports, self.rules.emulated)
         line = evaluation_line(
-            version=self.mirror.version,
+            score,
             attempt=self.mirror.next_attempt - 1,
-            reports=[self._reports[worker] for worker in self.rules.workers],
+            tokens=sum(report.loss_tokens for report in reports),
             epoch=self.mirror.epoch,
             seconds=self.seconds,
             time_s=now_s + self.rules.since_1970_s,
             emulated=self.rules.emulated,
         )
-        return [self.mirror.evaluate(self._number, line), AppendMetrics(metrics_json=line)]
+        return [self.mirror.evaluate(self._number, score, line), AppendMetrics(metrics_json=line)]
 
     answers = {"evaluation_done": _on_done}  # noqa: RUF012
 

@@ -62,6 +62,7 @@ class Save:
         self._position = mirror.position
         self._attempt = mirror.next_attempt - 1
         self.epoch = mirror.epoch
+        self._rules, self._mirror = rules, mirror
         self._memoryds = rules.memoryds
         self._unpinned: set[str] = set()
         self._waiting: set[str] = set()
@@ -144,8 +145,14 @@ class Save:
                 files=tuple(sorted(self._files)),
                 position=self._position,
                 attempt=self._attempt,
+                ranking=self._ranking(),
             )
         ]
+
+    def _ranking(self) -> tuple[int, ...]:
+        """Returns the evaluated versions for ``train.keep_best``, the best first."""
+        judge = self._rules.best_judge
+        return () if judge is None else self._mirror.scores.ranking(judge)
 
     def finished(self, directory: str, error: str) -> SavedState | None:
         """Ends the save; returns the durable saved state, or None after an error."""
