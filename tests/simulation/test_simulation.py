@@ -32,7 +32,8 @@ def run(*arguments: str, timeout_s: float = 1500.0) -> str:
         timeout=timeout_s,
         check=False,
     )
-    said = found.stdout[-6000:] + found.stderr[-2000:]
+    violations = [line for line in found.stdout.splitlines() if "VIOLATION" in line]
+    said = "\n".join([*violations[:20], found.stdout[-6000:] + found.stderr[-2000:]])
     assert found.returncode == 0, said
     return found.stdout
 

@@ -262,10 +262,22 @@ EPOCHS = (
         "The epoch breaks with all members here: a new stream, or a lost connection.",
     ),
     Transition(
+        _ENTERED,
+        ("Joined", "cut_off"),
+        _E.GATHERING,
+        "The epoch breaks in the same way while a node is missing.",
+    ),
+    Transition(
         (_E.LIVE,),
         (ANY,),
         _E.DRAINING,
         "A stop has a deadline, and the attempt would leave no time to save: it is dropped.",
+    ),
+    Transition(
+        (_E.LIVE,),
+        (ANY,),
+        _E.GATHERING,
+        "The attempt is dropped for the same reason while a node is missing.",
     ),
     Transition(
         (_E.DRAINING,),
