@@ -8,6 +8,7 @@ directory. Then follow the rename that makes the content count, and the names ab
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -26,6 +27,16 @@ class Disk:
             OSError: it cannot be made. So for all that follow.
         """
         return path.open("wb", buffering=0)
+
+    def require(self, directory: Path, num_bytes: int) -> None:
+        """Checks that a disk has ``num_bytes`` free. A file system that reports no size passes.
+
+        Raises:
+            OSError: ENOSPC, if fewer bytes are free.
+        """
+        status = os.statvfs(directory)
+        if status.f_blocks and status.f_bavail * status.f_frsize < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
     def write(self, file: BinaryIO, content: memoryview | bytes) -> None:
         """Appends all of ``content``, which need not be on disk yet."""

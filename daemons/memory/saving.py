@@ -24,6 +24,9 @@ from penstock.host import world
 from penstock.host.files import writing
 
 SYNC_POLL_S = 0.005
+LEFT_FREE_BYTES = 64 << 20
+"""Bytes of the disk that a save leaves to the journal and the logs. A smaller save leaves as many
+bytes as it writes."""
 
 
 def save(
@@ -52,10 +55,17 @@ def save(
     blocks = memory.owned_blocks()
     specs = memory.spec.table.blocks
     due = SettledBlocks(pinned, blocks, wait)
+    sizes = {
+        block: sum(tensor.num_bytes for tensor in block_tensors(memory, specs[block], version))
+        for block in blocks
+    }
+    needed = sum(sizes.values())
+    left_free = min(LEFT_FREE_BYTES, needed)
 
     def write(_: int, stopped: Callable[[], bool]) -> tuple[BinaryIO, WrittenFile]:
         block = due.take(stopped)
         path = directory / block_file(block)
+        disk.require(directory, sizes[block] + left_free)  # other nodes may write there as well
         file = disk.create(path)
         try:
             tensors = block_tensors(memory, specs[block], version)
@@ -67,14 +77,10 @@ def save(
         pinned.let_go(block)
         return file, written
 
-    needed = sum(
-        tensor.num_bytes
-        for block in blocks
-        for tensor in block_tensors(memory, specs[block], version)
-    )
-    with closing(pinned), writing(directory, needed):
+    with closing(pinned), writing(directory, needed + left_free):
         disk.make_directory(directory)
         try:
+            disk.require(directory, needed + left_free)
             files = _written_and_synced(blocks, write, cancelled, stopping, disk)
         except BaseException:
             for block in blocks:
