@@ -10,7 +10,8 @@ import pytest
 
 from tests.system import conftest as H
 
-STEPS = 10
+STEPS = 60
+"""So many that a run lasts until its optimizerd is killed."""
 CHANGES: dict[str, Any] = {
     "train": {"steps": STEPS, "clip_grad_norm": 0.5},
     "model": {"hf": {"tie_word_embeddings": True, "num_hidden_layers": 2}},

@@ -131,7 +131,7 @@ def test_bf16_parity(runner: Any) -> None:
     """bf16 weights and gradients beside a loop that rounds in the same places.
 
     Stated tolerance: a sum that falls on the other side of a rounding boundary changes a gradient
-    or a weight by one unit in its eighth bit, so losses agree to 1e-4 and norms to 1e-3 relative,
+    or a weight by one unit in its eighth bit, so losses agree to 1e-4 and norms to 2e-3 relative,
     and the fp32 masters to 1e-3 in relative norm.
     """
     changes = case("spipe", 1, 2, True, True)
@@ -141,7 +141,7 @@ def test_bf16_parity(runner: Any) -> None:
     lines = H.metrics(run_dir)
     expected = reference_loop(run_dir, STEPS)
     np.testing.assert_allclose([m["loss"] for m in lines], expected.losses, rtol=1e-4)
-    np.testing.assert_allclose([m["grad_norm"] for m in lines], expected.grad_norms, rtol=1e-3)
+    np.testing.assert_allclose([m["grad_norm"] for m in lines], expected.grad_norms, rtol=2e-3)
     compare_weights(final_weights(run_dir), expected.weights, 0.05 * expected.summed_lr, 1e-3)
 
 

@@ -115,7 +115,7 @@ def test_an_end_of_a_job_that_has_passed_is_no_end(runner: Any, number: signal.S
 
 @pytest.mark.slow
 def test_under_nohup_a_hangup_changes_nothing(runner: Any) -> None:
-    path = runner.configure("run", {"train": {"steps": 30, "clip_grad_norm": None}})
+    path = runner.configure("run", {"train": {"steps": 300, "clip_grad_norm": None}})
     command = [sys.executable, "-m", "penstock.client.main", "train", str(path)]
     process = subprocess.Popen(
         ["env", "--ignore-signal=HUP", *command],
@@ -130,7 +130,7 @@ def test_under_nohup_a_hangup_changes_nothing(runner: Any) -> None:
     for pid in (*run.members().values(), process.pid):
         os.kill(pid, signal.SIGHUP)
     code, output = run.wait(500)
-    assert code == 0 and saved_step(run.run_dir) == 30, output
+    assert code == 0 and saved_step(run.run_dir) == 300, output
 
 
 @pytest.mark.parametrize(

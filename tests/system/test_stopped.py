@@ -123,8 +123,8 @@ def test_stopped_when_the_run_ends(runner: Any, name: str, wakes: bool) -> None:
         "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": timeout_s, **NODES},
     }
     run = runner.start(runner.configure("run", changes))
-    H.wait_for_step(run, 12)
-    pid = run.members()[name]
+    H.wait_for_step(run, 2)
+    pid = run.members()[name]  # a run that has ended has none
     wait_until((run.run_dir / "state" / "step-00000012").is_dir, "the last step is saved")
     try:
         os.kill(pid, signal.SIGSTOP)
@@ -173,7 +173,7 @@ def test_sigterms_to_every_process_of_nodes_by_hand(runner: Any) -> None:
     run, nodes = by_hand(runner, steps=1_000_000)
     H.wait_for_step(run, 5)
     for _ in range(2):
-        for pid in run.members().values():
+        for pid in {*run.members().values(), *(node.pid for node in nodes.values())}:
             try:
                 os.kill(pid, signal.SIGTERM)
             except ProcessLookupError:
