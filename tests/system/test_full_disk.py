@@ -19,9 +19,9 @@ from tests.system.conftest import PLAIN, Runner, merge, segments_of, state_bytes
 from tests.system.small_disk import SmallDisk, small_disk
 
 DEADLINE_S = 600.0
-STATE_BYTES = 900_000
-"""Bytes of a saved state. Half of them are room for the journal, and not for a node's part of a
-state, which leaves as many bytes free as it writes.
+LEFT_BYTES = 1_000_000
+"""Bytes left on the disk: room for the journal of 40 steps, 21,000 bytes each, and not for a save. A
+node's part of a state has 433,152 bytes, and leaves as many free.
 """
 
 
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_up_again_and_again(
 
         disk.clear()
         process, client = run.started()
-        disk.fill(leave=STATE_BYTES // 2)
+        disk.fill(leave=LEFT_BYTES)
         with client:
             client.resume()
         code, said = run.ends(process)
