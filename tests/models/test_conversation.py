@@ -177,6 +177,7 @@ REFUSED: list[tuple[dict[str, Any], RecordForm, str]] = [
     ({"input_ids": [True]}, RecordForm(), "input_ids[0] = True"),
     ({"input_ids": [1], "labels": [1, 2]}, RecordForm(), "labels has 2 values and input_ids 1"),
     ({"input_ids": [1], "labels": [-5]}, RecordForm(), "labels[0] = -5: needs an id, or -100"),
+    ({"input_ids": [1, 2], "labels": [-100, 3]}, RecordForm(), "labels[1] = 3: needs 2, the id"),
     ({"input_ids": None}, RecordForm(format=Format.TOKENS), "in the column input_ids"),
     ({"text": "a"}, RecordForm(format=Format.CHAT), "in the column messages"),
 ]

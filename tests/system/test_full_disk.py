@@ -20,8 +20,8 @@ from tests.system.small_disk import SmallDisk, small_disk
 
 DEADLINE_S = 600.0
 LEFT_BYTES = 1_000_000
-"""Bytes left on the disk: room for the journal of 40 steps, 21,000 bytes each, and not for a save. A
-node's part of a state has 433,152 bytes, and leaves as many free.
+"""Bytes left on the disk: room for the journal of 40 steps, 21,000 bytes each, and not for a save.
+A node's part of a state has 433,152 bytes, and leaves as many free.
 """
 
 

@@ -303,7 +303,7 @@ def _tokens(columns: _Columns) -> Request:
     """Returns the ready ids of a record.
 
     Raises:
-        ConfigError: a value is no list of ids, or labels differ in length.
+        ConfigError: a value is no list of ids, or labels are not those of the ids.
     """
     name, labels_name = str(columns.name("input_ids")), str(columns.name("labels"))
     if columns.get("input_ids") is None:
@@ -321,6 +321,11 @@ def _tokens(columns: _Columns) -> Request:
             f"{columns.place}: {labels_name} has {len(labels):,} values and {name} {len(ids):,};"
             " needs one label for each id, not shifted"
         )
+    for number, (label, token) in enumerate(zip(labels, ids, strict=True)):
+        if label not in (IGNORED_LABEL, token):
+            field = f"{labels_name}[{number}]"
+            remedy = f"needs {token}, the id at that place, or {IGNORED_LABEL}"
+            raise refused(columns.place, field, label, remedy)
     return IdsRequest(place=columns.place, ids=ids, labels=labels)
 
 
