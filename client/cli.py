@@ -235,8 +235,8 @@ def foreign_setting(words: list[str], options: Collection[str]) -> str | None:
 
     for before, word in pairwise(["", *words]):
         key, assigned, _ = word.partition("=")
-        is_option = key.startswith("--") and key not in options
-        if before == "--set" or not (is_option or assigned):
+        is_word = assigned or key.startswith("--")
+        if before == "--set" or key in options or not is_word:
             continue
         name = key.removeprefix("--").replace("-", "_")
         if (answer := TRAINERS.of(name)) is not None:
