@@ -226,7 +226,7 @@ class TrainConfig(Section):
         ge=0,
         description="Saved states with a step that is a multiple of this are kept, too; 0: none.",
     )
-    keep_best: Annotated[str | None, Accepts(f"{METRIC_WORDS}; or null")] = Field(
+    keep_best: Annotated[str | None, Accepts(f"{METRIC_WORDS}, or null")] = Field(
         default=None,
         description="The best saved state by this metric of an evaluation stays, whatever"
         " `keep_snapshots` says. An evaluation that is the best so far saves the state, too."

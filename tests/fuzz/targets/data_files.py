@@ -42,9 +42,9 @@ def read_conversation(data: bytes) -> object:
     return request_of("a.jsonl, line 1", fields) if isinstance(fields, dict) else None
 
 
-def read_registry(path: Path) -> SourceConfig:
-    """Returns the source of the entry ``it`` of a registry."""
-    source = SourceConfig(registry=str(path), name="it")
+def read_registry(folder: Path) -> SourceConfig:
+    """Returns the source of the entry ``it`` of the registry in a folder."""
+    source = SourceConfig(registry=str(folder / "dataset_info.json"), name="it")
     return registered("data.sources[0]", source)
 
 
