@@ -224,9 +224,9 @@ class Journal:
         """
         with self._transaction():
             self._insert_decision(effect.epoch, effect.position, effect.record)
-            self._append_line(effect.metrics_json)
             if effect.record.decision is Decision.RESTORE:
                 self._forget_scores(effect.record.version)
+            self._append_line(effect.metrics_json)
 
     def evaluate(self, effect: JournalEvaluation) -> None:
         """Writes a finished evaluation."""
