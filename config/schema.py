@@ -85,7 +85,7 @@ class Config(Section):
             if held_out is not None and each.split == EVAL:
                 raise ValueError(
                     f"eval.sets: set {each.name} has no path, and nothing of the training data is"
-                    f" held out beside data.eval_path {held_out!r}; give the set a path, or remove"
+                    f" held out with data.eval_path {held_out!r}; give the set a path, or remove"
                     " one of the two"
                 )
             if held_out is not None and self.train.eval_every and each.name == EVAL:

@@ -228,8 +228,8 @@ class TrainConfig(Section):
     )
     keep_best: Annotated[str | None, Accepts(f"{METRIC_WORDS}, or null")] = Field(
         default=None,
-        description="The best saved state by this metric of an evaluation stays, whatever"
-        " `keep_snapshots` says. An evaluation that is the best so far saves the state, too."
+        description="The best saved state by this metric of an evaluation stays, also"
+        " beyond `keep_snapshots`. An evaluation that is the best so far saves the state, too."
         " Perplexity and loss are best where they are least. Without a name, the metric is that of"
         " the only set, or of the set named eval.",
     )

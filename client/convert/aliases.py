@@ -52,4 +52,4 @@ TRAINERS = Translation(
     of=_translated,
     remedy="penstock convert trl, llamafactory or axolotl FILE converts a whole file",
 )
-"""Words of the trainers whose files ``penstock convert`` reads."""
+"""Words of the trainers of ``penstock convert``."""

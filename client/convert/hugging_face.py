@@ -31,7 +31,7 @@ OLD: Mapping[str, str] = {
 """Earlier names of keys that mean the same."""
 
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-"""Endings of paths that name a file, whose records are the split train."""
+"""Endings of paths that name a file. Its records are the split train."""
 
 NO_ADAPTERS = "Penstock trains all parameters; LoRA and other adapters are not there yet"
 REMOTE_CODE = "types that transformers lacks are refused; model.imports names their modules"
@@ -420,7 +420,7 @@ def shuffles(reading: KeyReading) -> None:
 
 
 def hub_data(reading: KeyReading, key: str, name: str) -> None:
-    """Records a data set of the Hub, whose files are not on this machine."""
+    """Records a data set of the Hub: its files are not on this machine."""
     reading.drop(
         key,
         f"is no local path; run `{fetch_data(name)}`, and check that data.sources names its files",

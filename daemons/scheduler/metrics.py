@@ -72,7 +72,7 @@ class SchedulerMetrics:
         position: Position | None,
     ) -> None:
         """Shows values of an earlier scheduler: its last line (empty for none), its evaluations in
-        order, the time of its newest saved state, and its position.
+        order, its position, and when it saved last.
         """
         try:
             if train_line:

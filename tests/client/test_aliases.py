@@ -116,11 +116,11 @@ def test_unknown_keys_are_answered_in_our_words(setting: str, words: str) -> Non
     assert result.exit_code == 2 and words in result.stderr
     assert result.stderr.count("FILE converts a whole file") == 1
     *sections, name = setting.partition("=")[0].split(".")
-    wanted: dict[str, Any] = {name: 1}
+    fields: dict[str, Any] = {name: 1}
     for section in sections:
-        wanted = {section: wanted}
+        fields = {section: fields}
     with pytest.raises(ConfigError) as caught:
-        parse_config(wanted, translation=TRAINERS)
+        parse_config(fields, translation=TRAINERS)
     assert words in str(caught.value)
 
 

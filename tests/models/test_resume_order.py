@@ -48,7 +48,7 @@ def test_a_thousand_cuts_leave_the_order_of_samples(prepared: tuple[Path, Config
     random, position = Random(7), 0
     trained: list[bytes] = []
     for _ in range(CUTS + 1):
-        # Every start opens the files anew, in each worker.
+        # Every start opens the files again, in each worker.
         workers, size = random.choice(WORKERS), random.choice(MICRO_BATCHES)
         datasets = [open_dataset(folder / "data", "train", config) for _ in range(workers)]
         for _ in range(random.randint(1, 2)):

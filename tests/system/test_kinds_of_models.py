@@ -154,8 +154,8 @@ def test_a_split_run_is_the_plain_loop(runner: H.Runner, kind: str) -> None:
 def test_split_or_not_the_bytes_are_the_same(runner: H.Runner, kind: str) -> None:
     """ResNet with the depth of ResNet-152.
 
-    A plain loop of that ResNet whose weights change by 1e-7 has another loss from the second step
-    on (by 3 %). Only its first two losses are compared with ours; fewer layers are in
+    In a plain loop of that ResNet, weights that change by 1e-7 change the second loss by 3 %.
+    Only its first two losses are compared with ours; fewer layers are in
     ``test_a_split_run_is_the_plain_loop``.
     """
     layers = 50 if kind == PICTURES else 6

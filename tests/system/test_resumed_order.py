@@ -1,5 +1,5 @@
-"""Runs on packed conversations that are stopped and killed at random steps go on with the same
-samples: the same losses with other micro-batches, and the same bytes with the same plan.
+"""Runs on packed conversations are stopped and killed at random steps. They go on with the same
+samples: with the losses of other micro-batches, or with the bytes of the same plan.
 """
 
 from __future__ import annotations

@@ -33,10 +33,16 @@ def samples() -> list[tuple[list[int], list[int]]]:
     return made
 
 
+def spans_of(ids: list[int], labels: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns ids, and the one span of tokens that count."""
+    first = labels.count(-100)
+    return ids, [(first, len(ids))] if first < len(ids) else []
+
+
 def job_of(cluster: Any, rows: list[list[int]], number: int = 1) -> Job:
     """A job of rows of samples, by their numbers, in the configured number of micro-batches."""
     made = samples()
-    tokens = [np.concatenate([marked(*made[n]) for n in row]) for row in rows]
+    tokens = [np.concatenate([marked(*spans_of(*made[n])) for n in row]) for row in rows]
     size = len(rows) // cluster.config.train.num_microbatches
     parts = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     batches: list[MicroBatch] = weighted_by_sample([batch_of(p, SEQUENCE, 0) for p in parts])

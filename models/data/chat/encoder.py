@@ -103,8 +103,7 @@ class Encoder:
         self, passages: Sequence[Passage], placed: Sequence[bool] | None = None
     ) -> list[Encoding]:
         """Returns the encodings of passages. Whole passages take few calls of the library for all
-        cores. ``placed`` are the passages whose encodings need places of tokens; None stands for
-        all.
+        cores. ``placed`` marks the passages that need places of tokens; None stands for all.
 
         Raises:
             ConfigError: a text has half of a surrogate pair, or its tokenizer makes a special token
