@@ -168,9 +168,12 @@ def test_every_command_of_the_pages_has_a_place() -> None:
 
 @pytest.mark.parametrize("text", of(QUICK))
 def test_quick_commands_run(text: str, folder: Path) -> None:
+    example = folder / "tiny.yaml"
+    content = example.read_bytes()
     if "init" in text:
-        (folder / "tiny.yaml").unlink(missing_ok=True)
+        example.unlink()
     execute(text, folder)
+    example.write_bytes(content)  # other commands need it, and run in any order
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_named_sets_replace_the_end_of_the_training_data() -> None:
         (
             [{"name": "a"}],
             {"data": {"eval_path": "b"}, "eval_every": 1},
-            "set a has no path, and nothing of the training data is held out beside data.eval_path",
+            "set a has no path, and nothing of the training data is held out with data.eval_path",
         ),
         (
             [{"name": "eval", "path": "x"}],
