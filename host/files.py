@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from penstock.host.errors import CapacityError, ConfigError, PenstockError, StateError
+from penstock.host.errors import CapacityError, ConfigError, PenstockError, StateError, reason
 from penstock.host.trust import UntrustedError, open_own, owners_in
 
 DAMAGED = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
@@ -138,6 +138,21 @@ def preallocate(descriptor: int, size: int) -> None:
     """
     os.ftruncate(descriptor, size)
     os.posix_fallocate(descriptor, 0, size)
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a file that an option ``--out`` names.
+
+    Raises:
+        ConfigError: the file exists, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{path}: exists; name another file with --out") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write it: {reason(error)}") from error
 
 
 def write_atomically(path: Path, text: str | bytes) -> None:

@@ -13,7 +13,8 @@ from penstock.client.convert import axolotl, llamafactory, trl
 from penstock.client.convert.keys import Effect, Table
 from penstock.client.convert.reading import KeyReading, shown
 from penstock.config.schema import parse_config
-from penstock.host.errors import ConfigError, reason
+from penstock.host.errors import ConfigError
+from penstock.host.files import write_new
 
 _SECTIONS = ("run", "model", "data", "train", "optimizer")
 
@@ -107,10 +108,4 @@ def write(conversion: Conversion, output: Path) -> None:
     Raises:
         ConfigError: the file exists, or cannot be written.
     """
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(conversion.to_yaml())
-    except FileExistsError as error:
-        raise ConfigError(f"{output}: exists; name another file with --out") from error
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot write it: {reason(error)}") from error
+    write_new(output, conversion.to_yaml())

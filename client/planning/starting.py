@@ -26,7 +26,7 @@ from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus
 from penstock.host.errors import CapacityError, ConfigError, reason
-from penstock.host.files import DAMAGED, parse_json
+from penstock.host.files import DAMAGED, parse_json, write_new
 
 _MOST_LENGTH = 4096
 """Tokens of the longest row that is chosen; a longer row is the user's choice."""
@@ -78,14 +78,7 @@ def write_start(start: Start, progress: Callable[[str], None]) -> Path:
     target = start.target
     if os.path.lexists(target):
         raise ConfigError(f"{target}: exists; name another file with --out")
-    text = _text(start, progress)
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"{target}: exists; name another file with --out") from error
-    except OSError as error:
-        raise ConfigError(f"{target}: cannot write it: {reason(error)}") from error
+    write_new(target, _text(start, progress))
     return target
 
 
