@@ -31,8 +31,11 @@ NUM_BLOCKS = 3
 
 
 def make_run(path: Path, **sections: dict[str, Any]) -> RunDirectory:
-    """A run directory of three blocks, the last of them frozen."""
-    cluster = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 1.0}
+    """A run directory of three blocks, the last of them frozen.
+
+    The timeout of heartbeats is longer than a busy machine stops a process for.
+    """
+    cluster = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 30.0}
     sections["cluster"] = cluster | sections.get("cluster", {})
     run = RunDirectory.create(path)
     config = make_config(**sections)

@@ -166,7 +166,7 @@ def test_a_run_is_resumed_from_its_saved_state(make_fake_run: Callable[..., Fake
 
 
 def test_dead_and_silent_members_are_replaced(make_fake_run: Callable[..., FakeRun]) -> None:
-    run = make_fake_run(train={"steps": 100000})
+    run = make_fake_run(train={"steps": 100000}, cluster={"heartbeat_timeout_s": 2.0})
     scheduler = run.schedule()
     run.cluster.start()
     for name in ("worker.1", "optimizerd.a", "memoryd.a"):
@@ -301,7 +301,7 @@ while True:
 def test_a_stopped_process_is_fenced_and_refused_when_it_wakes(
     make_fake_run: Callable[..., FakeRun],
 ) -> None:
-    run = make_fake_run(train={"steps": 100000})
+    run = make_fake_run(train={"steps": 100000}, cluster={"heartbeat_timeout_s": 2.0})
     cluster = run.cluster
     run.schedule()
     cluster.start("node.a", "memoryd.a", "optimizerd.a", "worker.0")
