@@ -25,7 +25,7 @@ class Network:
         self.awaiting: dict[str, list[Callable[[], None]]] = {}
         self.held: list[Pipe] = []
         self.connections: list[Any] = []
-        """ZeroMQ's over TCP, seen from who connected; see :meth:`open_connections`."""
+        """ZeroMQ's, seen from the end that connected; see :meth:`open_connections`."""
         self.slow = 1.0
         self._often_late = kernel.random.choice((0.01, 0.01, 0.1))
         self._skewed = kernel.random.random() < 0.5
@@ -51,7 +51,7 @@ class Network:
             del self.listeners[address]
 
     def open_connections(self) -> list[Any]:
-        """Returns the connections over TCP whose ends both live."""
+        """Returns the connections of ZeroMQ whose ends both live."""
         self.connections = [link for link in self.connections if link.open]
         return self.connections
 

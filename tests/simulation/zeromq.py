@@ -192,8 +192,7 @@ class Socket:
         theirs.pipe = Pipe(network, there, here, mine.receive)
         self._links[identity] = mine
         other._links[identity] = theirs
-        if address.startswith("tcp://"):  # what stays on a machine breaks with its processes
-            network.connections.append(mine)
+        network.connections.append(mine)
         self._tell(zmq.EVENT_HANDSHAKE_SUCCEEDED, address)
         unsent, self._unsent = self._unsent, deque()
         for frames in unsent:

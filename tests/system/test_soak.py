@@ -51,7 +51,6 @@ BASE: dict[str, Any] = {
     "cluster": {
         "heartbeat_interval_s": 0.2,
         "heartbeat_timeout_s": 2.0,
-        "attempt_timeout_s": 120.0,  # messages of a closed local connection show as a hang alone
         "max_restarts": 1000,
     },
 }

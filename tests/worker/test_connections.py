@@ -6,11 +6,12 @@ import queue
 import socket as sockets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
 
-from penstock.workers.channels.connections import Connections
+from penstock.workers.channels.connections import LOCAL_S, LOOK_S, Connections
 
 TIMEOUT_S = 1.5
 
@@ -83,14 +84,57 @@ def test_a_peer_that_cannot_be_reached_is_told_after_the_deadline(
     assert losses.empty()
 
 
-def test_nothing_is_told_of_local_sockets_nor_after_the_end(
+def local_listener(
+    context: zmq.Context[zmq.Socket[bytes]], folder: Path
+) -> tuple[zmq.Socket[bytes], str]:
+    socket = context.socket(zmq.PULL)
+    address = f"ipc://{folder}/inbox"
+    socket.bind(address)
+    return socket, address
+
+
+def test_a_local_connection_that_ends_is_told_a_little_later(
+    context: zmq.Context[zmq.Socket[bytes]],
+    connections: Connections,
+    losses: queue.SimpleQueue[str],
+    tmp_path: Path,
+) -> None:
+    peer, address = local_listener(context, tmp_path)
+    push = connections.open("worker 1", address).socket
+    connections.watch()
+    push.send(b"heard")
+    assert peer.recv() == b"heard"
+    peer.close(linger=0)
+    start_s = time.monotonic()
+    assert losses.get(timeout=600) == "the connection to worker 1 was lost"
+    assert time.monotonic() - start_s >= LOCAL_S - 2 * LOOK_S, "its process would be named first"
+
+
+def test_a_local_connection_that_ends_with_the_epoch_is_not_told(
+    context: zmq.Context[zmq.Socket[bytes]],
+    connections: Connections,
+    losses: queue.SimpleQueue[str],
+    tmp_path: Path,
+) -> None:
+    """The scheduler heard of the process's end, and ended the epoch."""
+    peer, address = local_listener(context, tmp_path)
+    push = connections.open("worker 1", address).socket
+    connections.watch()
+    push.send(b"heard")
+    assert peer.recv() == b"heard"
+    peer.close(linger=0)
+    time.sleep(5 * LOOK_S)
+    connections.close()
+    assert losses.empty()
+
+
+def test_nothing_is_told_after_the_end(
     context: zmq.Context[zmq.Socket[bytes]],
     connections: Connections,
     losses: queue.SimpleQueue[str],
 ) -> None:
     peer, address = listener(context)
     connections.open("worker 1", address)
-    connections.open("worker 2", "ipc://@penstock-test-nobody-listens-here")
     connections.watch()
     connections.close()
     peer.close(linger=0)

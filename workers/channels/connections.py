@@ -2,9 +2,12 @@
 
 A PUSH socket with a broken connection reconnects silently: messages on their way are gone, and a
 receiver would wait for them. So a thread reads libzmq's events of each connection. The kernel ends
-a connection if its peer stops to acknowledge (``TCP_USER_TIMEOUT``; keepalive probes while no bytes
-are in flight). A lost connection is reported once, and no message is sent again. The scheduler
-begins another epoch, which repeats the attempt with the same bits.
+a connection over TCP if its peer stops to acknowledge (``TCP_USER_TIMEOUT``; keepalive probes while
+no bytes are in flight). A lost connection is reported once, and no message is sent again. The
+scheduler begins another epoch, which repeats the attempt with the same bits.
+
+A local connection usually ends because its process does. The scheduler hears that from the node,
+with the reason, and ends the epoch; a loss between two live processes is reported a little later.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ SHORTEST_S = 1.0
 """Seconds of an epoch before any loss is reported, so that epochs do not follow each other too
 fast.
 """
+LOCAL_S = 2.0
+"""Seconds from the loss of a local connection to the report."""
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -40,19 +45,21 @@ Lost = Callable[[str], None]
 
 @dataclass(slots=True)
 class _Watched:
-    """A connection over TCP; libzmq reports its events on a monitor."""
+    """A connection; libzmq reports its events on a monitor."""
 
     peer: str
     address: str
     connection: Connection
     connected: bool = False
 
+    @property
+    def grace_s(self) -> float:
+        """Seconds from a loss to its report."""
+        return 0.0 if self.address.startswith("tcp:") else LOCAL_S
+
 
 class Connections:
-    """PUSH sockets to peers, from :meth:`open` to :meth:`close`; the caller serializes their use.
-
-    Only connections over TCP are watched: those of a machine end with their processes.
-    """
+    """PUSH sockets to peers, from :meth:`open` to :meth:`close`; the caller serializes their use."""
 
     def __init__(
         self,
@@ -63,9 +70,10 @@ class Connections:
     ) -> None:
         """Prepares connections.
 
-        A connection is lost if its peer acknowledges nothing, or is unreachable, for ``timeout_s``
-        seconds; and at once when it is closed or reset. Without ``lost`` no thread listens for
-        losses. ``access``: the credentials for peers.
+        A connection is lost if its peer is unreachable, or acknowledges nothing over TCP, for
+        ``timeout_s`` seconds; and when it is closed or reset: at once over TCP, :data:`LOCAL_S`
+        seconds later on this machine. Without ``lost`` no thread listens for losses. ``access``:
+        the credentials for peers.
         """
         self._access = access
         self._context = context
@@ -85,8 +93,8 @@ class Connections:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         socket.set(zmq.SNDHWM, QUEUED_MESSAGES)
         socket.set(zmq.LINGER, 0)
-        watched = address.startswith("tcp:") and self._lost is not None
-        if watched:
+        watched = self._lost is not None
+        if watched and address.startswith("tcp:"):
             _end_when_silent(socket, self._timeout_s)
         connection = Connection(socket, address, self._access, _EVENTS if watched else 0)
         self._connections.append(connection)
@@ -112,7 +120,7 @@ class Connections:
         poller = world.poller()
         for watched in self._watched:
             poller.register(watched.connection.monitor, zmq.POLLIN)
-        waited_s, last_s, loss = 0.0, world.monotonic(), ""
+        waited_s, last_s, due_s, loss = 0.0, world.monotonic(), SHORTEST_S, ""
         while not self._closing.is_set():
             ready = {monitor for monitor, _ in poller.poll(round(LOOK_S * 1000))}
             for watched in self._watched:
@@ -120,13 +128,15 @@ class Connections:
                     # Taken also when something is lost already: an event that stays makes the next
                     # poll return at once, and this loop spin.
                     event = self._take_event(watched)
-                    loss = loss or event
+                    if event and not loss:
+                        loss = event
+                        due_s = max(SHORTEST_S, waited_s + watched.grace_s)
             now_s = world.monotonic()
             # A longer gap means that this process was stopped: events of that time are unread.
             waited_s, last_s = waited_s + min(now_s - last_s, 2 * LOOK_S), now_s
             if waited_s > self._timeout_s:
                 loss = loss or self._unreachable()
-            if loss and waited_s > SHORTEST_S and self._lost is not None:
+            if loss and waited_s > due_s and self._lost is not None:
                 self._lost(loss)
                 return
 
