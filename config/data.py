@@ -21,17 +21,15 @@ from penstock.config.values import (
 from penstock.config.words import Section
 
 
-class SourceConfig(Section):
-    """Records of one file, folder or glob, or of a data set in LLaMA-Factory's registry."""
+class RecordsConfig(Section):
+    """Keys of a place with records, and of the way to read them."""
 
     path: str | None = Field(default=None, description="A file, folder or glob, as `data.path`.")
     registry: str | None = Field(
         default=None,
-        description="LLaMA-Factory's `dataset_info.json`, in place of `path`. The entry `name`"
-        " decides on file, format, columns and roles; files are relative to the registry's"
-        " folder.",
+        description="LLaMA-Factory's `dataset_info.json`, in place of `path`. Its entry decides on"
+        " file, format, columns and roles; files are relative to the registry's folder.",
     )
-    name: str | None = Field(default=None, description="With `registry`: the data set's name.")
     format: Literal["auto", "text", "chat", "completion", "alpaca", "stanford", "tokens"] = Field(
         default="auto",
         description="What a record holds. text: `text`. chat: `messages` or `conversations`."
@@ -59,12 +57,6 @@ class SourceConfig(Section):
     limit: Annotated[int | None, Unit("records")] = Field(
         default=None, ge=1, description="So many records from the start; unset, all."
     )
-    weight: float = Field(
-        default=1.0,
-        gt=0.0,
-        description="Each pass takes every record so often. The seed draws the records of a"
-        " fraction once, at the preparation.",
-    )
 
     @field_validator("split")
     @classmethod
@@ -72,6 +64,27 @@ class SourceConfig(Section):
         if value is not None:
             Split.parse(value)
         return value
+
+    def given(self, *keys: str) -> list[str]:
+        """Returns those of the keys that have another value than their default."""
+        fields = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != fields[key].default]
+
+
+ENTRY_DECIDES = ("format", "columns", "roles", "split")
+"""Keys of records that the entry of a registry has in their place."""
+
+
+class SourceConfig(RecordsConfig):
+    """Records of one file, folder or glob, or of a data set in LLaMA-Factory's registry."""
+
+    name: str | None = Field(default=None, description="With `registry`: the entry's name.")
+    weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Each pass takes every record so often. The seed draws the records of a"
+        " fraction once, at the preparation.",
+    )
 
     @model_validator(mode="after")
     def _one_place(self) -> SourceConfig:
@@ -82,9 +95,8 @@ class SourceConfig(Section):
                 "data.sources: registry and name go together, as in {registry:"
                 " data/dataset_info.json, name: my_chats}"
             )
-        given = sorted(self.model_fields_set & {"format", "columns", "roles", "split"})
-        defaults: dict[str, Any] = {"format": "auto", "columns": {}, "roles": {}, "split": None}
-        if self.registry is not None and any(getattr(self, k) != defaults[k] for k in given):
+        given = self.given(*ENTRY_DECIDES)
+        if self.registry is not None and given:
             raise ValueError(
                 f"data.sources: {', '.join(given)}: the entry {self.name!r} of the registry decides"
                 " that; change the entry, or give path in place of registry"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from penstock.config.data import SourceConfig
+from penstock.config.data import ENTRY_DECIDES, RecordsConfig, SourceConfig
 from penstock.config.values import Accepts, Unit
 from penstock.config.words import Section
 
@@ -22,7 +22,7 @@ EVAL = "eval"
 METRIC_WORDS = "loss, perplexity or token_accuracy, or with the name of a set, such as chats.loss"
 
 
-class EvaluationSetConfig(Section):
+class EvaluationSetConfig(RecordsConfig):
     """A set of held-out data. Without `path` and `registry`: the end of the training data."""
 
     name: Annotated[str, Accepts("a text of 1 to 40 letters, digits, underscores and hyphens")] = (
@@ -37,23 +37,8 @@ class EvaluationSetConfig(Section):
         " in the same way, the set is read so, too. Unset, with `registry` unset: the end of the"
         " training data, of which `data.eval_fraction` is held out.",
     )
-    registry: str | None = Field(
-        default=None, description="As in `data.sources`: a `dataset_info.json`, in place of `path`."
-    )
     entry: str | None = Field(
-        default=None, description="With `registry`: the data set's name there; unset, `name`."
-    )
-    format: Literal["auto", "text", "chat", "completion", "alpaca", "stanford", "tokens"] = Field(
-        default="auto", description="As in `data.sources`."
-    )
-    columns: Annotated[
-        dict[str, str | None], Accepts("a mapping such as {messages: dialog, system: null}")
-    ] = Field(default={}, description="As in `data.sources`.")
-    roles: Annotated[dict[str, str], Accepts("a mapping such as {human: user, bot: assistant}")] = (
-        Field(default={}, description="As in `data.sources`.")
-    )
-    limit: Annotated[int | None, Unit("records")] = Field(
-        default=None, ge=1, description="So many records from the start; unset, all."
+        default=None, description="With `registry`: the entry's name; unset, `name`."
     )
     every: Annotated[int | None, Unit("steps")] = Field(
         default=None,
@@ -74,11 +59,7 @@ class EvaluationSetConfig(Section):
             raise ValueError(f"{place}: path and registry both name its data; remove one")
         if self.entry is not None and self.registry is None:
             raise ValueError(f"{place}: entry is a name in a registry; give registry, or remove it")
-        given = [
-            key
-            for key in ("format", "columns", "roles", "limit")
-            if getattr(self, key) != EvaluationSetConfig.model_fields[key].default
-        ]
+        given = self.given(*ENTRY_DECIDES, "limit")
         if given and not self.has_files:
             raise ValueError(
                 f"{place}: {', '.join(given)} without a path: the end of the training data is read"
@@ -99,21 +80,15 @@ class EvaluationSetConfig(Section):
     @property
     def source(self) -> SourceConfig | None:
         """Returns the set's data as a source; None for the end of the training data."""
-        if self.registry is not None:
-            name = self.name if self.entry is None else self.entry
-            return SourceConfig(registry=self.registry, name=name, limit=self.limit)
-        if self.path is None:
+        if not self.has_files:
             return None
-        return SourceConfig(
-            path=self.path,
-            format=self.format,
-            columns=self.columns,
-            roles=self.roles,
-            limit=self.limit,
-        )
+        shared = {key: getattr(self, key) for key in RecordsConfig.model_fields}
+        if self.registry is None:
+            return SourceConfig(**shared)
+        return SourceConfig(**shared, name=self.name if self.entry is None else self.entry)
 
     @property
-    def split(self) -> str:
+    def key(self) -> str:
         """Returns the set's key in ``data/meta.json``."""
         return f"{EVAL}.{self.name}" if self.has_files else EVAL
 

@@ -82,7 +82,7 @@ class Config(Section):
                     f"eval.sets: set {each.name} is never evaluated: give it every, or all sets"
                     " train.eval_every"
                 )
-            if held_out is not None and each.split == EVAL:
+            if held_out is not None and each.key == EVAL:
                 raise ValueError(
                     f"eval.sets: set {each.name} has no path, and nothing of the training data is"
                     f" held out with data.eval_path {held_out!r}; give the set a path, or remove"
@@ -208,7 +208,7 @@ class Config(Section):
             *(
                 EvaluationSet(
                     name=each.name,
-                    split=each.split,
+                    split=each.key,
                     every=each.every or every,
                     batches=each.batches,
                     repeats=False,

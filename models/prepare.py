@@ -270,7 +270,7 @@ def _prepare_sets(
         write_atomically(meta, json.dumps(entries, indent=1))
     made = {split: preparation.make(each) for split, each in needed.items()}
     # Only now: a resume that is refused for a new set leaves the old ones.
-    splits = {each.split for each in config.eval.sets}
+    splits = {each.key for each in config.eval.sets}
     kept = {n: e for n, e in entries.items() if not n.startswith(f"{EVAL}.") or n in splits}
     if {**kept, **made} != entries:
         write_atomically(meta, json.dumps({**kept, **made}, indent=1))

@@ -61,6 +61,17 @@ def test_named_sets_replace_the_end_of_the_training_data() -> None:
         ([{"name": "a", "every": 1, "path": "x", "registry": "y"}], {}, "remove one"),
         ([{"name": "a", "every": 1, "path": "x", "entry": "y"}], {}, "give registry, or remove"),
         ([{"name": "a", "every": 1, "limit": 3}], {}, "limit without a path"),
+        ([{"name": "a", "every": 1, "split": "[:5%]"}], {}, "split without a path"),
+        (
+            [{"name": "a", "every": 1, "path": "x", "split": "train+test"}],
+            {},
+            r"eval.sets.0.split = 'train\+test': accepted are a split, a part of it",
+        ),
+        (
+            [{"name": "a", "every": 1, "registry": "x", "split": "test"}],
+            {},
+            "split: the registry's entry decides that",
+        ),
         (
             [{"name": "a", "every": 1, "registry": "x", "format": "chat"}],
             {},
@@ -95,6 +106,8 @@ def test_a_resume_takes_sets_of_other_names_and_no_other_data_of_a_name() -> Non
     assert changed() == (False, "it changes how many sequences are held out of the training text")
     assert changed(more)[0]
     refused, note = changed({"name": "a", "path": "c.txt"})
+    assert not refused and note.startswith("earlier results of a are of other data")
+    refused, note = changed({"name": "a", "path": "a.txt", "split": "[:5%]"})
     assert not refused and note.startswith("earlier results of a are of other data")
     refused, note = changed({"name": "a", "path": "a.txt"}, {"name": "b"})
     assert not refused and note.startswith("it changes how many sequences")

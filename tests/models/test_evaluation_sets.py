@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.prepare import prepare
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import HeldOutData, TokenDataset
+from tests.models.test_formats import as_stream, saved
 from tests.models.test_prepare import LLAMA
 from tests.models.test_rows import TALK, chat, made, samples, written
 
@@ -118,6 +120,47 @@ def test_each_row_counts_once(tmp_path: Path) -> None:
     old = EvaluationSet(name="old", split="eval.chats", every=1, batches=2, repeats=True)
     again = HeldOutData.open(tmp_path / "data", old, larger)
     assert len(labels(again)) > len(once), "the old keys read a short set again from its start"
+
+
+def test_a_set_takes_a_split_or_a_part_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "data-files"
+    folder.mkdir()
+    train = written(folder, [chat("Hi", f"t{n:02}") for n in range(40)], "train.jsonl")
+    written(folder, [chat("Hi", f"d{n:02}") for n in range(3)], "dev.jsonl")
+    saved(folder / "dict" / "test_sft", [as_stream([{"text": "a saved text"}])])
+    (folder / "dict" / "dataset_dict.json").write_text('{"splits": ["test_sft"]}')
+    config = with_sets(
+        tmp_path,
+        {"name": "dev", "path": f"{folder}/*.jsonl", "split": "validation"},
+        {"name": "seen", "path": f"{folder}/*.jsonl", "split": "train[:5%]"},
+        {"name": "part", "path": f"{folder}/*.jsonl", "split": "train[10:20]", "limit": 3},
+        {"name": "saved", "path": str(folder / "dict"), "split": "test_sft"},
+        sources=[{"path": str(train), "split": "[5%:]"}],
+    )
+
+    def answers(name: str) -> str:
+        text = bytes(label for label in labels(held_out(tmp_path, config, name)) if label < 256)
+        return " ".join(sorted(re.findall(r"[td]\d\d|saved", text.decode())))
+
+    assert answers("dev") == "d00 d01 d02"
+    assert answers("seen") == "t00 t01"
+    assert answers("part") == "t10 t11 t12"
+    assert answers("saved") == "saved"
+    trained = {record for _, record, _, _ in samples(tmp_path)}
+    assert trained == set(range(2, 40)), "the training keeps its own part"
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("test", "eval.sets: set held: path = '.*', split = 'test': no file belongs to this split"),
+        ("train[2:]", "eval.sets: set held: split = 'train.2:.': takes none of the 2 records"),
+    ],
+)
+def test_a_split_without_records_names_the_set(tmp_path: Path, split: str, message: str) -> None:
+    path = written(tmp_path, [chat("Hi", "a"), chat("Hi", "b")], "train.jsonl")
+    with pytest.raises(ConfigError, match=message):
+        with_sets(tmp_path, {"name": "held", "path": str(path), "split": split})
 
 
 def test_token_files_of_numbers(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ from penstock.models.data.tokenizer import Tokenizer
 _OWN_PLACE = {"path": "", "split": None, "limit": None, "weight": 1.0}
 """Keys of a source that do not say how its files are read."""
 
-_KEYS_OF_TRAINING = re.compile(r"\bdata\.(path|tokens|sources\[0\](\.path)?)(?![\w.\[])")
+_KEYS_OF_TRAINING = re.compile(
+    r"\bdata\.(path|tokens|sources\[0\](\.(?P<key>path|split))?)(?![\w.\[])"
+)
 
 
 def with_training_data(config: Config, source: SourceConfig) -> Config:
@@ -88,7 +90,7 @@ class SetPreparation:
         Raises:
             ConfigError: the files of a set cannot be found or read.
         """
-        sets = {each.split: each for each in self.config.eval.sets if each.has_files}
+        sets = {each.key: each for each in self.config.eval.sets if each.has_files}
         return {split: each for split, each in sets.items() if not self._has(entries, each)}
 
     def remove_others(self) -> None:
@@ -118,7 +120,7 @@ class SetPreparation:
         return entry
 
     def _has(self, entries: Mapping[str, Any], each: EvaluationSetConfig) -> bool:
-        entry = entries.get(each.split)
+        entry = entries.get(each.key)
         try:
             if entry is None or not is_whole(self.run_dir / "data", entry):
                 return False
@@ -205,5 +207,7 @@ class _Naming:
             raise ConfigError(self._named(str(error))) from error
 
     def _named(self, text: str) -> str:
-        plain = _KEYS_OF_TRAINING.sub("path", text).removeprefix("data: ")
+        plain = _KEYS_OF_TRAINING.sub(lambda match: match["key"] or "path", text).removeprefix(
+            "data: "
+        )
         return f"eval.sets: set {self._name}: {plain}"
