@@ -59,7 +59,7 @@ class _Watched:
 
 
 class Connections:
-    """PUSH sockets to peers, from :meth:`open` to :meth:`close`; the caller serializes their use."""
+    """PUSH sockets to peers, from :meth:`open` to :meth:`close`. The caller serializes calls."""
 
     def __init__(
         self,
