@@ -509,18 +509,16 @@ class Save(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., directory: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Evaluate(_message.Message):
-    __slots__ = ("epoch", "evaluation", "base_version", "batches", "set")
+    __slots__ = ("epoch", "evaluation", "base_version", "set")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    BATCHES_FIELD_NUMBER: _ClassVar[int]
     SET_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     evaluation: int
     base_version: int
-    batches: int
     set: str
-    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., base_version: _Optional[int] = ..., batches: _Optional[int] = ..., set: _Optional[str] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., base_version: _Optional[int] = ..., set: _Optional[str] = ...) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("keep_memory", "reason", "exit_code")

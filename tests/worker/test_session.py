@@ -120,7 +120,7 @@ def test_an_epoch_with_attempts_and_an_evaluation(worker: OneWorker, tmp_path: P
     say(commit=pb.Commit(epoch=1))
     say(run_attempt=attempt(1, 2))
     say(skip=pb.Skip(epoch=1, attempt=2))
-    say(evaluate=pb.Evaluate(epoch=1, evaluation=1, batches=2))
+    say(evaluate=pb.Evaluate(epoch=1, evaluation=1))
     assert worker.run() == [
         "drained 1",
         "ready 1",
@@ -186,7 +186,7 @@ def test_messages_of_other_epochs_are_ignored(worker: OneWorker) -> None:
     say(run_attempt=attempt(1, 1))
     say(begin=pb.Begin(epoch=2))
     say(run_attempt=attempt(1, 1))
-    say(evaluate=pb.Evaluate(epoch=1, evaluation=1, batches=1))
+    say(evaluate=pb.Evaluate(epoch=1, evaluation=1))
     assert worker.run() == ["ready 2"]
 
 

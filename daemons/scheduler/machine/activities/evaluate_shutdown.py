@@ -49,7 +49,6 @@ class Evaluation(Activity):
             epoch=self.mirror.epoch,
             evaluation=self._number,
             base_version=self.mirror.version,
-            batches=self._set.batches or 0,
             set=self._set.name,
         )
         return send_all(self.rules.workers, pb.SchedulerMessage(evaluate=evaluate))
