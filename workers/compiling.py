@@ -25,7 +25,7 @@ from penstock.protocol.run.hardware.cpus import threads_per_worker
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockSpec
-from penstock.workers.data import TokenDataset, micro_batches
+from penstock.workers.data import open_dataset, training_batches
 from penstock.workers.device import WorkerSite
 from penstock.workers.platforms.registry import open_platform
 
@@ -154,8 +154,8 @@ def try_compiling(run_dir: Path) -> None:
     platform = open_platform(site)
     platform.set_up_process()
     runtime = site.model_runtime(platform.device)
-    dataset = TokenDataset.open(files.path / "data", "train", config)
-    batches, _ = micro_batches(dataset, 0, config.train.micro_batch, config.train.micro_batch)
+    dataset = open_dataset(files.path / "data", "train", config)
+    batches, _ = training_batches(dataset, 0, config.train.micro_batch, config)
     LayerCompilation.of(config, runtime, batches[0]).run()
 
 

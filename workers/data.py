@@ -248,6 +248,15 @@ def micro_batches(
     return batches, sum(batch.counted_tokens for batch in batches)
 
 
+def training_batches(dataset: Dataset, position: int, count: int, config: Config) -> Batches:
+    """Returns the micro-batches of ``count`` samples at a position of the training data, and the
+    number of their counted tokens, with the weights of ``train.loss_mean``.
+    """
+    train = config.train
+    by_sample = train.loss_mean == "samples"
+    return micro_batches(dataset, position, count, train.micro_batch, by_sample=by_sample)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutData:
     """The data of an evaluation set in global batches of ``global_batch`` rows.

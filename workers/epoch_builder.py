@@ -36,7 +36,7 @@ from penstock.workers.channels.inbox import Expected, Inbox
 from penstock.workers.channels.opening import open_channel, transport_here
 from penstock.workers.channels.transport import Transport
 from penstock.workers.compiling import LayerCompilation
-from penstock.workers.data import Batches, Dataset, HeldOutData, micro_batches, open_dataset
+from penstock.workers.data import Batches, Dataset, HeldOutData, open_dataset, training_batches
 from penstock.workers.device import ALIGNMENT_BYTES, Runtime
 from penstock.workers.epoch import EpochContext
 from penstock.workers.peers import Peers
@@ -248,14 +248,8 @@ class EpochBuilder:
         """Returns the global batch at a position of the training data."""
         if self._training is None:
             self._training = open_dataset(self._files.path / "data", "train", self._config)
-        train = self._config.train
-        return micro_batches(
-            self._training,
-            data_position,
-            train.global_batch,
-            train.micro_batch,
-            by_sample=train.loss_mean == "samples",
-        )
+        global_batch = self._config.train.global_batch
+        return training_batches(self._training, data_position, global_batch, self._config)
 
     def held_out(self, name: str) -> HeldOutData:
         """Returns the data of an evaluation set.
