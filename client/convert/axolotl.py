@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.client.convert.axolotl_datasets import AxolotlEntry
+from penstock.client.convert.evaluation import (
+    BEST_KEYS,
+    OWN_SET,
+    Evaluations,
+    loss_of,
+    put_best,
+    put_share,
+)
 from penstock.client.convert.hugging_face import (
     NO_ADAPTERS,
     NO_QUANTIZATION,
@@ -13,12 +22,10 @@ from penstock.client.convert.hugging_face import (
     TRACKERS,
     TRAINING,
     Names,
-    hub_data,
     product,
     put_model,
     put_precision,
     put_training,
-    split_key,
 )
 from penstock.client.convert.keys import (
     Effect,
@@ -31,7 +38,6 @@ from penstock.client.convert.keys import (
     without,
 )
 from penstock.client.convert.reading import KeyReading
-from penstock.config.hub_names import hub_name
 
 OLD_NAMES: Mapping[str, str] = {"evaluation_strategy": "eval_strategy"}
 _NAMES = Names(
@@ -65,9 +71,8 @@ _PARALLELISM = (
     " accelerator_config"
 )
 _EVALUATION = (
-    "eval_steps evals_per_epoch eval_strategy eval_batch_size eval_sample_packing"
-    " eval_table_size eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics do_bench_eval"
-    " metric_for_best_model greater_is_better test_datasets"
+    "eval_batch_size eval_sample_packing eval_table_size eval_max_new_tokens do_causal_lm_eval"
+    " eval_causal_lm_metrics do_bench_eval"
 )
 _SPECIAL = "the vocabulary is that of the model, and data.eos ends a document"
 _LOGS = "logging_steps gc_steps include_tokens_per_second profiler_steps"
@@ -80,7 +85,7 @@ _KEYS: Table = {
             *("max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "save_total_limit"),
             *("save_steps", "save_strategy", "lr_scheduler_kwargs", "seed", "optim_args"),
             *("optim_target_modules", "neftune_noise_alpha", "resume_from_checkpoint"),
-            *("auto_find_batch_size", "group_by_length", "load_best_model_at_end"),
+            *("auto_find_batch_size", "group_by_length", "eval_steps", *BEST_KEYS),
             *(
                 "save_only_model",
                 "save_safetensors",
@@ -94,7 +99,9 @@ _KEYS: Table = {
     **mapped(ValueKind.TEXT, optimizer="adamw_torch_fused", output_dir="./model-out"),
     **mapped(ValueKind.TEXT, save_strategy=None, chat_template=None, chat_template_jinja=None),
     **mapped(ValueKind.TEXT, excess_length_strategy="drop"),
-    **mapped(ValueKind.LIST, datasets=None),
+    **mapped(ValueKind.LIST, datasets=None, test_datasets=None),
+    **mapped(ValueKind.WHOLE, evals_per_epoch=None, early_stopping_patience=None),
+    "eval_strategy": Key(),
     **mapped(
         ValueKind.WHOLE, micro_batch_size=1, batch_size=None, max_steps=-1, save_total_limit=4
     ),
@@ -159,7 +166,6 @@ _KEYS: Table = {
         Effect.RESULT, "the schedule has no such part", "cosine_constant_lr_ratio lr_div_factor"
     ),
     **without(Effect.RESULT, "AdamW has two betas", "adam_beta3 adam_epsilon2"),
-    **without(Effect.RESULT, "the run does not end early", "early_stopping_patience"),
     **without(Effect.RESULT, "its effect is unknown", "plugins"),
     **dropped(
         Effect.RESULT,
@@ -183,7 +189,7 @@ _KEYS: Table = {
     ),
     **without(Effect.NONE, TRACKERS, _TRACKERS),
     **without(Effect.NONE, "Penstock logs every step", _LOGS),
-    **dropped(Effect.NONE, "name the file in data.eval_path", **dict.fromkeys(_EVALUATION.split())),
+    **without(Effect.NONE, "evaluations have loss, perplexity and token_accuracy", _EVALUATION),
     **without(Effect.NONE, "train.save_every counts steps", "saves_per_epoch"),
     **without(Effect.NONE, "Penstock resumes by itself", "auto_resume_from_checkpoints"),
     **without(Effect.NONE, "penstock export writes the model", "hub_model_id hub_strategy"),
@@ -209,7 +215,10 @@ TABLE = placed(
         "batch_size": "train.global_batch",
         "sequence_len": "data.sequence_length",
         "num_epochs": "train.epochs",
-        "val_set_size": "data.eval_fraction",
+        "val_set_size": "data.eval_fraction eval.sets",
+        "test_datasets": "eval.sets",
+        "evals_per_epoch": "train.eval_every",
+        "early_stopping_patience": "train.stop_early",
         "cosine_min_lr_ratio": "optimizer.min_lr",
         "bfloat16": "model.dtype",
         "float16": "model.dtype",
@@ -222,22 +231,12 @@ TABLE = placed(
         "micro_batch_size": "sequences of a device x steps of accumulation x devices",
         "cosine_min_lr_ratio": "the ratio times optimizer.lr",
         "sample_packing": "best-fit is true, none is false",
+        "early_stopping_patience": "patience, in evaluations",
         "train_on_inputs": "all is true",
         "curriculum_sampling": "false is true",
     },
     base=TRAINING,
 )
-
-_PROPERTIES: Mapping[str, tuple[str, ...]] = {
-    "message_field_role": ("role",),
-    "message_field_content": ("content",),
-}
-_ROLES: Mapping[str, tuple[str, ...]] = {
-    "user": ("human", "user"),
-    "assistant": ("gpt", "assistant"),
-    "system": ("system",),
-    "tool": ("tool",),
-}
 
 
 def convert(reading: KeyReading) -> None:
@@ -262,6 +261,7 @@ def convert(reading: KeyReading) -> None:
     _put_template(reading)
     _put_batch(reading)
     put_training(reading, _NAMES, _warmup(reading))
+    _put_evaluations(reading)
     share = reading.get("cosine_min_lr_ratio")
     if share and reading.get("lr_scheduler") == "cosine":
         rate = product(float(reading.get("learning_rate")), share)
@@ -346,15 +346,61 @@ def _put_rows(reading: KeyReading) -> None:
         raise reading.refused("excess_length_strategy", strategy, "needs drop, truncate or raise")
     reading.put("data.too_long", strategies[strategy], "excess_length_strategy")
     reading.put("data.shuffle", not reading.get("curriculum_sampling"), "curriculum_sampling")
-    share = reading.get("val_set_size")
-    if not share:
-        return
-    steps = reading.values.get("eval_steps")
-    if share < 1 and isinstance(steps, int) and steps > 0:
-        reading.put("data.eval_fraction", share, "val_set_size", note="takes the last samples")
-        reading.put("train.eval_every", steps, "eval_steps")
-    else:
-        reading.drop("val_set_size", "set data.eval_fraction and train.eval_every")
+    shuffles = reading.get("shuffle_merged_datasets") and not reading.get("curriculum_sampling")
+    drawn = "Axolotl trains on other records, since it draws those that it holds out"
+    rounded = "Axolotl rounds the number of held-out records up, and Penstock to the nearest one"
+    how = "split: {train} of the source, and split: {held} of a set in eval.sets"
+    put_share(reading, "val_set_size", drawn if shuffles else rounded, how)
+
+
+def _put_evaluations(reading: KeyReading) -> None:
+    """Sets evaluations: on ``test_datasets``, or on the share ``val_set_size``.
+
+    Raises:
+        ConfigError: both are given, or a value has another type.
+    """
+    tests, share = reading.get("test_datasets"), reading.get("val_set_size")
+    if tests and share:
+        raise reading.refused("val_set_size", share, "excludes test_datasets; keep one")
+    sets: list[dict[str, Any]] = [OWN_SET] if share and share < 1 else []
+    if tests:
+        entries = [
+            AxolotlEntry.of(reading, n, item, "test_datasets") for n, item in enumerate(tests)
+        ]
+        names = ["eval"] if len(tests) == 1 else [f"eval-{n}" for n in range(1, len(tests) + 1)]
+        sets = [
+            {"name": name, **entry.source("test")}
+            for name, entry in zip(names, entries, strict=True)
+        ]
+    strategy, steps = _steps(reading) if tests or share else ("no", None)
+    evaluations = Evaluations(
+        sets=sets,
+        keys=("test_datasets",) if tests else ("val_set_size",),
+        metrics=loss_of("eval") if len(sets) == 1 else {},
+        strategy=strategy,
+        steps=steps,
+    )
+    every = evaluations.put(reading)
+    stops, saves = reading.get("early_stopping_patience"), reading.get("save_steps")
+    loads = bool(reading.get("load_best_model_at_end") or stops)
+    if loads and not (saves and steps and saves % steps == 0):
+        loads = False
+        if reading.get("load_best_model_at_end"):
+            why = "Axolotl loads the best state with save_steps, a multiple of eval_steps, alone"
+            reading.drop("load_best_model_at_end", why, Effect.NONE)
+    put_best(reading, evaluations, every, loads=loads, patience="early_stopping_patience")
+
+
+def _steps(reading: KeyReading) -> tuple[str, float | None]:
+    """Returns the strategy of evaluations, and their steps or a share of all steps."""
+    count, steps = reading.get("evals_per_epoch"), reading.get("eval_steps")
+    if count:
+        share = 1.0 / (count * float(reading.get("num_epochs")))
+        steps = share if share < 1.0 else steps
+    strategy = reading.get("eval_strategy")
+    if steps:
+        return "steps", steps
+    return (strategy if strategy in ("steps", "epoch") else "no"), None
 
 
 def _put_template(reading: KeyReading) -> None:
@@ -391,7 +437,7 @@ def _put_sources(reading: KeyReading) -> None:
         reading.drop("pretraining_dataset", "datasets is given, too; keep one")
     if not given:
         raise reading.refused("datasets", given, "needs a list of data sets")
-    sources = [_Dataset.of(reading, number, item).source() for number, item in enumerate(given)]
+    sources = [AxolotlEntry.of(reading, number, item).source() for number, item in enumerate(given)]
     reading.put("data.sources", sources, "datasets")
     value = "all" if reading.get("train_on_inputs") else "auto"
     reading.put("data.train_on", value, "train_on_inputs")
@@ -406,7 +452,7 @@ def _put_texts(reading: KeyReading, given: Any) -> None:
     key = "pretraining_dataset"
     items = given if isinstance(given, list) else [given]
     named = [{"path": item} if isinstance(item, str) else item for item in items]
-    sources = [_Dataset.of(reading, n, item, key).texts() for n, item in enumerate(named)]
+    sources = [AxolotlEntry.of(reading, n, item, key).texts() for n, item in enumerate(named)]
     reading.put("data.sources", sources)
     reading.put("data.train_on", "all", "train_on_inputs")
     reading.drop(
@@ -415,146 +461,3 @@ def _put_texts(reading: KeyReading, given: Any) -> None:
         " long text by other keys, and Penstock trains on all tokens; compare by penstock data",
         value=given,
     )
-
-
-class _Dataset:
-    """An entry of ``datasets``. Each key is removed when it is read."""
-
-    def __init__(self, reading: KeyReading, place: str, fields: dict[str, Any]) -> None:
-        self._reading, self._place, self._fields = reading, place, fields
-
-    @classmethod
-    def of(cls, reading: KeyReading, number: int, item: Any, key: str = "datasets") -> _Dataset:
-        """Returns an entry of the list ``key``.
-
-        Raises:
-            ConfigError: the entry is no mapping.
-        """
-        place = f"{key}[{number}]"
-        fields = reading.typed(place, ValueKind.MAPPING, item)
-        return cls(reading, place, {k: v for k, v in fields.items() if v is not None})
-
-    def source(self) -> dict[str, Any]:
-        """Returns the source, and drops the keys that have no place.
-
-        Raises:
-            ConfigError: the entry has no path, or a value has another type.
-        """
-        split = self._take("split", ValueKind.TEXT) or "train"
-        source: dict[str, Any] = {"path": self._path()}
-        source |= split_key(self._reading, f"{self._place}.split", source["path"], split)
-        kind = self._fields.pop("type", None)
-        match kind:
-            case "chat_template":
-                source |= {"format": "chat", **self._chat()}
-            case "alpaca":
-                source["format"] = "stanford"
-            case "completion":
-                source["format"] = "text"
-                self._drop("type", kind, "Axolotl splits long texts; set data.too_long: split")
-                if (column := self._take("field", ValueKind.TEXT)) is not None:
-                    source["columns"] = {"text": column}
-            case None:
-                source["format"] = "tokens"
-            case _:
-                self._drop(
-                    "type",
-                    kind,
-                    "only chat_template, alpaca, completion and prepared tokens (no type) are"
-                    " converted",
-                )
-        return self._finished(source)
-
-    def texts(self) -> dict[str, Any]:
-        """Returns the source of texts, and drops the keys that have no place.
-
-        Raises:
-            ConfigError: the entry has no path, or a value has another type.
-        """
-        source: dict[str, Any] = {"path": self._path(), "format": "text"}
-        if (column := self._take("text_column", ValueKind.TEXT)) not in (None, "text"):
-            source["columns"] = {"text": column}
-        if self._fields.get("type") in ("pretrain", "completion"):
-            self._fields.pop("type")
-        return self._finished(source)
-
-    def _finished(self, source: dict[str, Any]) -> dict[str, Any]:
-        """Returns the source, and drops the keys that are left."""
-        for key, value in self._fields.items():
-            self._drop(key, value, "the key has no place in data.sources")
-        return source
-
-    def _path(self) -> str:
-        path: str = self._take("path", ValueKind.TEXT) or ""
-        files = self._fields.pop("data_files", None)
-        self._take("ds_type", ValueKind.TEXT)
-        if isinstance(files, list) and len(files) == 1:
-            files = files[0]
-        if not path:
-            raise self._reading.refused(self._place, self._fields, "needs a path")
-        if isinstance(files, str) and path in ("json", "csv", "parquet", "text", "arrow"):
-            return files
-        if files is not None:
-            self._drop("data_files", files, "list each file as a source")
-        elif hub_name(path):
-            hub_data(self._reading, f"{self._place}.path", path)
-        return path
-
-    def _chat(self) -> dict[str, Any]:
-        """Returns columns and roles of a conversation."""
-        columns: dict[str, str | None] = {"conversations": None}
-        columns["messages"] = self._take("field_messages", ValueKind.TEXT) or "messages"
-        if (tools := self._take("field_tools", ValueKind.TEXT)) is not None:
-            columns["tools"] = tools
-        keys = {"role": "role", "content": "content"}
-        for name, targets in _PROPERTIES.items():
-            keys |= dict.fromkeys(targets, self._take(name, ValueKind.TEXT) or keys[targets[0]])
-        mapping = self._take("message_property_mappings", ValueKind.MAPPING) or {}
-        others = {name: key for name, key in mapping.items() if name not in keys and name != key}
-        if others:
-            self._drop("message_property_mappings", others, "only role and content are renamed")
-        keys |= {
-            name: self._reading.typed(f"{self._place}.{name}", ValueKind.TEXT, mapping[name])
-            for name in keys
-            if name in mapping
-        }
-        self._counted()
-        if self._fields.get("chat_template") == "tokenizer_default" and (
-            self._reading.get("chat_template") in (None, "tokenizer_default")
-        ):
-            self._fields.pop("chat_template")
-        elif self._fields.get("chat_template") == self._reading.get("chat_template"):
-            self._fields.pop("chat_template", None)
-        return {"columns": {**columns, **keys}, "roles": self._roles()}
-
-    def _roles(self) -> dict[str, str]:
-        given = self._take("roles", ValueKind.MAPPING)
-        roles: dict[str, str] = {}
-        for target, names in (_ROLES if given is None else given).items():
-            place = f"{self._place}.roles.{target}"
-            listed = [names] if isinstance(names, str) else names
-            if not isinstance(listed, list | tuple):
-                raise self._reading.refused(place, names, "needs a list of roles")
-            roles |= {
-                self._reading.typed(place, ValueKind.TEXT, name): str(target) for name in listed
-            }
-        return roles
-
-    def _counted(self) -> None:
-        """Takes keys of the tokens that count, where they have Axolotl's defaults."""
-        defaults: Mapping[str, tuple[Any, ...]] = {
-            "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]),
-            "train_on_eos": ("turn",),
-            "message_field_training": ("train", "weight"),
-        }
-        for key, values in defaults.items():
-            if self._fields.get(key) in values:
-                self._fields.pop(key)
-
-    def _take(self, key: str, kind: ValueKind) -> Any:
-        value = self._fields.pop(key, None)
-        return None if value is None else self._reading.typed(f"{self._place}.{key}", kind, value)
-
-    def _drop(self, key: str, value: Any, why: str) -> None:
-        effect = Effect.NONE if key == "trust_remote_code" and value is False else Effect.RESULT
-        self._reading.drop(f"{self._place}.{key}", why, effect, value=value)

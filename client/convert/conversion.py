@@ -16,7 +16,7 @@ from penstock.config.schema import parse_config
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_new
 
-_SECTIONS = ("run", "model", "data", "train", "optimizer")
+_SECTIONS = ("run", "model", "data", "eval", "train", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ NO_QUANTIZATION = "Penstock trains unquantized weights; host memory holds their 
 OWN_PARALLELISM = "Penstock divides model and state by cluster, schedule and memory"
 TRACKERS = "observability.trackers names Penstock's trackers"
 _NO_CHECKPOINTS = "checkpoints of other trainers are not read; name their model in model.path"
-_EVALUATION = "name the file in data.eval_path, and set train.eval_every"
+_EVALUATION = "evaluations of eval.sets take batches of their own"
 _RECOMPUTE = "schedule.recompute chooses recomputation; unset, Penstock does"
 
 _KEYS: Table = {
@@ -67,11 +67,6 @@ _KEYS: Table = {
     ),
     **dropped(
         Effect.RESULT,
-        "the saved state of the best step is not chosen",
-        load_best_model_at_end=False,
-    ),
-    **dropped(
-        Effect.RESULT,
         "a step's loss is the mean over its tokens",
         average_tokens_across_devices=True,
     ),
@@ -79,9 +74,14 @@ _KEYS: Table = {
     **without(Effect.NONE, "run.seed also draws the order of the data", "data_seed"),
     **dropped(Effect.NONE, "steps are repeatable by default", full_determinism=False),
     **dropped(Effect.NONE, "cluster.device chooses the device", use_cpu=False),
-    **dropped(Effect.NONE, _EVALUATION, eval_strategy="no", eval_delay=0, eval_on_start=False),
-    **without(Effect.NONE, _EVALUATION, "eval_steps eval_accumulation_steps"),
-    **without(Effect.NONE, _EVALUATION, "metric_for_best_model greater_is_better"),
+    "eval_strategy": Key(default="no"),
+    **mapped(ValueKind.NUMBER, eval_steps=None),
+    **mapped(ValueKind.FLAG, load_best_model_at_end=False, greater_is_better=None),
+    **mapped(ValueKind.TEXT, metric_for_best_model=None),
+    **dropped(
+        Effect.NONE, "evaluations begin after the first steps", eval_delay=0, eval_on_start=False
+    ),
+    **without(Effect.NONE, _EVALUATION, "eval_accumulation_steps"),
     **dropped(
         Effect.NONE,
         _EVALUATION,
@@ -192,6 +192,9 @@ TRAINING: Table = placed(
         "save_total_limit": "train.keep_snapshots",
         "eval_steps": "train.eval_every",
         "eval_strategy": "train.eval_every",
+        "load_best_model_at_end": "train.keep_best",
+        "metric_for_best_model": "train.keep_best train.stop_early",
+        "greater_is_better": "train.keep_best train.stop_early",
         "learning_rate": "optimizer.lr",
         "weight_decay": "optimizer.weight_decay",
         "adam_beta1": "optimizer.betas",
@@ -213,6 +216,7 @@ TRAINING: Table = placed(
         "per_device_train_batch_size": _BATCH,
         "gradient_accumulation_steps": _BATCH,
         "lr_scheduler_type": "curve transformers has the same rates",
+        "load_best_model_at_end": "the loss of a set, such as eval.loss",
     },
 )
 """Keys of :class:`transformers.TrainingArguments`."""
@@ -406,6 +410,27 @@ def _arguments(
     return placed
 
 
+def strategy_of(reading: KeyReading) -> str:
+    """Returns the value of ``eval_strategy``; YAML 1.1 reads no as false.
+
+    Raises:
+        ConfigError: the value is another one.
+    """
+    strategy = reading.get("eval_strategy")
+    if strategy not in ("steps", "epoch", "no", False):
+        raise reading.refused("eval_strategy", strategy, "needs steps, epoch or no")
+    return strategy or "no"
+
+
+def steps_between(reading: KeyReading) -> float | None:
+    """Returns the steps between evaluations, or their share below 1: those of logs by default."""
+    return reading.get("eval_steps") or _number(reading.get("logging_steps"))
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
 def product(rate: float, share: float) -> float:
     """Returns a share of a rate, without the last digits of its rounding."""
     return float(f"{rate * share:.12g}")
@@ -428,11 +453,16 @@ def hub_data(reading: KeyReading, key: str, name: str) -> None:
     )
 
 
+def is_file(path: str) -> bool:
+    """Returns whether a path names a file, whose records are the split train."""
+    return Path(path).suffix in _FILES
+
+
 def split_key(reading: KeyReading, key: str, path: str, split: str) -> dict[str, str]:
     """Returns the key ``split`` of a source; none for all records of a file. Records a split that
     a source cannot name.
     """
-    if split == "train" and Path(path).suffix in _FILES:
+    if split == "train" and is_file(path):
         return {}
     try:
         Split.parse(split)

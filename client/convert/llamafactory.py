@@ -6,6 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.client.convert.evaluation import (
+    OWN_SET,
+    Evaluations,
+    loss_of,
+    put_best,
+    put_share,
+    set_name,
+)
 from penstock.client.convert.hugging_face import (
     NO_ADAPTERS,
     NO_QUANTIZATION,
@@ -18,6 +26,8 @@ from penstock.client.convert.hugging_face import (
     put_precision,
     put_smoothing,
     put_training,
+    steps_between,
+    strategy_of,
     warmup_of,
 )
 from penstock.client.convert.keys import (
@@ -61,7 +71,9 @@ _KEYS: Table = {
     **mapped(ValueKind.FLAG, train_on_prompt=False, mask_history=False, disable_shuffling=False),
     **mapped(ValueKind.NUMBER, val_size=0.0),
     # Data
-    **without(Effect.NONE, "name the file in data.eval_path", "eval_dataset"),
+    **mapped(ValueKind.ANY, eval_dataset=None),
+    **mapped(ValueKind.FLAG, eval_on_each_dataset=False),
+    **mapped(ValueKind.WHOLE, early_stopping_steps=None),
     **without(Effect.RESULT, "set data.sources.weight instead", "interleave_probs"),
     **without(Effect.RESULT, "ready tokens are read by format tokens", "tokenized_path"),
     **without(Effect.RESULT, _NO_TEMPLATE, "tool_format default_system"),
@@ -76,7 +88,7 @@ _KEYS: Table = {
     ),
     **without(Effect.SPEED, "all cores prepare the data", "preprocessing_num_workers"),
     **without(Effect.NONE, "only texts are read", _MEDIA),
-    **dropped(Effect.NONE, "evaluations", eval_on_each_dataset=False, compute_accuracy=False),
+    **dropped(Effect.NONE, "each evaluation has token_accuracy", compute_accuracy=False),
     **without(Effect.NONE, "evaluations generate no text", "eval_num_beams"),
     **dropped(Effect.NONE, "evaluations generate no text", predict_with_generate=False),
     # Model
@@ -141,7 +153,6 @@ _KEYS: Table = {
         use_dft_loss=False,
         fp8=False,
     ),
-    **without(Effect.RESULT, "the run does not end early", "early_stopping_steps"),
     **dropped(Effect.NONE, "penstock report shows the losses", plot_loss=False),
     **dropped(Effect.NONE, TRACKERS, use_swanlab=False),
     **dropped(Effect.NONE, "speed is always shown", include_effective_tokens_per_second=False),
@@ -167,12 +178,16 @@ TABLE = placed(
         "train_on_prompt": "data.train_on",
         "mask_history": "data.train_on",
         "disable_shuffling": "data.shuffle",
-        "val_size": "data.eval_fraction",
-        "eval_dataset": "data.eval_path",
+        "val_size": "data.eval_fraction eval.sets",
+        "eval_dataset": "eval.sets",
+        "eval_on_each_dataset": "eval.sets",
+        "early_stopping_steps": "train.stop_early",
         "enable_thinking": "data.chat_template_kwargs",
     },
     {
         "dataset": f"[{{registry: data/{REGISTRY}, name: NAME}}], or [{{path: FILE}}]",
+        "eval_dataset": f"[{{name: SET, registry: data/{REGISTRY}, entry: NAME}}]",
+        "early_stopping_steps": "patience, in evaluations",
         "max_samples": "limit of a source",
         "mix_strategy": "weight of a source",
         "train_on_prompt": "all is true",
@@ -205,6 +220,7 @@ def convert(reading: KeyReading) -> None:
     if reading.get("train_sampling_strategy") != "random":
         reading.drop("train_sampling_strategy", "disable_shuffling decides")
     put_training(reading, Names(), warmup_of(reading))
+    _put_evaluations(reading)
     _put_smoothing(reading)
 
 
@@ -236,16 +252,12 @@ def _put_sources(reading: KeyReading) -> None:
     Raises:
         ConfigError: the file names no data set.
     """
-    given = reading.get("dataset")
-    names = given.split(",") if isinstance(given, str) else given
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise reading.refused("dataset", given, f"needs names of data sets in {REGISTRY}")
+    names = _names(reading, "dataset")
     folder, limit = reading.get("dataset_dir"), reading.get("max_samples")
     if folder == "ONLINE" or folder.startswith("REMOTE:"):
         raise reading.refused("dataset_dir", folder, f"needs a local folder with {REGISTRY}")
     registry = Path(folder) / REGISTRY
     bounds = {} if limit is None else {"limit": limit}
-    names = [name.strip() for name in names]
     sources = [{"registry": str(registry), "name": name, **bounds} for name in names]
     reading.put("data.sources", sources, "dataset", "dataset_dir")
     if limit is not None:
@@ -267,6 +279,19 @@ def _put_sources(reading: KeyReading) -> None:
         )
     if reading.get("mix_strategy") != "concat":
         reading.drop("mix_strategy", "data.sources.weight mixes sources")
+
+
+def _names(reading: KeyReading, key: str) -> list[str]:
+    """Returns the data sets that a key lists.
+
+    Raises:
+        ConfigError: the value has another form.
+    """
+    given = reading.get(key)
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
+        raise reading.refused(key, given, f"needs names of data sets in {REGISTRY}")
+    return [name.strip() for name in names]
 
 
 def drawn_samples(entries: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
@@ -295,16 +320,48 @@ def _put_rows(reading: KeyReading) -> None:
     elif template is not None:
         reading.put("data.chat_template", "model")
         reading.drop("template", _NO_TEMPLATE)
-    share = reading.get("val_size")
-    if not share:
-        return
-    steps = reading.values.get("eval_steps", reading.get("logging_steps"))
-    every = reading.values.get("eval_strategy") == "steps" and isinstance(steps, int)
-    if share < 1 and every and steps >= 1:
-        reading.put("data.eval_fraction", share, "val_size", note="takes the last samples")
-        reading.put("train.eval_every", steps, "eval_steps", "eval_strategy")
-    else:
-        reading.drop("val_size", "set data.eval_fraction and train.eval_every")
+    put_share(
+        reading,
+        "val_size",
+        "LLaMA-Factory trains on other records, since it draws those that it holds out",
+        f'"split": "{{train}}" of the entry in {REGISTRY}, and a set of eval.sets with an entry of'
+        ' "split": "{held}"',
+    )
+
+
+def _put_evaluations(reading: KeyReading) -> None:
+    """Sets evaluations: on the data sets of ``eval_dataset``, or on the share ``val_size``.
+
+    Raises:
+        ConfigError: both are given, or ``eval_dataset`` has no names.
+    """
+    given, share = reading.get("eval_dataset"), reading.get("val_size")
+    if given is not None and share:
+        raise reading.refused("val_size", share, "excludes eval_dataset; keep one")
+    sets: list[dict[str, Any]] = [OWN_SET] if share and share < 1 else []
+    metrics = loss_of("eval")
+    if given is not None:
+        bounds = {} if reading.get("max_samples") is None else {"limit": reading.get("max_samples")}
+        registry = str(Path(reading.get("dataset_dir")) / REGISTRY)
+        names = _names(reading, "eval_dataset")
+        sets = [
+            {"name": set_name(name), "registry": registry, "entry": name, **bounds}
+            for name in names
+        ]
+        if reading.get("eval_on_each_dataset"):
+            metrics = {f"{name}_loss": set_name(name) for name in names}
+        else:
+            metrics = loss_of(set_name(names[0])) if len(names) == 1 else {}
+    evaluations = Evaluations(
+        sets=sets,
+        keys=("eval_dataset", "eval_on_each_dataset") if given is not None else ("val_size",),
+        metrics=metrics,
+        strategy=strategy_of(reading),
+        steps=steps_between(reading),
+    )
+    every = evaluations.put(reading)
+    loads = bool(reading.get("load_best_model_at_end"))
+    put_best(reading, evaluations, every, loads=loads, patience="early_stopping_steps")
 
 
 def _put_smoothing(reading: KeyReading) -> None:

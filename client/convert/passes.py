@@ -25,6 +25,10 @@ _BORDERS = (
 )
 
 
+_HOLDS_OUT = ("val_size", "val_set_size", "test_split_size")
+"""Keys that take records out of the training data."""
+
+
 def put_epochs(reading: KeyReading, key: str, batch: int) -> None:
     """Sets ``train.epochs``.
 
@@ -33,7 +37,7 @@ def put_epochs(reading: KeyReading, key: str, batch: int) -> None:
     accumulation.
     """
     epochs = float(reading.get(key))
-    count = _rows(reading.config["data"])
+    count = _rows(reading)
     reading.put("train.epochs", epochs, key, note="" if count else _BORDERS)
     total = reading.config["train"]["global_batch"]
     if not count or count % total == 0:
@@ -51,19 +55,26 @@ def put_epochs(reading: KeyReading, key: str, batch: int) -> None:
     )
 
 
+def steps_of_pass(reading: KeyReading) -> int | None:
+    """Returns the steps of a pass, where records are known to fill all its batches."""
+    count, batch = _rows(reading), reading.config["train"]["global_batch"]
+    return None if not count or count % batch else count // batch
+
+
 def steps_of(count: int, batch: int, accumulation: int, devices: int) -> int:
     """Returns the steps that transformers takes in one pass over ``count`` rows."""
     batches = math.ceil(count / (batch * devices))
     return max(1, math.ceil(batches / accumulation))
 
 
-def _rows(data: Mapping[str, Any]) -> int | None:
+def _rows(reading: KeyReading) -> int | None:
     """Returns the number of records where each is a row; None if that is not known.
 
     Records that share rows, held-out records, and files that are large or in other formats than
     JSON leave the number unknown.
     """
-    if data.get("packing") != "none" or data.get("eval_fraction"):
+    data = reading.config["data"]
+    if data.get("packing") != "none" or any(reading.values.get(key) for key in _HOLDS_OUT):
         return None
     counts = [_records(source) for source in data["sources"]]
     known = [count for count in counts if count is not None]

@@ -89,9 +89,8 @@ class KeyReading:
 
     def drop_rest(self) -> None:
         """Records each given key that is unknown, or has no place in Penstock."""
-        done = {entry["key"] for entry in (*self.mapped, *self.dropped)}
         for name, value in self.values.items():
-            if self.written.get(name, name) in done:
+            if self.has(name):
                 continue
             key = self.table.get(name)
             if key is None:
@@ -100,6 +99,11 @@ class KeyReading:
                 self.drop(name, "another key decides", Effect.NONE)
             elif key.effect is not None and value != key.default:
                 self.drop(name, key.why, key.effect)
+
+    def has(self, key: str) -> bool:
+        """Returns whether the fate of a key is recorded."""
+        name = self.written.get(key, key)
+        return any(entry["key"] == name for entry in (*self.mapped, *self.dropped))
 
     def refused(self, key: str, value: Any, remedy: str) -> ConfigError:
         """Returns the error for a value of the file."""

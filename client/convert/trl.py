@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.client.convert.evaluation import Evaluations, loss_of, put_best
 from penstock.client.convert.hugging_face import (
     NO_ADAPTERS,
     NO_QUANTIZATION,
@@ -15,12 +16,15 @@ from penstock.client.convert.hugging_face import (
     TRAINING,
     Names,
     hub_data,
+    is_file,
     put_model,
     put_precision,
     put_smoothing,
     put_training,
     shuffles,
     split_key,
+    steps_between,
+    strategy_of,
     warmup_of,
 )
 from penstock.client.convert.keys import (
@@ -76,8 +80,13 @@ _KEYS: Table = {
     **mapped(ValueKind.LIST, datasets=None),
     **without(Effect.RESULT, "name the files in data.sources", "dataset_config"),
     **mapped(ValueKind.TEXT, dataset_train_split="train"),
-    **dropped(Effect.NONE, "data.eval_path names the file", dataset_test_split="test"),
-    **without(Effect.RESULT, "the same records are not held out", "test_split_size"),
+    **mapped(ValueKind.TEXT, dataset_test_split="test"),
+    **without(
+        Effect.RESULT,
+        "TRL holds out records that it draws; take parts of a file: split: train[:90%] of the"
+        " source, and split: train[90%:] of a set in eval.sets",
+        "test_split_size",
+    ),
     **dropped(Effect.NONE, "Penstock streams all files", dataset_streaming=False, streaming=False),
     **dropped(Effect.SPEED, "unused", gradient_checkpointing_use_reentrant=False),
     **dropped(Effect.NONE, "unused", ignore_bias_buffers=False),
@@ -105,6 +114,7 @@ TABLE = placed(
         "dtype": "model.dtype",
         "dataset_name": "data.sources",
         "dataset_train_split": "data.sources",
+        "dataset_test_split": "eval.sets",
         "datasets": "data.sources",
         "max_length": "data.sequence_length",
         "packing": "data.packing data.packing_window",
@@ -117,6 +127,7 @@ TABLE = placed(
     },
     {
         "dataset_text_field": "columns: {text: NAME} of a source",
+        "dataset_test_split": "split of a set",
         "packing": "best-fit is true, none is false",
         "assistant_only_loss": "assistant is true",
         "completion_only_loss": "completion is true, all is false",
@@ -138,6 +149,7 @@ def convert(reading: KeyReading) -> None:
     _put_counted(reading)
     shuffles(reading)
     put_training(reading, Names(), warmup_of(reading))
+    _put_evaluations(reading)
     _refuse_adapters(reading)
     if reading.get("label_smoothing_factor"):
         put_smoothing(reading)
@@ -249,6 +261,29 @@ def _put_sources(reading: KeyReading) -> None:
         for source in reading.config["data"]["sources"]:
             source.setdefault("columns", {}).setdefault("text", field)
         reading.map("dataset_text_field", {"data.sources[*].columns.text": field})
+
+
+def _put_evaluations(reading: KeyReading) -> None:
+    """Sets evaluations: on the split ``dataset_test_split`` of the data."""
+    sets, key, name = [], "dataset_test_split", reading.get("dataset_name")
+    strategy = strategy_of(reading)
+    one_split = bool(name) and is_file(name) and reading.get(key) != "train"
+    if strategy != "no" and name and not one_split and not reading.get("datasets"):
+        split = split_key(reading, key, name, reading.get(key))
+        (source,) = reading.config["data"]["sources"]
+        where = {field: value for field, value in source.items() if field != "split"}
+        sets = [{"name": "eval", **where, **split}]
+    evaluations = Evaluations(
+        sets=sets,
+        keys=(key,),
+        metrics=loss_of("eval"),
+        strategy=strategy,
+        steps=steps_between(reading),
+        missing="name the file of held-out data in eval.sets",
+    )
+    every = evaluations.put(reading)
+    loads = bool(reading.get("load_best_model_at_end"))
+    put_best(reading, evaluations, every, loads=loads, patience="")
 
 
 def _source(reading: KeyReading, number: int, item: Any) -> dict[str, Any]:

@@ -33,12 +33,17 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "label_smoothing_factor: 0.1\n",
         "lr_scheduler_type: warmup_stable_decay\n"
         "lr_scheduler_kwargs: {num_decay_steps: 5, decay_type: linear, min_lr_ratio: 0.1}\n",
+        "dataset_name: folder\ndataset_test_split: dev\neval_strategy: steps\neval_steps: 5\n"
+        "load_best_model_at_end: true\nmetric_for_best_model: loss\ngreater_is_better: false\n",
     ),
     "llamafactory": (
         "neat_packing: true\nmask_history: true\ndisable_shuffling: true\nmax_samples: 8\n"
         "label_smoothing_factor: 0.1\ngradient_accumulation_steps: 1\n",
         "max_steps: 9\nsave_strategy: 'no'\nsave_total_limit: 2\nrun_name: a\nfp16: true\n",
         "pure_bf16: true\nval_size: 0.1\neval_strategy: steps\neval_steps: 5\ntemplate: chatml\n",
+        "eval_dataset: e\neval_on_each_dataset: true\neval_strategy: steps\neval_steps: 5\n"
+        "load_best_model_at_end: true\nmetric_for_best_model: eval_e_loss\n"
+        "early_stopping_steps: 2\ngreater_is_better: false\n",
     ),
     "axolotl": (
         "chat_template: chatml\nchat_template_kwargs: {a: 1}\nbatch_size: 4\nmax_steps: 9\n",
@@ -46,6 +51,11 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "tokenizer_config: t\ncurriculum_sampling: true\ntrain_on_inputs: true\nfloat16: true\n",
         "excess_length_strategy: raise\nwarmup_ratio: 0.1\nval_set_size: 0.1\neval_steps: 4\n",
         "run_name: a\nsave_steps: 9\nbf16: false\nfp16: true\n",
+        "test_datasets: [{path: t.jsonl, type: alpaca}]\nmax_steps: 90\nevals_per_epoch: 9\n"
+        "eval_strategy: steps\n",
+        "test_datasets: [{path: t.jsonl, type: alpaca}]\neval_steps: 9\nsave_steps: 9\n"
+        "load_best_model_at_end: true\nmetric_for_best_model: loss\ngreater_is_better: false\n"
+        "early_stopping_patience: 2\n",
     ),
 }
 """Keys that :data:`FILES` lack, by trainer."""

@@ -165,6 +165,11 @@ def fates(conversion: Conversion) -> dict[str, str]:
     return {entry["key"]: entry["effect"] for entry in conversion.dropped}
 
 
+def results(conversion: Conversion) -> set[str]:
+    """Dropped keys that change the result."""
+    return {key for key, effect in fates(conversion).items() if effect == "result"}
+
+
 def refusal(tool: str, text: str, **keys: Any) -> str:
     """The error of a file, which names the file."""
     with pytest.raises(ConfigError) as caught:
@@ -238,10 +243,10 @@ def test_llamafactory() -> None:
     }
     train, optimizer = conversion.config["train"], conversion.config["optimizer"]
     assert train["global_batch"] == 4 and train["eval_every"] == 500 and train["epochs"] == 3.0
-    assert train["save_every"] == 250
+    assert train["save_every"] == 250 and conversion.config["eval"] == {"sets": [{"name": "eval"}]}
     assert (optimizer["lr"], optimizer["warmup_steps"]) == (1e-5, 0.1)
-    assert not conversion.changes_result
     assert fates(conversion)["deepspeed"] == "speed"
+    assert results(conversion) == {"val_size"}, "it draws the records that it holds out"
 
 
 def test_axolotl() -> None:
@@ -277,7 +282,8 @@ def test_axolotl() -> None:
     )
     assert conversion.config["train"]["global_batch"] == 8
     assert conversion.config["train"]["keep_snapshots"] == 4
-    assert not conversion.changes_result
+    assert conversion.config["eval"] == {"sets": [{"name": "eval"}]}
+    assert results(conversion) == {"val_set_size"}
 
 
 ALL = {"completion_only_loss": False}
@@ -373,6 +379,10 @@ def test_the_table_of_training_arguments_has_every_name_of_transformers() -> Non
         ("llamafactory", {"dataset": 3}, "dataset = 3: needs names"),
         ("llamafactory", {"dataset_dir": "ONLINE"}, "dataset_dir = 'ONLINE': needs a local"),
         ("llamafactory", {"mask_history": True, "train_on_prompt": True}, "keep one"),
+        ("llamafactory", {"eval_dataset": "e", "val_size": 0.1}, "val_size = 0.1: excludes eval_"),
+        ("llamafactory", {"eval_dataset": 3}, "eval_dataset = 3: needs names"),
+        ("trl", {"eval_strategy": "often"}, "eval_strategy = 'often': needs steps, epoch or no"),
+        ("axolotl", {"test_datasets": [{"path": "a"}], "val_set_size": 0.1}, "keep one"),
         ("axolotl", {"rl": "dpo"}, "rl = 'dpo': only supervised"),
         ("axolotl", {"learning_rate": None}, "learning_rate = None"),
         ("axolotl", {"datasets": []}, "datasets = []: needs a list"),
@@ -608,9 +618,8 @@ def test_columns_that_trl_selects_are_the_only_ones() -> None:
 def test_keys_without_a_counterpart_change_the_result(
     tool: str, keys: dict[str, Any], dropped: set[str] | None
 ) -> None:
-    conversion = made(tool, minimal(tool), **keys)
-    results = {key for key, effect in fates(conversion).items() if effect == "result"}
-    assert results == ({"completion_only_loss"} if dropped is None else dropped)
+    expected = {"completion_only_loss"} if dropped is None else dropped
+    assert results(made(tool, minimal(tool), **keys)) == expected
 
 
 @pytest.mark.parametrize("tool", ["trl", "llamafactory"])
