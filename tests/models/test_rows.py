@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
 from penstock.models.data.chunks import Progress
 from penstock.models.data.rows.packing import alone, best_fit
-from penstock.models.data.rows.row_file import COUNTS, ID, RowFile, RowLayout
+from penstock.models.data.rows.row_file import COUNTS, ID, RowFile, RowLayout, count_counted
 from penstock.models.prepare import prepare
 from penstock.workers.data import open_dataset
 from tests.data.chat.make import runs
@@ -120,6 +121,24 @@ def test_best_fit_takes_the_least_space_that_is_enough(
     listed = [rows.order[a:b].tolist() for a, b in itertools.pairwise(starts)]
     assert listed == expected
     assert sorted(rows.order.tolist()) == list(range(len(lengths)))
+
+
+def test_memory_for_rows_does_not_grow_with_their_tokens() -> None:
+    """Two gigabytes of messages are two million samples, and two thousand million tokens."""
+    lengths = np.random.default_rng(4).integers(1, 1000, 50_000)
+    tokens = np.full(16 << 20, COUNTS, dtype=np.uint32)
+    tracemalloc.start()
+    try:
+        best_fit(lengths, 2048)
+        packing = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        assert count_counted(tokens) == len(tokens)
+        counting = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert packing <= 60 * len(lengths), "a few numbers for each sample"
+    assert counting <= tokens.nbytes / 8
 
 
 def test_padding_of_public_lengths_is_below_two_percent() -> None:

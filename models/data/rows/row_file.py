@@ -94,6 +94,12 @@ def marked(ids: Sequence[int], counted: Iterable[tuple[int, int]]) -> Tokens:
     return tokens
 
 
+def count_counted(tokens: Tokens) -> int:
+    """Returns how many of marked tokens take part in the loss."""
+    parts = (tokens[first : first + _READ_TOKENS] for first in range(0, len(tokens), _READ_TOKENS))
+    return sum(int(np.count_nonzero(part & np.uint32(COUNTS))) for part in parts)
+
+
 def write_rows(
     path: Path,
     tokens: Tokens,
@@ -134,7 +140,7 @@ def _in_order(
     """Yields the tokens of samples in an order, in parts of about a million."""
     part: list[Tokens] = []
     size = 0
-    for number in order.tolist():
+    for number in order:
         part.append(tokens[begins[number] : begins[number + 1]])
         size += len(part[-1])
         if size >= _WRITE_TOKENS:

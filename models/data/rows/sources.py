@@ -28,7 +28,7 @@ from penstock.models.data.reading.record import TEXT, is_chat
 from penstock.models.data.reading.records import records
 from penstock.models.data.rows.origins import Origin, origins_of
 from penstock.models.data.rows.packing import Packing, alone, best_fit
-from penstock.models.data.rows.row_file import COUNTS, RowLayout, write_rows
+from penstock.models.data.rows.row_file import RowLayout, count_counted, write_rows
 from penstock.models.data.rows.samples import Numbered, SampleStream, Way
 from penstock.models.data.rows.wrapped import wrapped_text
 from penstock.models.data.sources import PLAIN_TEXT, find_source, format_of
@@ -344,7 +344,7 @@ class RowSources:
             rows=len(rows),
             samples=len(lengths),
             tokens=int(lengths.sum()),
-            counted=int(np.count_nonzero(drawn.tokens & COUNTS)),
+            counted=count_counted(drawn.tokens),
             length=data.sequence_length,
             pad=self._way.pad,
             packing=self._packing.value,
