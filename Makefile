@@ -56,8 +56,8 @@ versions:
 	$(PAIR)/bin/python -m pytest -q $(PAIR_TESTS) $(ARGS)
 	$(PAIR)/bin/penstock --version
 
-## Real Slurm, systemd hosts and network namespaces, as root on Debian: installs what is missing. TRL
-## and LLaMA-Factory, each in an environment of its own.
+## Real Slurm, systemd hosts and network namespaces, as root on Debian: installs what is missing. TRL,
+## LLaMA-Factory and the wheel, each in an environment of its own.
 integration: $(STAMP)
 	tests/integration/packages
 	$(BIN)/python -m pytest -q -m integration -s --durations=0 $(ARGS)
