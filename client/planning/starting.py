@@ -1,7 +1,7 @@
 """``penstock init --model FOLDER --data FILE``: a first configuration for a model and its data.
 
-The data are prepared in a temporary folder, as ``penstock data`` does, with the values that are
-written. So ``penstock data`` and ``penstock train`` accept the file unedited.
+The first records are prepared in a temporary folder, as ``penstock data`` does, with the values
+that are written. So ``penstock data`` and ``penstock train`` accept the file unedited.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from penstock.config.hub_names import from_hub
 from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus
+from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, write_new
 
@@ -44,6 +46,9 @@ _SMALL_MODEL = 1_000_000_000
 """Parameters below which a model takes the higher rate."""
 
 _EPOCHS = {"samples": 3, "text": 1}
+SAMPLE_BYTES = 16 << 20
+"""Bytes of records, as JSON lines, that choices are made by."""
+
 _MARGIN = 33
 """Columns of keys and values, in front of comments."""
 
@@ -106,22 +111,43 @@ def _text(start: Start, progress: Callable[[str], None]) -> str:
     draft.put("model.dtype", dtype, f"type of the weights on the device{why}")
     draft.put("data.path", start.data, "")
     limit = _limit(settings)
-    length = min(limit or _MOST_LENGTH, _MOST_LENGTH)
-    draft.put("data.sequence_length", length, "")
     _put_template(draft, start.model)
-    draft.put("train.epochs", 1, "")
-    draft.put("train.global_batch", 1, "")
-    draft.put("cluster.device", "cpu", "")
-    summary = _summary(draft, progress)
-    _put_length(draft, summary, limit)
-    if draft.values["data"]["sequence_length"] != length:
-        summary = _summary(draft, progress)
-    _put_steps(draft, summary)
+    summary = _measured(draft, limit, progress)
     costs = _costs(start.model, draft)
     _put_rate(draft, costs)
     _put_device(draft, gpu)
     parse_config(draft.values, source=str(start.target))
     return "\n".join([*_head(start, summary, costs), *_lines(draft)]) + "\n"
+
+
+def _measured(
+    draft: _Draft, limit: int | None, progress: Callable[[str], None]
+) -> Mapping[str, Any]:
+    """Sets length, passes and batch by the first records; returns their summary. ``whole`` in the
+    summary tells whether these are all records.
+
+    Raises:
+        PenstockError: the data cannot be read or prepared.
+    """
+    length = min(limit or _MOST_LENGTH, _MOST_LENGTH)
+    draft.put("data.sequence_length", length, "")
+    draft.put("train.epochs", 1, "")
+    draft.put("train.global_batch", 1, "")
+    draft.put("cluster.device", "cpu", "")
+    path = str(draft.values["data"]["path"])
+    with tempfile.TemporaryDirectory(prefix="penstock-init-") as folder:
+        sample = Path(folder) / "sample.jsonl"
+        answers: list[str] = []
+        words = (path, str(sample), str(SAMPLE_BYTES))
+        run_tool("penstock.models.data.reading.sample", *words, progress=answers.append)
+        whole = bool(json.loads(answers[-1])["whole"])
+        place = path if whole else str(sample)
+        summary = _summary(draft, place, progress)
+        _put_length(draft, {**summary, "whole": whole}, limit)
+        if draft.values["data"]["sequence_length"] != length:
+            summary = _summary(draft, place, progress)
+    _put_steps(draft, {**summary, "whole": whole})
+    return {**summary, "whole": whole}
 
 
 def _model_settings(folder: Path) -> Mapping[str, Any]:
@@ -193,15 +219,27 @@ def _put_template(draft: _Draft, folder: Path) -> None:
         )
 
 
-def _summary(draft: _Draft, progress: Callable[[str], None]) -> Mapping[str, Any]:
-    """Returns the summary of ``penstock data``.
+def _summary(draft: _Draft, place: str, progress: Callable[[str], None]) -> Mapping[str, Any]:
+    """Returns the summary of ``penstock data`` with the data at ``place``: those of the draft, or
+    their first records.
 
     Raises:
         PenstockError: the data cannot be prepared.
     """
     lines: list[str] = []
-    config = parse_config(draft.values, source="penstock init")
-    read_rows(config, RowRange(end=1), lines.append, progress=progress)
+    path = str(draft.values["data"]["path"])
+    values = {**draft.values, "data": {**draft.values["data"], "path": place}}
+    config = parse_config(values, source="penstock init")
+
+    def named(text: str) -> str:
+        return text if place == path else text.replace(place, f"the first records of {path}")
+
+    try:
+        read_rows(
+            config, RowRange(end=1), lines.append, progress=lambda text: progress(named(text))
+        )
+    except ConfigError as error:
+        raise ConfigError(named(str(error))) from error
     summary: Mapping[str, Any] = json.loads(lines[0])
     return summary
 
@@ -216,15 +254,18 @@ def _put_length(draft: _Draft, summary: Mapping[str, Any], limit: int | None) ->
         length = most
         while length > _SHORTEST_LENGTH and summary["tokens"] // length < 4 * _BATCH:
             length //= 2
-        words = f"tokens of a row; the text has {summary['tokens']:,}, {bound}"
+        more = "" if summary["whole"] else "more than "
+        words = f"tokens of a row; the text has {more}{summary['tokens']:,}, {bound}"
     else:
         longest = summary["lengths"]["max"]
         length = _SHORTEST_ROW
         while length < max(longest, _SAMPLES_A_ROW * summary["lengths"]["p50"]):
             length *= 2
         length = min(length, most)
-        lost = "" if longest <= length else "; longer ones lose their end, see data.too_long"
-        words = f"tokens of a row; the longest sample has {longest:,}, {bound}{lost}"
+        fits = longest <= length and summary["whole"]
+        lost = "" if fits else "; longer ones lose their end, see data.too_long"
+        read = "" if summary["whole"] else f" of the first {summary['records']:,} records"
+        words = f"tokens of a row; the longest sample{read} has {longest:,}, {bound}{lost}"
     draft.put("data.sequence_length", length, words)
 
 
@@ -236,8 +277,9 @@ def _put_steps(draft: _Draft, summary: Mapping[str, Any]) -> None:
         batch //= 2
     epochs = _EPOCHS["text" if summary["records"] is None else "samples"]
     steps = -(-rows * epochs // batch)
-    draft.put("train.epochs", epochs, f"passes over the data: {steps:,} steps")
-    draft.put("train.global_batch", batch, f"rows of a step; a pass has {rows:,}")
+    more = "" if summary["whole"] else "more than "
+    draft.put("train.epochs", epochs, f"passes over the data: {more}{steps:,} steps")
+    draft.put("train.global_batch", batch, f"rows of a step; a pass has {more}{rows:,}")
 
 
 def _costs(model: Path, draft: _Draft) -> Estimate | None:
@@ -275,12 +317,15 @@ def _head(start: Start, summary: Mapping[str, Any], costs: Estimate | None) -> l
     lines = [f"# Made by penstock init --model {start.model} --data {start.data}"]
     if costs is not None:
         lines.append(f"# model: {costs.run.table.num_parameters:,} parameters")
+    part = "" if summary["whole"] else "of the data the first part was read: "
     if summary["records"] is None:
-        lines.append(f"# data: {summary['tokens']:,} tokens of text; all of them count in the loss")
+        lines.append(
+            f"# data: {part}{summary['tokens']:,} tokens of text; all of them count in the loss"
+        )
     else:
         share = summary["counted_tokens"] / summary["tokens"]
         lines.append(
-            f"# data: {summary['records']:,} records, {summary['samples']:,} samples;"
+            f"# data: {part}{summary['records']:,} records, {summary['samples']:,} samples;"
             f" {summary['tokens']:,} tokens, {share:.1%} count in the loss"
         )
     if costs is not None:

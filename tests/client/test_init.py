@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 
 from penstock.client.cli import example_names
 from penstock.client.main import app
+from penstock.client.planning import starting
+from penstock.client.planning.data_rows import read_rows
 from penstock.config.schema import load_config
 from tests.folders import save_model
 
@@ -84,6 +87,40 @@ def test_a_configuration_for_conversations(folder: Path) -> None:
     assert f"the longest sample has {longest:,}, the model takes 512" in text
     assert "200 records, 200 samples" in text and "memory: weights and optimizer take" in text
     assert config.optimizer.lr == 2e-5 and "cluster:" in text
+
+
+def test_large_data_are_read_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last record would take a longer row, and is no JSON, so that it is never read."""
+    monkeypatch.setattr(starting, "SAMPLE_BYTES", 20_000)
+    prepared: list[int] = []
+
+    def counted(*words: Any, **keys: Any) -> None:
+        read_rows(*words, **keys)
+        prepared.append(words[0].data.sequence_length)
+
+    monkeypatch.setattr(starting, "read_rows", counted)
+    (folder / "chats.jsonl").write_text(chats(2000) + '{"messages": [')
+    text = init("chats.jsonl", "--out", "mine.yaml")
+    read = int(re.search(r"the first part was read: (\d+) records", text)[1])  # type: ignore[index]
+    assert 100 < read < 200 and f"longest sample of the first {read} records has" in text
+    assert "longer ones lose their end, see data.too_long" in text
+    assert "a pass has more than" in text and "passes over the data: more than" in text
+    config = load_config(Path("mine.yaml"))
+    assert (config.data.path, config.data.sequence_length) == ("chats.jsonl", 256)
+    assert prepared == [512, 256]
+    (folder / "chats.jsonl").write_text('{"messages": 3}\n' * 2000)
+    code, _, err = ran("init", "--model", "models/tiny", "--data", "chats.jsonl", "--out", "b.yaml")
+    assert code == 2 and "the first records of chats.jsonl, line 1" in err
+
+
+def test_a_text_is_sampled_from_its_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "SAMPLE_BYTES", 1000)
+    for name in "ab":
+        (folder / f"{name}.txt").write_text("Rivers run down to the sea. " * 200)
+    text = init("*.txt", "--out", "mine.yaml")
+    tokens = {int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens of text", text)}
+    assert "the first part was read: " in text and "the text has more than " in text
+    assert tokens and max(tokens) < summary("mine.yaml")["tokens"]
 
 
 @pytest.mark.slow
