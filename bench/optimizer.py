@@ -143,7 +143,7 @@ class OurState:
         self.arrays: dict[str, Any] = {
             "master": array("master", 0, np.float32),
             "arrays": [array(name, 0, np.float32) for name in ("exp_avg", "exp_avg_sq")],
-            "ranges": [(0, half, WEIGHT_DECAY), (half, num_params, 0.0)],
+            "ranges": [(0, half, WEIGHT_DECAY, 1.0), (half, num_params, 0.0, 1.0)],
         }
         self.weights = array("weights", 0, np.uint16)
         grad_dtype = np.float32 if kind == "fp32" else np.uint16

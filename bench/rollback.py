@@ -75,7 +75,7 @@ class Native:
 
     def __init__(self, pool: _native.Pool, num_params: int) -> None:
         self._pool = pool
-        self._ranges = [(0, num_params, WEIGHT_DECAY)]
+        self._ranges = [(0, num_params, WEIGHT_DECAY, 1.0)]
         self._out = {
             "weights": shared_array(num_params, np.uint16),
             "weights_dtype": _native.WeightsDtype.BFLOAT16,

@@ -54,8 +54,8 @@ Editors with a YAML language server complete, explain and check keys with
 The same command resumes a run, also with other values. The command lists the changed keys and
 their consequences; without a change no file is rewritten. Below, *Resume* says for each key whether
 the key may change; changes apply from the next step on. A run that was killed keeps the old
-`betas`, `momentum`, `eps` and `weight_decay` until it has saved: its memory holds a step that was
-decided with these values.
+`betas`, `momentum`, `eps`, `weight_decay` and `groups` until it has saved: its memory holds a step
+that was decided with these values.
 """
 
 

@@ -9,11 +9,10 @@ machines are in :mod:`penstock.config.execution`.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penstock.config.evaluation import METRIC_WORDS, StopEarlyConfig
 from penstock.config.optimizers import (
@@ -29,10 +28,12 @@ from penstock.config.values import (
     Cores,
     LeftShare,
     MicroBatch,
+    Patterns,
     Sequences,
     Steps,
     StepsOrShare,
     Unit,
+    check_patterns,
 )
 from penstock.config.words import Section
 from penstock.shm.table import DType
@@ -204,7 +205,9 @@ class TrainConfig(Section):
         " not.",
     )
     freeze: Annotated[
-        tuple[str, ...], Accepts("a list of regular expressions such as [^model.embed]")
+        tuple[str, ...],
+        AfterValidator(check_patterns),
+        Accepts("a list of regular expressions such as [^model.embed]"),
     ] = Field(
         default=(),
         description="Regular expressions: parameters with a matching name are not trained.",
@@ -261,13 +264,6 @@ class TrainConfig(Section):
                 f"train.global_batch {self.global_batch} is not divisible by"
                 f" train.micro_batch {self.micro_batch}"
             )
-        for pattern in self.freeze:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"train.freeze: {pattern!r} is no regular expression: {error}"
-                ) from error
         return self
 
     @property
@@ -279,6 +275,37 @@ class TrainConfig(Section):
     def num_microbatches(self) -> int:
         """Micro-batches per attempt; those of one sequence where the size is not chosen yet."""
         return self.global_batch // (self.micro_batch or 1)
+
+
+class GroupConfig(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: Patterns = Field(
+        description="Regular expressions, as of `train.freeze`: parameters belong to the group if"
+        " one of them matches a part of the name."
+    )
+    rate: Annotated[
+        float, Accepts("a number above 0 (`train.freeze` keeps parameters as they are)")
+    ] = Field(
+        default=1.0,
+        gt=0.0,
+        description="Multiplies the learning rate of every step, after `schedule` and `min_lr`.",
+    )
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0.0,
+        description="Weight decay of all parameters of the group, with one axis or more; unset, as"
+        " without the group.",
+    )
+
+    @model_validator(mode="after")
+    def _decides(self) -> GroupConfig:
+        if not {"rate", "weight_decay"} & self.model_fields_set:
+            raise ValueError(
+                f"optimizer.groups: the group of {', '.join(self.match)} has neither rate nor"
+                " weight_decay; give one of them (rate: 1.0 leaves parameters out of later groups)"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -308,6 +335,14 @@ class OptimizerConfig(Section):
     )
     weight_decay: float = Field(
         default=0.1, ge=0.0, description="Weight decay acts on parameters with two or more axes."
+    )
+    groups: Annotated[
+        tuple[GroupConfig, ...],
+        Accepts("a list such as [{match: embed_tokens, rate: 0.1, weight_decay: 0.0}]"),
+    ] = Field(
+        default=(),
+        description="Parameters with another learning rate or weight decay. A parameter belongs to"
+        " the first group that matches one of its names; a tied one has several.",
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",

@@ -276,3 +276,38 @@ LeftShare = Annotated[
         }
     ),
 ]
+
+
+def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the patterns.
+
+    Raises:
+        ValueError: one of them is no regular expression.
+    """
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return patterns
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Patterns = Annotated[
+    tuple[str, ...],
+    Field(min_length=1),
+    BeforeValidator(_listed),
+    AfterValidator(check_patterns),
+    Accepts("a regular expression such as lm_head, or a list of them"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+            ]
+        }
+    ),
+]

@@ -34,6 +34,7 @@ from penstock.models.data.rows.row_file import RowLayout
 from penstock.models.data.rows.sources import RunSources, open_sources
 from penstock.models.data.token_sources import file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 
@@ -80,6 +81,8 @@ def prepare(
         weights = weights and not data_only
         with bounds.within("model: building it without weights", BUILDING_S):
             _prepare_model(config, run_dir, tokenizer, marks, progress, weights=weights)
+        # Before the data, which may take minutes.
+        check_groups(RunDirectory(run_dir).table, config.optimizer.groups)
     if not table_only:
         sources = open_sources(config, tokenizer, marks, run_dir, progress)
         made = _prepare_data(config, run_dir, sources, progress)

@@ -9,8 +9,9 @@ may fuse them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
 from typing import Self
 
@@ -19,12 +20,16 @@ import torch
 
 from penstock.config.optimizers import OptimizerName
 from penstock.config.training import OptimizerConfig
+from penstock.protocol.plan.groups import StepRange
 from penstock.protocol.plan.step import OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScalars:
-    """One step's constants, rounded to fp32: ``StepScalars`` of ``native/kernels.h``."""
+    """One step's constants, rounded to fp32: ``StepScalars`` of ``native/kernels.h``.
+
+    ``correction`` and ``learning_rate``: fp64, from which the constants of ranges follow.
+    """
 
     coefficient: float
     one_minus_beta1: float
@@ -32,7 +37,7 @@ class StepScalars:
     one_minus_beta2: float
     inverse_sqrt_correction: float
     eps: float
-    step_size: float
+    correction: float
     learning_rate: float
     optimizer: OptimizerName
 
@@ -47,17 +52,21 @@ class StepScalars:
             one_minus_beta2=_fp32(1.0 - beta2),
             inverse_sqrt_correction=_fp32(1.0 / math.sqrt(1.0 - _power(beta2, step.bias_step))),
             eps=_fp32(config.eps),
-            step_size=_fp32(step.learning_rate / (1.0 - _power(beta1, step.bias_step))),
+            correction=1.0 - _power(beta1, step.bias_step),
             learning_rate=step.learning_rate,
             optimizer=config.name,
         )
+
+    def step_size(self, rate: float) -> float:
+        """Returns the step size of a range, as ``derive_range`` computes the size."""
+        return _fp32(self.learning_rate * rate / self.correction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A part of a block on the device, all flat and fp32; :func:`apply` overwrites all of it.
 
-    ``gradients``: the sum of all partials. ``ranges``: (start, end, weight decay) within it.
+    ``gradients``: the sum of all partials. ``ranges`` cover the part, and count from its start.
     """
 
     master: torch.Tensor
@@ -65,7 +74,7 @@ class Piece:
     exp_avg_sq: torch.Tensor
     gradients: torch.Tensor
     scratch: torch.Tensor
-    ranges: Sequence[tuple[int, int, float]]
+    ranges: Sequence[StepRange]
 
 
 def apply(piece: Piece, scalars: StepScalars) -> torch.Tensor:
@@ -85,7 +94,7 @@ def _adam(piece: Piece, scalars: StepScalars) -> torch.Tensor:
     scratch = piece.scratch
     grad.mul_(scalars.coefficient)
     if not decoupled:
-        for start, end, decay in piece.ranges:
+        for start, end, decay, _ in piece.ranges:
             torch.mul(master[start:end], _fp32(decay), out=scratch[start:end])
         grad.add_(scratch)
     torch.sub(grad, mean, out=scratch)
@@ -94,11 +103,20 @@ def _adam(piece: Piece, scalars: StepScalars) -> torch.Tensor:
     square.mul_(scalars.beta2).add_(scratch.mul_(grad))
     scratch.copy_(square)
     denominator = scratch.sqrt_().mul_(scalars.inverse_sqrt_correction).add_(scalars.eps)
-    change = torch.mul(mean, scalars.step_size, out=grad).div_(denominator)
+    for start, end, rate in _rates(piece.ranges):
+        torch.mul(mean[start:end], scalars.step_size(rate), out=grad[start:end])
+    change = grad.div_(denominator)
     if decoupled:
-        for start, end, decay in piece.ranges:
-            master[start:end].mul_(_fp32(1.0 - scalars.learning_rate * decay))
+        for start, end, decay, rate in piece.ranges:
+            master[start:end].mul_(_fp32(1.0 - scalars.learning_rate * rate * decay))
     return master.sub_(change)
+
+
+def _rates(ranges: Sequence[StepRange]) -> Iterator[tuple[int, int, float]]:
+    """Yields (start, end, rate) of the longest parts with one rate each: a part costs a launch."""
+    for rate, group in groupby(ranges, key=lambda part: part.rate):
+        parts = list(group)
+        yield parts[0].start, parts[-1].end, rate
 
 
 STEPS: Mapping[OptimizerName, Callable[[Piece, StepScalars], torch.Tensor]] = MappingProxyType(

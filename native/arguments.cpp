@@ -161,11 +161,11 @@ Weights ArrayArguments::weights(nb::handle object, WeightsType type) {
   return Weights{type, const_cast<void*>(array.data())};
 }
 
-std::vector<WeightDecayRange> check_ranges(const std::vector<RangeTuple>& ranges,
-                                           std::uint64_t num_elements) {
-  std::vector<WeightDecayRange> checked;
+std::vector<StepRange> check_ranges(const std::vector<RangeTuple>& ranges,
+                                    std::uint64_t num_elements) {
+  std::vector<StepRange> checked;
   std::int64_t expected_start = 0;
-  for (const auto& [start, end, weight_decay] : ranges) {
+  for (const auto& [start, end, weight_decay, rate] : ranges) {
     check_vectors("ranges", start, end, num_elements);
     if (start != expected_start) {
       reject("ranges has one that starts at " + text(start) + " where " + text(expected_start) +
@@ -175,8 +175,11 @@ std::vector<WeightDecayRange> check_ranges(const std::vector<RangeTuple>& ranges
       reject("ranges has weight decay " + std::to_string(weight_decay) +
              ": it must be finite and not negative");
     }
-    checked.push_back(WeightDecayRange{static_cast<std::uint64_t>(start),
-                                       static_cast<std::uint64_t>(end), weight_decay});
+    if (!std::isfinite(rate) || rate <= 0) {
+      reject("ranges has rate " + std::to_string(rate) + ": it must be finite and above 0");
+    }
+    checked.push_back(StepRange{static_cast<std::uint64_t>(start), static_cast<std::uint64_t>(end),
+                                weight_decay, rate});
     expected_start = end;
   }
   if (static_cast<std::uint64_t>(expected_start) != num_elements) {

@@ -15,7 +15,7 @@
 
 namespace penstock {
 
-using RangeTuple = std::tuple<std::int64_t, std::int64_t, double>;
+using RangeTuple = std::tuple<std::int64_t, std::int64_t, double, double>;
 using SpanTuple = std::tuple<std::int64_t, std::int64_t>;
 
 // A contiguous buffer held through Python's buffer protocol (bytearray, memoryview, mmap, array).
@@ -58,8 +58,8 @@ class ArrayArguments {
   std::uint64_t num_elements_ = 0;
 };
 
-std::vector<WeightDecayRange> check_ranges(const std::vector<RangeTuple>& ranges,
-                                           std::uint64_t num_elements);
+std::vector<StepRange> check_ranges(const std::vector<RangeTuple>& ranges,
+                                    std::uint64_t num_elements);
 // No spans means the whole block.
 std::vector<Span> check_spans(const std::optional<std::vector<SpanTuple>>& spans,
                               std::uint64_t num_elements);

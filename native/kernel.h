@@ -20,7 +20,7 @@ namespace {
 // are up to 1.2 times as fast as with 512.
 constexpr std::size_t kPrefetchElements = 128;
 
-constexpr DecayRange kNoDecay{};
+constexpr Range kNoRange{};
 
 inline std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
 
@@ -93,7 +93,7 @@ class PieceLoop {
         type_(args.grad_type),
         store_(args) {}
 
-  // Chunk by chunk, and within a chunk range by range of equal weight decay.
+  // Chunk by chunk, and within a chunk range by range of equal learning rate and weight decay.
   void run() {
     std::size_t range = first_range();
     double* partial = piece_.partials;
@@ -116,9 +116,9 @@ class PieceLoop {
  private:
   void run_vectors(std::size_t begin, std::size_t end, std::size_t range,
                    typename V::Doubles& squares_out) {
-    const DecayRange decay = range < args_.num_ranges ? args_.ranges[range] : kNoDecay;
-    const Constants<V> pending(args_.pending, decay.pending);
-    const Constants<V> next(args_.next, decay.next);
+    const Range scalars = range < args_.num_ranges ? args_.ranges[range] : kNoRange;
+    const Constants<V> pending(args_.pending, scalars.pending);
+    const Constants<V> next(args_.next, scalars.next);
     const Contributions pending_grads = args_.pending_grads;
     const Contributions grads = args_.grads;
     const Store store = store_;

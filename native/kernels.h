@@ -23,7 +23,7 @@ struct Contributions {
   std::size_t count = 0;
 };
 
-// One optimizer step's constants, see derive_scalars() in sweeps.cpp.
+// One optimizer step's constants that all parameters share, see derive_scalars() in sweeps.cpp.
 struct StepScalars {
   float coefficient = 0;  // multiplies the summed gradient
   float beta1 = 0;
@@ -34,22 +34,22 @@ struct StepScalars {
   float inverse_beta2 = 0;
   float inverse_sqrt_correction = 0;  // 1 / sqrt(1 - beta2^t)
   float eps = 0;
-  float step_size = 0;  // lr; with bias correction lr / (1 - beta1^t)
 };
 
-// Weight decay of a range of parameters: where it is decoupled it multiplies master by
-// keep = 1 - lr * decay and l2 is 0; otherwise l2 = decay times master joins the gradient and keep
+// Learning rate and weight decay of a range of parameters. Decoupled decay multiplies master by
+// keep = 1 - lr * decay, and l2 is 0; otherwise l2 = decay times master joins the gradient, and keep
 // is 1.
-struct Decay {
+struct RangeScalars {
+  float step_size = 0;  // lr; with bias correction lr / (1 - beta1^t)
   float keep = 1;
   float l2 = 0;
 };
 
-struct DecayRange {
+struct Range {
   std::uint64_t start = 0;
   std::uint64_t end = 0;
-  Decay pending;  // with the scalars of the gradients that are settled
-  Decay next;     // with the scalars of the gradients that are previewed
+  RangeScalars pending;  // with the scalars of the gradients that are settled
+  RangeScalars next;     // with the scalars of the gradients that are previewed
 };
 
 struct SweepArguments {
@@ -65,7 +65,7 @@ struct SweepArguments {
   WeightsType weights_type = WeightsType::kFloat32;
   StepScalars pending;
   StepScalars next;
-  const DecayRange* ranges = nullptr;  // sorted, without gaps; none for status and cast
+  const Range* ranges = nullptr;  // sorted, without gaps; none for status and cast
   std::size_t num_ranges = 0;
 };
 

@@ -45,7 +45,7 @@ template <class V>
 struct Constants {
   using Floats = typename V::Floats;
 
-  Constants(const StepScalars& scalars, const Decay& decay)
+  Constants(const StepScalars& scalars, const RangeScalars& range)
       : coefficient(V::broadcast(scalars.coefficient)),
         beta1(V::broadcast(scalars.beta1)),
         one_minus_beta1(V::broadcast(scalars.one_minus_beta1)),
@@ -55,9 +55,9 @@ struct Constants {
         inverse_beta2(V::broadcast(scalars.inverse_beta2)),
         inverse_sqrt_correction(V::broadcast(scalars.inverse_sqrt_correction)),
         eps(V::broadcast(scalars.eps)),
-        step_size(V::broadcast(scalars.step_size)),
-        keep(V::broadcast(decay.keep)),
-        l2(V::broadcast(decay.l2)) {}
+        step_size(V::broadcast(range.step_size)),
+        keep(V::broadcast(range.keep)),
+        l2(V::broadcast(range.l2)) {}
 
   // The gradient of the step: scaled, and with L2 decay where there is one.
   PENSTOCK_STEP Floats gradient(const Floats& grad_sum, const Floats& master) const {

@@ -24,10 +24,9 @@ const OptimizerTraits& traits_of(const Hyper& hyper) {
   return Optimizers::kTraits[hyper.optimizer];
 }
 
-// The one place where hyper-parameters become float32: everything is derived in double and rounded
-// once.
+// Here and in derive_range() hyper-parameters become float32: everything is derived in double and
+// rounded once.
 StepScalars derive_scalars(const Hyper& hyper) {
-  const double correction1 = 1.0 - power(hyper.beta1, hyper.step);
   const double correction2 = 1.0 - power(hyper.beta2, hyper.step);
   StepScalars scalars;
   scalars.coefficient = static_cast<float>(hyper.coefficient);
@@ -39,32 +38,33 @@ StepScalars derive_scalars(const Hyper& hyper) {
   scalars.inverse_beta2 = inverse_of(hyper.beta2);
   scalars.inverse_sqrt_correction = static_cast<float>(1.0 / std::sqrt(correction2));
   scalars.eps = static_cast<float>(hyper.eps);
-  const bool corrected = traits_of(hyper).bias_corrected;
-  scalars.step_size = static_cast<float>(corrected ? hyper.lr / correction1 : hyper.lr);
   return scalars;
 }
 
-Decay derive_decay(const Hyper& hyper, double weight_decay) {
-  Decay decay;
+RangeScalars derive_range(const Hyper& hyper, const StepRange& range) {
+  const double lr = hyper.lr * range.rate;
+  const double correction1 = 1.0 - power(hyper.beta1, hyper.step);
+  RangeScalars scalars;
+  scalars.step_size = static_cast<float>(traits_of(hyper).bias_corrected ? lr / correction1 : lr);
   if (traits_of(hyper).decoupled_decay) {
-    decay.keep = static_cast<float>(1.0 - hyper.lr * weight_decay);
+    scalars.keep = static_cast<float>(1.0 - lr * range.weight_decay);
   } else {
-    decay.l2 = static_cast<float>(weight_decay);
+    scalars.l2 = static_cast<float>(range.weight_decay);
   }
-  return decay;
+  return scalars;
 }
 
 // A null hyper leaves its half of the ranges neutral: the sweep does not read it.
-std::vector<DecayRange> derive_ranges(const std::vector<WeightDecayRange>& ranges,
-                                      const Hyper* pending, const Hyper* next) {
-  std::vector<DecayRange> derived;
-  for (const WeightDecayRange& range : ranges) {
-    DecayRange decay;
-    decay.start = range.start;
-    decay.end = range.end;
-    if (pending != nullptr) decay.pending = derive_decay(*pending, range.weight_decay);
-    if (next != nullptr) decay.next = derive_decay(*next, range.weight_decay);
-    derived.push_back(decay);
+std::vector<Range> derive_ranges(const std::vector<StepRange>& ranges, const Hyper* pending,
+                                 const Hyper* next) {
+  std::vector<Range> derived;
+  for (const StepRange& range : ranges) {
+    Range scalars;
+    scalars.start = range.start;
+    scalars.end = range.end;
+    if (pending != nullptr) scalars.pending = derive_range(*pending, range);
+    if (next != nullptr) scalars.next = derive_range(*next, range);
+    derived.push_back(scalars);
   }
   return derived;
 }
@@ -160,7 +160,7 @@ Status run_undoable(Pool& pool, PieceFunction function, const SweepArguments& ar
   return status;
 }
 
-SweepArguments state_arguments(const Block& block, const std::vector<DecayRange>& ranges) {
+SweepArguments state_arguments(const Block& block, const std::vector<Range>& ranges) {
   SweepArguments args;
   args.master = block.state.master;
   args.high = block.state.high;
@@ -173,7 +173,7 @@ SweepArguments state_arguments(const Block& block, const std::vector<DecayRange>
 }
 
 // What steps on new gradients read and write.
-SweepArguments step_arguments(const Block& block, const std::vector<DecayRange>& ranges,
+SweepArguments step_arguments(const Block& block, const std::vector<Range>& ranges,
                               const Gradients& grads, const Hyper& hyper, const Weights& weights) {
   SweepArguments args = state_arguments(block, ranges);
   args.grads = grads.contributions;
@@ -194,14 +194,14 @@ PieceFunction find(const Pool& pool, Mode mode, const Block& block, const Hyper&
 
 Status preview(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                const Weights& weights) {
-  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  const std::vector<Range> ranges = derive_ranges(block.ranges, nullptr, &hyper);
   const SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   return run_whole(pool, find(pool, Mode::kPreview, block, hyper, args), args, block.num_elements);
 }
 
 void settle(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
             Settlement settlement) {
-  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &hyper, nullptr);
+  const std::vector<Range> ranges = derive_ranges(block.ranges, &hyper, nullptr);
   SweepArguments args = state_arguments(block, ranges);
   args.pending_grads = grads.contributions;
   args.grad_type = grads.type;
@@ -213,7 +213,7 @@ void settle(Pool& pool, const Block& block, const Gradients& grads, const Hyper&
 Status advance(Pool& pool, const Block& block, const Gradients& pending_grads,
                const Hyper& pending_hyper, const Gradients& grads, const Hyper& hyper,
                const Weights& weights, Settlement settlement) {
-  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, &pending_hyper, &hyper);
+  const std::vector<Range> ranges = derive_ranges(block.ranges, &pending_hyper, &hyper);
   SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   args.pending_grads = pending_grads.contributions;
   args.pending = derive_scalars(pending_hyper);
@@ -223,14 +223,14 @@ Status advance(Pool& pool, const Block& block, const Gradients& pending_grads,
 
 Status step_in_place(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
                      const Weights& weights) {
-  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  const std::vector<Range> ranges = derive_ranges(block.ranges, nullptr, &hyper);
   const SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   return run_whole(pool, find(pool, Mode::kInPlace, block, hyper, args), args, block.num_elements);
 }
 
 Status hold(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
             const Weights& weights, Settlement settlement) {
-  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  const std::vector<Range> ranges = derive_ranges(block.ranges, nullptr, &hyper);
   const SweepArguments args = step_arguments(block, ranges, grads, hyper, weights);
   return run_undoable(pool, find(pool, Mode::kHold, block, hyper, args), args, block.num_elements,
                       settlement);
@@ -238,7 +238,7 @@ Status hold(Pool& pool, const Block& block, const Gradients& grads, const Hyper&
 
 void invert(Pool& pool, const Block& block, const Gradients& grads, const Hyper& hyper,
             Settlement settlement) {
-  const std::vector<DecayRange> ranges = derive_ranges(block.ranges, nullptr, &hyper);
+  const std::vector<Range> ranges = derive_ranges(block.ranges, nullptr, &hyper);
   const SweepArguments args = step_arguments(block, ranges, grads, hyper, Weights{});
   run_undoable(pool, find(pool, Mode::kInvert, block, hyper, args), args, block.num_elements,
                settlement);

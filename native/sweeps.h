@@ -26,11 +26,12 @@ struct Hyper {
   double coefficient;  // multiplies the summed gradients: clip coefficient / loss scale
 };
 
-// Elements [start, end) with one weight decay.
-struct WeightDecayRange {
+// Elements [start, end) with one weight decay, and one learning rate: the step's times rate.
+struct StepRange {
   std::uint64_t start;
   std::uint64_t end;
   double weight_decay;
+  double rate;
 };
 
 struct Gradients {
@@ -46,7 +47,7 @@ struct Weights {
 struct Block {
   std::uint64_t num_elements;
   StateArrays state;
-  std::vector<WeightDecayRange> ranges;
+  std::vector<StepRange> ranges;
 };
 
 // What a sweep over new gradients learned about them.

@@ -82,15 +82,6 @@ class BorrowedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecayRange:
-    """Elements ``[start, end)`` of a block's trainable array that share one weight-decay switch."""
-
-    start: int
-    end: int
-    decay: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """One block: embedding, one layer, or final norm + head.
 
@@ -115,22 +106,6 @@ class BlockSpec:
     forward_flops: float
     activation_bytes: float
     output_bytes: float
-
-    @property
-    def decay_ranges(self) -> tuple[DecayRange, ...]:
-        """Maximal ranges with one decay switch each, covering ``[0, trainable_elements)``.
-
-        Bounds are multiples of :data:`VECTOR_ELEMENTS`.
-        """
-        ranges: list[DecayRange] = []
-        trainable = sorted((t for t in self.tensors if t.trainable), key=lambda t: t.offset)
-        for tensor in trainable:
-            end = tensor.offset + padded(tensor.num_elements)
-            if ranges and ranges[-1].decay == tensor.decay and ranges[-1].end == tensor.offset:
-                ranges[-1] = dataclasses.replace(ranges[-1], end=end)
-            else:
-                ranges.append(DecayRange(start=tensor.offset, end=end, decay=tensor.decay))
-        return tuple(ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

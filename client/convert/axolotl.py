@@ -160,8 +160,8 @@ _KEYS: Table = {
         Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False, gptq=False, fp8=None
     ),
     **without(Effect.RESULT, "train.freeze names frozen parameters", "unfrozen_parameters"),
-    **without(Effect.RESULT, "parameters share a rate", "lr_groups embedding_lr"),
-    **without(Effect.RESULT, "parameters share a rate", "embedding_lr_scale"),
+    **mapped(ValueKind.NUMBER, embedding_lr=None, embedding_lr_scale=None),
+    **without(Effect.RESULT, "write optimizer.groups, with patterns for names", "lr_groups"),
     **without(
         Effect.RESULT, "the schedule has no such part", "cosine_constant_lr_ratio lr_div_factor"
     ),
@@ -220,6 +220,8 @@ TABLE = placed(
         "evals_per_epoch": "train.eval_every",
         "early_stopping_patience": "train.stop_early",
         "cosine_min_lr_ratio": "optimizer.min_lr",
+        "embedding_lr": "optimizer.groups",
+        "embedding_lr_scale": "optimizer.groups",
         "bfloat16": "model.dtype",
         "float16": "model.dtype",
         "float32": "model.dtype",
@@ -230,6 +232,8 @@ TABLE = placed(
     {
         "micro_batch_size": "sequences of a device x steps of accumulation x devices",
         "cosine_min_lr_ratio": "the ratio times optimizer.lr",
+        "embedding_lr": "a group with the ratio to optimizer.lr as its rate, without weight decay",
+        "embedding_lr_scale": "a group with this rate, without weight decay",
         "sample_packing": "best-fit is true, none is false",
         "early_stopping_patience": "patience, in evaluations",
         "train_on_inputs": "all is true",
@@ -262,6 +266,7 @@ def convert(reading: KeyReading) -> None:
     _put_batch(reading)
     put_training(reading, _NAMES, _warmup(reading))
     _put_evaluations(reading)
+    _put_groups(reading)
     share = reading.get("cosine_min_lr_ratio")
     if share and reading.get("lr_scheduler") == "cosine":
         rate = product(float(reading.get("learning_rate")), share)
@@ -272,6 +277,20 @@ def convert(reading: KeyReading) -> None:
         for name in _LORA.split():
             if name in reading.values:
                 reading.drop(name, TABLE[name].used)
+
+
+def _put_groups(reading: KeyReading) -> None:
+    """Reads the rate of embeddings and head, which also takes their weight decay away. The scale
+    wins over the rate.
+    """
+    keys = [key for key in ("embedding_lr_scale", "embedding_lr") if reading.get(key)]
+    if not keys:
+        return
+    rate, usual = float(reading.get(keys[0])), float(reading.get("learning_rate"))
+    if keys[0] == "embedding_lr" and usual:  # 0 is refused later
+        rate /= usual
+    group = {"match": ["embed_tokens", "lm_head"], "rate": rate, "weight_decay": 0.0}
+    reading.put("optimizer.groups", [group], *keys)
 
 
 def _put_precision(reading: KeyReading) -> None:

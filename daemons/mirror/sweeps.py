@@ -12,6 +12,7 @@ from penstock.daemons.mirror.machine.replica import COPIES
 from penstock.daemons.optimizer.machine.events import UndoWords
 from penstock.daemons.optimizer.machine.sweeps import FinishSettle, Settle, Sweep, sweep_tag
 from penstock.host.errors import StateError
+from penstock.protocol.plan.groups import StepRange, step_ranges
 from penstock.protocol.plan.step import SweepStatus
 from penstock.shm.control import INVALID_VERSION
 from penstock.shm.memory import Array, NodeMemory
@@ -67,7 +68,7 @@ class _BlockState:
     master: Array
     arrays: list[Array]
     grads: tuple[list[Array], ...]
-    ranges: list[tuple[int, int, float]]
+    ranges: list[StepRange]
 
     @property
     def state(self) -> dict[str, Any]:
@@ -82,8 +83,7 @@ class ReplicaSweeps:
         self._config = config
         self._undo = replica.control.undo_area
         self._blocks = {
-            block.index: _views(replica, block, config.weight_decay)
-            for block in mirrored_blocks(replica)
+            block.index: _views(replica, block, config) for block in mirrored_blocks(replica)
         }
 
     def run(self, work: Sweep) -> SweepStatus | None:
@@ -124,16 +124,16 @@ class ReplicaSweeps:
         self._undo.release()
 
 
-def _views(replica: NodeMemory, block: MirroredBlock, weight_decay: float) -> _BlockState:
-    spec, index = replica.spec.table.blocks[block.index], block.index
+def _views(replica: NodeMemory, block: MirroredBlock, config: OptimizerConfig) -> _BlockState:
+    table, index = replica.spec.table, block.index
     return _BlockState(
         master=replica.state(index, "master"),
-        arrays=[replica.state(index, name) for name in replica.spec.table.state_arrays],
+        arrays=[replica.state(index, name) for name in table.state_arrays],
         grads=tuple(
             [replica.grads(index, copy, k) for k in range(block.contributions)]
             for copy in range(COPIES)
         ),
-        ranges=[(r.start, r.end, weight_decay if r.decay else 0.0) for r in spec.decay_ranges],
+        ranges=step_ranges(config, table, index),
     )
 
 

@@ -65,7 +65,7 @@ def measure_ceiling(cores: Sequence[int], num_elements: int = NUM_ELEMENTS) -> f
     arrays = {
         "master": array(np.float32),
         "arrays": [array(np.float32), array(np.float32)],
-        "ranges": [(0, num_elements, 0.0)],
+        "ranges": [(0, num_elements, 0.0, 1.0)],
         "grads": [array(np.uint16)],
         "weights": array(np.uint16),
     }

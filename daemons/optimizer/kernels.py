@@ -107,7 +107,7 @@ class Kernels:
         self._undo = memory.control.undo_area
         self._arrays = {
             b.index: BlockArrays.of(
-                memory, b.index, config.weight_decay, partial(_grads, memory, remote, b.remote)
+                memory, b.index, config, partial(_grads, memory, remote, b.remote)
             )
             for b in blocks
             if b.contributions

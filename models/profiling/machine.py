@@ -19,6 +19,7 @@ from penstock.config.schema import Config
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.models.torch_device import TorchDevice, torch_device
+from penstock.protocol.plan.groups import StepRange
 from penstock.protocol.plan.resources import PIECE_ELEMENTS
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.hardware.sweep_rates import OptimizerRates, median_seconds
@@ -123,7 +124,7 @@ def measure_update(config: Config, device: torch.device, host: OptimizerRates) -
     scalars = StepScalars.of(step, adamw)
     names = ("master", "exp_avg", "exp_avg_sq", "gradients", "scratch")
     arrays = {name: torch.zeros(PIECE_ELEMENTS, device=device) for name in names}
-    piece = Piece(**arrays, ranges=[(0, PIECE_ELEMENTS, 0.1)])
+    piece = Piece(**arrays, ranges=[StepRange(0, PIECE_ELEMENTS, 0.1)])
     squares = torch.empty(PIECE_ELEMENTS, dtype=torch.float64, device=device)
 
     def update() -> None:

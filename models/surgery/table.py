@@ -6,8 +6,7 @@ The costs serve planning before any measurement; ``penstock profile`` measures.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -24,6 +23,7 @@ from penstock.models.surgery.skeleton import (
     build_skeleton,
     predicts_masked,
 )
+from penstock.protocol.plan.groups import check_matches, is_matched
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, TensorSpec, padded
 
 
@@ -79,27 +79,13 @@ def _frozen_names(patterns: Sequence[str], tied: dict[str, list[str]]) -> frozen
     names.
     """
     names = [name for group in tied.values() for name in group]
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
-            raise ConfigError(
-                f"train.freeze: {pattern!r} matches no parameter; parameters have names such as"
-                f" {', '.join(_examples(names))}"
-            )
-    frozen = frozenset(
-        owner
-        for owner, group in tied.items()
-        if any(re.search(pattern, name) for pattern in patterns for name in group)
-    )
+    check_matches("train.freeze", patterns, names)
+    frozen = frozenset(owner for owner, group in tied.items() if is_matched(patterns, group))
     if len(frozen) == len(tied):
         raise ConfigError(
             f"train.freeze: {list(patterns)} freezes every parameter; nothing is left to train"
         )
     return frozen
-
-
-def _examples(names: Sequence[str]) -> Iterable[str]:
-    step = max(1, len(names) // 4)
-    return names[::step][:5]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

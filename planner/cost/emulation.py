@@ -251,6 +251,11 @@ def _check_supported(config: Config) -> None:
         raise ConfigError(
             f"train.freeze = {list(config.train.freeze)}: emulated devices train every parameter"
         )
+    if config.optimizer.groups:
+        raise ConfigError(
+            "optimizer.groups: parameters of emulated devices have no names of a model; leave the"
+            " groups out"
+        )
     if config.model.path is not None:
         raise ConfigError(
             f"model.path = {str(config.model.path)!r}: emulated devices have no weights to read;"

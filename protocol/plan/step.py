@@ -26,6 +26,7 @@ from penstock import _native
 from penstock.config.optimizers import Hyperparameter
 from penstock.config.schema import Config
 from penstock.config.training import OptimizerConfig
+from penstock.protocol.plan.groups import StepRange, step_ranges
 from penstock.shm.control import CommitRecord
 from penstock.shm.layout import WEIGHT_SLOTS
 from penstock.shm.memory import Array, NodeMemory
@@ -144,7 +145,7 @@ class BlockArrays:
 
     ``states``: one copy, or two, of which version v has ``v % 2``; ``split``: whether their masters
     are halves; ``weights`` by slot and ``grads`` by copy, contributions in order, in their storage
-    types (16-bit weights and bf16 gradients as uint16). ``ranges`` are (start, end, weight decay).
+    types (16-bit weights and bf16 gradients as uint16).
     """
 
     states: tuple[StateArrays, ...]
@@ -152,20 +153,20 @@ class BlockArrays:
     weights: tuple[Array, ...]
     weights_dtype: _native.WeightsDtype
     grads: tuple[list[Array], ...]
-    ranges: list[tuple[int, int, float]]
+    ranges: list[StepRange]
 
     @classmethod
     def of(
         cls,
         memory: NodeMemory,
         block: int,
-        weight_decay: float,
+        config: OptimizerConfig,
         grads: Callable[[int, int, int], Array] | None = None,
     ) -> BlockArrays:
         """Returns the views of a block of ``memory``. ``grads`` returns the array of a (block,
         copy, contribution), if not all contributions are in this memory.
         """
-        spec, split = memory.spec.table.blocks[block], memory.split_master
+        split = memory.split_master
         grads = grads or memory.grads
         contributions = range(memory.spec.layout.contributions[block])
         return cls(
@@ -189,7 +190,7 @@ class BlockArrays:
                 [grads(block, copy, k) for k in contributions]
                 for copy in range(memory.spec.layout.gradient_copies[block])
             ),
-            ranges=[(r.start, r.end, weight_decay if r.decay else 0.0) for r in spec.decay_ranges],
+            ranges=step_ranges(config, memory.spec.table, block),
         )
 
     def copy_of(self, version: int) -> StateArrays:
@@ -239,10 +240,14 @@ STEP_TERMS = (
     "optimizer.momentum",
     "optimizer.eps",
     "optimizer.weight_decay",
+    "optimizer.groups",
 )
 
 
 def step_terms(config: Config) -> str:
     """Returns the values of :data:`STEP_TERMS` as text; equal texts lead to equal bits."""
     values = config.optimizer.model_dump(mode="json")
-    return json.dumps({key: values[key.partition(".")[2]] for key in STEP_TERMS})
+    terms = {key: values[key.partition(".")[2]] for key in STEP_TERMS}
+    if not config.optimizer.groups:
+        del terms["optimizer.groups"]  # The memory of older runs has none.
+    return json.dumps(terms)

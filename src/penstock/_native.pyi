@@ -32,7 +32,7 @@ _Floats: TypeAlias = NDArray[np.float32]
 _FloatsOrBits: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 _Gradients: TypeAlias = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
 _Master: TypeAlias = NDArray[np.float32] | tuple[NDArray[np.uint16], NDArray[np.uint16]]
-_Ranges: TypeAlias = Sequence[tuple[int, int, float]]
+_Ranges: TypeAlias = Sequence[tuple[int, int, float, float]]
 _Spans: TypeAlias = Sequence[tuple[int, int]]
 
 def load_u64(buffer: _Bytes, byte_offset: int) -> int:
@@ -158,7 +158,8 @@ def preview(
     """Write the weights that a step with these gradients leads to; master and state stay.
 
     ``grads`` are 1 to 12 contributions of one dtype, summed in list order in float32. ``ranges``
-    are (start, end, weight decay), bounds multiples of 16, covering [0, n) in order.
+    are (start, end, weight decay, rate), bounds multiples of 16, covering [0, n) in order; the rate
+    multiplies the learning rate.
     """
 
 def settle(

@@ -56,6 +56,8 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "test_datasets: [{path: t.jsonl, type: alpaca}]\neval_steps: 9\nsave_steps: 9\n"
         "load_best_model_at_end: true\nmetric_for_best_model: loss\ngreater_is_better: false\n"
         "early_stopping_patience: 2\n",
+        "embedding_lr_scale: 0.1\n",
+        "embedding_lr: 1e-6\n",
     ),
 }
 """Keys that :data:`FILES` lack, by trainer."""

@@ -656,6 +656,25 @@ def test_warmup_of_axolotl(keys: dict[str, Any], warmup: float) -> None:
     assert config["optimizer"]["warmup_steps"] == warmup
 
 
+@pytest.mark.parametrize(
+    ("keys", "rate"),
+    [
+        ({"embedding_lr_scale": 0.25}, 0.25),
+        ({"embedding_lr": 5e-5}, 0.5),
+        ({"embedding_lr": 5e-5, "embedding_lr_scale": 0.25}, 0.25),
+    ],
+)
+def test_rates_of_embeddings_of_axolotl(keys: dict[str, float], rate: float) -> None:
+    """Axolotl gives embeddings and head a group of their own, which has no weight decay."""
+    conversion = made("axolotl", minimal("axolotl"), weight_decay=0.1, **keys)
+    (group,) = config_of(conversion).optimizer.groups
+    assert (group.match, group.weight_decay) == (("embed_tokens", "lm_head"), 0.0)
+    assert group.rate == pytest.approx(rate, rel=1e-12)
+    assert not {*keys} & {*fates(conversion)}
+    groups = [{"name": "a", "modules": ["mlp"], "lr": 1e-5}]
+    assert fates(made("axolotl", minimal("axolotl"), lr_groups=groups))["lr_groups"] == "result"
+
+
 def test_texts_of_axolotl_are_sources_with_other_rows() -> None:
     texts = [
         {"path": "json", "data_files": "a.jsonl", "type": "pretrain", "text_column": "body"},

@@ -200,6 +200,19 @@ def test_a_masked_token_file_needs_the_number_of_its_mask(tmp_path: Path) -> Non
         ({}, {"train": {"freeze": ["nothing"]}}, r"train.freeze: 'nothing' matches no parameter"),
         (
             {},
+            {"optimizer": {"groups": [{"match": "embd", "rate": 0.1}]}},
+            r"optimizer.groups.0.match: 'embd' .* such as model.embed_tokens.weight",
+        ),
+        (
+            {},
+            {
+                "optimizer": {"groups": [{"match": "embed", "rate": 0.1}]},
+                "train": {"freeze": ["embed"]},
+            },
+            r"groups.0.match: \['embed'\] matches only parameters that train.freeze keeps",
+        ),
+        (
+            {},
             {"data": {"path": "/none/*.txt"}},
             r"data.path = '/none/\*.txt': matches no file of text; give",
         ),

@@ -45,17 +45,17 @@ def bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """One block's arrays, its decay ranges and an undo area."""
+    """One block's arrays, its ranges and an undo area."""
 
     master: NDArray[np.float32]
     exp_avg: NDArray[np.float32]
     exp_avg_sq: NDArray[np.float32]
-    ranges: list[tuple[int, int, float]]
+    ranges: list[tuple[int, int, float, float]]
     undo: NDArray[np.uint8]
 
     @classmethod
     def random(cls, num_elements: int, seed: int) -> Block:
-        """State as after some steps, and up to three ranges of different decay."""
+        """State as after some steps, and up to three ranges of different decay and rate."""
         rng = np.random.default_rng(seed)
         cuts = sorted(
             {0, num_elements, *(rng.integers(0, num_elements // 16 + 1, 2) * 16).tolist()}
@@ -65,7 +65,7 @@ class Block:
             exp_avg=aligned_copy(rng.standard_normal(num_elements, np.float32) * np.float32(0.1)),
             exp_avg_sq=aligned_copy(rng.random(num_elements, np.float32) * np.float32(0.01)),
             ranges=[
-                (start, end, 0.1 * index)
+                (start, end, 0.1 * index, 1.0 / (1 + index))
                 for index, (start, end) in enumerate(itertools.pairwise(cuts))
             ],
             undo=aligned(_native.undo_bytes(4), np.uint8),

@@ -73,7 +73,7 @@ class Job:
     vector_path: str
     cores: list[int]
     grads: list[NDArray[np.uint16]]
-    ranges: list[tuple[int, int, float]]
+    ranges: list[tuple[int, int, float, float]]
 
     def pool(self) -> _native.Pool:
         """A new pool for the process that asks."""
@@ -291,7 +291,7 @@ def main() -> int:
             )
             for _ in range(3)
         ],
-        ranges=[(0, 4096 * 5 + 32, 0.1), (4096 * 5 + 32, NUM_ELEMENTS, 0.0)],
+        ranges=[(0, 4096 * 5 + 32, 0.1, 1.0), (4096 * 5 + 32, NUM_ELEMENTS, 0.0, 0.5)],
     )
     counts = run_rounds(job, initial, options.rounds, random.Random(options.seed))
     sys.stdout.write(json.dumps(counts) + "\n")

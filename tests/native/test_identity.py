@@ -150,7 +150,7 @@ def test_a_sweep_over_spans_equals_the_whole_sweep(
 def test_decay_belongs_to_its_range_only(path: str, kit: Any, cores: list[int]) -> None:
     """A decay range begins and ends in the middle of a chunk."""
     block = kit.block(4096 * 2, 4)
-    block.ranges[:] = [(0, 48, 0.0), (48, 4112, 0.5), (4112, 8192, 0.0)]
+    block.ranges[:] = [(0, 48, 0.0, 1.0), (48, 4112, 0.5, 1.0), (4112, 8192, 0.0, 1.0)]
     block.exp_avg[:] = 0
     before = block.master.copy()
     zeros = kit.aligned(8192, before.dtype)

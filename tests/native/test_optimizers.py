@@ -4,6 +4,8 @@ arithmetic inverse, and what it loses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ def hyper(optimizer: OptimizerName, step: int, **changes: Any) -> _native.Hyper:
 def block_of(kit: Any, optimizer: OptimizerName, seed: int) -> Any:
     """A block at the start of training, one decay for all."""
     block = kit.block(NUM_ELEMENTS, seed)
-    block.ranges[:] = [(0, NUM_ELEMENTS, DECAY)]
+    block.ranges[:] = [(0, NUM_ELEMENTS, DECAY, 1.0)]
     block.exp_avg[:] = 0
     block.exp_avg_sq[:] = 0
     return block
@@ -41,12 +43,39 @@ def state(block: Any, optimizer: OptimizerName) -> dict[str, Any]:
     return {**block.state, "arrays": [block.exp_avg, block.exp_avg_sq][:count]}
 
 
-def torch_optimizer(optimizer: OptimizerName, parameter: torch.Tensor) -> torch.optim.Optimizer:
-    """torch's, where it has one."""
-    options: dict[str, Any] = {"lr": LR, "weight_decay": DECAY}
-    if optimizer is OptimizerName.SGD:
-        return torch.optim.SGD([parameter], momentum=BETA1, **options)
-    return torch.optim.Adagrad([parameter], eps=EPS, **options)
+TORCH: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
+    OptimizerName.ADAMW: partial(torch.optim.AdamW, betas=(BETA1, BETA2), eps=EPS),
+    OptimizerName.ADAM: partial(torch.optim.Adam, betas=(BETA1, BETA2), eps=EPS),
+    OptimizerName.SGD: partial(torch.optim.SGD, momentum=BETA1),
+    OptimizerName.ADAGRAD: partial(torch.optim.Adagrad, eps=EPS),
+}
+"""torch's, where it has one."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("optimizer", [name for name in OptimizerName if name != "lion"])
+def test_groups_match_those_of_torch(
+    path: str, optimizer: OptimizerName, kit: Any, cores: list[int]
+) -> None:
+    """Ranges with learning rates and decays of their own; one ends inside a chunk."""
+    block = block_of(kit, optimizer, 2)
+    groups = [(0, 32, 0.3, 5.0), (32, 2064, 0.0, 0.1), (2064, 4096, 0.1, 0.1)]
+    block.ranges[:] = [*groups, (4096, NUM_ELEMENTS, 0.1, 1.0)]
+    parameters, theirs = [], []
+    for start, end, decay, rate in block.ranges:
+        parameters.append(torch.nn.Parameter(torch.from_numpy(block.master[start:end].copy())))
+        theirs.append({"params": parameters[-1:], "lr": LR * rate, "weight_decay": decay})
+    each = TORCH[optimizer](theirs)
+    with _native.Pool([cores[0]], vector_path=path) as pool:
+        for step in range(1, NUM_STEPS + 1):
+            grads = kit.gradients(NUM_ELEMENTS, step, bf16=False)
+            for (start, end, *_), parameter in zip(block.ranges, parameters, strict=True):
+                parameter.grad = torch.from_numpy(grads[0][start:end] * np.float32(0.25))
+            each.step()
+            arguments = {"hyper": hyper(optimizer, step), **state(block, optimizer)}
+            _native.settle(pool, grads=grads, undo=block.undo, **arguments)
+    expected = torch.cat([parameter.detach() for parameter in parameters]).numpy()
+    np.testing.assert_allclose(block.master, expected, rtol=2e-6, atol=2e-6)
 
 
 def lion(master: Any, momentum: Any, grad: Any) -> None:
@@ -63,7 +92,7 @@ def lion(master: Any, momentum: Any, grad: Any) -> None:
 def test_steps_match_torch(path: str, optimizer: OptimizerName, kit: Any, cores: list[int]) -> None:
     block = block_of(kit, optimizer, 1)
     parameter = torch.nn.Parameter(torch.from_numpy(block.master.copy()))
-    theirs = torch_optimizer(optimizer, parameter)
+    theirs = TORCH[optimizer]([parameter], lr=LR, weight_decay=DECAY)
     with _native.Pool([cores[0]], vector_path=path) as pool:
         for step in range(1, NUM_STEPS + 1):
             grads = kit.gradients(NUM_ELEMENTS, step, bf16=False)

@@ -41,7 +41,7 @@ def test_steps_match_float64(
 ) -> None:
     num_elements = 4096 + 16 * 3
     block = kit.block(num_elements, 7)
-    block.ranges[:] = [(0, num_elements, DECAY)]
+    block.ranges[:] = [(0, num_elements, DECAY, 1.0)]
     block.exp_avg[:] = 0
     block.exp_avg_sq[:] = 0
     exact = [array.astype(np.float64) for array in block.each]
@@ -74,7 +74,7 @@ def test_steps_match_float64(
 def test_steps_match_torch(adamw: bool, pool: _native.Pool, kit: Any) -> None:
     num_elements = 4096 * 3
     block = kit.block(num_elements, 8)
-    block.ranges[:] = [(0, 4096, DECAY), (4096, num_elements, 0.0)]
+    block.ranges[:] = [(0, 4096, DECAY, 1.0), (4096, num_elements, 0.0, 1.0)]
     block.exp_avg[:] = 0
     block.exp_avg_sq[:] = 0
     decayed = torch.nn.Parameter(torch.from_numpy(block.master[:4096].copy()))
@@ -110,7 +110,7 @@ def test_steps_match_torch(adamw: bool, pool: _native.Pool, kit: Any) -> None:
 def test_bias_corrections_of_late_steps_match_torch(pool: _native.Pool, kit: Any) -> None:
     """Powers of the betas are taken by repeated squaring: check a step far from the start."""
     block = kit.block(64, 9)
-    block.ranges[:] = [(0, 64, 0.0)]
+    block.ranges[:] = [(0, 64, 0.0, 1.0)]
     (grad,) = kit.gradients(64, 1, bf16=False)
     parameter = torch.nn.Parameter(torch.from_numpy(block.master.copy()))
     parameter.grad = torch.from_numpy(grad.copy())

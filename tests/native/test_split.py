@@ -77,7 +77,7 @@ def test_every_upper_half_joins_to_the_same_bits(
     bits = np.where(bits & 0x7F800000 == 0x7F800000, bits & 0x807FFFFF, bits).astype(np.uint32)
     bits[bits == 0x80000000] = 0
     block = kit.block(bits.size, 1)
-    block.ranges[:] = [(0, bits.size, 0.0)]
+    block.ranges[:] = [(0, bits.size, 0.0, 1.0)]
     block.master[:] = bits.view(np.float32)
     halves = Split.of(kit, block)
     zeros = kit.aligned(bits.size, np.float32)

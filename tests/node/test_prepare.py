@@ -82,6 +82,7 @@ def test_changes_that_a_resume_allows() -> None:
         "optimizer.momentum=0.8",
         "optimizer.eps=1e-6",
         "optimizer.weight_decay=0.2",
+        "optimizer.groups=[{match: norm, rate: 0.5}]",
         "train.clip_grad_norm=2",
         "optimizer.threads=1",
         "cluster.workers=1",
@@ -154,13 +155,19 @@ def test_changes_say_what_they_mean() -> None:
 @pytest.mark.parametrize("key", STEP_TERMS)
 def test_steps_in_memory_are_settled_with_the_values_they_were_decided_with(key: str) -> None:
     """Records hold what differs from step to step; these values do not."""
-    value = {"optimizer.betas": "[0.8, 0.9]"}.get(key, "0.01")
+    values = {"optimizer.betas": "[0.8, 0.9]", "optimizer.groups": "[{match: x, rate: 2.0}]"}
+    value = values.get(key, "0.01")
     changes = find_changes(config(), config(f"{key}={value}"))
     check_resume(changes, Path("runs/x"), None)
     with pytest.raises(ConfigError, match=rf"{key}: cannot change now.* at step 17, holds"):
         check_resume(changes, Path("runs/x"), 17)
     check_resume(find_changes(config(), config("optimizer.lr=1")), Path("runs/x"), 17)
     assert step_terms(config()) != step_terms(config(f"{key}={value}"))
+
+
+def test_memory_of_runs_from_before_there_were_groups_is_adopted() -> None:
+    terms = {"betas": [0.9, 0.95], "momentum": 0.9, "eps": 1e-8, "weight_decay": 0.1}
+    assert step_terms(config()) == json.dumps({f"optimizer.{k}": v for k, v in terms.items()})
 
 
 def test_every_value_that_kernels_take_from_the_configuration_is_a_step_term() -> None:
@@ -297,8 +304,11 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
     kept = (run_dir / "resolved.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"model\.hf\.intermediate_size: 64 -> 32"):
         prepare_run(config(corpus), run_dir)
+    same = "model.hf.intermediate_size=64"
+    groups = "optimizer.groups=[{match: [norm], rate: 2.0}, {match: q_porj, rate: 0.5}]"
+    with pytest.raises(ConfigError, match=r"groups\.1\.match: 'q_porj' .*self_attn\.q_proj"):
+        prepare_run(config(corpus, same, groups), run_dir)
     with pytest.raises(ConfigError, match=r"schedule\.forward_stages = 50"):
-        same = "model.hf.intermediate_size=64"
         prepare_run(config(corpus, same, "schedule.forward_stages=50"), run_dir)
     with pytest.raises(ConfigError, match="workers do not swap to devices of other nodes"):
         nodes = "cluster.nodes=[{name: a}, {name: b}, {name: c}, {name: d}]"

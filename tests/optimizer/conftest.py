@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import _native
+from penstock.config.training import GroupConfig
 from penstock.shm.layout import TWO_COPIES, NodeLayout, Ownership, Storage
 from penstock.shm.memory import NUMPY_TYPES, MemorySpec, NodeMemory
 from penstock.shm.table import BlockSpec, BlockTable, BorrowedTensor, DType, TensorSpec, padded
@@ -79,6 +80,15 @@ class Hyperparameters:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    groups: tuple[GroupConfig, ...] = (
+        GroupConfig(match=(r"\.tensor1$",), rate=0.5, weight_decay=0.3),
+    )
+
+    def step_of(self, tensor: TensorSpec) -> tuple[float, float]:
+        """Weight decay and rate of a tensor."""
+        if tensor.name.endswith(".tensor1"):
+            return 0.3, 0.5
+        return (self.weight_decay if tensor.decay else 0.0), 1.0
 
 
 class Reference:
@@ -154,8 +164,10 @@ class Reference:
         self, block: int, grads: list[Any], *, lr: float, step: int, coefficient: float
     ) -> None:
         """Apply one committed step to a block."""
-        arrays, spec = self.arrays[block], self._table.blocks[block]
-        decay = self._hyper.weight_decay
+        arrays, tensors = self.arrays[block], self._table.blocks[block].tensors
+        ranges = [
+            (t.offset, t.offset + padded(t.num_elements), *self._hyper.step_of(t)) for t in tensors
+        ]
         _native.step_in_place(
             self._pool,
             master=arrays["master"],
@@ -171,7 +183,7 @@ class Reference:
                 step=step,
                 coefficient=coefficient,
             ),
-            ranges=[(r.start, r.end, decay if r.decay else 0.0) for r in spec.decay_ranges],
+            ranges=ranges,
         )
         self._round(arrays)
 

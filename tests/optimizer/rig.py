@@ -373,6 +373,7 @@ def configuration(path: Path, num_nodes: int, tools: Any, *, split: bool, rollba
                 "betas": list(hyper.betas),
                 "eps": hyper.eps,
                 "weight_decay": hyper.weight_decay,
+                "groups": [group.model_dump() for group in hyper.groups],
                 "master": "split" if split else "fp32",
                 "rollback": rollback,
             },

@@ -95,7 +95,10 @@ class World:
         hyper = tools.hyperparameters
         self.pool = pool
         self.config = OptimizerConfig(
-            betas=hyper.betas, eps=hyper.eps, weight_decay=hyper.weight_decay
+            betas=hyper.betas,
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            groups=hyper.groups,
         )
         self.kernels = Kernels(pool, memory, self.config, self.blocks, self.remote)
         self.reference = tools.reference(
@@ -254,7 +257,7 @@ class World:
             self.scribble(self.memory.weights(block, step.version % 2))
             self.scribble_spare(block)
             raise BrokenEpochError  # the worker died amid the weights, or amid the flush
-        arrays = BlockArrays.of(self.memory, block, self.config.weight_decay)
+        arrays = BlockArrays.of(self.memory, block, self.config)
         status = arrays.preview(self.pool, step, self.config)
         if self.policy_of(block) is UpdatePolicy.FLUSH:
             self.flush(arrays, step)

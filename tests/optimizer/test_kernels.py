@@ -15,7 +15,7 @@ import pytest
 
 from penstock import _native
 from penstock.config.optimizers import OptimizerName
-from penstock.config.training import OptimizerConfig
+from penstock.config.training import GroupConfig, OptimizerConfig
 from penstock.daemons.optimizer.kernels import Kernels, RemoteGradients, owned_blocks
 from penstock.daemons.optimizer.machine.sweeps import (
     Advance,
@@ -40,7 +40,8 @@ ONE_NODE = Ownership(owner=(0,), computed_on=((0, 0),))
 
 
 def config_of(name: OptimizerName) -> OptimizerConfig:
-    return OptimizerConfig(name=name, weight_decay=DECAY, eps=1e-8)
+    group = GroupConfig(match=("tensor1",), rate=0.5, weight_decay=2 * DECAY)
+    return OptimizerConfig(name=name, weight_decay=DECAY, eps=1e-8, groups=(group,))
 
 
 def table_of(name: OptimizerName, sizes: list[int]) -> BlockTable:
@@ -63,6 +64,7 @@ class Formulas:
     master: Any
     arrays: list[Any]
     decay: Any
+    rate: Any
 
     def step(self, grad: Any, number: int) -> None:
         """One step with the gradients as they count."""
@@ -70,8 +72,8 @@ class Formulas:
         if not decouples:
             grad = grad + self.decay * self.master
         change = self._CHANGES[self.config.name](self, grad, number)
-        self.master *= 1 - LR * self.decay * decouples
-        self.master -= LR * change
+        self.master *= 1 - LR * self.rate * self.decay * decouples
+        self.master -= LR * self.rate * change
 
     def _adam(self, grad: Any, number: int) -> Any:
         (beta1, beta2), (first, second) = self.config.betas, self.arrays
@@ -137,11 +139,10 @@ def test_training_follows_the_formulas(
     kernels, numbers = new_kernels(memory, name), np.random.default_rng(3)
     master, arrays = memory.state(0, "master"), [memory.state(0, a) for a in table.state_arrays]
     master[:] = numbers.standard_normal(master.size, np.float32)
-    decay = np.zeros(master.size)
-    for r in table.blocks[0].decay_ranges:
-        decay[r.start : r.end] = DECAY if r.decay else 0.0
+    in_group = np.arange(master.size) >= table.blocks[0].tensors[1].offset
+    decay, rate = np.where(in_group, 2 * DECAY, DECAY), np.where(in_group, 0.5, 1.0)
     wide = [array.astype(np.float64) for array in arrays]
-    wanted = Formulas(config_of(name), master.astype(np.float64), wide, decay)
+    wanted = Formulas(config_of(name), master.astype(np.float64), wide, decay, rate)
 
     def train(version: int, *sweeps: Sweep) -> None:
         parts = [memory.grads(0, version % 2, k) for k in (0, 1)]

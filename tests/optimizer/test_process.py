@@ -137,7 +137,7 @@ def test_a_workers_updates_count_and_lies_about_them_do_not(
             version=base + 1, loss_scale=2.0, learning_rate=LEARNING_RATE
         )
         wait_until(lambda v=base: control.state_version(2) == v, "the settle")  # type: ignore[misc]
-        arrays = BlockArrays.of(node.memory, 2, rig.config.optimizer.weight_decay)
+        arrays = BlockArrays.of(node.memory, 2, rig.config.optimizer)
         status = arrays.preview(rig.pool, step, rig.config.optimizer)
         truth = BlockUpdated(
             run_id=rig.run.run_id,

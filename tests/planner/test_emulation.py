@@ -244,6 +244,11 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
         ),
         ("emulated:analytic:V100-32:spipe-10b", {"model": {"path": "/x"}}, "model.path"),
         ("emulated:analytic:V100-32:spipe-10b", {"train": {"freeze": ["norm"]}}, "train.freeze"),
+        (
+            "emulated:analytic:V100-32:spipe-10b",
+            {"optimizer": {"groups": [{"match": "norm", "rate": 2.0}]}},
+            "optimizer.groups: parameters of emulated devices have no names",
+        ),
         ("cpu", {"model": {"path": "/x"}}, "is no emulated device"),
         (
             "emulated:analytic:V100-32:spipe-10b",

@@ -228,7 +228,7 @@ def test_pieces_are_those_of_the_native_sweeps() -> None:
                 hyper=_native.Hyper(
                     lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, step=1, coefficient=1.0
                 ),
-                ranges=[(0, count, 0.0)],
+                ranges=[(0, count, 0.0, 1.0)],
                 undo=undo.view(np.uint8),
                 tag=1,
             )

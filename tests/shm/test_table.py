@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shm.table import BlockTable, DecayRange, padded
+from penstock.shm.table import BlockTable, padded
 
 
 def damage(table: BlockTable, block: int, **changes: Any) -> BlockTable:
@@ -23,13 +23,6 @@ def test_round_trip(table: BlockTable) -> None:
 
 def test_padding_reaches_whole_vectors() -> None:
     assert [padded(n) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
-
-
-def test_decay_ranges_cover_the_array(table: BlockTable) -> None:
-    assert table.blocks[0].decay_ranges == (
-        DecayRange(start=0, end=32, decay=True),
-        DecayRange(start=32, end=48, decay=False),
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +64,18 @@ class ReferenceLoop:
 
     def _optimizer(self) -> torch.optim.AdamW:
         settings = self.config.optimizer
-        matrices = [p for p in self.masters.values() if p.ndim >= 2]
-        vectors = [p for p in self.masters.values() if p.ndim < 2]
-        return torch.optim.AdamW(
-            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        groups: list[dict[str, Any]] = []
+        for name, parameter in self.masters.items():
+            group = {"params": [parameter], "rate": 1.0}
+            group["weight_decay"] = settings.weight_decay if parameter.ndim >= 2 else 0.0
+            for given in settings.groups:
+                if re.search("|".join(given.match), name):
+                    group["rate"] = given.rate
+                    if given.weight_decay is not None:
+                        group["weight_decay"] = given.weight_decay
+                    break
+            groups.append(group)
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
     def compute_gradients(self, data_position: int) -> float:
         """Gradients of one global batch into the masters; the loss per counted token."""
@@ -101,7 +105,7 @@ class ReferenceLoop:
     def update(self, rate: float) -> float:
         """Clip and step; the gradient norm before clipping."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate"]
         clip = self.config.train.clip_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), clip)
         self.optimizer.step()

@@ -79,11 +79,12 @@ def assert_replicas_equal(run_dir: Path) -> None:
         replica.close()
 
 
+GROUPS = {"optimizer": {"groups": [{"match": "proj", "rate": 0.3, "weight_decay": 0.2}]}}
 SPLIT = {"model": {"dtype": "bf16"}, "optimizer": {"master": "split", "grad_dtype": "bf16"}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", [{}, SPLIT], ids=["fp32", "split"])
+@pytest.mark.parametrize("changed", [{}, SPLIT, GROUPS], ids=["fp32", "split", "groups"])
 def test_replicas_are_the_owners_bytes(runner: Any, changed: dict[str, Any]) -> None:
     changes = H.merge(H.merge(MIRRORED, {"train": {"steps": 100_000}}), changed)
     run = runner.start(runner.configure("run", changes))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.daemons.memory.snapshot import read_block
+from penstock.protocol.plan.groups import step_ranges
 from penstock.protocol.run.rundir import RunDirectory
 from tests.folders import start_from_folder
 from tests.system import conftest as H
@@ -119,6 +120,25 @@ def test_parity_of_a_plain_run(runner: Any) -> None:
 def test_parity_of_a_clipped_run(runner: Any) -> None:
     config = start_from_folder(runner.configure("clipped", H.CLIPPED))
     check_parity_of(runner.train(config), clip=True)
+
+
+GROUPS = [
+    {"match": ["embed_tokens", "lm_head"], "rate": 0.1, "weight_decay": 0.0},
+    {"match": "norm", "rate": 3.0, "weight_decay": 0.5},
+    {"match": r"layers\.[0-2]\.", "rate": 0.5},
+]
+
+
+def test_parity_of_a_run_with_groups(runner: Any) -> None:
+    """Another rate and decay of embeddings and norms, in the middle of blocks another rate."""
+    changes = H.merge(H.PLAIN, {"optimizer": {"groups": GROUPS}, "train": {"clip_grad_norm": 1.6}})
+    run_dir = runner.train(start_from_folder(runner.configure("groups", changes)))
+    check_parity_of(run_dir, clip=True)
+    expected = reference_loop(run_dir, 40)
+    losses = [line["loss"] for line in H.metrics(run_dir)]
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-6)
+    run = RunDirectory(run_dir)
+    assert len(step_ranges(run.config.optimizer, run.table, 1)) > 1
 
 
 @pytest.mark.parametrize("cell", GATE, ids=str)

@@ -16,6 +16,7 @@ from penstock.config.optimizers import OPTIMIZERS
 from penstock.config.training import OptimizerConfig
 from penstock.host.errors import LostMemberError
 from penstock.models.step import STEPS, Piece, StepScalars, apply, sum_squares
+from penstock.protocol.plan.groups import StepRange
 from penstock.protocol.plan.instructions import OffloadGradients, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep
@@ -87,7 +88,7 @@ def expected_weights(
     memory: NodeMemory, block: int, step: OptimizerStep = STEP
 ) -> tuple[bytes, float]:
     """What optimizerd would write and report, into memory of its own."""
-    arrays = BlockArrays.of(memory, block, OptimizerConfig().weight_decay)
+    arrays = BlockArrays.of(memory, block, OptimizerConfig())
     there = aligned(np.zeros_like(arrays.weights[0]))
     with _native.Pool([0]) as pool:
         private = replace(arrays, weights=(there, there))
@@ -261,7 +262,7 @@ class Home:
             incarnation=1,
         )
         self.memory.control.write_record(record)
-        arrays = BlockArrays.of(self.memory, 0, OptimizerConfig().weight_decay)
+        arrays = BlockArrays.of(self.memory, 0, OptimizerConfig())
         with _native.Pool([0]) as pool:
             _native.settle(
                 pool,
@@ -331,7 +332,7 @@ def check_flushes(memory: NodeMemory, previewer: Previewer) -> None:
         for k in range(memory.spec.layout.contributions[0]):
             grads = memory.grads(0, version % 2, k)
             grads[:] = numbers.standard_normal(len(grads), np.float32)
-        arrays = BlockArrays.of(memory, 0, OptimizerConfig().weight_decay)
+        arrays = BlockArrays.of(memory, 0, OptimizerConfig())
         before = [array.tobytes() for array in arrays.copy_of(version - 1).all]
         weights, _ = expected_weights(memory, 0, step)
         state = expected_state(arrays, step)
@@ -369,7 +370,7 @@ def test_a_flush_writes_the_next_state_beside_the_committed_one(make_cluster: An
 # ---- the arithmetic for devices other than the CPU ----
 
 COUNT = 3 * 4096 + 48
-RANGES = [(0, 4112, 0.1), (4112, 8192, 0.0), (8192, COUNT, 0.1)]
+RANGES = [StepRange(0, 4112, 0.1), StepRange(4112, 8192, 0.0, 0.3), StepRange(8192, COUNT, 0.1)]
 
 
 def aligned(values: Any) -> Any:

@@ -263,7 +263,7 @@ class NativePreviewer:
         scope.abort.check()
         arrays = self._arrays.get(block)
         if arrays is None:
-            arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
+            arrays = BlockArrays.of(self._memory, block, self._config)
             self._arrays[block] = arrays
         start_s = world.perf_counter()
         if block in self._wanted:

@@ -221,7 +221,7 @@ def updates(task: Task, config: Config) -> Iterator[Updates]:
         previewer: Previewer = CudaPreviewer(gpu, memory, config.optimizer, blocks)
     else:
         previewer = NativePreviewer(memory, config.optimizer, cores[:1])
-    arrays = {b: BlockArrays.of(memory, b, config.optimizer.weight_decay) for b in blocks}
+    arrays = {b: BlockArrays.of(memory, b, config.optimizer) for b in blocks}
     with _native.Pool(cores) as pool:
         undo = np.zeros(_native.undo_bytes(pool.num_threads) + 4096, np.uint8)
         start = -undo.ctypes.data % 4096

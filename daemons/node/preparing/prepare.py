@@ -74,6 +74,7 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.checksums import CONSTANTS, MADE, read_checked, recorded_values
 from penstock.protocol.run.data_size import with_known_steps
@@ -220,14 +221,10 @@ def _make_ready(
     # Without a configuration the origin of existing inputs is unknown.
     makes_inputs = previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir)
     if makes_inputs:
-        directory.remove_checksums()
-        write_atomically(run_dir / "resolved.yaml", config.to_yaml())
-        progress("preparing the model's block table and the data")
-        if config.cluster.platform.builtin_model:
-            write_model(Emulation.of(config), run_dir)
-        run_models_prepare(config, run_dir, progress=progress, lock=lock, starter=starter)
-        directory.record_checksums(fixed_values(config))
-    elif config.model.path is not None and not _knows_its_weights(run_dir):
+        _make_inputs(config, directory, progress, lock, starter)
+    else:
+        check_groups(directory.table, config.optimizer.groups)
+    if not makes_inputs and config.model.path is not None and not _knows_its_weights(run_dir):
         run_models_prepare(
             config, run_dir, "--review", progress=progress, lock=lock, starter=starter
         )
@@ -262,6 +259,23 @@ def _make_ready(
     ):
         _write_plan(directory, with_compile(config, compiled=False), run.plan)
     return RunDirectory(run_dir)
+
+
+def _make_inputs(
+    config: Config,
+    directory: RunDirectory,
+    progress: Progress,
+    lock: RunLock,
+    starter: Starter | None,
+) -> None:
+    """Makes the block table and the data of a run."""
+    directory.remove_checksums()
+    write_atomically(directory.path / "resolved.yaml", config.to_yaml())
+    progress("preparing the model's block table and the data")
+    if config.cluster.platform.builtin_model:
+        write_model(Emulation.of(config), directory.path)
+    run_models_prepare(config, directory.path, progress=progress, lock=lock, starter=starter)
+    directory.record_checksums(fixed_values(config))
 
 
 def _write_plan(directory: RunDirectory, config: Config, plan: Plan) -> None:

@@ -61,7 +61,7 @@ def _sweeps(
         "arrays": [
             _shared(num_elements, np.float32) for _ in config.optimizer.name.traits.state_arrays
         ],
-        "ranges": [(0, num_elements, 0.1)],
+        "ranges": [(0, num_elements, 0.1, 1.0)],
     }
     narrow = config.model.dtype is not DType.FP32
     out: dict[str, Any] = {

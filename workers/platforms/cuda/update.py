@@ -28,6 +28,7 @@ import torch
 from penstock.config.training import OptimizerConfig
 from penstock.models.gpu import Event, Gpu
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
+from penstock.protocol.plan.groups import StepRange
 from penstock.protocol.plan.resources import PIECE_ELEMENTS, PIECES
 from penstock.protocol.plan.step import BlockArrays, OptimizerStep, StateArrays, SweepStatus
 from penstock.shm.layout import WEIGHT_SLOTS
@@ -153,7 +154,7 @@ class CudaPreviewer:
     def _work(self, block: int, step: OptimizerStep) -> _Work:
         arrays = self._arrays.get(block)
         if arrays is None:
-            arrays = BlockArrays.of(self._memory, block, self._config.weight_decay)
+            arrays = BlockArrays.of(self._memory, block, self._config)
             self._arrays[block] = arrays
         resident = self._resident.get(block)
         lag = Lag(whole=True)
@@ -226,7 +227,7 @@ class CudaPreviewer:
         slot: _Slot,
         resident: _Resident,
         work: _Work,
-        ranges: Sequence[tuple[int, int, float]],
+        ranges: Sequence[StepRange],
         part: slice,
     ) -> None:
         """Exchanges a piece with the resident: its state of the committed version is in the slot
@@ -250,7 +251,7 @@ class CudaPreviewer:
         self,
         slot: _Slot,
         scalars: StepScalars,
-        ranges: Sequence[tuple[int, int, float]],
+        ranges: Sequence[StepRange],
         count: int,
     ) -> None:
         piece = Piece(
@@ -299,12 +300,10 @@ class CudaPreviewer:
         return torch.empty(self._piece, dtype=dtype, device=self._gpu.device)
 
 
-def _within(
-    ranges: Sequence[tuple[int, int, float]], start: int, end: int
-) -> list[tuple[int, int, float]]:
+def _within(ranges: Sequence[StepRange], start: int, end: int) -> list[StepRange]:
     """Returns the ranges of elements [start, end), counted from ``start``."""
     return [
-        (max(first, start) - start, min(last, end) - start, decay)
-        for first, last, decay in ranges
+        StepRange(max(first, start) - start, min(last, end) - start, decay, rate)
+        for first, last, decay, rate in ranges
         if first < end and last > start
     ]
