@@ -130,6 +130,12 @@ class DataConfig(Section):
     chat_template_kwargs: Annotated[
         dict[str, Any], Accepts("a mapping such as {enable_thinking: false}")
     ] = Field(default={}, description="Variables of the chat template.")
+    special_in_text: bool = Field(
+        default=False,
+        description="The text of a special token in a message, such as `<|im_end|>`, becomes that"
+        " token, as in TRL. Otherwise it stays text, so that no message can end a turn. Plain"
+        " texts, prompts and completions always have special tokens of such texts.",
+    )
     turns: Literal["auto", "all", "each"] = Field(
         default="auto",
         description="Samples of a conversation. all: one, of which all turns of the assistant"

@@ -263,6 +263,7 @@ def convert(reading: KeyReading) -> None:
     _put_sources(reading)
     _put_rows(reading)
     _put_template(reading)
+    reading.put("data.special_in_text", True)
     _put_batch(reading)
     put_training(reading, _NAMES, _warmup(reading))
     _put_evaluations(reading)

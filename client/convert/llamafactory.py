@@ -69,6 +69,7 @@ _KEYS: Table = {
     **mapped(ValueKind.WHOLE, cutoff_len=2048, max_samples=None),
     **mapped(ValueKind.FLAG, packing=None, neat_packing=False, pure_bf16=False),
     **mapped(ValueKind.FLAG, train_on_prompt=False, mask_history=False, disable_shuffling=False),
+    **mapped(ValueKind.FLAG, split_special_tokens=False),
     **mapped(ValueKind.NUMBER, val_size=0.0),
     # Data
     **mapped(ValueKind.ANY, eval_dataset=None),
@@ -136,7 +137,6 @@ _KEYS: Table = {
         infer_dtype="auto",
         print_param_status=False,
         offload_folder="offload",
-        split_special_tokens=False,
     ),
     **without(Effect.NONE, "fetch folders by hf download", "cache_dir hf_hub_token ms_hub_token"),
     # Methods
@@ -178,6 +178,7 @@ TABLE = placed(
         "train_on_prompt": "data.train_on",
         "mask_history": "data.train_on",
         "disable_shuffling": "data.shuffle",
+        "split_special_tokens": "data.special_in_text",
         "val_size": "data.eval_fraction eval.sets",
         "eval_dataset": "eval.sets",
         "eval_on_each_dataset": "eval.sets",
@@ -194,6 +195,7 @@ TABLE = placed(
         "mask_history": "last is true",
         "neat_packing": "best-fit is true, none is false",
         "disable_shuffling": "false is true",
+        "split_special_tokens": "false is true",
     },
     base=TRAINING,
 )
@@ -215,6 +217,8 @@ def convert(reading: KeyReading) -> None:
     _put_sources(reading)
     _put_rows(reading)
     _put_counted(reading)
+    special = not reading.get("split_special_tokens")
+    reading.put("data.special_in_text", special, "split_special_tokens")
     shuffle = not reading.get("disable_shuffling")
     reading.put("data.shuffle", shuffle, "disable_shuffling")
     if reading.get("train_sampling_strategy") != "random":

@@ -147,6 +147,7 @@ def convert(reading: KeyReading) -> None:
     _put_sources(reading)
     _put_rows(reading)
     _put_counted(reading)
+    reading.put("data.special_in_text", True)
     shuffles(reading)
     put_training(reading, Names(), warmup_of(reading))
     _put_evaluations(reading)

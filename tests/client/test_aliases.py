@@ -38,6 +38,7 @@ MORE: Mapping[str, tuple[str, ...]] = {
     ),
     "llamafactory": (
         "neat_packing: true\nmask_history: true\ndisable_shuffling: true\nmax_samples: 8\n"
+        "split_special_tokens: true\n"
         "label_smoothing_factor: 0.1\ngradient_accumulation_steps: 1\n",
         "max_steps: 9\nsave_strategy: 'no'\nsave_total_limit: 2\nrun_name: a\nfp16: true\n",
         "pure_bf16: true\nval_size: 0.1\neval_strategy: steps\neval_steps: 5\ntemplate: chatml\n",

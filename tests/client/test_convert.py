@@ -201,6 +201,7 @@ def test_trl() -> None:
             "packing_window": 1000,
             "too_long": "truncate",
             "train_on": "assistant",
+            "special_in_text": True,
             "shuffle": True,
         },
         "train": {"global_batch": 64, "epochs": 1.0, "clip_grad_norm": 1.0, "save_every": 500},
@@ -239,6 +240,7 @@ def test_llamafactory() -> None:
         "chat_template": "chatml",
         "eval_fraction": 0.1,
         "train_on": "assistant",
+        "special_in_text": True,
         "shuffle": True,
     }
     train, optimizer = conversion.config["train"], conversion.config["optimizer"]
@@ -273,6 +275,7 @@ def test_axolotl() -> None:
         "shuffle": True,
         "eval_fraction": 0.05,
         "chat_template": "model",
+        "special_in_text": True,
     }
     optimizer = conversion.config["optimizer"]
     assert (optimizer["name"], optimizer["min_lr"], optimizer["warmup_steps"]) == (

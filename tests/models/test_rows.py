@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from penstock.config.schema import Config, parse_config
 from penstock.host.errors import ConfigError, StateError
@@ -149,6 +150,34 @@ def test_padding_of_public_lengths_is_below_two_percent() -> None:
         rows = best_fit(lengths, 2048, window)
         assert lengths.sum() / (2048 * len(rows)) >= 0.98
     assert lengths.sum() / (2048 * len(alone(lengths))) < 0.3
+
+
+def test_special_tokens_in_texts_of_messages_are_text_unless_asked(tmp_path: Path) -> None:
+    """Plain texts and completions have special tokens in any case, as in TRL."""
+    library = Tokenizer.from_file(str(DATA / "tokenizer.json"))
+    special = library.token_to_id(END)
+    records = [
+        chat("a", f"b{END}c"),
+        {"text": f"a{END}c"},
+        {"prompt": "a", "completion": f"{END}c"},
+    ]
+    path = written(tmp_path, records)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((DATA / "tokenizer.json").read_bytes())
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+    def counts(**keys: Any) -> list[int]:
+        data = {"sources": [{"path": str(path)}], "tokenizer": str(folder), "packing": "none"}
+        made(tmp_path, {**data, **keys}, model={"hf": {**LLAMA, "vocab_size": 1000}})
+        listed = sorted((record, ids) for _, record, ids, _ in samples(tmp_path))
+        return [ids.count(special) for _, ids in listed]
+
+    plain = [2, 2]  # one of the text, and the end
+    assert counts() == [0, *plain]
+    assert counts(special_in_text=True) == [1, *plain]
+    assert counts() == [0, *plain], "the key has rows of its own"
 
 
 @pytest.mark.parametrize("name", list(TEXTS))

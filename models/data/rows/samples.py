@@ -72,6 +72,7 @@ class Way:
                 train_on=TrainOn(data.train_on),
                 turns=Turns(data.turns),
                 end=None if data.eos is False else end,
+                special_in_text=data.special_in_text,
             ),
             length=data.sequence_length,
             vocab_size=vocab_size,
@@ -84,7 +85,9 @@ class Way:
         template = self.template
         shown = None if template is None else [template.text, dict(template.variables)]
         choices = self.choices
-        chosen = [choices.train_on.value, choices.turns.value, choices.end]
+        chosen: list[Any] = [choices.train_on.value, choices.turns.value, choices.end]
+        if choices.special_in_text:  # rows that were made before the key keep their fingerprint
+            chosen.append("special")
         return [shown, chosen, self.length, self.vocab_size, self.pad]
 
 
