@@ -454,7 +454,7 @@ def hub_data(reading: KeyReading, key: str, name: str) -> None:
 
 
 def is_file(path: str) -> bool:
-    """Returns whether a path names a file, whose records are the split train."""
+    """Returns whether a path names a file: its records are the split train."""
     return Path(path).suffix in _FILES
 
 

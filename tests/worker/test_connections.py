@@ -116,7 +116,7 @@ def test_a_local_connection_that_ends_with_the_epoch_is_not_told(
     losses: queue.SimpleQueue[str],
     tmp_path: Path,
 ) -> None:
-    """The scheduler heard of the process's end, and ended the epoch."""
+    """The node had told the scheduler of the end of the process."""
     peer, address = local_listener(context, tmp_path)
     push = connections.open("worker 1", address).socket
     connections.watch()

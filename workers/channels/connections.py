@@ -6,8 +6,9 @@ a connection over TCP if its peer stops to acknowledge (``TCP_USER_TIMEOUT``; ke
 no bytes are in flight). A lost connection is reported once, and no message is sent again. The
 scheduler begins another epoch, which repeats the attempt with the same bits.
 
-A local connection usually ends because its process does. The scheduler hears that from the node,
-with the reason, and ends the epoch; a loss between two live processes is reported a little later.
+A local connection usually ends because its process ends. The node then tells the scheduler the
+reason, and the scheduler ends the epoch. A loss between two live processes is reported a little
+later.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class Connections:
         """Prepares connections.
 
         A connection is lost if its peer is unreachable, or acknowledges nothing over TCP, for
-        ``timeout_s`` seconds; and when it is closed or reset: at once over TCP, :data:`LOCAL_S`
-        seconds later on this machine. Without ``lost`` no thread listens for losses. ``access``:
-        the credentials for peers.
+        ``timeout_s`` seconds, and when it is closed or reset. The loss of a closed connection is
+        reported at once over TCP, and after :data:`LOCAL_S` seconds on this machine. Without
+        ``lost`` no thread listens for losses. ``access``: the credentials for peers.
         """
         self._access = access
         self._context = context
