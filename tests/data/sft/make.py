@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 CHAT = Path(__file__).parents[1] / "chat"
 SPECIAL = {"eos_token": "<|endoftext|>", "bos_token": "<s>", "pad_token": "<s>"}
@@ -80,6 +81,7 @@ def model(vocab_size: int) -> LlamaForCausalLM:
 
 def save(folder: Path, template: str) -> None:
     """Writes model and tokenizer as the Hub has them."""
+    disable_progress_bar()  # the first one starts a thread for the rest of the process
     folder.mkdir(parents=True, exist_ok=True)
     text = (CHAT / "tokenizer.json").read_text(encoding="utf-8")
     size = max(json.loads(text)["model"]["vocab"].values())
