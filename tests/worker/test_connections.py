@@ -84,13 +84,18 @@ def test_a_peer_that_cannot_be_reached_is_told_after_the_deadline(
     assert losses.empty()
 
 
-def local_listener(
-    context: zmq.Context[zmq.Socket[bytes]], folder: Path
-) -> tuple[zmq.Socket[bytes], str]:
-    socket = context.socket(zmq.PULL)
+def lose_a_local_connection(
+    context: zmq.Context[zmq.Socket[bytes]], connections: Connections, folder: Path
+) -> None:
+    """Sends to a local peer, which then closes its socket."""
+    peer = context.socket(zmq.PULL)
     address = f"ipc://{folder}/inbox"
-    socket.bind(address)
-    return socket, address
+    peer.bind(address)
+    push = connections.open("worker 1", address).socket
+    connections.watch()
+    push.send(b"heard")
+    assert peer.recv() == b"heard"
+    peer.close(linger=0)
 
 
 def test_a_local_connection_that_ends_is_told_a_little_later(
@@ -99,12 +104,7 @@ def test_a_local_connection_that_ends_is_told_a_little_later(
     losses: queue.SimpleQueue[str],
     tmp_path: Path,
 ) -> None:
-    peer, address = local_listener(context, tmp_path)
-    push = connections.open("worker 1", address).socket
-    connections.watch()
-    push.send(b"heard")
-    assert peer.recv() == b"heard"
-    peer.close(linger=0)
+    lose_a_local_connection(context, connections, tmp_path)
     start_s = time.monotonic()
     assert losses.get(timeout=600) == "the connection to worker 1 was lost"
     assert time.monotonic() - start_s >= LOCAL_S - 2 * LOOK_S, "its process would be named first"
@@ -117,12 +117,7 @@ def test_a_local_connection_that_ends_with_the_epoch_is_not_told(
     tmp_path: Path,
 ) -> None:
     """The node had told the scheduler of the end of the process."""
-    peer, address = local_listener(context, tmp_path)
-    push = connections.open("worker 1", address).socket
-    connections.watch()
-    push.send(b"heard")
-    assert peer.recv() == b"heard"
-    peer.close(linger=0)
+    lose_a_local_connection(context, connections, tmp_path)
     time.sleep(5 * LOOK_S)
     connections.close()
     assert losses.empty()
