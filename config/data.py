@@ -12,7 +12,10 @@ from penstock.config.splits import EXAMPLES, Split
 from penstock.config.values import (
     MASKED,
     NEXT_TOKEN,
+    RECORD_OBJECTIVES,
+    ROW_OBJECTIVES,
     UTF8,
+    WEIGHTED,
     Accepts,
     EndTokens,
     Size,
@@ -207,12 +210,15 @@ class DataConfig(Section):
         default=256, ge=1, description="Tokens of each training sequence."
     )
     objective: Annotated[
-        str, Accepts("next-token, masked, or a function of yours such as package.module:function")
+        str,
+        Accepts("next-token, masked, weighted, or a function of yours such as package.module:name"),
     ] = Field(
         default=NEXT_TOKEN,
-        pattern=rf"^({NEXT_TOKEN}|{MASKED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        pattern=rf"^({NEXT_TOKEN}|{MASKED}|{WEIGHTED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         description="What is predicted of a sequence: each next token; with encoders such as bert,"
-        " masked tokens (drawn again in each pass); or what a function says that is given token"
+        " masked tokens (drawn again in each pass); with weighted, each next token, with a factor"
+        " of its loss: the record's columns `weight` and `weights` (one for each of `input_ids`);"
+        " or what a function says that is given token"
         " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
         " (models/data/batch.py).",
     )
@@ -302,6 +308,8 @@ class DataConfig(Section):
                 f"data.train_on {self.train_on}: data.packing wrapped makes one text of all"
                 " records, of which every token counts; use packing best-fit or none"
             )
+        if self.objective in RECORD_OBJECTIVES:
+            self._check_records()
         if self.packing in ("auto", "wrapped"):
             return self
         if self.tokens is not None:
@@ -309,9 +317,23 @@ class DataConfig(Section):
                 f"data.packing {self.packing}: data.tokens has no samples, which {self.packing}"
                 " keeps whole; use packing wrapped, or data.sources with format tokens"
             )
-        if self.objective != NEXT_TOKEN:
+        if self.objective not in ROW_OBJECTIVES:
             raise ValueError(
-                f"data.packing {self.packing} goes with data.objective {NEXT_TOKEN}, and it is"
-                f" {self.objective}; use packing wrapped"
+                f"data.packing {self.packing} goes with data.objective"
+                f" {' or '.join(ROW_OBJECTIVES)}, and it is {self.objective}; use packing wrapped"
             )
         return self
+
+    def _check_records(self) -> None:
+        """Refuses data without records for an objective that needs their columns."""
+        objective = f"data.objective {self.objective} reads columns of records"
+        if self.tokens is not None or str(self.path).startswith("@"):
+            raise ValueError(
+                f"{objective}, and {'data.tokens' if self.path is None else self.path} has none;"
+                " give data.sources"
+            )
+        if self.packing == "wrapped":
+            raise ValueError(
+                f"{objective}, and data.packing wrapped makes one text of all records; use packing"
+                " best-fit or none"
+            )

@@ -20,7 +20,16 @@ UTF8 = "utf-8"
 
 NEXT_TOKEN = "next-token"
 MASKED = "masked"
-"""Values of ``data.objective``: each next token, or tokens that were masked."""
+WEIGHTED = "weighted"
+"""Values of ``data.objective``: each next token, tokens that were masked, or each next token with a
+weight of its own.
+"""
+
+ROW_OBJECTIVES = (NEXT_TOKEN, WEIGHTED)
+"""Objectives that take rows of whole samples."""
+
+RECORD_OBJECTIVES = (WEIGHTED,)
+"""Objectives that need columns of records."""
 
 AUTO = "auto"
 """Value of keys that Penstock decides; as ``schedule.scheme``, the tuner does."""

@@ -119,11 +119,13 @@ class RowDataset:
     def read(self, position: int, count: int, micro_batch: int) -> list[MicroBatch]:
         """Returns samples as micro-batches; see :class:`Dataset`."""
         layout = self.file.layout
-        rows = [self.file.row(n) for n in self.order.indices(position, count).tolist()]
-        return [
-            batch_of(rows[start : start + micro_batch], layout.length, layout.pad)
-            for start in range(0, count, micro_batch)
-        ]
+        numbers = self.order.indices(position, count).tolist()
+        rows, weights = [], []
+        for number in numbers:
+            rows.append(self.file.row(number))
+            weights.append(self.file.weights(number))
+        parts = [slice(start, start + micro_batch) for start in range(0, count, micro_batch)]
+        return [batch_of(rows[p], layout.length, layout.pad, weights[p]) for p in parts]
 
 
 class TokenDataset:
@@ -262,7 +264,8 @@ class HeldOutData:
     """The data of an evaluation set in global batches of ``global_batch`` rows.
 
     ``repeats``: batches begin again at the first row. Otherwise each row counts once: rows that
-    fill up the last batch have no labels.
+    fill up the last batch have no labels. Weights of labels are left out: means of evaluations are
+    plain.
     """
 
     dataset: Dataset
@@ -298,6 +301,7 @@ class HeldOutData:
         batches, counted = micro_batches(
             self.dataset, position, self.global_batch, self.micro_batch
         )
+        batches = [dataclasses.replace(batch, label_weights=None) for batch in batches]
         rows = self.dataset.num_sequences - position
         if self.repeats or rows >= self.global_batch:
             return batches, counted

@@ -40,7 +40,8 @@ class Row:
     """A row of the first pass. All arrays have the shape (tokens,), without padding.
 
     ``labels`` are ids of the same places (not shifted), or -100. ``samples`` are source, record and
-    number of tokens of each sample; a piece of a text has no record.
+    number of tokens of each sample; a piece of a text has no record. ``weights``: factors of the
+    labels' losses, with ``data.objective: weighted``.
     """
 
     samples: Sequence[tuple[int, int | None, int]]
@@ -48,14 +49,16 @@ class Row:
     labels: Ids
     position_ids: Ids
     document_ids: Ids
+    weights: NDArray[np.float32] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of ``penstock data --json``, without the row's number."""
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
             "position_ids": self.position_ids,
             "document_ids": self.document_ids,
+            **({} if self.weights is None else {"weights": self.weights}),
         }
         return {
             "samples": self._samples(),
@@ -104,6 +107,7 @@ def row_of_samples(dataset: RowDataset, place: int) -> Row:
         labels=np.where(tokens & COUNTS, ids, IGNORED_LABEL),
         position_ids=positions[0],
         document_ids=documents[0],
+        weights=dataset.file.weights(number),
     )
 
 

@@ -25,7 +25,7 @@ class MicroBatch:
     ``attention_mask`` (bool) is False at padding. ``position_ids`` restart at 0 with every document
     when documents are kept apart; ``document_ids`` then numbers the documents of a row from 0, and
     attention stays inside a document. ``label_weights`` (fp32, the shape of ``labels``) are factors
-    of the labels' losses; None: 1. :func:`weighted_by_sample` sets the weights.
+    of the labels' losses; None: 1. Data with weights set them, and :func:`weighted_by_sample`.
     """
 
     input_ids: NDArray[np.int64]
@@ -70,7 +70,7 @@ def weighted_by_sample(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     A label has the weight N / (S n), computed in fp64 and rounded once: N counted tokens and S
     samples in the global batch, n counted tokens in the label's sample. So the weighted sum of
     losses over N is the mean over samples of the samples' means. Samples without counted tokens
-    are left out of S.
+    are left out of S. Weights that a label has already are multiplied with the new ones.
     """
     samples = [batch.samples for batch in batches]
     counted = [batch.labels != IGNORED_LABEL for batch in batches]
@@ -81,6 +81,8 @@ def weighted_by_sample(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     for batch, numbers, counts, size in zip(batches, samples, counted, sizes, strict=True):
         weights = np.zeros(batch.labels.shape, dtype=np.float32)
         weights[counts] = num_tokens / (num_samples * size[numbers[counts]])
+        if batch.label_weights is not None:
+            weights *= batch.label_weights
         weighted.append(replace(batch, label_weights=weights))
     return weighted
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from penstock.config.data import DataConfig
 from penstock.config.schema import Config, load_config, parse_config
-from penstock.config.values import BYTE, NEXT_TOKEN
+from penstock.config.values import BYTE, ROW_OBJECTIVES
 from penstock.host.errors import ConfigError, StateError
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.carried import GENERATION, TEMPLATE, carried_folder
@@ -79,9 +79,10 @@ class ModelPlace:
                 " predicts masked tokens and not the next one; give a decoder such as llama"
             )
         objective = self.config.data.objective
-        if objective != NEXT_TOKEN:
+        if objective not in ROW_OBJECTIVES:
             raise ConfigError(
-                f"{self.folder}: data.objective = {objective!r}; needs a run of {NEXT_TOKEN}"
+                f"{self.folder}: data.objective = {objective!r}; needs a run of"
+                f" {' or '.join(ROW_OBJECTIVES)}"
             )
 
 

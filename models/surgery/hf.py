@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from penstock.config.schema import Config
-from penstock.config.values import MASKED, NEXT_TOKEN
+from penstock.config.values import MASKED, NEXT_TOKEN, ROW_OBJECTIVES
 from penstock.host.errors import ConfigError, StateError, reason
 from penstock.host.files import is_file, parse_json
 from penstock.models.data.user_modules import import_hint, import_user_module
@@ -292,7 +292,7 @@ def _check_loss(hf_config: PretrainedConfig) -> None:
 def _check_objective(hf_config: PretrainedConfig, objective: str) -> None:
     """Refuses a model that sees the tokens to predict, or does not see the tokens after a mask."""
     masked = predicts_masked(hf_config)
-    if masked and objective == NEXT_TOKEN:
+    if masked and objective in ROW_OBJECTIVES:
         raise ConfigError(
             f"data.objective = {objective!r}: {hf_config.model_type!r} is an encoder, which sees"
             f" the words that it would have to predict; set data.objective: {MASKED}"

@@ -72,17 +72,20 @@ class Draft:
     """A sample before its encoding.
 
     ``spans`` are the characters of tokens that count, in order; None stands for all characters.
-    ``prompt`` is the passage at the front of the sample that does not count.
+    ``prompt`` is the passage at the front of the sample that does not count. ``weight`` is the
+    factor of its losses.
     """
 
     passage: Passage
     spans: tuple[Span, ...] | None = None
     prompt: Passage | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Token ids, and the spans of tokens that count.
+    """Token ids, and the spans of tokens that count. ``weights``: the factor of each token's loss;
+    None: ``weight`` for all.
 
     ``lost`` is the number of the prompt's last tokens that the sample does not have. Tokens of
     prompt and completion merged, or the template renders a prompt alone in another way.
@@ -92,6 +95,8 @@ class Sample:
     ids: list[int]
     counted: tuple[Span, ...]
     lost: int = 0
+    weight: float = 1.0
+    weights: tuple[float, ...] | None = None
 
     @property
     def labels(self) -> list[int]:
@@ -192,7 +197,9 @@ def _sample(draft: Draft, text: Encoding, prompt: Encoding | None) -> Sample:
         lost = len(prompt.ids) - start
     clipped = ((max(first, start), end) for first, end in spans)
     counted = tuple((first, end) for first, end in clipped if first < end)
-    return Sample(place=draft.passage.place, ids=text.ids, counted=counted, lost=lost)
+    return Sample(
+        place=draft.passage.place, ids=text.ids, counted=counted, lost=lost, weight=draft.weight
+    )
 
 
 def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:

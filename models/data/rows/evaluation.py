@@ -17,6 +17,7 @@ import numpy as np
 from penstock.config.data import SourceConfig
 from penstock.config.evaluation import EVAL, EvalConfig, EvaluationSetConfig
 from penstock.config.schema import Config
+from penstock.config.values import NEXT_TOKEN, WEIGHTED
 from penstock.host.errors import ConfigError
 from penstock.host.files import DAMAGED
 from penstock.models.data.chunks import Progress
@@ -39,7 +40,7 @@ def with_training_data(config: Config, source: SourceConfig) -> Config:
     """Returns a configuration with ``source`` as its training data, and without evaluations.
 
     Without keys about its reading, the source is read as the configuration's own sources, if all
-    of these are read in the same way.
+    of these are read in the same way. Its records need no weights: evaluations do not weigh.
 
     Raises:
         ConfigError: the source is an entry of a registry that cannot be read.
@@ -64,6 +65,8 @@ def with_training_data(config: Config, source: SourceConfig) -> Config:
         if silent and forms and all(form == forms[0] for form in forms):
             source = forms[0].model_copy(update={"path": source.path, **part})
         changes |= {"path": None, "sources": (source,)}
+    if data.objective == WEIGHTED:
+        changes["objective"] = NEXT_TOKEN
     train = config.train.model_copy(update={"eval_every": 0})
     return config.model_copy(
         update={"data": data.model_copy(update=changes), "train": train, "eval": EvalConfig()}

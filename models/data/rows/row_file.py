@@ -3,17 +3,18 @@
 A file of rows has three parts, all little-endian. First the tokens, uint32: an id with two marks
 (:data:`COUNTS`, :data:`BEGINS`). Then the first token of each row, and the number of tokens at the
 end, int64. Then two int64 numbers for each sample: its source, and its record in the source. The
-samples stand in the order of their rows.
+samples stand in the order of their rows. A file with weights ends with a fp32 number for each
+token: the factor of the loss of its prediction.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +31,13 @@ BEGINS = 1 << 30
 """Mark of the first token of a sample."""
 ID = BEGINS - 1
 
-_TOKEN, _NUMBER = np.dtype("<u4"), np.dtype("<i8")
+_TOKEN, _NUMBER, _WEIGHT = np.dtype("<u4"), np.dtype("<i8"), np.dtype("<f4")
 _WRITE_TOKENS = _READ_TOKENS = 1 << 20
 
 Tokens = NDArray[np.uint32]
+Weights = NDArray[np.float32]
+
+_Kind = TypeVar("_Kind", np.uint32, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class RowLayout:
     """Sizes of a file of rows, as ``rows`` of an entry of ``meta.json``.
 
     ``length`` is the number of tokens of a row; a row may end before. ``pad`` is the id behind its
-    end.
+    end. ``weighted``: each token has a weight.
     """
 
     rows: int
@@ -51,6 +55,7 @@ class RowLayout:
     length: int
     pad: int
     packing: str
+    weighted: bool = False
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> RowLayout | None:
@@ -62,17 +67,19 @@ class RowLayout:
         fields = entry.get("rows")
         if fields is None:
             return None
-        numbers = {name: int(fields[name]) for name in cls.__slots__ if name != "packing"}
-        return cls(**numbers, packing=str(fields["packing"]))
+        words = ("packing", "weighted")
+        numbers = {name: int(fields[name]) for name in cls.__slots__ if name not in words}
+        weighted = bool(fields.get("weighted", False))
+        return cls(**numbers, packing=str(fields["packing"]), weighted=weighted)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields for ``meta.json``."""
-        return asdict(self)
+        """Returns the fields for ``meta.json``; ``weighted`` only if it is true."""
+        return {name: value for name, value in asdict(self).items() if value is not False}
 
     @property
     def num_bytes(self) -> int:
         """Size of the file."""
-        return self.samples_at + 2 * self.samples * _NUMBER.itemsize
+        return self.weights_at + self.weighted * self.tokens * _WEIGHT.itemsize
 
     @property
     def rows_at(self) -> int:
@@ -83,6 +90,11 @@ class RowLayout:
     def samples_at(self) -> int:
         """Offset of the samples' sources and records."""
         return self.rows_at + (self.rows + 1) * _NUMBER.itemsize
+
+    @property
+    def weights_at(self) -> int:
+        """Offset of the tokens' weights, or the end of a file without weights."""
+        return self.samples_at + 2 * self.samples * _NUMBER.itemsize
 
 
 def marked(ids: Sequence[int], counted: Iterable[tuple[int, int]]) -> Tokens:
@@ -107,11 +119,13 @@ def write_rows(
     places: NDArray[np.int64],
     rows: Rows,
     update: Callable[[bytes], None],
+    weights: Weights | None = None,
 ) -> None:
     """Writes a file of rows, and passes its bytes to ``update``. It is on disk when this returns.
 
     ``tokens`` are marked, of all samples one after the other. ``begins``, (samples + 1,), are the
-    places of samples in them; ``places``, (samples, 2), their sources and records.
+    places of samples in them; ``places``, (samples, 2), their sources and records. ``weights`` are
+    those of the tokens, of the same shape.
 
     Raises:
         CapacityError, ConfigError: the file cannot be written.
@@ -119,6 +133,7 @@ def write_rows(
     lengths = np.diff(begins)[rows.order]
     ends = np.concatenate([[0], np.cumsum(lengths)])
     num_bytes = 4 * int(ends[-1]) + 8 * len(rows.starts) + 16 * len(rows.order)
+    num_bytes += 0 if weights is None else _WEIGHT.itemsize * int(ends[-1])
     with writing(path, num_bytes), path.open("wb") as file:
 
         def write(content: bytes) -> None:
@@ -130,15 +145,17 @@ def write_rows(
         write(b"\0" * (-4 * int(ends[-1]) % _NUMBER.itemsize))
         write(ends[rows.starts].astype(_NUMBER).tobytes())
         write(places[rows.order].astype(_NUMBER).tobytes())
+        for chunk in () if weights is None else _in_order(weights, begins, rows.order):
+            write(chunk.astype(_WEIGHT).tobytes())
         file.flush()
         os.fsync(file.fileno())
 
 
 def _in_order(
-    tokens: Tokens, begins: NDArray[np.int64], order: NDArray[np.int64]
-) -> Iterator[Tokens]:
-    """Yields the tokens of samples in an order, in parts of about a million."""
-    part: list[Tokens] = []
+    tokens: NDArray[_Kind], begins: NDArray[np.int64], order: NDArray[np.int64]
+) -> Iterator[NDArray[_Kind]]:
+    """Yields the tokens of samples, or their weights, in an order, in parts of about a million."""
+    part: list[NDArray[_Kind]] = []
     size = 0
     for number in order:
         part.append(tokens[begins[number] : begins[number + 1]])
@@ -173,7 +190,8 @@ class RowFile:
         self._tokens = content[: layout.tokens * _TOKEN.itemsize].view(_TOKEN)
         samples_at = layout.samples_at
         self._starts = content[layout.rows_at : samples_at].view(_NUMBER)
-        self._places = content[samples_at:].view(_NUMBER).reshape(-1, 2)
+        self._places = content[samples_at : layout.weights_at].view(_NUMBER).reshape(-1, 2)
+        self._weights = content[layout.weights_at :].view(_WEIGHT)
 
     def row(self, number: int) -> Tokens:
         """Returns a row's tokens with marks, copied out of the file.
@@ -181,13 +199,31 @@ class RowFile:
         Raises:
             StateError: the file has changed since its preparation.
         """
+        first, end = self._span(number)
+        self._check(first * _TOKEN.itemsize, end * _TOKEN.itemsize)
+        return self._tokens[first:end].astype(np.uint32)
+
+    def weights(self, number: int) -> Weights | None:
+        """Returns the weights of a row's tokens, copied out of the file; None without weights.
+
+        Raises:
+            StateError: the file has changed since its preparation.
+        """
+        if not self.layout.weighted:
+            return None
+        first, end = self._span(number)
+        place = self.layout.weights_at
+        self._check(place + first * _WEIGHT.itemsize, place + end * _WEIGHT.itemsize)
+        return self._weights[first:end].astype(np.float32)
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """Returns the first token of a row in the file, and the end."""
         place = self.layout.rows_at + number * _NUMBER.itemsize
         self._check(place, place + 2 * _NUMBER.itemsize)
         first, end = self._starts[number : number + 2].tolist()
         if not 0 <= first < end <= min(self.layout.tokens, first + self.layout.length):
             raise StateError(f"file of rows {self._path}: row {number} is damaged")
-        self._check(first * _TOKEN.itemsize, end * _TOKEN.itemsize)
-        return self._tokens[first:end].astype(np.uint32)
+        return first, end
 
     def places(self, row: int) -> list[tuple[int, int, int]]:
         """Returns source, record and number of tokens of each sample of a row.
@@ -224,8 +260,14 @@ class RowFile:
             self._checksums.check(start, stop)
 
 
-def batch_of(rows: Sequence[Tokens], length: int, pad: int) -> MicroBatch:
-    """Returns the micro-batch of rows of marked tokens, (rows, length).
+def batch_of(
+    rows: Sequence[Tokens],
+    length: int,
+    pad: int,
+    weights: Sequence[Weights | None] | None = None,
+) -> MicroBatch:
+    """Returns the micro-batch of rows of marked tokens, (rows, length). ``weights`` are those of
+    each row's tokens; a label has the weight of its token.
 
     A label is the next token of the same sample where this token counts, else -100. With several
     samples in a row, positions restart at 0 and attention stays inside a sample. Ids ``pad`` behind
@@ -240,9 +282,21 @@ def batch_of(rows: Sequence[Tokens], length: int, pad: int) -> MicroBatch:
         counts = (row[1:] & COUNTS != 0) & ~begins[number, 1 : len(row)]
         places = np.flatnonzero(counts)
         labels[number, places] = inputs[number, places + 1]
+    batch = MicroBatch(input_ids=inputs, labels=labels, label_weights=_of_labels(labels, weights))
     if not begins.any():
-        return MicroBatch(input_ids=inputs, labels=labels)
+        return batch
     positions, documents = places_in_documents(begins)
-    return MicroBatch(
-        input_ids=inputs, labels=labels, position_ids=positions, document_ids=documents
-    )
+    return replace(batch, position_ids=positions, document_ids=documents)
+
+
+def _of_labels(
+    labels: NDArray[np.int64], weights: Sequence[Weights | None] | None
+) -> Weights | None:
+    """Returns the weight of each label, (rows, length), 0 where nothing counts; None without."""
+    if not weights or any(row is None for row in weights):
+        return None
+    of_labels = np.zeros(labels.shape, dtype=np.float32)
+    for number, row in enumerate(weights):
+        assert row is not None
+        of_labels[number, : len(row) - 1] = row[1:]
+    return np.where(labels == IGNORED_LABEL, np.float32(0.0), of_labels)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config.data import DataConfig
+from penstock.config.values import WEIGHTED
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.conversation import checked_variables, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
@@ -27,10 +28,11 @@ from penstock.models.data.chat.masks import (
     encoded,
 )
 from penstock.models.data.chat.templates import MODEL, Template, chosen_template, named_template
+from penstock.models.data.chat.weights import with_weights
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
 from penstock.models.data.reading.record import Record
 from penstock.models.data.rows.origins import Origin
-from penstock.models.data.rows.row_file import BEGINS, COUNTS, ID, Tokens, marked
+from penstock.models.data.rows.row_file import BEGINS, COUNTS, ID, Tokens, Weights, marked
 
 _Batch = list[tuple[int, list[Prepared]]]
 """Numbers of records, and their samples before the encoding."""
@@ -145,11 +147,14 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbered:
-    """The marked tokens of a sample, with its source and the record in the source, both from 0."""
+    """The marked tokens of a sample, with its source and the record in the source, both from 0.
+    ``weights`` are those of the tokens; None without.
+    """
 
     tokens: Tokens
     source: int
     record: int
+    weights: Weights | None = None
 
 
 @dataclass(slots=True)
@@ -231,7 +236,10 @@ class SampleStream:
         way = self.way
         try:
             request = request_of(record.place, fields, origin.form)
-            return drafts_of(request, way.encoder, way.template, way.choices)
+            drafts = drafts_of(request, way.encoder, way.template, way.choices)
+            if self.data.objective == WEIGHTED:
+                return with_weights(drafts, record.place, fields, origin.form)
+            return drafts
         except ConfigError:
             if self.data.bad_records == "refuse":
                 raise
@@ -256,12 +264,17 @@ class SampleStream:
             )
         tally.lost += sample.lost
         tally.lengths.append(length)
+        weights = _weights_of(sample) if self.data.objective == WEIGHTED else None
+        first = 0
         for part in self._cut(sample.place, tokens):
+            # Parts follow one another from the sample's start.
+            of_part = None if weights is None else weights[first : first + len(part)]
+            first += len(part)
             # TRL leaves these samples out of rows of one sample, and packs them into other rows.
             if self.data.packing == "none" and not (part & np.uint32(COUNTS)).any():
                 tally.uncounted += 1
                 continue
-            yield Numbered(tokens=part, source=source, record=record)
+            yield Numbered(tokens=part, source=source, record=record, weights=of_part)
 
     def _cut(self, place: str, tokens: Tokens) -> list[Tokens]:
         """Returns the parts of a sample to train on; counts what is lost."""
@@ -285,6 +298,13 @@ class SampleStream:
                 return parts
         tally.truncated += 1
         return [tokens[:most]]
+
+
+def _weights_of(sample: Sample) -> Weights:
+    """Returns the weight of each token of a sample."""
+    if sample.weights is None:
+        return np.full(len(sample.ids), sample.weight, dtype=np.float32)
+    return np.array(sample.weights, dtype=np.float32)
 
 
 def _size(draft: Prepared) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.schema import Config
+from penstock.config.values import RECORD_OBJECTIVES, WEIGHTED
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, writing
 from penstock.models.data.cache import Made, NewFile, TokenCache, cached, key_of
@@ -28,7 +30,7 @@ from penstock.models.data.reading.record import TEXT, is_chat
 from penstock.models.data.reading.records import records
 from penstock.models.data.rows.origins import Origin, origins_of
 from penstock.models.data.rows.packing import Packing, alone, best_fit
-from penstock.models.data.rows.row_file import RowLayout, count_counted, write_rows
+from penstock.models.data.rows.row_file import RowLayout, Weights, count_counted, write_rows
 from penstock.models.data.rows.samples import Numbered, SampleStream, Way
 from penstock.models.data.rows.wrapped import wrapped_text
 from penstock.models.data.sources import PLAIN_TEXT, find_source, format_of
@@ -52,20 +54,23 @@ _FORMAT = 1
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Drawn:
     """Samples on disk: marked tokens, the place of each sample in them, (samples + 1,), and its
-    source and record, (samples, 2).
+    source and record, (samples, 2). ``weights``: those of the tokens; None without.
     """
 
     tokens: NDArray[np.uint32]
     begins: NDArray[np.int64]
     places: NDArray[np.int64]
+    weights: Weights | None = None
 
     def part(self, first: int, end: int) -> _Drawn:
         """Returns the samples ``first`` to ``end - 1``."""
         begins = self.begins[first : end + 1]
+        span = slice(int(begins[0]), int(begins[-1]))
         return _Drawn(
-            tokens=self.tokens[begins[0] : begins[-1]],
+            tokens=self.tokens[span],
             begins=begins - begins[0],
             places=self.places[first:end],
+            weights=None if self.weights is None else self.weights[span],
         )
 
 
@@ -143,7 +148,8 @@ def makes_rows(config: Config) -> bool:
             records.
     """
     data = config.data
-    if data.packing in (Packing.NONE.value, Packing.BEST_FIT.value):
+    chosen = data.packing in (Packing.NONE.value, Packing.BEST_FIT.value)
+    if chosen or data.objective in RECORD_OBJECTIVES:
         return True
     if data.sources:
         return data.packing != Packing.WRAPPED.value
@@ -218,7 +224,10 @@ class RowSources:
     def _key_parts(self, origins: Sequence[Origin]) -> list[Any]:
         """Returns all that decides the rows, next to the bytes of the records."""
         data = self._config.data
+        # Rows that were made before other objectives existed keep their fingerprint.
+        objective = [data.objective] if data.objective in RECORD_OBJECTIVES else []
         return [
+            *objective,
             _FORMAT,
             tokenizer_sum(self._tokenizer),
             self._way.key,
@@ -310,8 +319,11 @@ class RowSources:
         stream = SampleStream(config.data, origins, self._way, config.run.seed, pace)
         first = next(iter(paths.values()))
         temporary = first.with_name(f".samples.{os.getpid()}.tmp")
+        weights = None
+        if config.data.objective == WEIGHTED:
+            weights = first.with_name(f".weights.{os.getpid()}.tmp")
         try:
-            drawn = _drawn(stream, temporary)
+            drawn = _drawn(stream, temporary, weights)
             tally = stream.tally.to_json()
             count = len(drawn.places)
             held = max(1, round(count * config.data.eval_fraction)) if len(paths) > 1 else 0
@@ -331,6 +343,8 @@ class RowSources:
             return {path: self._write(part, path, tally) for path, part in parts.items()}
         finally:
             temporary.unlink(missing_ok=True)
+            if weights is not None:
+                weights.unlink(missing_ok=True)
 
     def _write(self, drawn: _Drawn, path: Path, tally: dict[str, Any]) -> dict[str, Any]:
         """Writes the file of rows of a split, and its checksums; returns its fields."""
@@ -348,6 +362,7 @@ class RowSources:
             length=data.sequence_length,
             pad=self._way.pad,
             packing=self._packing.value,
+            weighted=drawn.weights is not None,
         )
         if not layout.counted:
             raise ConfigError(
@@ -356,7 +371,13 @@ class RowSources:
             )
         with NewFile(path) as file:
             write_rows(
-                file.temporary, drawn.tokens, drawn.begins, drawn.places, rows, hasher.update
+                file.temporary,
+                drawn.tokens,
+                drawn.begins,
+                drawn.places,
+                rows,
+                hasher.update,
+                drawn.weights,
             )
             sums = hasher.write(file.sums)
             file.keep()
@@ -378,22 +399,33 @@ def _sums(origins: Sequence[Origin]) -> list[str]:
         raise ConfigError(f"data: cannot read {error.filename}: {reason(error)}") from error
 
 
-def _drawn(stream: Iterable[Numbered], path: Path) -> _Drawn:
-    """Writes the marked tokens of samples to a temporary file; returns them mapped.
+def _drawn(stream: Iterable[Numbered], path: Path, weights_path: Path | None = None) -> _Drawn:
+    """Writes the marked tokens of samples to a temporary file, and weights to another; returns them
+    mapped.
 
     Raises:
         CapacityError, ConfigError: the file cannot be written.
     """
     begins, places = array("q", [0]), array("q")
-    with writing(path, 0), path.open("wb") as file:
+    with ExitStack() as stack:
+        stack.enter_context(writing(path, 0))
+        file = stack.enter_context(path.open("wb"))
+        other = None if weights_path is None else stack.enter_context(weights_path.open("wb"))
         for numbered in stream:
             file.write(numbered.tokens.tobytes())
+            if other is not None:
+                assert numbered.weights is not None
+                other.write(numbered.weights.tobytes())
             begins.append(begins[-1] + len(numbered.tokens))
             places.extend((numbered.source, numbered.record))
     count = begins[-1]
     tokens = np.memmap(path, dtype=np.uint32, mode="r") if count else np.empty(0, np.uint32)
+    weights: Weights | None = None
+    if weights_path is not None:
+        weights = np.memmap(weights_path, np.float32, "r") if count else np.empty(0, np.float32)
     return _Drawn(
         tokens=tokens,
+        weights=weights,
         begins=np.frombuffer(begins, dtype=np.int64),
         places=np.frombuffer(places, dtype=np.int64).reshape(-1, 2),
     )

@@ -1,0 +1,121 @@
+"""Losses of runs with other objectives against a plain torch loop over the records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from tests.data.sft import make as sft
+from tests.system import conftest as H
+
+STEPS, BATCH, LENGTH, RATE, DECAY = 6, 4, 48, 0.002, 0.1
+TOLERANCE = 1e-6
+
+
+def settings(folder: Path, records: list[dict[str, Any]], **sections: Any) -> dict[str, Any]:
+    """Keys of a run on records, in their order."""
+    logging.disable_progress_bar()  # its monitor is a thread that stays
+    sft.save(folder / "model", "qwen2_5")
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    made: dict[str, Any] = {
+        "model": {"hf": None, "path": str(folder / "model"), "dtype": "fp32"},
+        "data": {
+            "path": str(path),
+            "tokenizer": None,
+            "sequence_length": LENGTH,
+            "packing": "none",
+            "shuffle": False,
+        },
+        "train": {"steps": STEPS, "global_batch": BATCH, "micro_batch": 2, "clip_grad_norm": None},
+        "optimizer": {
+            "lr": RATE,
+            "betas": [0.9, 0.999],
+            "weight_decay": DECAY,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "min_lr": 0.0,
+        },
+    }
+    return H.merge(made, sections)
+
+
+class PlainLoop:
+    """transformers' model and torch's AdamW, which leaves vectors without weight decay."""
+
+    def __init__(self, folder: Path) -> None:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = loaded.train()
+        named = dict(self.model.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in named.values() if p.ndim >= 2]},
+                {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=RATE,
+            betas=(0.9, 0.999),
+            weight_decay=DECAY,
+        )
+
+    def log_probabilities(self, ids: list[int]) -> torch.Tensor:
+        """Log-probabilities of all tokens but the first, (tokens - 1,)."""
+        logits = self.model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    def step(self, loss: torch.Tensor) -> float:
+        """Takes a step down a loss; returns its value."""
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+
+def check(run_dir: Path, expected: list[float]) -> None:
+    """The run's losses are the expected ones."""
+    losses = [line["loss"] for line in H.metrics(run_dir)]
+    assert len(losses) == len(expected)
+    worst = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+    print(f"largest relative difference {worst:.2g}")
+    assert worst <= TOLERANCE, list(zip(losses, expected, strict=True))
+
+
+def weighted_records() -> list[dict[str, Any]]:
+    """Ready ids with labels and weights, some of which are negative or 0."""
+    rng, made = np.random.default_rng(8), []
+    for number in range(STEPS * BATCH):
+        length = 8 + int(rng.integers(40))
+        ids = rng.integers(0, 200, length).tolist()
+        prompt = 1 + number % 5
+        record = {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
+        weights = (rng.normal(size=length) + 0.8).round(3)
+        weights[prompt + 1] = 0.0
+        made.append(
+            record | {"weights": weights.tolist()} | ({"weight": 2.5} if number % 3 else {})
+        )
+    return made
+
+
+def test_weights_scale_the_losses_of_tokens(runner: H.Runner) -> None:
+    """Two devices, split backward and recomputation; the mean is over all tokens with a label."""
+    records = weighted_records()
+    data = {"objective": "weighted"}
+    schedule = {"scheme": "zb-h1", "recompute": "full"}
+    changes = settings(runner.root, records, data=data, schedule=schedule)
+    run_dir = runner.train(runner.configure("run", changes))
+    loop, losses = PlainLoop(runner.root / "model"), []
+    for first in range(0, len(records), BATCH):
+        total, counted = torch.zeros(()), 0
+        for record in records[first : first + BATCH]:
+            labels = torch.tensor(record["labels"][1:])
+            weights = torch.tensor(record["weights"][1:]) * record.get("weight", 1.0)
+            kept = labels != -100
+            total = total - (loop.log_probabilities(record["input_ids"]) * weights)[kept].sum()
+            counted += int(kept.sum())
+        losses.append(loop.step(total / counted))
+    check(run_dir, losses)
