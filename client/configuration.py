@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from penstock.client.convert.aliases import TRAINERS
 from penstock.config.schema import Config
-from penstock.config.words import Form, listed_fields, unknown_key
+from penstock.config.words import Form, listed_fields, section_in, unknown_key
 from penstock.daemons.node.preparing.changes import resume_rule
 from penstock.host.errors import ConfigError
 
@@ -128,7 +128,7 @@ def json_schema() -> str:
         for old in _section(name).model_fields.keys() - listed_fields(_section(name)).keys():
             del schema["properties"][name]["properties"][old]
         forms = [schema["properties"][name]]
-        if not field.is_required():
+        if not field.is_required() and "anyOf" not in forms[0]:
             forms.append({"type": "null"})
         if name == "schedule":
             forms.append(definitions["ScheduleConfig"]["properties"]["scheme"])
@@ -160,12 +160,14 @@ def _plain(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def _section(name: str) -> type[BaseModel]:
-    section: type[BaseModel] = Config.model_fields[name].annotation  # type: ignore[assignment]  # all are
+    section = section_in(Config.model_fields[name].annotation)
+    assert section is not None, "all are"
     return section
 
 
 def _section_doc(name: str) -> str:
-    return " ".join((_section(name).__doc__ or "").split())
+    described = Config.model_fields[name].description or ""
+    return " ".join(f"{_section(name).__doc__} {described}".split())
 
 
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from penstock.config.adapter import AdapterConfig
 from penstock.config.data import DataConfig
 from penstock.config.evaluation import EVAL, EvalConfig, EvaluationMetric, EvaluationSet, Judge
 from penstock.config.execution import (
@@ -35,7 +36,7 @@ from penstock.config.training import (
     RunConfig,
     TrainConfig,
 )
-from penstock.config.values import AUTO, BYTE, CHOSEN_LATER
+from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, Accepts
 from penstock.config.words import (
     NO_TRANSLATION,
     Section,
@@ -53,6 +54,9 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     model: ModelConfig
+    adapter: Annotated[
+        AdapterConfig | None, Accepts("a mapping such as {r: 16, alpha: 32}, {} or null")
+    ] = Field(default=None, description="A section of defaults is {}.")
     data: DataConfig
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -70,6 +74,15 @@ class Config(Section):
             raise ValueError(
                 f"data.passes {passes:g} and train.epochs {epochs:g} both set the passes over the"
                 " data; remove data.passes, an older key for the alert alone"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trained_by_an_adapter(self) -> Config:
+        if self.adapter is not None and self.train.only:
+            raise ValueError(
+                f"train.only {list(self.train.only)}: adapter trains its own parameters and those"
+                " of adapter.modules_to_save; remove train.only, or name whole modules there"
             )
         return self
 

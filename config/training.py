@@ -212,6 +212,15 @@ class TrainConfig(Section):
         default=(),
         description="Regular expressions: parameters with a matching name are not trained.",
     )
+    only: Annotated[
+        tuple[str, ...],
+        AfterValidator(check_patterns),
+        Accepts("a list of regular expressions such as [^lm_head]"),
+    ] = Field(
+        default=(),
+        description="Regular expressions: only parameters with a matching name are trained, in"
+        " place of `freeze`. Not with `adapter`, which trains its own.",
+    )
     eval_every: Steps = Field(default=0, ge=0, description="Steps between evaluations; 0: never.")
     eval_batches: Annotated[int, Unit("global batches")] = Field(
         default=2, ge=1, description="Batches of the held-out data in an evaluation."
@@ -254,6 +263,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f"train.steps {self.steps} and train.epochs {self.epochs:g} both set the length of"
                 " the run; remove one (train.epochs: null leaves the steps)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> TrainConfig:
+        if self.only and self.freeze:
+            raise ValueError(
+                f"train.only {list(self.only)} and train.freeze {list(self.freeze)} both choose the"
+                " parameters that are trained; remove one"
             )
         return self
 

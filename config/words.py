@@ -160,8 +160,8 @@ def check_booleans(form: Form, value: Any) -> None:
     Raises:
         PydanticCustomError: for the validator that called; :func:`explain` finds the words.
     """
-    if _is_section(form.annotation) or form.accepts_booleans:
-        return
+    if section_in(form.annotation) is not None or form.accepts_booleans:
+        return  # A section checks its own values.
     parts = value.values() if isinstance(value, dict) else value
     parts = parts if isinstance(value, (dict, list, tuple)) else (value,)
     if any(isinstance(part, bool) for part in parts):
@@ -222,7 +222,8 @@ def _complaint(details: ErrorDetails, root: type[BaseModel], translation: Transl
     if details["type"] == "value_error":
         words = details["msg"].removeprefix("Value error, ")
         # What a section objects to names its keys itself.
-        return words if _is_section(form.annotation) else f"{_value(place, details)}: {words}"
+        section = section_in(form.annotation)
+        return words if section is not None else f"{_value(place, details)}: {words}"
     missing = details["type"] == "missing"
     if missing and not isinstance(location[-1], int):
         return f"{_key(place)}: is missing; accepted is {form}"
@@ -287,7 +288,7 @@ def unknown_key(
     if answer is not None:
         return f"{_key(location)}: unknown key; {answer}"
     place, form = _find(location[:-1], root)
-    if not _is_section(form.annotation):
+    if section_in(form.annotation) is None:
         return f"{_key(location)}: unknown key; {_key(place)} is {form}"
     known = list(listed_fields(form.annotation))
     name = _cut(str(location[-1]))
@@ -322,12 +323,21 @@ def keys_of(root: type[BaseModel]) -> dict[str, str]:
 
 def listed_fields(section: Any) -> dict[str, FieldInfo]:
     """Returns the keys of a section without old ones; none for any other annotation."""
-    fields = section.model_fields if _is_section(section) else {}
+    kind = section_in(section)
+    fields = {} if kind is None else kind.model_fields
     return {
         name: field
         for name, field in fields.items()
         if not any(isinstance(item, Old) for item in field.metadata)
     }
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Returns the section of an annotation, which may leave the choice of null; None: it has
+    none.
+    """
+    members = (member.annotation for member in Form.of(annotation).members)
+    return next((member for member in members if _is_section(member)), None)
 
 
 def _is_section(annotation: Any) -> bool:

@@ -134,7 +134,7 @@ def _prepare_model(
         # Keys that change no file, with the values that runs of older versions have.
         model | {"compile": False},
         file_stamps([config.model.path / "config.json"]) if config.model.path else None,
-        [config.data.sequence_length, list(config.train.freeze), vocab_size, eos],
+        [config.data.sequence_length, *_chosen(config), vocab_size, eos],
         config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),
         [version(package) for package in ("torch", "transformers")],
     )
@@ -161,7 +161,8 @@ def _prepare_model(
             source = FolderWeights.find(path, hf_config, progress)
     skeleton = build_skeleton(hf_config) if source is None else source.skeleton
     previous = RunDirectory(run_dir).table if kept else None
-    table = build_table(config, hf_config, skeleton, previous=previous)
+    adapted = skeleton if config.adapter is None else build_skeleton(hf_config, config.adapter)
+    table = build_table(config, hf_config, adapted, previous=previous)
     meta: dict[str, Any] = {"fingerprint": fingerprint}
     if source is not None:
         source.check(table, progress)
@@ -175,6 +176,15 @@ def _prepare_model(
     write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
     write_atomically(run_dir / "table.json", table.to_json())
     write_atomically(directory / "meta.json", json.dumps(meta))
+
+
+def _chosen(config: Config) -> list[Any]:
+    """Returns the keys that choose the trained parameters; newer ones only where they are given, as
+    older runs have a fingerprint without them.
+    """
+    adapter = None if config.adapter is None else config.adapter.model_dump(mode="json")
+    newer = [list(config.train.only)] if config.train.only else []
+    return [list(config.train.freeze), *newer, *([] if adapter is None else [adapter])]
 
 
 def observe(config: Config, run_dir: Path, progress: Progress) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 import torch
 
+from penstock.config.adapter import AdapterConfig
 from penstock.host.errors import StateError
 from penstock.models.binding import (
     TORCH_DTYPES,
@@ -122,6 +123,7 @@ class ModelRuntime:
         compiler: Compiler | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
         label_smoothing: float = 0.0,
+        adapter: AdapterConfig | None = None,
     ) -> None:
         """Builds the model's modules on ``device``, without parameters.
 
@@ -129,6 +131,7 @@ class ModelRuntime:
         the layers, and sets torch's options for the process (:mod:`penstock.models.compiled`).
         None: layers run uncompiled. ``constants`` are the model's persistent buffers by name;
         without them, those of a new model. ``label_smoothing``: the share of training losses.
+        ``adapter``: the adapters that ``table`` has tensors of.
 
         Raises:
             ConfigError: the model cannot be taken apart, or ``table`` describes another one.
@@ -138,7 +141,7 @@ class ModelRuntime:
         self._device = torch.device(device)
         self._seed, self._compute_dtype = seed, compute_dtype
         self._label_smoothing = label_smoothing
-        skeleton = build_skeleton(hf_config)
+        skeleton = build_skeleton(hf_config, adapter)
         check_same_parts(skeleton, table)
         self._buffers: list[torch.Tensor] = []
         for module in skeleton.model.modules():

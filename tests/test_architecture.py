@@ -62,6 +62,7 @@ FLOORS = {
         attention data device_facts step gpu
         torch_device
         loss
+        adapters
         surgery
         binding
         checkpoints compiled saved_activations split_backward

@@ -226,7 +226,7 @@ class WorkerSite:
         from penstock.models.attention import graphs_folder
         from penstock.models.checkpoints.constants import read_constants
         from penstock.models.compiled import Compiler
-        from penstock.models.surgery.hf import load_run_config
+        from penstock.models.surgery.hf import load_run_adapter, load_run_config
 
         hf_config, model = load_run_config(self.run_dir), self.config.model
         cache = graphs_folder(self.run_dir, model.attention)
@@ -240,6 +240,7 @@ class WorkerSite:
             compiler=compiler if model.compile is True else None,
             constants=read_constants(self.run_dir),
             label_smoothing=self.config.train.label_smoothing,
+            adapter=load_run_adapter(self.run_dir),
         )
 
 

@@ -204,9 +204,9 @@ def read_rules(run: RunDirectory) -> Rules:
     """
     blocks = tuple(b.index for b in run.table.blocks if b.trainable_elements)
     if not blocks:
-        raise ConfigError(
-            f"train.freeze = {list(run.config.train.freeze)} leaves no trainable parameter"
-        )
+        train = run.config.train
+        key, patterns = ("only", train.only) if train.only else ("freeze", train.freeze)
+        raise ConfigError(f"train.{key} = {list(patterns)} leaves no trainable parameter")
     nodes = run.config.cluster.nodes
     owners = ownership(run.config, run.table, run.plan)
     return Rules(

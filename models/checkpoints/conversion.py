@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from penstock.host.errors import StateError, reason
+from penstock.models.adapters.settings import is_adapter_tensor
 from penstock.models.checkpoints.checkpoint import Checkpoint, Header
 from penstock.models.checkpoints.files import few
 from penstock.models.surgery.composite import Composite
@@ -183,7 +184,7 @@ class Weights:
             spec.name: block.name
             for block in table.blocks
             for spec in block.tensors
-            if self._find(spec.name) is None
+            if not is_adapter_tensor(spec.name) and self._find(spec.name) is None
         }
 
     def check(self, table: BlockTable) -> None:
@@ -196,6 +197,8 @@ class Weights:
         if missing:
             raise self._missing(missing)
         for spec in (spec for block in table.blocks for spec in block.tensors):
+            if is_adapter_tensor(spec.name):
+                continue
             name = self._find(spec.name)
             assert name is not None
             if self._shapes[name] != spec.shape:
@@ -208,7 +211,8 @@ class Weights:
 
     def read(self, block: BlockSpec, dtype: DType) -> dict[str, torch.Tensor]:
         """Returns the own tensors of a block by name, in fp32 and in the table's shapes; each is
-        read from the files once. ``dtype`` is the type that the run stores.
+        read from the files once. Those of adapters are left out. ``dtype`` is the type that the run
+        stores.
 
         Raises:
             StateError: a tensor is missing, or its file is damaged, or it has a number that is not
@@ -217,6 +221,8 @@ class Weights:
         made: dict[str, torch.Tensor] = {}
         tensors = {}
         for spec in block.tensors:
+            if is_adapter_tensor(spec.name):
+                continue
             name = self._find(spec.name)
             if name is None:
                 raise self._missing({spec.name: block.name})

@@ -16,6 +16,8 @@ from transformers import PretrainedConfig
 
 from penstock.config.schema import Config
 from penstock.host.errors import ConfigError
+from penstock.models.adapters.modules import drawn
+from penstock.models.adapters.settings import is_adapter_tensor
 from penstock.models.binding import pack, unpack
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights
@@ -46,16 +48,28 @@ def initial_blocks(
             number that is not finite, or not finite in the run's type.
     """
     skeleton = build_skeleton(hf_config)
+    seed = config.run.seed
     if config.model.path is None:
         for block in blocks:
-            yield block, _drawn(skeleton, table.blocks[block], config.run.seed)
+            spec = table.blocks[block]
+            yield block, _drawn(skeleton, spec, seed) | _adapters(spec, seed)
         return
     files = chosen_files(config.model.path, hf_config) if files is None else files
     composite = folder_composite(config.model.path)
     weights = Weights(skeleton, Checkpoint(config.model.path, files), composite)
     weights.check(table)
     for block in blocks:
-        yield block, weights.read(table.blocks[block], table.weight_dtype)
+        spec = table.blocks[block]
+        yield block, weights.read(spec, table.weight_dtype) | _adapters(spec, seed)
+
+
+def _adapters(block: BlockSpec, seed: int) -> dict[str, torch.Tensor]:
+    """Returns new tensors of a block's adapters."""
+    return {
+        spec.name: drawn(spec.name, spec.shape, seed)
+        for spec in block.tensors
+        if is_adapter_tensor(spec.name)
+    }
 
 
 def _drawn(skeleton: Skeleton, block: BlockSpec, seed: int) -> dict[str, torch.Tensor]:

@@ -138,6 +138,7 @@ class _Model:
             seed=0,
             compiler=compiler,
             label_smoothing=self.config.train.label_smoothing,
+            adapter=self.config.adapter,
         )
 
 

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
+from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import Config
 from penstock.config.values import MASKED, NEXT_TOKEN, ROW_OBJECTIVES
 from penstock.host.errors import ConfigError, StateError, reason
@@ -172,6 +173,15 @@ def load_run_config(run_dir: Path) -> PretrainedConfig:
         return read_hf_config(run_dir / "model")
     except ConfigError as error:
         raise StateError(f"{error} (written by penstock.models.prepare; start again)") from error
+
+
+def load_run_adapter(run_dir: Path) -> AdapterConfig | None:
+    """Returns the settings of a run's adapters; None: the run trains the model itself.
+
+    Raises:
+        ConfigError: the run has no configuration.
+    """
+    return RunDirectory(run_dir).config.adapter
 
 
 def _from_mapping(

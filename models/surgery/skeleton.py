@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from penstock.config.adapter import AdapterConfig
 from penstock.host.errors import ConfigError, reason
+from penstock.models.adapters.modules import inject
+from penstock.models.adapters.settings import Adapter, resolved
 from penstock.models.surgery.probe import children_around, observe_order, refused
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ class Skeleton:
     ``before`` and ``after`` name the modules with parameters that run before the first and after
     the last layer. ``embeds_alone`` or ``finishes_alone`` names a module that does all of that
     work. ``layer_results``: the length of the tuple that the decoder expects of a layer, 0 for
-    hidden states alone.
+    hidden states alone. ``adapter``: the adapters in the model's modules.
     """
 
     model: Any
@@ -72,6 +75,7 @@ class Skeleton:
     finishes_alone: str | None
     layer_results: int
     parts: tuple[Part, ...]
+    adapter: Adapter | None
 
     @property
     def decoder(self) -> nn.Module:
@@ -115,15 +119,20 @@ class Skeleton:
         return names
 
 
-def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
+def build_skeleton(hf_config: PretrainedConfig, adapter: AdapterConfig | None = None) -> Skeleton:
     """Builds the model of a configuration on the meta device and finds its parts.
 
-    The model predicts masked tokens if :func:`predicts_masked` is true, else the next one.
+    The model predicts masked tokens if :func:`predicts_masked` is true, else the next one. Its
+    modules get the adapters of ``adapter``.
 
     Raises:
-        ConfigError: the model cannot be built, or does not run layer after layer.
+        ConfigError: the model cannot be built, or does not run layer after layer, or ``adapter``
+            names modules that it lacks.
     """
     model = _build_on_meta(hf_config)
+    adapters = None if adapter is None else resolved(adapter, model)
+    if adapters is not None:
+        inject(model, adapters)
     with refused(
         lambda error: (
             f"model: type {model.config.model_type!r} cannot be taken apart into layers"
@@ -131,10 +140,10 @@ def build_skeleton(hf_config: PretrainedConfig) -> Skeleton:
         )
     ):
         _check_kind(model)
-        return _taken_apart(model)
+        return _taken_apart(model, adapters)
 
 
-def _taken_apart(model: Any) -> Skeleton:
+def _taken_apart(model: Any, adapter: Adapter | None) -> Skeleton:
     rebuild_buffers(model)
     decoder_path, layers_name = _find_layers(model)
     decoder = model.get_submodule(decoder_path)
@@ -150,6 +159,7 @@ def _taken_apart(model: Any) -> Skeleton:
         finishes_alone=order.finishes_alone,
         layer_results=order.layer_results,
         parts=parts,
+        adapter=adapter,
     )
 
 

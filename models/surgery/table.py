@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from penstock.config.schema import Config
+from penstock.config.training import TrainConfig
 from penstock.host.errors import ConfigError
+from penstock.models.adapters.settings import Adapter
 from penstock.models.loss import loss_rows
 from penstock.models.surgery.positions import check_positions
 from penstock.models.surgery.skeleton import (
@@ -36,20 +38,20 @@ def build_table(
 ) -> BlockTable:
     """Returns the model of ``hf_config`` as blocks: embedding, each layer, final norm + head.
 
-    ``skeleton`` is that model if it has been built already. ``previous``: the table of a run that
-    has trained; the run keeps the chunks of its loss.
+    ``skeleton`` is that model, with its adapters, if it has been built already. ``previous``: the
+    table of a run that has trained; the run keeps the chunks of its loss.
 
     Trainable tensors of a block lie in state-dict order, those with weight decay (two or more axes)
     first. A tied tensor belongs to the first block that uses it; later ones borrow it.
 
     Raises:
-        ConfigError: the architecture cannot be cut into blocks, sequences are longer than its table
-            of positions, or ``train.freeze`` matches no parameter or every one.
+        ConfigError: the architecture cannot be cut into blocks, or its table of positions is too
+            short for the sequences. Or a pattern matches no parameter, or nothing is left to train.
     """
-    skeleton = build_skeleton(hf_config) if skeleton is None else skeleton
+    skeleton = build_skeleton(hf_config, config.adapter) if skeleton is None else skeleton
     check_positions(config, hf_config, skeleton)
     tied = skeleton.tied_names()
-    frozen = _frozen_names(config.train.freeze, tied)
+    frozen = _frozen_names(config.train, skeleton.adapter, tied)
     ties = _Ties.find(skeleton, tied, frozen)
     vocab_size = int(hf_config.vocab_size)
     costs = _Costs(
@@ -74,18 +76,24 @@ def build_table(
     return table
 
 
-def _frozen_names(patterns: Sequence[str], tied: dict[str, list[str]]) -> frozenset[str]:
-    """Returns the owners' names of the parameters that a pattern matches under any of their
-    names.
+def _frozen_names(
+    train: TrainConfig, adapter: Adapter | None, tied: dict[str, list[str]]
+) -> frozenset[str]:
+    """Returns the owners' names of the parameters that are not trained. A pattern matches a
+    parameter under any of its names.
     """
     names = [name for group in tied.values() for name in group]
-    check_matches("train.freeze", patterns, names)
-    frozen = frozenset(owner for owner, group in tied.items() if is_matched(patterns, group))
+    key, patterns = ("train.only", train.only) if train.only else ("train.freeze", train.freeze)
+    check_matches(key, patterns, names)
+    frozen = {o for o, group in tied.items() if is_matched(patterns, group) != bool(train.only)}
+    if adapter is not None:
+        frozen |= {o for o, group in tied.items() if not any(map(adapter.trains, group))}
     if len(frozen) == len(tied):
+        what = "of the adapter" if adapter is not None else "of the model"
         raise ConfigError(
-            f"train.freeze: {list(patterns)} freezes every parameter; nothing is left to train"
+            f"{key}: {list(patterns)} freezes every parameter {what}; nothing is left to train"
         )
-    return frozen
+    return frozenset(frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

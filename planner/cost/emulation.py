@@ -247,9 +247,14 @@ def _stored_block(block: BlockSpec, scale: float) -> BlockSpec:
 
 
 def _check_supported(config: Config) -> None:
-    if config.train.freeze:
+    for key in ("freeze", "only"):
+        if patterns := getattr(config.train, key):
+            raise ConfigError(
+                f"train.{key} = {list(patterns)}: emulated devices train every parameter"
+            )
+    if config.adapter is not None:
         raise ConfigError(
-            f"train.freeze = {list(config.train.freeze)}: emulated devices train every parameter"
+            "adapter: parameters of emulated devices have no names of a model; leave it out"
         )
     if config.optimizer.groups:
         raise ConfigError(

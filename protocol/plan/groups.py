@@ -73,8 +73,9 @@ def check_groups(table: BlockTable, groups: Sequence[GroupConfig]) -> None:
         if not members & trainable:
             near = near_names(" ".join(group.match), sorted(trainable))
             raise ConfigError(
-                f"{key}: {list(group.match)} matches only parameters that train.freeze keeps as"
-                f" they are; trained are parameters such as {', '.join(near)}"
+                f"{key}: {list(group.match)} matches only parameters that are not trained"
+                " (train.freeze, train.only, adapter); trained are parameters such as"
+                f" {', '.join(near)}"
             )
         if not members & free:
             raise ConfigError(

@@ -90,7 +90,8 @@ def test_every_key_says_what_is_wrong_and_what_would_do(key: str) -> None:
 @pytest.mark.parametrize("section", Config.model_fields)
 def test_sections_say_what_belongs_in_them(section: str) -> None:
     message = refusal({**MINIMAL, section: 7})
-    assert f"{section} = 7: accepted is a section with " in message
+    accepted = "a mapping such as" if section == "adapter" else "a section with"
+    assert f"{section} = 7: accepted is {accepted} " in message
     assert [word for word in FOREIGN if word in message] == []
 
 

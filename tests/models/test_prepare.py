@@ -209,7 +209,7 @@ def test_a_masked_token_file_needs_the_number_of_its_mask(tmp_path: Path) -> Non
                 "optimizer": {"groups": [{"match": "embed", "rate": 0.1}]},
                 "train": {"freeze": ["embed"]},
             },
-            r"groups.0.match: \['embed'\] matches only parameters that train.freeze keeps",
+            r"groups.0.match: \['embed'\] matches only parameters that are not trained",
         ),
         (
             {},

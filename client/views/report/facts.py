@@ -21,6 +21,7 @@ from penstock.client.views.run_view import early_end_of
 from penstock.client.views.trace.comparison import TraceOutputs, make_trace_report
 from penstock.client.views.trace.trace_report import TraceReport
 from penstock.config.schema import Config
+from penstock.config.words import section_in
 from penstock.daemons.node.endpoint import read_endpoint
 from penstock.daemons.node.preparing.software import Software
 from penstock.host.errors import ConfigError, PenstockError
@@ -212,8 +213,8 @@ def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
 def _defaults(section: type[BaseModel], prefix: str) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        kind = section_in(field.annotation)
+        if kind is not None and field.default is not None:
             pairs += _defaults(kind, f"{prefix}{name}.")
         elif not field.is_required():
             value = field.get_default(call_default_factory=True)

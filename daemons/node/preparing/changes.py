@@ -28,7 +28,10 @@ FIXED = {
     "run.seed": "the order of the data depends on it",
     "model": "the saved state belongs to the old model",
     "data": "the run's place in the data counts sequences of the old data",
-    "train.freeze": "it decides which parameters have an optimizer state",
+    "adapter": "it decides which tensors there are, and their factors",
+    **dict.fromkeys(
+        ("train.freeze", "train.only"), "it decides which parameters have an optimizer state"
+    ),
     "optimizer.name": "the saved moments belong to the old optimizer",
     "optimizer.grad_dtype": "it is part of the saved block table",
     "optimizer.rollback": "it decides which tensors the memory of the run holds",
@@ -39,7 +42,7 @@ FIXED = {
 
 FREE = (
     *("data.eval_path", "data.passes", "data.cache_limit"),
-    *("model.attention", "model.compile", "model.import_path"),
+    *("model.attention", "model.compile", "model.import_path", "adapter.dropout"),
 )
 """Exceptions to :data:`FIXED`."""
 
@@ -68,6 +71,7 @@ NOTES = {
     "train.clip_grad_norm": "from the next step on",
     "train.loss_mean": "the loss is the new mean from the next step on",
     "train.label_smoothing": "losses are smoothed so from the next step on",
+    "adapter.dropout": _NEXT,
     "model.attention": _ROUNDING,
     "model.compile": _ROUNDING,
     "schedule.recompute": _COMPILED,

@@ -19,7 +19,10 @@ from penstock.host.errors import ConfigError
 from penstock.protocol.plan.instructions import Forward
 from penstock.protocol.plan.plan import Plan
 
-_GRAPHS = ("model.", "data.", "train.micro_batch", "train.freeze", "cluster.device")
+_GRAPHS = (
+    *("model.", "adapter", "data.", "train.micro_batch", "train.freeze", "train.only"),
+    "cluster.device",
+)
 """Keys, or beginnings of keys, that compiled graphs depend on."""
 
 

@@ -453,10 +453,10 @@ def _changes(
 
 def _inputs_changed(changes: Sequence[Change]) -> bool:
     """Returns whether the block table or the token files follow from another configuration."""
-    keys = ("model.", "data.", "optimizer.grad_dtype", "optimizer.name")
+    keys = ("model.", "adapter", "data.", "optimizer.grad_dtype", "optimizer.name")
     return any(
         (change.key.startswith(keys) and change.key not in ("model.attention", "model.compile"))
-        or change.key in ("run.seed", "train.freeze", "train.eval_every", "eval.sets")
+        or change.key in ("run.seed", "train.freeze", "train.only", "train.eval_every", "eval.sets")
         or change.key in ("cluster.device", "emulation.scale")
         for change in changes
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.config.editing import edited
+from penstock.client.planning.editing import edited
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 

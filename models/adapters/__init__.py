@@ -1,0 +1,1 @@
+"""Low-rank adapters of a model (LoRA): their modules, places and numbers."""

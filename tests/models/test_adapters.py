@@ -1,0 +1,119 @@
+"""Adapted modules, ranks and factors are those of PEFT, whose classes are the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import AutoModelForCausalLM
+
+from penstock.config.adapter import AdapterConfig
+from penstock.host.errors import ConfigError
+from penstock.models.adapters.settings import is_adapter_tensor, resolved
+from penstock.models.surgery.skeleton import build_skeleton
+from tests.models.conftest import make_config, make_hf_config
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "list": {"r": 4, "alpha": 32, "targets": ["q_proj", "v_proj"]},
+    "regex": {"r": 2, "targets": r".*layers\.[02]\..*(q|k)_proj", "rslora": True},
+    "exclude": {"targets": "all-linear", "exclude": ["down_proj"]},
+    "exclude-regex": {"exclude": r".*\.mlp\..*"},
+    "patterns": {
+        "r": 4,
+        "rank_pattern": {"q_proj": 16, r"layers\.1\.mlp\.up_proj": 2},
+        "alpha_pattern": {"q_proj": 3, "down_proj": 64},
+        "rslora": True,
+    },
+    "embedding": {"r": 3, "targets": ["embed_tokens", "o_proj"]},
+    "saved": {"r": 3, "modules_to_save": ["lm_head", "norm"]},
+    "saved-layer": {"modules_to_save": ["mlp"]},
+}
+
+
+def peft_settings(given: AdapterConfig) -> LoraConfig:
+    """The same settings under PEFT's names."""
+
+    def names(value: Any) -> Any:
+        return value if isinstance(value, str) else list(value)
+
+    return LoraConfig(
+        r=given.r,
+        lora_alpha=given.alpha,
+        use_rslora=given.rslora,
+        target_modules=names(given.targets),
+        exclude_modules=names(given.exclude) or None,
+        modules_to_save=list(given.modules_to_save) or None,
+        rank_pattern=dict(given.rank_pattern),
+        alpha_pattern=dict(given.alpha_pattern),
+    )
+
+
+def our_name(name: str) -> str:
+    """The name in a block table of one of PEFT's parameters."""
+    for part in ("base_model.model.", ".default", ".modules_to_save", ".base_layer"):
+        name = name.replace(part, "")
+    return name
+
+
+@pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS)
+def test_modules_ranks_and_factors_are_those_of_peft(fields: dict[str, Any]) -> None:
+    given = AdapterConfig(**fields)
+    hf_config = make_hf_config(make_config("llama"))
+    ours = build_skeleton(hf_config, given)
+    theirs: Any = get_peft_model(AutoModelForCausalLM.from_config(hf_config), peft_settings(given))
+    layers = {our_name(n): m for n, m in theirs.named_modules() if isinstance(m, LoraLayer)}
+    assert ours.adapter is not None
+    assert {name: (a.r, a.scale) for name, a in ours.adapter.modules.items()} == {
+        name: (layer.r["default"], layer.scaling["default"]) for name, layer in layers.items()
+    }
+    trained = {our_name(n): tuple(p.shape) for n, p in theirs.named_parameters() if p.requires_grad}
+    assert trained == {
+        name: tuple(parameter.shape)
+        for name, parameter in ours.model.named_parameters()
+        if ours.adapter.trains(name)
+    }
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "qwen2", "mamba", "bert"])
+def test_tensors_have_their_blocks(model_type: str) -> None:
+    config = make_config(model_type)
+    skeleton = build_skeleton(make_hf_config(config), AdapterConfig())
+    names = [name for part in skeleton.parts for name in part.tensors]
+    assert any(is_adapter_tensor(name) for name in names)
+    plain = build_skeleton(make_hf_config(config))
+    kept = [name for name in names if not is_adapter_tensor(name)]
+    assert kept == [name for part in plain.parts for name in part.tensors]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no such target": ("llama", {"targets": ["q_prj"]}, r"'q_prj' matches no module.*q_proj"),
+    "no such regex": ("llama", {"targets": "nothing.*"}, "'nothing.*' matches no module"),
+    "norm": ("llama", {"targets": ["input_layernorm"]}, "is a LlamaRMSNorm; adapters are for"),
+    "all excluded": ("llama", {"targets": ["q_proj"], "exclude": ["q_proj"]}, "leave no module"),
+    "no such saved": ("llama", {"modules_to_save": ["lm_haed"]}, "'lm_haed' matches no.*lm_head"),
+    "act_fn": ("llama", {"modules_to_save": ["act_fn"]}, "has no parameters"),
+    "fused": ("mamba", {"targets": ["out_proj"]}, "fused kernels of mamba"),
+    "experts": ("mixtral", {}, "experts in one tensor"),
+    "expert": ("mixtral", {"targets": ["gate_up_proj"]}, "is a parameter, .*target_parameters"),
+}
+
+
+@pytest.mark.parametrize(("model_type", "fields", "words"), REFUSED.values(), ids=REFUSED)
+def test_settings_that_mean_something_else_are_refused(
+    model_type: str, fields: dict[str, Any], words: str
+) -> None:
+    model = build_skeleton(make_hf_config(make_config(model_type))).model
+    with pytest.raises(ConfigError, match=words):
+        resolved(AdapterConfig(**fields), model)
+
+
+def test_a_tied_head_is_not_saved() -> None:
+    hf_config = make_hf_config(make_config("llama"))
+    hf_config.tie_word_embeddings = True
+    with pytest.raises(ConfigError, match="are one tensor"):
+        build_skeleton(hf_config, AdapterConfig(modules_to_save=("lm_head",)))
