@@ -114,7 +114,6 @@ def test_answers_name_the_places_that_a_conversion_takes(tool: str, tmp_path: Pa
         ("cutoff_len=512", "write data.sequence_length (a whole number, 1 or more), and data."),
         ("model.lora=true", f"Penstock has no lora of TRL ({NO_LORA})"),
         ("lora_r=8", f"Penstock has no lora_r of TRL and Axolotl ({NO_LORA})"),
-        ("adapter=lora", f"Penstock has no adapter of Axolotl ({NO_LORA})"),
         ("model.bf16=true", "write model.dtype (fp32, bf16 or fp16) for bf16 of TRL, LLaMA"),
         ("train.warmup_ratio=0.1", "write optimizer.warmup_steps (a whole number of steps, or"),
         ("lr_scheduler_type=cosine", "write optimizer.schedule (cosine, linear, constant or wsd)"),

@@ -1,4 +1,4 @@
-"""Changes of a configuration's text: the values are the wanted ones, and comments stay."""
+"""Changes of a configuration's text: the values are the expected ones, and comments stay."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def changed(**sections: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def test_values_change_where_they_stand_and_comments_stay() -> None:
-    wanted = changed(
+    expected = changed(
         schedule={"scheme": "1f1b", "passes": ["keep-what-fits"], "replicas": 2},
         train={"steps": 3, "micro_batch": 4, "global_batch": 8},
         memory={"host_limit": "20G", "device_limit": 5},
         cluster={"workers": 2},
     )
-    text = edited(TEXT, wanted)
-    assert yaml.safe_load(text) == wanted
+    text = edited(TEXT, expected)
+    assert yaml.safe_load(text) == expected
     for words in (
         "# for the small machine\nrun: {name: mine}\n\nschedule:\n  # as we measured it\n",
         "  scheme: 1f1b    # the scheme\n  passes:\n    [keep-what-fits]\n  replicas: 2\n",
@@ -58,8 +58,8 @@ def test_values_change_where_they_stand_and_comments_stay() -> None:
 
 def test_a_section_may_be_one_word() -> None:
     text = "schedule: auto  # by the tuner\n"
-    wanted = {"schedule": {"scheme": "gpipe", "forward_stages": 2}}
-    assert edited(text, wanted) == (
+    expected = {"schedule": {"scheme": "gpipe", "forward_stages": 2}}
+    assert edited(text, expected) == (
         "schedule: {scheme: gpipe, forward_stages: 2}  # by the tuner\n"
     )
 
@@ -79,23 +79,23 @@ def test_nothing_to_change_leaves_the_text() -> None:
     ],
 )
 def test_values_are_right_however_the_text_is_written(text: str) -> None:
-    wanted = {**yaml.safe_load(text), "b": {"k": 5, "new": [1, "2"]}, "c": {"deep": {"x": 1.0e-5}}}
-    assert yaml.safe_load(edited(text, wanted)) == wanted
+    expected = {**yaml.safe_load(text), "b": {"k": 5, "new": [1, "2"]}, "c": {"deep": {"x": 1.0e-5}}}
+    assert yaml.safe_load(edited(text, expected)) == expected
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_any_change_of_an_example_comes_out(path: Path) -> None:
     text, draw = path.read_text(), random.Random(7)
     for _ in range(50):
-        wanted = yaml.safe_load(text)
-        for section in draw.sample(sorted(wanted), 3):
-            values = wanted[section]
+        expected = yaml.safe_load(text)
+        for section in draw.sample(sorted(expected), 3):
+            values = expected[section]
             for key in draw.sample(sorted(values), min(len(values) - 1, 2)):
                 if draw.random() < 0.4:
                     del values[key]
                 else:
                     values[key] = draw.choice([7, "a: b # c", None, ["x"], {"y": "~"}, 0.5])
             values["added"] = draw.choice([True, "true", "20G"])
-        new = edited(text, wanted)
-        assert yaml.safe_load(new) == wanted
+        new = edited(text, expected)
+        assert yaml.safe_load(new) == expected
         assert new.startswith(text.splitlines()[0]), "comments stay"

@@ -38,6 +38,7 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "client.planning.data_rows.read_rows": _TOOL,
         "client.planning.starting._summary": _TOOL,
         "client.planning.starting._measured": _TOOL,
+        "models.adapters.modules.drawn": _OWN,
         "models.data.rows.packing._rows_of": _OWN,
         "client.planning.starting._model_settings": "reads a user's config.json, refuses damage",
         "client.planning.starting._put_template": "searches for words; preparation reads the file",

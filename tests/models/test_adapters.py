@@ -1,4 +1,4 @@
-"""Adapted modules, ranks and factors are those of PEFT, whose classes are the reference."""
+"""Adapted modules, ranks and factors beside those of PEFT, the reference."""
 
 from __future__ import annotations
 
