@@ -1,4 +1,4 @@
-"""Adapted modules, ranks and factors beside those of PEFT, the reference."""
+"""Compares adapted modules, ranks and factors with those of PEFT, the reference."""
 
 from __future__ import annotations
 
