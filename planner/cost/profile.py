@@ -55,8 +55,8 @@ _GPU_MACHINE = MachineProfile(
 class Guess:
     """Guessed rates of a machine, and the block table's own estimates.
 
-    ``device_flops`` per second in FORWARD; ``backward_ratio``: BACKWARD relative to FORWARD, half
-    of it p1.
+    ``device_flops`` per second in FORWARD; ``backward_ratio``: BACKWARD relative to FORWARD where
+    all is trained, half of it p1. A frozen matrix has no weight product.
     """
 
     machine: MachineProfile = _GPU_MACHINE
@@ -228,17 +228,35 @@ def _check_kinds(table: BlockTable, profile: Profile) -> None:
 def _guessed(block: BlockSpec, table: BlockTable, guess: Guess, tokens: int) -> BlockCost:
     forward_s = block.forward_flops * tokens / guess.device_flops
     half_backward_s = forward_s * guess.backward_ratio / 2
+    trained, products = _trained_share(block, table)
     return replace(
         _state(block, table),
         forward_s=forward_s,
         recompute_s=forward_s,
-        backward_input_s=half_backward_s,
-        backward_weight_s=half_backward_s,
+        backward_input_s=half_backward_s * (1.0 + (1.0 - trained) * (1.0 - products)),
+        backward_weight_s=half_backward_s * trained,
         output_bytes=block.output_bytes * tokens,
         activation_bytes=block.activation_bytes * tokens,
         deferred_bytes=block.activation_bytes * tokens,
         workspace_bytes=_loss_bytes(table, tokens) if block is table.blocks[-1] else 0.0,
     )
+
+
+def _trained_share(block: BlockSpec, table: BlockTable) -> tuple[float, float]:
+    """Returns the trained share of a block's matrices, and their share of its forward.
+
+    A matrix costs a product forward and one for its input's gradient, and a trained one another for
+    its own. The rest of a forward, attention, costs twice as much backward. An even split of a
+    trained block's backward counts half of that as weights; a frozen block's is all input.
+    """
+    own = {tensor.name: tensor for other in table.blocks for tensor in other.tensors}
+    tensors = [*block.tensors, *(own[borrowed.name] for borrowed in block.borrows)]
+    matrices = [tensor for tensor in tensors if len(tensor.shape) >= 2]
+    elements = sum(tensor.num_elements for tensor in matrices)
+    if elements == 0:
+        return float(any(tensor.trainable for tensor in tensors)), 1.0
+    trained = sum(tensor.num_elements for tensor in matrices if tensor.trainable)
+    return trained / elements, min(1.0, 2.0 * elements / max(block.forward_flops, 1.0))
 
 
 def _loss_bytes(table: BlockTable, tokens: int) -> float:

@@ -79,7 +79,11 @@ def test_nothing_to_change_leaves_the_text() -> None:
     ],
 )
 def test_values_are_right_however_the_text_is_written(text: str) -> None:
-    expected = {**yaml.safe_load(text), "b": {"k": 5, "new": [1, "2"]}, "c": {"deep": {"x": 1.0e-5}}}
+    expected = {
+        **yaml.safe_load(text),
+        "b": {"k": 5, "new": [1, "2"]},
+        "c": {"deep": {"x": 1.0e-5}},
+    }
     assert yaml.safe_load(edited(text, expected)) == expected
 
 

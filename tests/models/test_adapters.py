@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaModel
 
 from penstock.config.adapter import AdapterConfig
 from penstock.host.errors import ConfigError
 from penstock.models.adapters.settings import is_adapter_tensor, resolved
 from penstock.models.surgery.skeleton import build_skeleton
+from penstock.models.surgery.table import build_table
+from penstock.planner.cost.profile import Guess, block_costs
 from tests.models.conftest import make_config, make_hf_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -117,3 +121,31 @@ def test_a_tied_head_is_not_saved() -> None:
     hf_config.tie_word_embeddings = True
     with pytest.raises(ConfigError, match="are one tensor"):
         build_skeleton(hf_config, AdapterConfig(modules_to_save=("lm_head",)))
+
+
+@pytest.mark.parametrize("fields", [None, {}, {"r": 64, "targets": ["q_proj", "v_proj"]}])
+def test_guessed_costs_of_frozen_layers(fields: dict[str, Any] | None) -> None:
+    """The reference counts the operations of torch's own forward and backward. The sequence is
+    short, so attention costs little.
+    """
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    config = make_config("llama", **sizes)
+    adapter = None if fields is None else AdapterConfig(**fields)
+    hf_config = make_hf_config(config)
+    model: Any = AutoModelForCausalLM.from_config(hf_config)
+    if adapter is not None:
+        model = get_peft_model(model, peft_settings(adapter))
+    decoder = next(module for module in model.modules() if isinstance(module, LlamaModel))
+    hidden = torch.randn(1, 16, 128, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        loss = decoder(inputs_embeds=hidden).last_hidden_state.sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    layers = slice(1, 4)
+    table = build_table(config.model_copy(update={"adapter": adapter}), hf_config)
+    costs = block_costs(table, Guess(), tokens=16).blocks[layers]
+    ratio = sum(cost.backward_s for cost in costs) / sum(cost.forward_s for cost in costs)
+    expected = backward.get_total_flops() / forward.get_total_flops()
+    assert ratio == pytest.approx(expected, rel=0.03)
+    weights = sum(cost.backward_weight_s for cost in costs)
+    assert (weights > 0) == any(t.trainable for b in table.blocks[layers] for t in b.tensors)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from penstock.host.errors import ExitCode
 from penstock.models.adapters.modules import drawn
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.wire.control import ControlClient
 from tests.folders import start_from_folder
 from tests.system import conftest as H
 from tests.system.reference import ReferenceLoop, reference_loop
+from tests.system.test_exactness import ENDLESS, assert_exact, disturb, obeyed
 from tests.system.test_parity import final_weights
 
 STEPS = 50
@@ -22,11 +27,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"model_type": "qwen2"},
     "mistral": {"model_type": "mistral", "sliding_window": 16},
-    "gemma2": {"model_type": "gemma2", "head_dim": 16, "attn_implementation": "eager"},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 16},
     "gpt2": {
-        **{"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64},
+        **{"model_type": "gpt2", "n_embd": 32, "n_layer": 6, "n_head": 2, "n_positions": 64},
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
+}
+"""Without dropout, since a plain loop draws other numbers."""
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {"scheme": "1f1b"},
+    "split": {"scheme": "1f1b", "passes": ["split-backward"]},
+    "recompute": {"scheme": "1f1b", "recompute": "full"},
+    "spipe": {"scheme": "spipe"},
 }
 
 
@@ -60,7 +72,10 @@ class PeftLoop(ReferenceLoop):
         return parameters
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+]
 
 
 def check_beside_peft(run_dir: Path) -> None:
@@ -76,7 +91,7 @@ def check_beside_peft(run_dir: Path) -> None:
         assert np.linalg.norm(value - theirs) <= 1e-6 * np.linalg.norm(theirs), name
 
 
-def trained(runner: H.Runner, name: str, **changes: Any) -> Path:
+def trained(runner: H.Runner, name: str, hf: dict[str, Any], **changes: Any) -> Path:
     """The directory of a finished run with adapters."""
     base: dict[str, Any] = {
         "run": {"name": name, "dir": str(runner.root / name)},
@@ -85,11 +100,47 @@ def trained(runner: H.Runner, name: str, **changes: Any) -> Path:
         "optimizer": {"lr": 2e-3},
     }
     path = runner.configure(name, H.merge(base, changes))
+    if hf.get("model_type") == "gpt2":
+        fields = yaml.safe_load(path.read_text())
+        fields["model"]["hf"] = hf
+        path.write_text(yaml.safe_dump(fields))
+    elif hf:
+        path = runner.configure(name, H.merge(H.merge(base, changes), {"model": {"hf": hf}}))
     return runner.train(start_from_folder(path))
 
 
-def test_adapters_beside_peft(runner: H.Runner) -> None:
-    run_dir = trained(runner, "lora")
-    check_beside_peft(run_dir)
+def check_that_only_adapters_train(run_dir: Path) -> None:
+    """Every trained tensor is one of an adapter."""
     table = RunDirectory(run_dir).table
     assert all(".lora_" in t.name for b in table.blocks for t in b.tensors if t.trainable)
+
+
+def test_a_split_run_is_the_loop_of_peft(runner: H.Runner) -> None:
+    run_dir = trained(runner, "split", {}, schedule=SCHEDULES["split"])
+    check_that_only_adapters_train(run_dir)
+    check_beside_peft(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_and_schedules(runner: H.Runner, family: str, schedule: str) -> None:
+    run_dir = trained(runner, family, FAMILIES[family], schedule=SCHEDULES[schedule])
+    check_that_only_adapters_train(run_dir)
+    check_beside_peft(run_dir)
+
+
+def test_killed_adapters_end_with_the_same_bytes(runner: H.Runner) -> None:
+    changes = H.merge(ENDLESS, {"adapter": {"r": 4, "alpha": 16, "dropout": 0.2}})
+    run = runner.start(runner.configure("run", changes))
+    H.wait_for_step(run, 2)
+    for target in ("worker.1", "optimizerd.a", "memoryd.a"):
+        disturb(run, target, "kill", random.Random())
+        H.wait_for_step(run, H.newest_step(run.run_dir) + 1)
+    obeyed(run, ControlClient.stop)
+    code, output = run.wait(500)
+    assert code == ExitCode.STOPPED, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
+    steps = H.newest_step(run.run_dir)
+    as_long = H.merge(changes, {"train": {"steps": steps}})
+    undisturbed = H.state_bytes(runner.train(runner.configure("undisturbed", as_long)))
+    assert_exact(run.run_dir, steps, undisturbed)
