@@ -245,12 +245,13 @@ def _guessed(block: BlockSpec, table: BlockTable, guess: Guess, tokens: int) -> 
 def _trained_share(block: BlockSpec, table: BlockTable) -> tuple[float, float]:
     """Returns the trained share of a block's matrices, and their share of its forward.
 
-    A matrix costs a product forward and one for its input's gradient, and a trained one another for
-    its own. The rest of a forward, attention, costs twice as much backward. An even split of a
+    A matrix costs a product forward and one for its input's gradient; a trained one costs another
+    for its own. The rest of a forward, attention, costs twice as much backward. The even split of a
     trained block's backward counts half of that as weights; a frozen block's is all input.
     """
-    own = {tensor.name: tensor for other in table.blocks for tensor in other.tensors}
-    tensors = [*block.tensors, *(own[borrowed.name] for borrowed in block.borrows)]
+    borrowed = {(tied.owner, tied.name) for tied in block.borrows}
+    tied = (t for owner, name in borrowed for t in table.blocks[owner].tensors if t.name == name)
+    tensors = [*block.tensors, *tied]
     matrices = [tensor for tensor in tensors if len(tensor.shape) >= 2]
     elements = sum(tensor.num_elements for tensor in matrices)
     if elements == 0:

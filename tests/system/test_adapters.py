@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
 }
-"""Without dropout, since a plain loop draws other numbers."""
+"""Models without dropout: a plain loop draws other numbers."""
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"scheme": "1f1b"},
     "split": {"scheme": "1f1b", "passes": ["split-backward"]},
