@@ -20,7 +20,7 @@ from penstock.protocol.plan.groups import near_names
 _TENSOR = re.compile(r"\.lora_(A\.weight|B\.weight|embedding_A|embedding_B)$")
 
 _FUSED = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-"""Model types with kernels that read the weight of out_proj without a call of the module."""
+"""Model types that read the weights of out_proj and dt_proj without a call of the module."""
 
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that PEFT turns into parameters of experts, in models with all experts in one tensor."""
@@ -129,7 +129,7 @@ def _targets(config: AdapterConfig, model: Any, modules: Mapping[str, nn.Module]
             )
         if _closed(model)(name):
             raise ConfigError(
-                f"adapter.targets: {name}: fused kernels of {model.config.model_type} read its"
+                f"adapter.targets: {name}: models of type {model.config.model_type} read its"
                 " weight without calling it, so an adapter would have no effect; leave it out"
             )
         yield name
@@ -148,7 +148,7 @@ def _experts(model: Any) -> str | None:
 def _closed(model: Any) -> Callable[[str], bool]:
     """Returns a test for modules with weights that are read without a call of the module."""
     reads = getattr(model.config, "model_type", None) in _FUSED
-    return lambda name: reads and name.rpartition(".")[2] in ("out_proj", "conv1d")
+    return lambda name: reads and name.rpartition(".")[2] in ("out_proj", "conv1d", "dt_proj")
 
 
 def _named(

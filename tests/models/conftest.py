@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
 from transformers.utils import logging
 
+from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import Config, parse_config
 from penstock.models.binding import pack
 from penstock.models.data.batch import MicroBatch
@@ -193,15 +194,28 @@ class Case:
         return [t.name for block in self.table.blocks for t in block.tensors if t.trainable]
 
 
-def make_case(model_type: str, *, freeze: Sequence[str] = (), **changes: Any) -> Case:
-    """Build everything; the original gets weights that make every parameter matter."""
+def make_case(
+    model_type: str,
+    *,
+    freeze: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
+    adapt: Callable[[Any, AdapterConfig], Any] | None = None,
+    **changes: Any,
+) -> Case:
+    """Build everything; the original gets weights that make every parameter matter. ``adapt`` gives
+    the original the adapters, under our names.
+    """
     config = make_config(model_type, freeze=freeze, **changes)
+    config = config.model_copy(update={"adapter": adapter})
     hf_config = make_hf_config(config)
     table = build_table(config, hf_config)
     eager = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
     torch.manual_seed(7)
     kind = AutoModelForMaskedLM if model_type in ENCODERS else AutoModelForCausalLM
     original = kind.from_config(hf_config, **eager)
+    if adapt is not None:
+        assert adapter is not None
+        original = adapt(original, adapter)
     with torch.no_grad():
         for parameter in original.parameters():
             parameter.mul_(3.0).add_(torch.randn_like(parameter), alpha=0.05)
@@ -209,10 +223,13 @@ def make_case(model_type: str, *, freeze: Sequence[str] = (), **changes: Any) ->
         config=config,
         hf_config=hf_config,
         table=table,
-        runtime=ModelRuntime(hf_config, table, device="cpu", compute_dtype=torch.float32, seed=5),
+        runtime=ModelRuntime(
+            hf_config, table, device="cpu", compute_dtype=torch.float32, seed=5, adapter=adapter
+        ),
         original=original.train(),
     )
-    values = {k: v.detach() for k, v in original.named_parameters(remove_duplicate=False)}
+    named = original.named_parameters(remove_duplicate=False)
+    values = {our_name(name): value.detach() for name, value in named}
     for block in table.blocks:
         trainable, frozen = pack(block, values)
         case.weights.append(torch.from_numpy(trainable))
@@ -221,6 +238,13 @@ def make_case(model_type: str, *, freeze: Sequence[str] = (), **changes: Any) ->
             [torch.zeros(block.trainable_elements) for _ in range(block.contributions)]
         )
     return case
+
+
+def our_name(name: str) -> str:
+    """The name in a block table of a parameter of transformers or PEFT."""
+    for part in ("base_model.model.", ".default", ".modules_to_save", ".base_layer"):
+        name = name.replace(part, "")
+    return name
 
 
 def make_batch(rows: int = 2, length: int = 12, seed: int = 3) -> MicroBatch:

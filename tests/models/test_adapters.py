@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,14 +13,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaModel
 
 from penstock.config.adapter import AdapterConfig
+from penstock.config.schema import parse_config
 from penstock.host.errors import ConfigError
 from penstock.models.adapters.settings import is_adapter_tensor, resolved
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.surgery.table import build_table
 from penstock.planner.cost.profile import Guess, block_costs
-from tests.models.conftest import make_config, make_hf_config
+from tests.models.conftest import (
+    make_batch,
+    make_case,
+    make_config,
+    make_hf_config,
+    original_loss,
+    our_name,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -57,11 +69,9 @@ def peft_settings(given: AdapterConfig) -> LoraConfig:
     )
 
 
-def our_name(name: str) -> str:
-    """The name in a block table of one of PEFT's parameters."""
-    for part in ("base_model.model.", ".default", ".modules_to_save", ".base_layer"):
-        name = name.replace(part, "")
-    return name
+def with_peft(model: Any, given: AdapterConfig) -> Any:
+    """The model with the adapters of PEFT, and with saved modules in place of their originals."""
+    return get_peft_model(model, peft_settings(given))
 
 
 @pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS)
@@ -101,7 +111,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "all excluded": ("llama", {"targets": ["q_proj"], "exclude": ["q_proj"]}, "leave no module"),
     "no such saved": ("llama", {"modules_to_save": ["lm_haed"]}, "'lm_haed' matches no.*lm_head"),
     "act_fn": ("llama", {"modules_to_save": ["act_fn"]}, "has no parameters"),
-    "fused": ("mamba", {"targets": ["out_proj"]}, "fused kernels of mamba"),
+    "fused": ("mamba", {"targets": ["out_proj"]}, "models of type mamba read its weight"),
     "experts": ("mixtral", {}, "experts in one tensor"),
     "expert": ("mixtral", {"targets": ["gate_up_proj"]}, "is a parameter, .*target_parameters"),
 }
@@ -149,3 +159,75 @@ def test_guessed_costs_of_frozen_layers(fields: dict[str, Any] | None) -> None:
     assert ratio == pytest.approx(expected, rel=0.03)
     weights = sum(cost.backward_weight_s for cost in costs)
     assert (weights > 0) == any(t.trainable for b in table.blocks[layers] for t in b.tensors)
+
+
+def test_only_named_parameters_are_trained() -> None:
+    config = make_config("llama")
+    train = config.train.model_copy(update={"only": (r"layers\.1\.", "^lm_head")})
+    table = build_table(config.model_copy(update={"train": train}), make_hf_config(config))
+    for tensor in (tensor for block in table.blocks for tensor in block.tensors):
+        chosen = "layers.1." in tensor.name or tensor.name.startswith("lm_head")
+        assert tensor.trainable == chosen, tensor.name
+
+
+CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
+    "only and freeze": ({"train": {"only": ["a"], "freeze": ["b"]}}, "both choose the parameters"),
+    "only and adapter": ({"train": {"only": ["a"]}, "adapter": {}}, "trains its own parameters"),
+    "path and r": ({"adapter": {"path": "x", "r": 4}}, "remove adapter.r, or remove adapter.path"),
+    "no rank": ({"adapter": {"r": 0}}, "adapter.r = 0: accepted is a whole number, 1 or more"),
+    "no regex": ({"adapter": {"targets": "("}}, "is no regular expression"),
+    "unknown": ({"adapter": {"rank": 4}}, "adapter.rank: unknown key; "),
+    "a rank of no module": (
+        {"adapter": {"rank_pattern": {"q_proj": 0}}},
+        "adapter.rank_pattern.q_proj = 0: accepted is a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "words"), CONFLICTS.values(), ids=CONFLICTS)
+def test_conflicting_keys_are_refused(fields: dict[str, Any], words: str) -> None:
+    base = {"model": {"hf": {"model_type": "llama"}}, "data": {"path": "@stdlib"}}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_config({**base, **fields})
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "gpt2", "qwen3", "mistral", "gemma2", "phi3", "gpt_neox", "opt", "bert", "mamba"],
+)
+def test_gradients_and_operations_are_those_of_peft(one_thread: None, model_type: str) -> None:
+    """The original has the same weights. No product is made for a frozen weight."""
+    exclude = ("out_proj", "dt_proj") if model_type == "mamba" else ()
+    given = AdapterConfig(r=4, alpha=8, exclude=exclude)
+    case = make_case(model_type, adapter=given, adapt=with_peft)
+    batch = make_batch()
+    loss = original_loss(case.original, batch)
+    with FlopCounterMode(display=False) as expected:
+        loss.backward()
+    blocks = range(len(case.table.blocks))
+    output = case.forward(blocks, {}, batch, autograd=True)
+    with FlopCounterMode(display=False) as counted:
+        case.runtime.backward(output, {})
+    assert counted.get_total_flops() <= expected.get_total_flops()
+    assert output.loss_sum is not None
+    assert output.loss_sum.item() == pytest.approx(loss.item(), rel=1e-6)
+    gradients = {our_name(n): p.grad for n, p in case.original.named_parameters()}
+    assert case.trainable_names() == [n for n in case.trainable_names() if is_adapter_tensor(n)]
+    for name in case.trainable_names():
+        torch.testing.assert_close(case.gradient(name), gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_several_stages_have_the_gradients_of_one(one_thread: None, model_type: str) -> None:
+    """Each stage is computed again from its checkpoint, with the same dropout."""
+    given = AdapterConfig(r=4, alpha=8, dropout=0.3, modules_to_save=("lm_head",))
+    changes = {"tie_word_embeddings": False}
+    batch, gradients = make_batch(), []
+    for cuts in ([], [1, 3], [2]):
+        case = make_case(model_type, adapter=given, adapt=with_peft, **changes)
+        case.train(cuts, batch)
+        gradients.append({name: case.gradient(name) for name in case.trainable_names()})
+    for other in gradients[1:]:
+        assert other.keys() == gradients[0].keys()
+        assert all(torch.equal(other[name], gradients[0][name]) for name in other)
+    assert "lm_head.weight" in gradients[0]

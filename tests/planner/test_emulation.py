@@ -244,6 +244,8 @@ def test_a_profile_brings_model_times_and_machine(tmp_path: Path) -> None:
         ),
         ("emulated:analytic:V100-32:spipe-10b", {"model": {"path": "/x"}}, "model.path"),
         ("emulated:analytic:V100-32:spipe-10b", {"train": {"freeze": ["norm"]}}, "train.freeze"),
+        ("emulated:analytic:V100-32:spipe-10b", {"train": {"only": ["norm"]}}, "train.only"),
+        ("emulated:analytic:V100-32:spipe-10b", {"adapter": {}}, "adapter: parameters of emul"),
         (
             "emulated:analytic:V100-32:spipe-10b",
             {"optimizer": {"groups": [{"match": "norm", "rate": 2.0}]}},

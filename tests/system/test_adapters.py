@@ -130,6 +130,19 @@ def test_families_and_schedules(runner: H.Runner, family: str, schedule: str) ->
     check_beside_peft(run_dir)
 
 
+@pytest.mark.slow
+def test_embeddings_and_saved_modules(runner: H.Runner) -> None:
+    adapter = {
+        "targets": ["q_proj", "embed_tokens", "down_proj"],
+        "modules_to_save": ["lm_head", "norm"],
+        "rank_pattern": {"q_proj": 2},
+        "rslora": True,
+    }
+    changes = {"adapter": adapter, "schedule": SCHEDULES["split"]}
+    run_dir = trained(runner, "saved", {"tie_word_embeddings": False}, **changes)
+    check_beside_peft(run_dir)
+
+
 def test_killed_adapters_end_with_the_same_bytes(runner: H.Runner) -> None:
     changes = H.merge(ENDLESS, {"adapter": {"r": 4, "alpha": 16, "dropout": 0.2}})
     run = runner.start(runner.configure("run", changes))

@@ -25,9 +25,13 @@ def changes(scheme: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_of_a_split_run_leaves_the_bytes_of_a_whole_one(runner: Any) -> None:
-    whole = runner.train(runner.configure("whole", changes("1f1b")), timeout_s=1200.0)
-    run = runner.start(runner.configure("split", changes("zb-h1")))
+@pytest.mark.parametrize("adapter", [None, {"r": 4, "alpha": 16, "dropout": 0.1}])
+def test_a_killed_worker_of_a_split_run_leaves_the_bytes_of_a_whole_one(
+    runner: Any, adapter: dict[str, Any] | None
+) -> None:
+    one, other = ({**changes(scheme), "adapter": adapter} for scheme in ("1f1b", "zb-h1"))
+    whole = runner.train(runner.configure("whole", one), timeout_s=1200.0)
+    run = runner.start(runner.configure("split", other))
     H.wait_for_step(run, 2, timeout_s=1200.0)
     with ControlClient.for_run(run.run_dir) as client:
         client.pause()  # steps are few
