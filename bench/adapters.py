@@ -1,4 +1,4 @@
-"""Training of adapters beside training of the whole model, from the same folder.
+"""Rates of training with adapters, over those of training the whole model from the same folder.
 
     python -m bench.adapters [--steps 12] [--rounds 3] [--hidden 512] [--json]
 
