@@ -64,7 +64,7 @@ def narrowed(hf_config: PretrainedConfig, table: BlockTable) -> list[str]:
         return []
     dtypes = loaded_dtypes(hf_config, TORCH_DTYPES[table.weight_dtype])
     names = (tensor.name for block in table.blocks for tensor in block.tensors)
-    return [name for name in names if dtypes[name] is torch.float32]
+    return [name for name in names if dtypes.get(name) is torch.float32]  # adapters have none
 
 
 def make_constants(

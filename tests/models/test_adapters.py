@@ -16,9 +16,11 @@ from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import parse_config
 from penstock.host.errors import ConfigError
 from penstock.models.adapters.settings import is_adapter_tensor, resolved
+from penstock.models.checkpoints.constants import narrowed
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.surgery.table import build_table
 from penstock.planner.cost.profile import Guess, block_costs
+from penstock.shm.table import DType
 from tests.models.conftest import (
     make_batch,
     make_case,
@@ -231,3 +233,14 @@ def test_several_stages_have_the_gradients_of_one(one_thread: None, model_type: 
         assert other.keys() == gradients[0].keys()
         assert all(torch.equal(other[name], gradients[0][name]) for name in other)
     assert "lm_head.weight" in gradients[0]
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_adapters_have_the_type_of_the_models_weights(dtype: DType) -> None:
+    config = make_config("llama")
+    model = config.model.model_copy(update={"dtype": dtype})
+    config = config.model_copy(update={"model": model, "adapter": AdapterConfig()})
+    hf_config = make_hf_config(config)
+    table = build_table(config, hf_config)
+    assert table.weight_dtype is dtype
+    assert narrowed(hf_config, table) == []

@@ -32,7 +32,7 @@ from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import RunLock, prepare_lock_path
 from penstock.daemons.preload.starting import Spawning
 from penstock.host.cgroup import MemoryLimit
-from penstock.host.errors import CapacityError, ConfigError, StateError
+from penstock.host.errors import CapacityError, ConfigError, PenstockError, StateError
 from penstock.host.process_identity import start_ticks
 from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.plan.step import STEP_TERMS, OptimizerStep, step_terms
@@ -374,6 +374,16 @@ def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path
             run_tool("tool", "3", log=log, progress=said.append, starter=Spawning())
         run_tool("tool", "0", log=log, starter=Spawning())
     assert said == ["half", "whole"]
+
+
+def test_a_tool_with_a_traceback_has_no_complaint_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text(
+        "import sys; sys.stderr.write('penstock: model: building it: it was ended\\n'); {}['key']"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(PenstockError, match=r"tool exited with code 1: KeyError: 'key' .*log\.txt"):
+            run_tool("tool", log=tmp_path / "log.txt", starter=Spawning())
 
 
 def test_an_interrupt_while_the_watchdog_starts_ends_both(

@@ -61,7 +61,9 @@ def run_tool(
         raise LostMemberError(f"{module}: no line after {TIMEOUT_S:g} s")
     if code == 0:
         return
-    complaints = [line for line in stderr.splitlines() if line.startswith("penstock: ")]
+    # A process writes its complaint last; one before a traceback was about another end.
+    end = stderr.rpartition("Traceback (most recent call last)")[2]
+    complaints = [line for line in end.splitlines() if line.startswith("penstock: ")]
     if complaints:
         kind = CapacityError if code == ExitCode.NO_MEMORY else ConfigError
         raise kind(complaints[-1].removeprefix("penstock: "))
