@@ -14,6 +14,7 @@ from penstock.chaos.processes import survivors
 from penstock.client.views.run_view import all_metrics
 from penstock.host.errors import LostMemberError, StateError
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.saved_base import BASE
 from penstock.shm.control import Decision
 from penstock.shm.segment import list_segments
 
@@ -67,9 +68,9 @@ class Trained:
 
     @property
     def last_files(self) -> dict[str, str]:
-        """The files of the last step, with their SHA-256."""
-        prefix = f"state/step-{self.steps:08d}/"
-        return {name: digest for name, digest in self.files.items() if name.startswith(prefix)}
+        """The files of the last step and of the base, with their SHA-256."""
+        prefixes = (f"state/step-{self.steps:08d}/", f"state/{BASE}/")
+        return {name: digest for name, digest in self.files.items() if name.startswith(prefixes)}
 
 
 def check(run_dir: Path, undisturbed: Trained) -> None:
@@ -153,7 +154,8 @@ def _decisions(run_dir: Path) -> tuple[tuple[Row, ...], dict[int, Row]]:
 
 def _files(run_dir: Path) -> dict[str, str]:
     digests = {}
-    for path in sorted((run_dir / "state").glob("step-*/*.safetensors")):
+    state = run_dir / "state"
+    for path in sorted((*state.glob("step-*/*.safetensors"), *state.glob(f"{BASE}/*"))):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         digests[str(path.relative_to(run_dir))] = digest

@@ -68,13 +68,12 @@ def verified_state(run_dir: Path, step: int | None) -> StateFolder:
 
 
 def verify(state: Path) -> None:
-    """Compares every file of a saved state with the manifest.
+    """Compares every file of a saved state, and of its base, with the manifest.
 
     Raises:
         StateError: a file is missing, has another size, or has changed.
     """
-    for name, entry in read_manifest(state).files.items():
-        path = state / name
+    for path, entry in read_manifest(state).paths(state).items():
         if not path.is_file() or path.stat().st_size != entry.num_bytes:
             raise StateError(f"{path}: is missing, or its size differs from the manifest")
         if sha256_of(path, lambda: False) != entry.sha256:

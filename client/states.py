@@ -23,6 +23,7 @@ from penstock.daemons.scheduler.rollback import go_back
 from penstock.host.errors import ConfigError, PenstockError, StateError
 from penstock.host.files import make_directory, sync_directory, writing
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.saved_base import BASE
 
 LOCK_WAIT_S = 5.0
 """Seconds to wait for the locks of a run that is ending."""
@@ -32,6 +33,7 @@ LOCK_WAIT_S = 5.0
 class StateReport:
     """A saved state. ``damage`` is empty if the check passed.
 
+    ``base_bytes``: bytes of the frozen tensors in ``state/base``, which the run's states share.
     ``saved_at`` is a local time, empty without a manifest. ``removed``: True if the run pruned the
     state during the check.
     """
@@ -42,6 +44,7 @@ class StateReport:
     saved_at: str
     damage: str = ""
     removed: bool = False
+    base_bytes: int = 0
 
 
 def report_states(
@@ -139,11 +142,15 @@ def to_text(reports: Sequence[StateReport], *, every_byte: bool) -> str:
             )
         return f"DAMAGED: {report.damage}" if report.damage else intact
 
-    return "\n".join(
+    lines = [
         f"step {report.step:>8}  {report.num_bytes / 1e6:>12,.1f} MB  {report.saved_at:<20} "
         f" {verdict(report)}"
         for report in reports
-    )
+    ]
+    if base_bytes := max(report.base_bytes for report in reports):
+        size = f"{base_bytes / 1e6:>12,.1f} MB"
+        lines.append(f"state/{BASE:<7}  {size}  frozen tensors, kept once for all states")
+    return "\n".join(lines)
 
 
 def to_dicts(reports: Sequence[StateReport]) -> list[dict[str, Any]]:
@@ -198,20 +205,28 @@ def _checked(run: RunDirectory, step: int, directory: Path, *, every_byte: bool)
             )
     except StateError as error:
         damage = str(error)
+    num_bytes, base_bytes = _sizes_of(directory)
     return StateReport(
         step=step,
         directory=str(directory),
-        num_bytes=_size_of(directory),
+        num_bytes=num_bytes,
         saved_at=_saved_at(directory),
         damage=damage,
+        base_bytes=base_bytes,
     )
 
 
-def _size_of(directory: Path) -> int:
+def _sizes_of(directory: Path) -> tuple[int, int]:
+    """Returns the bytes of a state's own files, and of its base."""
     try:
-        return sum(entry.num_bytes for entry in read_manifest(directory).files.values())
+        manifest = read_manifest(directory)
     except PenstockError:
-        return sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
+        return sum(path.stat().st_size for path in directory.iterdir() if path.is_file()), 0
+    state_bytes, base_bytes = (
+        sum(entry.num_bytes for entry in files.values())
+        for files in (manifest.files, manifest.base)
+    )
+    return state_bytes, base_bytes
 
 
 def _saved_at(directory: Path) -> str:

@@ -16,7 +16,7 @@ from penstock.config.hub_names import from_hub
 from penstock.config.schema import Config, parse_config
 from penstock.config.values import parse_size
 from penstock.config.words import apply_overrides
-from penstock.daemons.memory.snapshot import saved_bytes
+from penstock.daemons.memory.snapshot import base_bytes, saved_bytes
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
@@ -114,6 +114,7 @@ class Estimate:
             "saved_state": state,
             "kept_states": kept,
             "kept_states_bytes": state * kept,
+            "base": base_bytes(table),
             "step_seconds": self.step_s,
             "tokens_per_second": self.tokens_per_step / self.step_s,
             "rates": self.source,
@@ -147,10 +148,12 @@ class Estimate:
         best = ", and the best one" if config.train.keep_best is not None else ""
         kept = f"kept states (train.keep_snapshots {config.train.keep_snapshots}{best})"
         yield "\nothers"
+        frozen = [("disk: frozen tensors, kept once", figures["base"])] if figures["base"] else []
         for use, size in (
             ("host RAM of all processes", self.host_bytes),
             ("disk: one saved state", figures["saved_state"]),
             (f"disk: {kept}", figures["kept_states_bytes"]),
+            *frozen,
         ):
             yield f"  {use:<44} {human_bytes(size):>10}"
         yield (

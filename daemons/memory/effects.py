@@ -31,11 +31,14 @@ from penstock.daemons.memory.machine.events import (
     StartRestore,
     StartSave,
     UnlinkMemory,
+    WrittenFile,
 )
 from penstock.daemons.memory.metrics import MemoryMetrics
 from penstock.daemons.memory.pinning import PinnedVersion
 from penstock.daemons.memory.refill import Partner, refill
 from penstock.daemons.memory.restore import Filling, restore
+from penstock.daemons.memory.snapshot import base_files, load_frozen
+from penstock.daemons.memory.states import saved_steps
 from penstock.daemons.memory.tensorfile import CancelledError, DamagedError
 from penstock.host import world
 from penstock.host.errors import ConfigError, ExitCode, PenstockError, StateError
@@ -149,15 +152,20 @@ class MemoryEffects:
         load_initial: LoadInitial,
         cores: Sequence[int],
         jobs: JobThread,
+        state_dir: Path,
         partner: Partner | None = None,
     ) -> None:
-        """Creates the effects. ``partner``: the node with a replica of this memory, if any."""
+        """Creates the effects. ``state_dir``: folder of the run's saved states. ``partner``: the
+        node with a replica of this memory, if any.
+        """
         self._memory = memory
         self._link = link
         self._metrics = metrics
         self._load_initial = load_initial
         self._cores = cores
+        self._state_dir = state_dir
         self._partner = partner
+        self._base: dict[int, WrittenFile] = {}  # jobs use it, one at a time
         self.jobs = jobs
         self.exit: Exit | None = None
 
@@ -200,7 +208,13 @@ class MemoryEffects:
         if effect.error:
             _log.error("save of version %d failed: %s", effect.version, effect.error)
         files = [
-            pb.SavedFile(name=file.name, bytes=file.num_bytes, sha256=file.sha256)
+            pb.SavedFile(
+                name=file.name,
+                bytes=file.num_bytes,
+                sha256=file.sha256,
+                base=file.base,
+                reused=file.reused,
+            )
             for file in effect.files
         ]
         saved = pb.Saved(
@@ -222,8 +236,10 @@ class MemoryEffects:
 
         def job(cancelled: Callable[[], bool]) -> Event:
             started_s = world.monotonic()
+            self._base.clear()
             if effect.replica is None:
                 restore(self._memory, filling, self._load_initial, cancelled, self._cores)
+                self._base |= {} if filling.source is None else base_files(filling.source)
             else:
                 self._refill(effect.replica, cancelled)
             seconds = world.monotonic() - started_s
@@ -244,10 +260,20 @@ class MemoryEffects:
             replica.address,
             replica.record,
             replica.generation,
-            self._load_initial,
+            self._load_frozen,
             cancelled,
             self._cores,
         )
+
+    def _load_frozen(self, cancelled: Callable[[], bool]) -> None:
+        """Fills frozen weights from a saved state, or as at a first start if there is none."""
+        for version, directory in reversed(saved_steps(self._state_dir)):
+            try:
+                load_frozen(self._memory, directory, version, cancelled)
+                return
+            except StateError as error:
+                _log.warning("no frozen weights from a saved state: %s", error)
+        self._load_initial(cancelled)
 
     def _start_save(self, effect: StartSave) -> None:
         """Starts a save. Its pins are set before this returns, so that the next attempt may be
@@ -265,6 +291,7 @@ class MemoryEffects:
                 pinned,
                 Path(effect.directory),
                 cancelled,
+                base=self._base,
                 wait=self.jobs.wait,
                 stopping=self.jobs.stopping,
             )

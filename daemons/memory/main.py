@@ -93,6 +93,7 @@ def memoryd(
         load_initial=load_initial or _loader(run, node, jobs, preloader),
         cores=place(config, index).optimizer,
         jobs=jobs,
+        state_dir=run.state_dir,
         partner=_partner(run, index),
     )
     service = MemoryService(

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.daemons.memory import snapshot
-from penstock.daemons.memory.tensorfile import CancelledError, TensorPlace
+from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.preload.client import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.daemons.preload.fork_request import PYTHON_MODULE, ForkRequest
 from penstock.host import world
@@ -73,18 +73,17 @@ def restore(
         LoaderError: initial weights could not be made; memory holds no model then.
         CancelledError: on request; memory may hold no model then.
     """
-    files: Mapping[int, Mapping[str, TensorPlace]] = {}
+    files: Mapping[int, snapshot.CheckedFiles] = {}
     if filling.source is not None:
         files = snapshot.check(memory, filling.source, filling.version, cancelled)
     invalidate(memory)
     if filling.source is None:
         _zero_state(memory, filling.version)
         load_initial(cancelled)
-    for block, places in files.items():
+    for block, checked in files.items():
         if cancelled():
             raise CancelledError
-        assert filling.source is not None
-        snapshot.load_block(memory, filling.source, block, filling.version, places)
+        snapshot.load_block(memory, block, filling.version, checked)
     memory.control.set_generation(0)
     memory.control.set_lost_attempt(0)
     finish(memory, CommitRecord.of_restore(filling.version, filling.incarnation), cores)

@@ -5,28 +5,49 @@
     pinned --settled--> read, checked, written -released-> forced to disk
       |                                           |
       no sweep may overwrite the version          sweeps go on
+
+Then the frozen tensors, which no sweep changes, become the run's base, unless an earlier save has
+written it. A file of the base is written and forced to disk in the folder of the unfinished state.
+Only then is the file renamed into the folder of the base. After a kill the scheduler removes
+unfinished states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from penstock.daemons.memory.disk import DISK, Disk
 from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.pinning import PinnedVersion
-from penstock.daemons.memory.snapshot import block_file, block_tensors, in_parallel
-from penstock.daemons.memory.tensorfile import CancelledError, write_tensors
+from penstock.daemons.memory.snapshot import (
+    block_file,
+    frozen_tensors,
+    in_parallel,
+    trained_tensors,
+)
+from penstock.daemons.memory.tensorfile import (
+    CancelledError,
+    digest_of,
+    file_bytes,
+    write_tensors,
+)
 from penstock.host import world
 from penstock.host.files import writing
+from penstock.protocol.run.saved_base import base_file, base_folder
+from penstock.shm.memory import NodeMemory
 
 SYNC_POLL_S = 0.005
 LEFT_FREE_BYTES = 64 << 20
 """Bytes of the disk that a save leaves to the journal and the logs. A smaller save leaves as many
 bytes as it writes."""
+
+BaseFiles = MutableMapping[int, WrittenFile]
+"""Files of the base by block, as far as the checksums of the frozen tensors in memory are known."""
 
 
 def save(
@@ -34,6 +55,7 @@ def save(
     directory: Path,
     cancelled: Callable[[], bool],
     *,
+    base: BaseFiles | None = None,
     wait: Callable[[], bool] = lambda: False,
     stopping: Callable[[], bool] = lambda: False,
     disk: Disk = DISK,
@@ -44,7 +66,8 @@ def save(
     True to give up. The last settled block is written first, because backward passes reach it
     first and its next sweep is due first. A block is released after its last byte has been handed
     to the kernel; another thread forces it to disk. ``stopping()`` returns the same as
-    ``cancelled()``, but a call does not count as progress.
+    ``cancelled()``, but a call does not count as progress. ``base`` has the checksums of frozen
+    tensors that a restore or an earlier save computed; others are added.
 
     Raises:
         StateError: a block went past the version.
@@ -52,11 +75,10 @@ def save(
         CancelledError: on request.
     """
     memory, version = pinned.memory, pinned.version
-    blocks = memory.owned_blocks()
-    specs = memory.spec.table.blocks
+    blocks, specs = memory.owned_blocks(), memory.spec.table.blocks
     due = SettledBlocks(pinned, blocks, wait)
     sizes = {
-        block: sum(tensor.num_bytes for tensor in block_tensors(memory, specs[block], version))
+        block: sum(tensor.num_bytes for tensor in trained_tensors(memory, specs[block], version))
         for block in blocks
     }
     needed = sum(sizes.values())
@@ -68,7 +90,7 @@ def save(
         disk.require(directory, sizes[block] + left_free)  # other nodes may write there as well
         file = disk.create(path)
         try:
-            tensors = block_tensors(memory, specs[block], version)
+            tensors = trained_tensors(memory, specs[block], version)
             written = write_tensors(file, path.name, tensors, stopped, disk)
             pinned.check(block)
         except BaseException:
@@ -77,17 +99,92 @@ def save(
         pinned.let_go(block)
         return file, written
 
-    with closing(pinned), writing(directory, needed + left_free):
-        disk.make_directory(directory)
-        try:
+    try:
+        with closing(pinned), writing(directory, needed + left_free):
+            disk.make_directory(directory)
             disk.require(directory, needed + left_free)
             files = _written_and_synced(blocks, write, cancelled, stopping, disk)
-        except BaseException:
-            for block in blocks:
-                (directory / block_file(block)).unlink(missing_ok=True)
-            raise
-        disk.sync_names(directory)
+            disk.sync_names(directory)
+        files += _keep(memory, {} if base is None else base, directory, cancelled, stopping, disk)
+    except BaseException:
+        _take_back(directory, blocks)
+        raise
     return tuple(sorted(files, key=lambda file: file.name))
+
+
+def _take_back(directory: Path, blocks: Sequence[int]) -> None:
+    """Removes the files of a save that failed."""
+    for block in blocks:
+        for name in (block_file(block), _temporary(block)):
+            (directory / name).unlink(missing_ok=True)
+
+
+def _keep(
+    memory: NodeMemory,
+    known: BaseFiles,
+    directory: Path,
+    cancelled: Callable[[], bool],
+    stopping: Callable[[], bool],
+    disk: Disk,
+) -> list[WrittenFile]:
+    """Writes the frozen tensors of the node's blocks into the base, where the base lacks them."""
+    folder, specs = base_folder(directory), memory.spec.table.blocks
+    owned = (block for block in memory.owned_blocks() if specs[block].frozen_elements)
+    frozen = {block: frozen_tensors(memory, specs[block]) for block in owned}
+    sizes = {block: file_bytes(frozen[block]) for block in frozen}
+    unknown = [block for block in frozen if block not in known and _may_have(folder, block, sizes)]
+
+    def digest(block: int, stopped: Callable[[], bool]) -> None:
+        file = digest_of("", frozen[block], stopped)
+        known[block] = replace(file, name=base_file(block, file.sha256), base=True, reused=True)
+
+    in_parallel(unknown, digest, cancelled)
+    due = [b for b in frozen if b not in known or _size(folder / known[b].name) != sizes[b]]
+    needed = sum(sizes[block] for block in due)
+    left_free = min(LEFT_FREE_BYTES, needed)
+    temporary = {block: directory / _temporary(block) for block in due}
+    reused = [known[block] for block in frozen if block not in due]
+    if not due:
+        return reused
+
+    def write(block: int, stopped: Callable[[], bool]) -> tuple[BinaryIO, WrittenFile]:
+        disk.require(directory, sizes[block] + left_free)
+        file = disk.create(temporary[block])
+        try:
+            written = write_tensors(file, "", frozen[block], stopped, disk)
+        except BaseException:
+            file.close()
+            raise
+        return file, replace(written, name=base_file(block, written.sha256), base=True)
+
+    with writing(folder, needed + left_free):
+        disk.require(directory, needed + left_free)
+        files = _written_and_synced(due, write, cancelled, stopping, disk)
+        if not folder.is_dir():
+            disk.make_directory(folder)
+            disk.sync_names(folder.parent)
+        # Content first, then the name: a file of the base is complete at any instant.
+        for block, file in zip(due, files, strict=True):
+            disk.rename(temporary[block], folder / file.name)
+            known[block] = replace(file, reused=True)
+        disk.sync_names(folder)
+    return reused + files
+
+
+def _temporary(block: int) -> str:
+    return f"base-{block:04d}"
+
+
+def _may_have(folder: Path, block: int, sizes: Mapping[int, int]) -> bool:
+    """Returns whether a base has a file with the size of a block's frozen tensors."""
+    return any(_size(path) == sizes[block] for path in folder.glob(base_file(block, "*")))
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 class SettledBlocks:

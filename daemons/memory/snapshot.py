@@ -1,10 +1,11 @@
 """Saved states: one safetensors file a block and a manifest. Checking, reading, comparing.
 
-``block-%04d.safetensors`` holds, for the tensors the block owns: ``<name>`` (fp32 master, joined if
-memory has it in halves), ``<array>.<name>`` (state arrays, fp32) and ``frozen.<name>`` (frozen
-tensors in the weight dtype), all without padding. The scheduler writes ``manifest.json`` last and
-renames the directory; memoryd writes the files of the blocks its node owns
-(:mod:`penstock.daemons.memory.saving`).
+``block-%04d.safetensors`` holds, for the trained tensors the block owns: ``<name>`` (fp32 master,
+joined if memory has it in halves) and ``<array>.<name>`` (state arrays, fp32). Frozen tensors are
+``frozen.<name>`` in the weight dtype. They are in a file of the run's base
+(:mod:`penstock.protocol.run.saved_base`) or, in states of format 1, in the block's file. All are
+without padding. The scheduler writes ``manifest.json`` last and renames the directory; memoryd
+writes the files of the blocks its node owns (:mod:`penstock.daemons.memory.saving`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.tensorfile import (
     CancelledError,
     DamagedError,
@@ -33,10 +35,16 @@ from penstock.host import world
 from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import StateError
 from penstock.protocol.run.checksums import check_object
+from penstock.protocol.run.rundir import SHARED
+from penstock.protocol.run.saved_base import BASE, base_folder, base_paths, block_of
 from penstock.shm.memory import Halves, NodeMemory
 from penstock.shm.table import BlockSpec, BlockTable, DType
 
 MANIFEST_FORMAT = 1
+BASE_FORMAT = 2
+"""Format of a manifest that lists files of the run's base. States without frozen tensors stay
+readable for an older Penstock.
+"""
 MANIFEST_NAME = "manifest.json"
 MAX_THREADS = 4
 HEADER_BYTES = 128
@@ -60,7 +68,8 @@ class FileEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """``manifest.json``. ``scheduler`` is what the scheduler needs to go on from this state.
-    ``numerics``: digest of the recipe of its last step; empty in manifests of an older Penstock.
+    ``base``: files with frozen tensors, in the run's base. ``numerics``: digest of the recipe of
+    its last step; empty in manifests of an older Penstock.
     """
 
     run_id: str
@@ -69,6 +78,16 @@ class Manifest:
     files: Mapping[str, FileEntry]
     scheduler: Mapping[str, Any]
     numerics: str = ""
+    base: Mapping[str, FileEntry] = field(default_factory=dict)
+
+    def paths(self, directory: Path) -> dict[Path, FileEntry]:
+        """Returns the files of the state in ``directory``, and those of its base."""
+        folders = ((directory, self.files), (base_folder(directory), self.base))
+        return {folder / name: listed[name] for folder, listed in folders for name in listed}
+
+
+CheckedFiles = Mapping[Path, Mapping[str, TensorPlace]]
+"""Verified files of a block, with the places of their tensors."""
 
 
 def block_file(block: int) -> str:
@@ -77,8 +96,13 @@ def block_file(block: int) -> str:
 
 
 def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[TensorBytes, ...]:
-    """Returns the tensors of an owned block's file, for a block with state at ``version``, as views
-    of the node's memory.
+    """Returns the trained and the frozen tensors of an owned block."""
+    return trained_tensors(memory, block, version) + frozen_tensors(memory, block)
+
+
+def trained_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[TensorBytes, ...]:
+    """Returns the trained tensors of an owned block with state at ``version``, as views of the
+    node's memory.
     """
     table, copy = memory.spec.table, memory.state_copy(block.index, version)
     tensors: list[TensorBytes] = []
@@ -92,22 +116,29 @@ def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[T
     ]
     for prefix, array in arrays:
         tensors += _cut(array, block, trainable=True, prefix=prefix, dtype=DType.FP32)
-    raw = memory.raw((block.index, "frozen", 0, 0))
-    tensors += _cut(raw, block, trainable=False, prefix="frozen.", dtype=table.weight_dtype)
     return tuple(tensors)
 
 
+def frozen_tensors(memory: NodeMemory, block: BlockSpec) -> tuple[TensorBytes, ...]:
+    """Returns the frozen tensors of an owned block, as views of the node's memory."""
+    raw, dtype = memory.raw((block.index, "frozen", 0, 0)), memory.spec.table.weight_dtype
+    return tuple(_cut(raw, block, trainable=False, prefix="frozen.", dtype=dtype))
+
+
 def saved_bytes(table: BlockTable) -> int:
-    """Returns the bytes on disk of a saved state of a model, on all nodes together. Names and
-    shapes in the files' headers are counted with :data:`HEADER_BYTES`.
+    """Returns the bytes on disk of a saved state of a model, on all nodes together, without its
+    base. Names and shapes in the files' headers are counted with :data:`HEADER_BYTES`.
     """
     arrays = 1 + len(table.state_arrays)
-    total = 0
-    for tensor in (tensor for block in table.blocks for tensor in block.tensors):
-        item_bytes = 4 * arrays if tensor.trainable else table.weight_dtype.itemsize
-        headers = arrays if tensor.trainable else 1
-        total += tensor.num_elements * item_bytes + HEADER_BYTES * headers
-    return total
+    tensors = (tensor for block in table.blocks for tensor in block.tensors if tensor.trainable)
+    return sum(arrays * (4 * tensor.num_elements + HEADER_BYTES) for tensor in tensors)
+
+
+def base_bytes(table: BlockTable) -> int:
+    """Returns the bytes on disk of the frozen tensors of a model, which a run keeps once."""
+    item_bytes = table.weight_dtype.itemsize
+    tensors = (tensor for block in table.blocks for tensor in block.tensors if not tensor.trainable)
+    return sum(item_bytes * tensor.num_elements + HEADER_BYTES for tensor in tensors)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -121,9 +152,10 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         format_number = fields["format"]
-        if format_number != MANIFEST_FORMAT:
+        if format_number not in (MANIFEST_FORMAT, BASE_FORMAT):
             raise StateError(
-                f"{path}: format {format_number!r}, this Penstock reads {MANIFEST_FORMAT}"
+                f"{path}: format {format_number!r}, this Penstock reads {MANIFEST_FORMAT} and"
+                f" {BASE_FORMAT}"
             )
         if not _has_checksum(fields, path):
             _log.warning(
@@ -131,12 +163,10 @@ def read_manifest(directory: Path) -> Manifest:
                 " data is used unchecked",
                 path,
             )
-        files = {
-            _file_name(name): FileEntry(
-                num_bytes=_count(entry["bytes"]), sha256=str(entry["sha256"])
-            )
-            for name, entry in fields["files"].items()
-        }
+        files = {_file_name(name): _entry(entry) for name, entry in fields["files"].items()}
+        base = {name: _entry(entry) for name, entry in fields.get(BASE, {}).items()}
+        for name, entry in base.items():
+            block_of(name, entry.sha256)
         return Manifest(
             run_id=str(fields["run_id"]),
             version=_count(fields["version"]),
@@ -144,6 +174,7 @@ def read_manifest(directory: Path) -> Manifest:
             files=files,
             scheduler=dict(fields["scheduler"]),
             numerics=str(fields.get("numerics", "")),
+            base=base,
         )
     except OSError as error:
         raise DamagedError(f"{path}: cannot read it: {error}; is the state complete?") from error
@@ -155,7 +186,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def check(
     memory: NodeMemory, directory: Path, version: int, cancelled: Callable[[], bool]
-) -> dict[int, Mapping[str, TensorPlace]]:
+) -> dict[int, CheckedFiles]:
     """Verifies all of the node's blocks in a saved state before any byte of memory changes.
 
     Returns, per owned block, the places of its tensors.
@@ -169,67 +200,103 @@ def check(
         raise StateError(
             f"{directory / MANIFEST_NAME}: is of version {manifest.version}, expected {version}"
         )
-    specs = memory.spec.table.blocks
+    specs, listed = memory.spec.table.blocks, manifest.paths(directory)
+    base = {block_of(name, entry.sha256): name for name, entry in manifest.base.items()}
 
-    def check_block(block: int, stopped: Callable[[], bool]) -> Mapping[str, TensorPlace]:
+    def check_block(block: int, stopped: Callable[[], bool]) -> CheckedFiles:
         path = directory / block_file(block)
-        entry = manifest.files.get(path.name)
-        if entry is None:
+        if path not in listed:
             raise DamagedError(f"{directory / MANIFEST_NAME}: lists no {path.name}")
-        _check_size(path, entry)
-        places = read_header(path)
-        _check_tensors(path, places, block_tensors(memory, specs[block], version))
-        if sha256_of(path, stopped) != entry.sha256:
-            raise DamagedError(f"{path}: its checksum does not match the manifest: damaged")
-        return places
+        paths = [path]
+        if block in base:
+            paths.append(base_folder(directory) / base[block])
+        for path in paths:
+            check_size(path, listed[path])
+        files = {path: read_header(path) for path in paths}
+        _check_tensors(files, block_tensors(memory, specs[block], version))
+        for path in paths:
+            check_content(path, listed[path], stopped)
+        return files
 
     blocks = memory.owned_blocks()
     return dict(zip(blocks, in_parallel(blocks, check_block, cancelled), strict=True))
 
 
-def load_block(
-    memory: NodeMemory,
-    directory: Path,
-    block: int,
-    version: int,
-    places: Mapping[str, TensorPlace],
-) -> None:
-    """Copies the checked file of a block at ``version`` into memory.
+def base_files(directory: Path) -> dict[int, WrittenFile]:
+    """Returns the files of the base of a saved state, by block.
 
     Raises:
-        StateError: the file changed since it was checked.
+        StateError: the manifest is damaged.
     """
-    path = directory / block_file(block)
-    try:
-        with path.open("rb", buffering=0) as file:
-            for tensor in block_tensors(memory, memory.spec.table.blocks[block], version):
-                read_into(file, places[tensor.name], tensor.data)
-    except (OSError, EOFError) as error:
-        raise StateError(f"{path}: {error}; did it change while it was read?") from error
+    return {
+        block_of(name, entry.sha256): WrittenFile(
+            name=name, num_bytes=entry.num_bytes, sha256=entry.sha256, base=True, reused=True
+        )
+        for name, entry in read_manifest(directory).base.items()
+    }
+
+
+def load_block(memory: NodeMemory, block: int, version: int, files: CheckedFiles) -> None:
+    """Copies the checked files of a block at ``version`` into memory.
+
+    Raises:
+        StateError: a file changed since it was checked.
+    """
+    _load(files, block_tensors(memory, memory.spec.table.blocks[block], version))
+
+
+def load_frozen(
+    memory: NodeMemory, directory: Path, version: int, cancelled: Callable[[], bool]
+) -> None:
+    """Copies the frozen tensors of a saved state into memory, after a check of the node's files.
+
+    Raises:
+        StateError: naming the file and what is wrong with it.
+        CancelledError: on request.
+    """
+    for block, files in check(memory, directory, version, cancelled).items():
+        if cancelled():
+            raise CancelledError
+        _load(files, frozen_tensors(memory, memory.spec.table.blocks[block]))
+
+
+def _load(files: CheckedFiles, tensors: Iterable[TensorBytes]) -> None:
+    buffers = {tensor.name: tensor.data for tensor in tensors}
+    for path, places in files.items():
+        try:
+            with path.open("rb", buffering=0) as file:
+                for name in (name for name in places if name in buffers):
+                    read_into(file, places[name], buffers[name])
+        except (OSError, EOFError) as error:
+            raise StateError(f"{path}: {error}; did it change while it was read?") from error
 
 
 def read_block(directory: Path, block: BlockSpec) -> dict[str, npt.NDArray[Any]]:
-    """Returns all tensors of a block's file by key; bf16 as uint16 bits.
+    """Returns all tensors of a block in a saved state by key; bf16 as uint16 bits.
 
     Raises:
         StateError: missing, cut short, or without a tensor that the block has.
     """
     path = directory / block_file(block.index)
-    places = read_header(path)
+    files = {path: read_header(path)}
+    if block.frozen_elements and (base := base_paths(directory).get(block.index)) is not None:
+        files[base] = read_header(base)
+    shapes = {name: place.shape for places in files.values() for name, place in places.items()}
     for tensor in block.tensors:
         key = tensor.name if tensor.trainable else f"frozen.{tensor.name}"
-        if key not in places or places[key].shape != tensor.shape:
+        if shapes.get(key) != tensor.shape:
             raise StateError(f"{path}: lacks {key!r} of shape {list(tensor.shape)}")
     arrays: dict[str, npt.NDArray[Any]] = {}
-    with path.open("rb", buffering=0) as file:
-        for name, place in places.items():
-            content = bytearray(place.num_bytes)
-            try:
-                read_into(file, place, memoryview(content))
-            except EOFError as error:
-                raise StateError(f"{path}: {error}") from error
-            array = np.frombuffer(content, _NUMPY_DTYPES[place.dtype])
-            arrays[name] = array.reshape(place.shape)
+    for path, places in files.items():
+        with path.open("rb", buffering=0) as file:
+            for name, place in places.items():
+                content = bytearray(place.num_bytes)
+                try:
+                    read_into(file, place, memoryview(content))
+                except EOFError as error:
+                    raise StateError(f"{path}: {error}") from error
+                array = np.frombuffer(content, _NUMPY_DTYPES[place.dtype])
+                arrays[name] = array.reshape(place.shape)
     return arrays
 
 
@@ -299,31 +366,51 @@ def _cut(
     ]
 
 
-def _check_size(path: Path, entry: FileEntry) -> None:
+def check_size(path: Path, entry: FileEntry) -> None:
+    """Checks that a file of a saved state is there in its size.
+
+    Raises:
+        DamagedError: the file is not; names the file.
+    """
     try:
         size = path.stat().st_size
+    except FileNotFoundError as error:
+        lack = f"the folder {BASE} belongs to the saved states" if path.parent.name == BASE else ""
+        raise DamagedError(f"{path}: is not there; {lack or SHARED}") from error
     except OSError as error:
         raise DamagedError(f"{path}: cannot read it: {error}") from error
     if size != entry.num_bytes:
         raise DamagedError(f"{path}: has {size} bytes, the manifest says {entry.num_bytes}")
 
 
-def _check_tensors(
-    path: Path, places: Mapping[str, TensorPlace], expected: tuple[TensorBytes, ...]
-) -> None:
+def check_content(path: Path, entry: FileEntry, cancelled: Callable[[], bool]) -> None:
+    """Compares a file of a saved state with its checksum.
+
+    Raises:
+        DamagedError: the file changed.
+        CancelledError: on request.
+    """
+    if sha256_of(path, cancelled) != entry.sha256:
+        raise DamagedError(f"{path}: its checksum does not match the manifest: damaged")
+
+
+def _check_tensors(files: CheckedFiles, expected: tuple[TensorBytes, ...]) -> None:
+    places = {name: (path, of[name]) for path, of in files.items() for name in of}
     layouts = {tensor.name: (tensor.dtype, tensor.shape) for tensor in expected}
     odd = sorted(layouts.keys() ^ places.keys())
     if odd:
+        path = next(iter(files)) if odd[0] in layouts else places[odd[0]][0]
         where = "is not saved" if odd[0] in layouts else "is saved, but not in the model"
         raise StateError(
             f"{path}: saved from another model or optimizer: {odd[0]!r} {where}"
             f" ({len(odd)} such tensors)"
         )
     for name, (dtype, shape) in layouts.items():
-        if (places[name].dtype, places[name].shape) != (dtype, shape):
+        path, place = places[name]
+        if (place.dtype, place.shape) != (dtype, shape):
             raise StateError(
-                f"{path}: {name!r} is {places[name].dtype} {list(places[name].shape)}, the model"
-                f" has {dtype} {list(shape)}"
+                f"{path}: {name!r} is {place.dtype} {list(place.shape)}, the model has {dtype}"
+                f" {list(shape)}"
             )
 
 
@@ -338,6 +425,10 @@ def _file_name(name: str) -> str:
     if Path(name).name != name:
         raise ValueError(f"{name!r} is not a file name")
     return name
+
+
+def _entry(fields: Mapping[str, Any]) -> FileEntry:
+    return FileEntry(num_bytes=_count(fields["bytes"]), sha256=str(fields["sha256"]))
 
 
 def _count(value: object) -> int:

@@ -15,12 +15,14 @@ from penstock.daemons.memory.snapshot import (
     MANIFEST_NAME,
     Manifest,
     block_file,
+    check_content,
+    check_size,
     in_parallel,
     read_manifest,
 )
-from penstock.daemons.memory.tensorfile import DamagedError, read_header, sha256_of
+from penstock.daemons.memory.tensorfile import DamagedError, read_header
 from penstock.host.errors import StateError
-from penstock.protocol.run.rundir import SHARED, RunDirectory
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -62,7 +64,7 @@ def checked_manifest(
 
 
 def check_files(directory: Path, manifest: Manifest, num_blocks: int) -> None:
-    """Checks that the files of all blocks are listed, and have the listed sizes.
+    """Checks that the files of all blocks are listed, and that the base, too, has the listed sizes.
 
     Raises:
         DamagedError: naming the file.
@@ -72,17 +74,8 @@ def check_files(directory: Path, manifest: Manifest, num_blocks: int) -> None:
     if missing:
         count = len(missing)
         raise DamagedError(f"{path}: lists no {min(missing)} ({count} files are missing)")
-    for name, entry in manifest.files.items():
-        try:
-            size = (directory / name).stat().st_size
-        except FileNotFoundError as error:
-            raise DamagedError(f"{directory / name}: is not there; {SHARED}") from error
-        except OSError as error:
-            raise DamagedError(f"{directory / name}: cannot read it: {error}") from error
-        if size != entry.num_bytes:
-            raise DamagedError(
-                f"{directory / name}: has {size} bytes, the manifest says {entry.num_bytes}"
-            )
+    for path, entry in manifest.paths(directory).items():
+        check_size(path, entry)
 
 
 def refuse_damage(run_dir: Path, warn: Callable[[str], None]) -> None:
@@ -112,7 +105,7 @@ def refuse_damage(run_dir: Path, warn: Callable[[str], None]) -> None:
 
 
 def verify(directory: Path, version: int, table: BlockTable) -> int:
-    """Checks every byte of a saved state; returns the total bytes of its files.
+    """Checks every byte of a saved state and of its base; returns the bytes of the state's files.
 
     Raises:
         DamagedError: naming the file and what is wrong with it.
@@ -122,11 +115,12 @@ def verify(directory: Path, version: int, table: BlockTable) -> int:
         directory, version, table_digest=table.digest, num_blocks=len(table.blocks)
     )
 
-    def check(block: int, stopped: Callable[[], bool]) -> None:
-        path = directory / block_file(block)
-        read_header(path)
-        if sha256_of(path, stopped) != manifest.files[path.name].sha256:
-            raise DamagedError(f"{path}: its checksum does not match the manifest: damaged")
+    paths = list(manifest.paths(directory).items())
 
-    in_parallel(range(len(table.blocks)), check, lambda: False)
+    def check(number: int, stopped: Callable[[], bool]) -> None:
+        path, entry = paths[number]
+        read_header(path)
+        check_content(path, entry, stopped)
+
+    in_parallel(range(len(paths)), check, lambda: False)
     return sum(entry.num_bytes for entry in manifest.files.values())

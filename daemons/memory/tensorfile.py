@@ -79,13 +79,39 @@ def write_tensors(
         OSError: it cannot be written.
         CancelledError: on request.
     """
+    return _through(name, tensors, cancelled, lambda piece: disk.write(file, piece))
+
+
+def digest_of(
+    name: str, tensors: Sequence[TensorBytes], cancelled: Callable[[], bool]
+) -> WrittenFile:
+    """Returns size and checksum of the file that :func:`write_tensors` would write.
+
+    Raises:
+        CancelledError: on request.
+    """
+    return _through(name, tensors, cancelled, lambda piece: None)
+
+
+def file_bytes(tensors: Sequence[TensorBytes]) -> int:
+    """Returns the size of the file that :func:`write_tensors` would write."""
+    return len(_header(tensors)) + sum(tensor.num_bytes for tensor in tensors)
+
+
+def _through(
+    name: str,
+    tensors: Sequence[TensorBytes],
+    cancelled: Callable[[], bool],
+    take: Callable[[memoryview], None],
+) -> WrittenFile:
+    """Hands the pieces of a file to ``take``, one by one."""
     digest = hashlib.sha256()
     num_bytes = 0
     pieces = chain([memoryview(_header(tensors))], _pieces(tensor.data for tensor in tensors))
     for piece in pieces:
         if cancelled():
             raise CancelledError
-        disk.write(file, piece)
+        take(piece)
         digest.update(piece)
         num_bytes += len(piece)
     return WrittenFile(name=name, num_bytes=num_bytes, sha256=digest.hexdigest())

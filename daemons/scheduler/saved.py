@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.daemons.memory.disk import DISK, Disk
 from penstock.daemons.memory.snapshot import (
+    BASE_FORMAT,
     MANIFEST_FORMAT,
     MANIFEST_NAME,
     Manifest,
@@ -29,6 +30,7 @@ from penstock.host.errors import StateError
 from penstock.host.files import writing
 from penstock.protocol.run.checksums import with_checksum
 from penstock.protocol.run.names import SCHEDULERD
+from penstock.protocol.run.saved_base import BASE
 
 TEMPORARY_PREFIX = ".tmp-step-"
 REPLACED_PREFIX = ".replaced-"
@@ -153,13 +155,15 @@ class SavedStates:
         # memoryds have synced the files. The manifest follows, synced too; then the names in the
         # directory; then the rename, which makes all of it a saved state at once; then the name.
         manifest = {
-            "format": MANIFEST_FORMAT,
+            "format": BASE_FORMAT if save.base else MANIFEST_FORMAT,
             "run_id": self._run_id,
             "version": save.version,
             "table_digest": self._table_digest,
-            "files": {name: {"bytes": size, "sha256": sha} for name, size, sha in save.files},
+            "files": _listed(save.files),
             "scheduler": {**save.position.to_fields(), "attempt": save.attempt},
         }
+        if save.base:
+            manifest[BASE] = _listed(save.base)
         if self._numerics:
             manifest["numerics"] = self._numerics
         text = json.dumps(with_checksum(manifest), indent=1)
@@ -198,6 +202,10 @@ class SavedStates:
         with self._disk.create(path) as file:
             self._disk.write(file, text.encode())
             self._disk.sync(file)
+
+
+def _listed(files: Sequence[tuple[str, int, str]]) -> dict[str, dict[str, int | str]]:
+    return {name: {"bytes": size, "sha256": sha256} for name, size, sha256 in files}
 
 
 def _position(manifest: Manifest, path: Path) -> Position:

@@ -38,6 +38,7 @@ from penstock.models.surgery.skeleton import Skeleton, build_skeleton, loaded_dt
 from penstock.protocol.run.checksums import CONSTANTS
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.saved_base import base_paths
 from penstock.shm.table import BlockTable, DType
 
 SHARD_BYTES = 2 * 2**30
@@ -267,16 +268,20 @@ def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
     to fp32, in the table's shapes. It raises StateError if a file is damaged or missing.
     """
 
+    base = base_paths(state_dir)
+
     def read_block(block: int) -> dict[str, NDArray[Any]]:
-        path = state_dir / f"block-{block:04d}.safetensors"
-        arrays = {}
-        try:
-            with safe_open(path, framework="pt") as file:
-                for spec in table.blocks[block].tensors:
-                    key = spec.name if spec.trainable else f"frozen.{spec.name}"
-                    arrays[spec.name] = file.get_tensor(key).to(torch.float32).numpy()
-        except (OSError, SafetensorError) as error:
-            raise StateError(f"{path}: {error}") from error
+        path, arrays = state_dir / f"block-{block:04d}.safetensors", {}
+        specs = table.blocks[block].tensors
+        trained = {spec.name: spec.name for spec in specs if spec.trainable}
+        frozen = {f"frozen.{spec.name}": spec.name for spec in specs if not spec.trainable}
+        for source, keys in ((path, trained), (base.get(block, path), frozen)):
+            try:
+                with safe_open(source, framework="pt") as file:
+                    for key, name in keys.items():
+                        arrays[name] = file.get_tensor(key).to(torch.float32).numpy()
+            except (OSError, SafetensorError) as error:
+                raise StateError(f"{source}: {error}") from error
         return arrays
 
     return read_block

@@ -229,14 +229,18 @@ class Mirrored(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., blocks_missing: _Optional[int] = ...) -> None: ...
 
 class SavedFile(_message.Message):
-    __slots__ = ("name", "bytes", "sha256")
+    __slots__ = ("name", "bytes", "sha256", "base", "reused")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    REUSED_FIELD_NUMBER: _ClassVar[int]
     name: str
     bytes: int
     sha256: str
-    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+    base: bool
+    reused: bool
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., base: _Optional[bool] = ..., reused: _Optional[bool] = ...) -> None: ...
 
 class Saved(_message.Message):
     __slots__ = ("epoch", "version", "files", "error", "number", "write_seconds")

@@ -90,6 +90,20 @@ def test_a_gpu_of_the_catalogue_gives_rates_and_memory(alone: Path) -> None:
     assert (code, out) == (3, "") and "raise memory.device_limit" in err
 
 
+def test_frozen_tensors_take_their_bytes_on_disk_once(alone: Path) -> None:
+    options = ("--dtype", "bf16", "--set", "train.freeze=['mlp']")
+    whole, frozen = report_of(alone, *options[:2]), report_of(alone, *options)
+    elements = 3 * 3 * 64 * 128
+    assert whole["base"] == 0 and frozen["base"] == pytest.approx(2 * elements, rel=0.03)
+    fewer = whole["saved_state"] - frozen["saved_state"]
+    assert fewer == pytest.approx(12 * elements, rel=0.03)
+    lines = [
+        [line for line in estimated(alone, *words)[1].splitlines() if "kept once" in line]
+        for words in (options[:2], options)
+    ]
+    assert [len(kept) for kept in lines] == [0, 1]
+
+
 def test_a_table_for_people(alone: Path) -> None:
     code, out, err = estimated(alone, "--set", "train.keep_snapshots=5")
     assert code == 0, err

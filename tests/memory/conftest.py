@@ -194,12 +194,17 @@ def commit_everything(memory: NodeMemory, version: int, incarnation: int = 1) ->
 
 def write_manifest(memory: NodeMemory, directory: Path, version: int, files: Any) -> None:
     """What the scheduler writes when all memoryds have saved."""
+    state, base = (
+        {f.name: {"bytes": f.num_bytes, "sha256": f.sha256} for f in files if f.base is kind}
+        for kind in (False, True)
+    )
     manifest = {
-        "format": 1,
+        "format": 2,
         "run_id": memory.spec.run_id,
         "version": version,
         "table_digest": memory.spec.table.digest,
-        "files": {f.name: {"bytes": f.num_bytes, "sha256": f.sha256} for f in files},
+        "files": state,
+        "base": base,
         "scheduler": {},
     }
     (directory / "manifest.json").write_text(json.dumps(manifest))

@@ -101,8 +101,13 @@ class PowerCut:
         elif kind == "make_directory":
             self._find(path.parent).change(**{path.name: Node(is_directory=True)})
         elif kind == "rename":
-            assert isinstance(more, Path) and more.parent == path.parent
-            self._find(path.parent).change(**{path.name: None, more.name: node})
+            assert isinstance(more, Path)
+            if more.parent == path.parent:
+                self._find(path.parent).change(**{path.name: None, more.name: node})
+            else:
+                # A power cut may keep either change alone: the file may be lost, or have two names.
+                self._find(path.parent).change(**{path.name: None})
+                self._find(more.parent).change(**{more.name: node})
         elif kind == "remove":
             self._find(path.parent).change(**{path.name: None})
         elif node is not None and kind == "write":

@@ -146,8 +146,13 @@ def test_save_and_restore_from_it(
     scheduler.send(A, save=pb.Save(epoch=1, version=7, directory=str(directory)))
     saved = scheduler.wait_for(A, pb.Saved)
     assert (saved.version, saved.error) == (7, "")
-    assert [file.name for file in saved.files] == [snapshot.block_file(b) for b in range(3)]
-    files = [WrittenFile(name=f.name, num_bytes=f.bytes, sha256=f.sha256) for f in saved.files]
+    own = [file.name for file in saved.files if not file.base]
+    assert own == [snapshot.block_file(b) for b in range(3)]
+    assert [(file.base, file.reused) for file in saved.files].count((True, False)) == 3
+    files = [
+        WrittenFile(name=f.name, num_bytes=f.bytes, sha256=f.sha256, base=f.base)
+        for f in saved.files
+    ]
     helpers.manifest(memory, directory, 7, files)
     before = bytes(memory.raw((1, "exp_avg_sq", 0, 0)))
 
@@ -161,6 +166,10 @@ def test_save_and_restore_from_it(
     assert memory.control.committed == 7
 
     begin(scheduler, A, 2)
+    scheduler.send(A, save=pb.Save(epoch=2, version=7, directory=str(tmp_path / "again")))
+    again = scheduler.wait_for(A, pb.Saved)
+    assert sorted(f.name for f in again.files) == sorted(f.name for f in saved.files)
+    assert [file.reused for file in again.files if file.base] == [True] * 3
     scheduler.send(A, save=pb.Save(epoch=2, version=9, directory=str(directory)))
     assert "version 7 of incarnation 2 is committed" in scheduler.wait_for(A, pb.Saved).error
     scheduler.send(A, save=pb.Save(epoch=2, version=7, directory="/proc/nowhere"))

@@ -10,11 +10,13 @@ import pytest
 
 from penstock.daemons.memory import saving
 from penstock.daemons.memory.disk import DISK, Disk
+from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.pinning import PinnedVersion
 from penstock.daemons.memory.states import verify
 from penstock.daemons.scheduler.machine.events import CompleteSave
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.saved import SavedStates
+from penstock.host.errors import StateError
 from penstock.shm.memory import NodeMemory
 from tests.memory.power import PowerCut, RecordingDisk
 
@@ -34,6 +36,10 @@ def saved_states(memory: NodeMemory, state_dir: Path, disk: Disk = DISK) -> Save
     )
 
 
+def listed(files: tuple[WrittenFile, ...], *, base: bool) -> tuple[tuple[str, int, str], ...]:
+    return tuple((f.name, f.num_bytes, f.sha256) for f in files if f.base is base)
+
+
 def save(memory: NodeMemory, state_dir: Path, version: int, disk: Disk = DISK) -> None:
     """What memoryd and scheduler do."""
     states = saved_states(memory, state_dir, disk)
@@ -45,7 +51,8 @@ def save(memory: NodeMemory, state_dir: Path, version: int, disk: Disk = DISK) -
             number=1,
             version=version,
             directory=str(directory),
-            files=tuple((file.name, file.num_bytes, file.sha256) for file in files),
+            files=listed(files, base=False),
+            base=listed(files, base=True),
             position=Position(version=version, data_position=8 * version, loss_scale=1.0),
             attempt=version,
         )
@@ -92,3 +99,44 @@ def what_is_left(memory: NodeMemory, left: Path) -> tuple[int, bool]:
     assert [path.name for path in left.iterdir() if path.name.startswith(".")] == []
     content = (directory / "block-0001.safetensors").read_bytes()
     return newest.version, b"\x00\x00\xe0@" * 3 in content
+
+
+@pytest.mark.parametrize("moment", ["of the first save", "of a save that misses the base"])
+def test_a_power_cut_while_the_base_is_written_leaves_no_half_file(
+    memory: NodeMemory, tmp_path: Path, helpers: Any, moment: str
+) -> None:
+    state_dir = tmp_path / "state"
+    state_dir.mkdir()
+    helpers.fill(memory)
+    helpers.commit(memory, 7)
+    older = moment != "of the first save"
+    if older:
+        save(memory, state_dir, 7)
+        for path in (state_dir / "base").iterdir():
+            path.unlink()
+        helpers.commit(memory, 8)
+    cut, disk = PowerCut(state_dir), RecordingDisk()
+    save(memory, state_dir, 7 + older, disk)
+    whole = {path.name: path.read_bytes() for path in (state_dir / "base").iterdir()}
+    assert len(whole) == 3
+    fate, outcomes = random.Random(moment), set()
+    for number, operation in enumerate((None, *disk.operations)):
+        if operation is not None:
+            cut.perform(operation)
+        for draw in range(-2, DRAWN):
+            left = tmp_path / f"{number}.{draw}"
+            cut.leave(left, fate if draw >= 0 else None, lost=draw == -2)
+            kept = {path.name: path.read_bytes() for path in left.glob("base/*")}
+            assert kept.items() <= whole.items()
+            states = saved_states(memory, left)
+            states.remove_temporary()
+            assert not list(left.glob(".*"))
+            try:
+                newest = states.newest()
+            except StateError as error:
+                assert older and "base" in str(error) and len(kept) < 3
+                continue
+            outcomes.add(newest.version if newest else None)
+            if newest is not None:
+                verify(Path(newest.directory), newest.version, memory.spec.table)
+    assert outcomes == ({7, 8} if older else {None, 7}), "written again, the base serves both"

@@ -44,8 +44,10 @@ def test_blocks_are_read_as_they_are_settled_and_let_go(behind: NodeMemory, tmp_
         control.set_state_version(next(settled), 7)
         return False
 
-    files = saving.save(pinned, tmp_path, lambda: False, wait=wait)
-    assert [file.name for file in files] == [snapshot.block_file(block) for block in BLOCKS]
+    files = saving.save(pinned, tmp_path / "s", lambda: False, wait=wait)
+    assert [file.name for file in files if not file.base] == [
+        snapshot.block_file(block) for block in BLOCKS
+    ]
     assert seen[0] == [7, 7, 7]
     assert seen[-1][0] == 7, "what is not settled is not read"
     assert pins(behind) == [None] * 3
@@ -121,9 +123,9 @@ def test_a_block_is_let_go_before_it_is_on_disk(
     watching = threading.Thread(target=watch)
     pinned = PinnedVersion(memory, 7)
     watching.start()
-    saving.save(pinned, tmp_path, lambda: False, disk=Slow())
+    saving.save(pinned, tmp_path / "s", lambda: False, disk=Slow())
     watching.join()
-    assert len(synced) == 3
+    assert len(synced) == 6
 
 
 def test_pins_of_a_dead_memoryd_hold_nothing_back(memory: NodeMemory, helpers: Any) -> None:

@@ -78,14 +78,15 @@ def test_files_are_what_the_safetensors_library_reads(memory: NodeMemory, saved:
         "exp_avg.b1.w",
         "exp_avg_sq.b1.v",
         "exp_avg_sq.b1.w",
-        "frozen.b1.f",
     ]
     assert tuple(found["b1.w"].shape) == (45, 2)
     assert found["b1.w"].dtype is torch.float32
     master = memory.state(1, "master")
     assert np.array_equal(found["b1.w"].numpy().reshape(-1), master[:90])
     assert np.array_equal(found["exp_avg.b1.v"].numpy(), memory.state(1, "exp_avg")[96:101])
-    assert found["frozen.b1.f"].dtype is torch.bfloat16
+    [path] = (saved.parent / "base").glob("block-0001-*")
+    found = load_file(path)
+    assert list(found) == ["frozen.b1.f"] and found["frozen.b1.f"].dtype is torch.bfloat16
     bits = found["frozen.b1.f"].view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(bits, memory.frozen(1)[:3])
 
@@ -316,12 +317,12 @@ BLOCK = "block-0001.safetensors"
         (rewrite("manifest.json", lambda b: b[:-5]), r"manifest.json: the manifest is damaged"),
         (rewrite("manifest.json", lambda b: b"\xff" + b), r"manifest.json: .* is damaged"),
         (rewrite("manifest.json", lambda b: b"[" * 10_000), r"manifest.json: .* is damaged"),
-        (change_manifest(format=2), r"manifest.json: format 2, this Penstock reads 1"),
+        (change_manifest(format=3), r"manifest.json: format 3, this Penstock reads 1 and 2"),
         (change_manifest(version="7"), r"manifest.json: .* '7' is not a count"),
         (change_manifest(version=8), r"manifest.json: is of version 8, expected 7"),
         (change_manifest(files={}), r"manifest.json: lists no block-0000.safetensors"),
         (change_manifest(files={"../x": {"bytes": 1, "sha256": ""}}), r"'../x' is not a file name"),
-        (lambda d: (d / BLOCK).unlink(), rf"{BLOCK}: cannot read it"),
+        (lambda d: (d / BLOCK).unlink(), rf"{BLOCK}: is not there; all nodes of a run use one"),
         (rewrite(BLOCK, lambda b: b[:-1]), rf"{BLOCK}: has \d+ bytes, the manifest says \d+"),
         (rewrite(BLOCK, lambda b: b[:3]), rf"{BLOCK}: has 3 bytes"),
         (
@@ -390,10 +391,9 @@ def test_compare(memory: NodeMemory, saved: Path, tmp_path: Path, helpers: Any) 
     blocks = memory.spec.table.blocks
     assert snapshot.compare(saved, saved, blocks) == ()
     memory.state(2, "exp_avg")[0] += 1
-    helpers.manifest(
-        memory, tmp_path, 7, saving.save(PinnedVersion(memory, 7), tmp_path / "other", never)
-    )
-    assert snapshot.compare(saved, tmp_path / "other", blocks) == ("block2/exp_avg.b2.w",)
+    other = tmp_path / "other"
+    helpers.manifest(memory, other, 7, saving.save(PinnedVersion(memory, 7), other, never))
+    assert snapshot.compare(saved, other, blocks) == ("block2/exp_avg.b2.w",)
 
 
 def test_a_failing_loader_is_quoted(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from penstock.client import states
 from penstock.client.main import app
+from penstock.daemons.memory import snapshot
 from penstock.daemons.memory import states as memory_states
 from penstock.daemons.memory.snapshot import block_file
 from penstock.daemons.monitor.trackers.following import Bookmark, bookmark_path
@@ -21,6 +22,7 @@ from penstock.daemons.scheduler.machine.events import JournalDecision, JournalEp
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.protocol.run.checksums import with_checksum
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.protocol.run.saved_base import base_file
 from penstock.shm.control import CommitRecord, Decision
 
 
@@ -101,6 +103,32 @@ def test_saved_states_are_listed_and_checked(run: RunDirectory) -> None:
     assert code == 2 and "step 7 is not saved; saved are: 3, 6, 9" in said
 
 
+def test_the_base_is_listed_and_checked_once_more_than_the_states(run: RunDirectory) -> None:
+    content = b"\x02\0\0\0\0\0\0\0{}"
+    digest = hashlib.sha256(content).hexdigest()
+    path = run.state_dir / "base" / base_file(1, digest)
+    path.parent.mkdir()
+    path.write_bytes(content)
+    manifest = run.state_dir / "step-00000009" / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    del fields["checksum"]
+    base = {path.name: {"bytes": len(content), "sha256": digest}}
+    manifest.write_text(json.dumps(with_checksum(fields | {"format": 2, "base": base})))
+    code, said = command("snapshots", str(run.path), "verify")
+    assert code == 0 and said.splitlines()[-1].split() == [
+        *("state/base", "0.0", "MB", "frozen", "tensors,", "kept", "once", "for", "all", "states")
+    ]
+    reports = json.loads(command("snapshots", str(run.path), "--json")[1])
+    assert [report["base_bytes"] for report in reports] == [0, 0, len(content)]
+    path.write_bytes(content[:-2] + b"[]")
+    code, said = command("snapshots", str(run.path), "verify")
+    assert code == 2 and said.count("DAMAGED") == 1 and path.name in said
+    path.unlink()
+    code, said = command("snapshots", str(run.path))
+    assert code == 2 and f"base/{path.name}: is not there; the folder base belongs" in said
+    assert command("rollback", str(run.path), "--to", "9")[0] == 2
+
+
 def test_saved_states_are_deleted_but_for_the_newest_whole_one(run: RunDirectory) -> None:
     code, said = command("snapshots", str(run.path), "delete", "9")
     assert code == 2 and "newest intact state" in said
@@ -115,8 +143,11 @@ def test_a_state_that_is_pruned_while_it_is_verified_is_not_damaged(
 ) -> None:
     """The run prunes it, or replaces it by another one of the same step, as it does: by names."""
     doomed, other = run.state_dir / "step-00000006", run.state_dir / ".tmp-step-00000006"
-    name = "checked_manifest" if moment == "manifest" else "sha256_of"
-    real = getattr(memory_states, name)
+    module, name = {
+        "manifest": (memory_states, "checked_manifest"),
+        "block": (snapshot, "sha256_of"),
+    }[moment]
+    real = getattr(module, name)
 
     def disturbed(path: Path, *arguments: Any, **options: Any) -> Any:
         if "step-00000006" in str(path) and doomed.exists():
@@ -124,7 +155,7 @@ def test_a_state_that_is_pruned_while_it_is_verified_is_not_damaged(
             shutil.rmtree(other)
         return real(path, *arguments, **options)
 
-    monkeypatch.setattr(memory_states, name, disturbed)
+    monkeypatch.setattr(module, name, disturbed)
     monkeypatch.setattr(states, "checked_manifest", memory_states.checked_manifest)
     code, said = command("snapshots", str(run.path), "verify", "--json")
     assert code == 0
@@ -138,7 +169,7 @@ def test_a_state_that_is_pruned_while_it_is_verified_is_not_damaged(
 def test_a_state_that_is_replaced_while_it_is_verified_is_looked_at_again(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replaced, real = run.state_dir / "replaced", memory_states.sha256_of
+    replaced, real = run.state_dir / "replaced", snapshot.sha256_of
 
     def disturbed(path: Path, *arguments: Any) -> Any:
         if "step-00000006" in str(path) and not replaced.exists():
@@ -147,7 +178,7 @@ def test_a_state_that_is_replaced_while_it_is_verified_is_looked_at_again(
             raise FileNotFoundError(path)
         return real(path, *arguments)
 
-    monkeypatch.setattr(memory_states, "sha256_of", disturbed)
+    monkeypatch.setattr(snapshot, "sha256_of", disturbed)
     code, said = command("snapshots", str(run.path), "verify")
     assert code == 0 and said.count("every byte is right") == 3
 

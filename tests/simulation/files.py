@@ -8,6 +8,7 @@ machines wrote stays, as they write it again to a file server that comes back.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import random
 import re
@@ -25,6 +26,8 @@ from penstock.daemons.memory.disk import DISK, Disk
 from penstock.daemons.memory.snapshot import MANIFEST_NAME
 from penstock.daemons.scheduler.saved import SavedStates
 from penstock.host import world
+from penstock.host.errors import StateError
+from penstock.protocol.run.saved_base import BASE, base_file, base_paths
 from tests.simulation.disk import Disk as JournalDisk
 from tests.simulation.history import History
 from tests.simulation.kernel import Kernel, Machine, Process
@@ -103,11 +106,21 @@ class Files:
 
     def rename(self, process: Process, old: Path, new: Path) -> None:
         self._kernel.point("renames")
-        assert old.parent == new.parent
+        if old.parent != new.parent:
+            self._into_base(process, old, new)
+            return
         if _NAMED.fullmatch(new.name):
             self._named(old, new.name)
         _rename(DISK, old, new)
         self._changed(process, new.parent, lambda at: _bring_back(at / new.name, at / old.name))
+
+    def _into_base(self, process: Process, old: Path, new: Path) -> None:
+        """A file of the base gets its name, with all its bytes on disk."""
+        assert new.parent.name == BASE
+        if _inode(old) in self._unsynced:
+            self._history.violation(f"{new.name} gets its name before its bytes are on disk")
+        _rename(DISK, old, new)
+        self._changed(process, new.parent, lambda at: (at / new.name).unlink(missing_ok=True))
 
     def remove(self, process: Process, path: Path) -> None:
         self._kernel.point("removes")
@@ -158,6 +171,12 @@ class Files:
             self._history.violation(f"{name} gets its name before all is on disk {lost}")
         if not (directory / MANIFEST_NAME).exists():
             self._history.violation(f"{name} gets its name, and has no manifest")
+        for path in _base_of(directory):
+            changed = [
+                change for change in self._changes if change.directory == _inode(path.parent)
+            ]
+            if changed or _inode(path) in self._unsynced:
+                self._history.violation(f"{name} gets its name before {path.name} is on disk")
         self._whole[inode] = _contents(directory)
 
     def _look(self) -> None:
@@ -166,6 +185,10 @@ class Files:
         for state in states:
             if _contents(state) != self._whole.get(_inode(state)):
                 self._history.violation(f"a power cut leaves a part of {state.name}")
+            for path in _base_of(state):
+                digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+                if path.name != base_file(int(path.name.split("-")[1]), digest):
+                    self._history.violation(f"a power cut takes {path.name} of {state.name}")
         if self._newest is not None and self._newest not in [state.name for state in states]:
             self._history.violation(f"a power cut takes {self._newest}, which was complete")
 
@@ -236,6 +259,13 @@ def _bring_back(grave: Path, path: Path) -> None:
 
 def _inode(path: Path) -> int:
     return path.stat().st_ino
+
+
+def _base_of(directory: Path) -> list[Path]:
+    """Files of the base that a state's manifest lists; none of a manifest that is no JSON."""
+    with suppress(StateError):
+        return list(base_paths(directory).values())
+    return []
 
 
 def _contents(directory: Path) -> dict[str, int]:

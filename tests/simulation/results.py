@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.daemons.memory.tensorfile import read_header
+from penstock.protocol.run.saved_base import base_paths
 from tests.simulation.vouched import Key
 
 TOLERANCE = 1e-4
@@ -96,18 +97,42 @@ class Result:
 
 def _checksum(directory: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted(directory.glob("block-*")):
-        digest.update(file.name.encode() + file.read_bytes())
+    base = base_paths(directory)
+    for block, file in enumerate(sorted(directory.glob("block-*"))):
+        files = [file, base[block]] if block in base else [file]
+        digest.update(file.name.encode() + _in_one(files))
     return digest.hexdigest()
+
+
+def _in_one(files: Sequence[Path]) -> bytes:
+    """All tensors of a block in one file, as states of format 1 have them. Digests of seeds are
+    those of such files.
+    """
+    if len(files) == 1:
+        return files[0].read_bytes()
+    fields: dict[str, Any] = {}
+    bodies = b""
+    for file in files:
+        content = file.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8:start]).items():
+            offsets = [offset + len(bodies) for offset in entry["data_offsets"]]
+            fields[name] = {**entry, "data_offsets": offsets}
+        bodies += content[start:]
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + bodies
 
 
 def _arrays(directory: Path) -> Arrays:
     found: Arrays = {}
-    for file in sorted(directory.glob("block-*")):
-        content = file.read_bytes()
-        for name, place in read_header(file).items():
-            data = content[place.start : place.start + place.num_bytes]
-            found[f"{file.name} {name}"] = np.frombuffer(data, dtype=np.float32)
+    base = base_paths(directory)
+    for block, file in enumerate(sorted(directory.glob("block-*"))):
+        for part in [file, base[block]] if block in base else [file]:
+            content = part.read_bytes()
+            for name, place in read_header(part).items():
+                data = content[place.start : place.start + place.num_bytes]
+                found[f"{file.name} {name}"] = np.frombuffer(data, dtype=np.float32)
     return found
 
 

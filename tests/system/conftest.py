@@ -212,14 +212,20 @@ def newest_state(run_dir: Path) -> Path:
 
 
 def state_bytes(run_dir: Path) -> dict[str, bytes]:
-    """Every file of the newest saved state but the manifest, by name."""
-    return {p.name: p.read_bytes() for p in newest_state(run_dir).glob("*.safetensors")}
+    """Every file of the newest saved state and of its base but the manifest, by name."""
+    return {path.name: path.read_bytes() for path in state_files(run_dir)}
+
+
+def state_files(run_dir: Path) -> list[Path]:
+    """Files with tensors of the newest saved state and of its base."""
+    state = newest_state(run_dir)
+    return sorted((*state.glob("*.safetensors"), *(state.parent / "base").glob("*")))
 
 
 def arrays(run_dir: Path) -> dict[str, Any]:
     """Every array of the newest saved state, by name."""
     found: dict[str, Any] = {}
-    for path in sorted(newest_state(run_dir).glob("*.safetensors")):
+    for path in state_files(run_dir):
         found |= load_file(path)
     return found
 

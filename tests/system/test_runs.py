@@ -213,7 +213,9 @@ def check_training_from(runner: Any, source: Path) -> list[float]:
         "schedule": {"scheme": "mobius"},
     }
     run_dir = runner.train(runner.configure("again", changes))
-    saved = load_file(H.newest_state(run_dir) / "block-0000.safetensors")
+    assert load_file(H.newest_state(run_dir) / "block-0000.safetensors") == {}
+    [base] = (run_dir / "state" / "base").iterdir()
+    saved = load_file(base)
     given = load_file(next(source.glob("*.safetensors")))
     assert set(saved) == {"frozen.model.embed_tokens.weight"}
     np.testing.assert_array_equal(

@@ -24,11 +24,15 @@ from penstock.shm.control import CommitRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file of a saved state, as the manifest lists it."""
+    """A file of a saved state, as the manifest lists it. ``base``: a file of the run's base, with
+    frozen tensors. ``reused``: an earlier save has written the file.
+    """
 
     name: str
     num_bytes: int
     sha256: str
+    base: bool = False
+    reused: bool = False
 
 
 # ---- events ----

@@ -241,7 +241,9 @@ class PrepareSave:
 class CompleteSave:
     """Write the manifest, rename the directory, prune older states; then :class:`SaveFinished`.
 
-    ``ranking``: evaluated versions from the best to the worst. The best saved one of them stays.
+    ``files`` and ``base``: name, bytes and SHA-256 of the state's own files, and of the run's files
+    with frozen tensors. ``ranking``: evaluated versions from the best to the worst. The best saved
+    one of them stays.
     """
 
     number: int
@@ -251,6 +253,7 @@ class CompleteSave:
     position: Position
     attempt: int
     ranking: tuple[int, ...] = ()
+    base: tuple[tuple[str, int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

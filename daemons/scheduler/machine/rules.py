@@ -184,11 +184,12 @@ class Rules:
 
 
 def saved_bytes(table: BlockTable) -> int:
-    """Returns the bytes of a saved state: fp32 masters, the optimizer's arrays, frozen weights."""
+    """Returns the bytes that every save writes: fp32 masters and the optimizer's arrays. The base,
+    which only the first save writes, is not counted.
+    """
     arrays = 1 + len(table.state_arrays)
     trainable = sum(block.trainable_elements for block in table.blocks)
-    frozen = sum(block.frozen_elements for block in table.blocks)
-    return trainable * arrays * DType.FP32.itemsize + frozen * table.weight_dtype.itemsize
+    return trainable * arrays * DType.FP32.itemsize
 
 
 def member_specs(config: Config) -> tuple[MemberSpec, ...]:

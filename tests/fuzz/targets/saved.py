@@ -28,6 +28,7 @@ from penstock.models.checkpoints.files import files_before, read_record
 from penstock.models.data.chunks import write_sums
 from penstock.models.prepare import _has, _recorded, _recorded_sum
 from penstock.protocol.run.checksums import with_checksum
+from penstock.protocol.run.saved_base import base_file, base_paths
 from penstock.shm.control import CommitRecord, ControlView
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
@@ -55,7 +56,10 @@ def _manifest() -> dict[str, Any]:
 
 
 def _manifests() -> list[bytes]:
-    return dumped(with_checksum(_manifest()), _manifest())
+    digest = "0123456789abcdef" * 4
+    base = {base_file(0, digest): {"bytes": 100, "sha256": digest}}
+    referring = _manifest() | {"format": 2, "base": base}
+    return dumped(with_checksum(_manifest()), _manifest(), with_checksum(referring))
 
 
 def _position(data: bytes) -> None:
@@ -320,6 +324,14 @@ SAVED = (
         name="manifest",
         open=from_file("manifest.json", read_manifest),
         covers=("daemons.memory.snapshot.read_manifest",),
+        seeds=_manifests,
+        form=Form.JSON,
+        examples=100,
+    ),
+    Target(
+        name="base-paths",
+        open=from_file("manifest.json", base_paths),
+        covers=("protocol.run.saved_base.base_paths",),
         seeds=_manifests,
         form=Form.JSON,
         examples=100,

@@ -67,6 +67,9 @@ class Save:
         self._unpinned: set[str] = set()
         self._waiting: set[str] = set()
         self._files: list[tuple[str, int, str]] = []
+        self._base: list[tuple[str, int, str]] = []
+        self.num_bytes = 0
+        """Bytes written so far."""
 
     @property
     def over(self) -> bool:
@@ -77,11 +80,6 @@ class Save:
     def is_pinned(self) -> bool:
         """True if the version is pinned, so that attempts may go on."""
         return self.phase not in (SaveState.PREPARING, SaveState.PINNING)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes written so far."""
-        return sum(size for _, size, _ in self._files)
 
     @property
     def unfinished(self) -> tuple[str, ...]:
@@ -129,7 +127,10 @@ class Save:
         if body.error:
             self.error = self.error or f"{member}: {body.error}"
         self.write_s = max(self.write_s, body.write_seconds)
-        self._files += [(file.name, file.bytes, file.sha256) for file in body.files]
+        for file in body.files:
+            listed = self._base if file.base else self._files
+            listed.append((file.name, file.bytes, file.sha256))
+            self.num_bytes += 0 if file.reused else file.bytes
         self._waiting.discard(member)
         if self._waiting:
             return []
@@ -146,6 +147,7 @@ class Save:
                 position=self._position,
                 attempt=self._attempt,
                 ranking=self._ranking(),
+                base=tuple(sorted(self._base)),
             )
         ]
 
