@@ -382,7 +382,9 @@ def test_a_tool_with_a_traceback_has_no_complaint_of_its_own(tmp_path: Path) -> 
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        with pytest.raises(PenstockError, match=r"tool exited with code 1: KeyError: 'key' .*log\.txt"):
+        with pytest.raises(
+            PenstockError, match=r"tool exited with code 1: KeyError: 'key' .*log\.txt"
+        ):
             run_tool("tool", log=tmp_path / "log.txt", starter=Spawning())
 
 
