@@ -115,10 +115,12 @@ def _row(title: str, deadline_s: float, of: str, steps: int, **settings: Any) ->
 
 HALF_ON_GPU = {"passes": ["interleave-updates"], "update_stride": 2}
 PLAIN = {"compile": False}
+ADAPTERS = {"r": 16, "alpha": 32}
 MEASUREMENTS = (
     _row("4 B streamed", 120, "4 B", 4, schedule=streamed(6)),
     _row("4 B default", 120, "4 B", 4, schedule=None),
     _row("4 B streamed, filled", 120, "4 B", 4, schedule=filled(17)),
+    _row("4 B streamed, adapters", 90, "4 B", 4, schedule=streamed(6), adapter=ADAPTERS),
     _row("4 B streamed, not compiled", 105, "4 B", 4, schedule=streamed(6), model=PLAIN),
     _row(
         "4 B streamed, not compiled nor deterministic",

@@ -29,6 +29,8 @@ _RESERVE_S = 15.0
 """Before the deadline: what is measured by then counts, and the trace is still to be read."""
 BYTES_PER_PARAMETER = {"fp32": 20, "split": 16}
 """Of host memory, by ``optimizer.master``; split also settles early."""
+FROZEN_BYTES = 2
+"""Bytes of host memory of a frozen parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,15 @@ class Recipe:
     schedule: Mapping[str, Any] | None = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Mapping[str, Any] | None = None
     clip: float = 100.0
     trace: bool = True
 
     @property
     def host_bytes(self) -> int:
-        """Of the model's state."""
+        """Of the model's state. Adapters need little."""
+        if self.adapter is not None:
+            return FROZEN_BYTES * self.shape.parameters
         master = self.optimizer.get("master", "fp32")
         return BYTES_PER_PARAMETER[master] * self.shape.parameters
 
@@ -66,6 +71,7 @@ class Recipe:
         return {
             "run": {"name": "ladder", "dir": str(folder / "run")},
             "model": {"dtype": "bf16", "hf": shape.hf, **self.model},
+            **({} if self.adapter is None else {"adapter": dict(self.adapter)}),
             "data": {
                 "tokens": str(folder / "tokens.bin"),
                 "token_dtype": "uint16",
