@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.config.splits import EXAMPLES, Split
 from penstock.config.values import (
+    DPO,
     MASKED,
     NEXT_TOKEN,
     RECORD_OBJECTIVES,
@@ -33,12 +34,15 @@ class RecordsConfig(Section):
         description="LLaMA-Factory's `dataset_info.json`, in place of `path`. Its entry decides on"
         " file, format, columns and roles; files are relative to the registry's folder.",
     )
-    format: Literal["auto", "text", "chat", "completion", "alpaca", "stanford", "tokens"] = Field(
+    format: Literal[
+        "auto", "text", "chat", "completion", "alpaca", "stanford", "tokens", "preference"
+    ] = Field(
         default="auto",
         description="What a record holds. text: `text`. chat: `messages` or `conversations`."
         " completion: `prompt` and `completion`. alpaca: `instruction`, `input` and `output`, as a"
         " conversation. stanford: the same in Stanford's fixed form of text. tokens: `input_ids`,"
-        " and `labels` if there are any. auto: by the columns of each record.",
+        " and `labels` if there are any. preference: `chosen` and `rejected`, with `prompt` unless"
+        " both begin with it. auto: by the columns of each record.",
     )
     columns: Annotated[
         dict[str, str | None], Accepts("a mapping such as {messages: dialog, system: null}")
@@ -105,6 +109,27 @@ class SourceConfig(RecordsConfig):
                 " that; change the entry, or give path in place of registry"
             )
         return self
+
+
+class DpoConfig(Section):
+    """Direct preference optimization (Rafailov et al. 2023), with `data.objective: dpo`.
+
+    A record has a prompt, a chosen and a rejected answer. Each answer is a row, and both rows of a
+    pair are in one micro-batch. Dropout is off.
+    """
+
+    beta: float = Field(
+        default=0.1,
+        gt=0.0,
+        description="Factor of the log-probabilities' ratios to those of the model at the start:"
+        " the greater, the closer the model stays.",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=0.5,
+        description="Share of pairs that are taken for swapped (conservative DPO).",
+    )
 
 
 class DataConfig(Section):
@@ -211,16 +236,20 @@ class DataConfig(Section):
     )
     objective: Annotated[
         str,
-        Accepts("next-token, masked, weighted, or a function of yours such as package.module:name"),
+        Accepts("next-token, masked, weighted, dpo, or a function such as package.module:name"),
     ] = Field(
         default=NEXT_TOKEN,
-        pattern=rf"^({NEXT_TOKEN}|{MASKED}|{WEIGHTED}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        pattern=rf"^({NEXT_TOKEN}|{MASKED}|{WEIGHTED}|{DPO}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         description="What is predicted of a sequence: each next token; with encoders such as bert,"
         " masked tokens (drawn again in each pass); with weighted, each next token, with a factor"
         " of its loss: the record's columns `weight` and `weights` (one for each of `input_ids`);"
+        " with dpo, the better of two answers (`data.dpo`);"
         " or what a function says that is given token"
         " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
         " (models/data/batch.py).",
+    )
+    dpo: DpoConfig = Field(
+        default=DpoConfig(), description="The loss of pairs, with `objective: dpo`."
     )
     mask_fraction: float = Field(
         default=0.15,
@@ -332,8 +361,30 @@ class DataConfig(Section):
                 f"{objective}, and {'data.tokens' if self.path is None else self.path} has none;"
                 " give data.sources"
             )
+        if self.objective == DPO:
+            self._check_pairs()
         if self.packing == "wrapped":
             raise ValueError(
                 f"{objective}, and data.packing wrapped makes one text of all records; use packing"
                 " best-fit or none"
             )
+
+    def _check_pairs(self) -> None:
+        """Refuses values of keys that do not go with pairs of answers."""
+        accepted = {
+            "packing": ("auto", "none"),
+            "train_on": ("auto", "completion"),
+            "too_long": ("truncate", "drop", "refuse"),
+        }
+        for key, values in accepted.items():
+            if getattr(self, key) not in values:
+                raise ValueError(
+                    f"data.objective dpo: data.{key} is {getattr(self, key)}, and each answer of a"
+                    f" pair is a row in which the answer counts; use {' or '.join(values)}"
+                )
+        for number, source in enumerate(self.sources):
+            if source.format not in ("auto", "preference"):
+                raise ValueError(
+                    f"data.sources[{number}].format {source.format}: data.objective dpo reads pairs"
+                    " of answers; use format preference"
+                )

@@ -130,11 +130,24 @@ class EvaluationMetric(StrEnum):
     LOSS = "loss"
     PERPLEXITY = "perplexity"
     TOKEN_ACCURACY = "token_accuracy"
+    PAIR_ACCURACY = "pair_accuracy"
+    """Share of pairs of ``data.objective: dpo`` with a margin above 0."""
 
     @property
     def rises(self) -> bool:
         """Returns whether a greater value is better."""
-        return self is EvaluationMetric.TOKEN_ACCURACY
+        return self in (EvaluationMetric.TOKEN_ACCURACY, EvaluationMetric.PAIR_ACCURACY)
+
+
+def metrics_of(*, pairs: bool) -> tuple[EvaluationMetric, ...]:
+    """Returns the metrics of evaluations, of pairs of answers or of tokens."""
+    if pairs:
+        return (EvaluationMetric.LOSS, EvaluationMetric.PAIR_ACCURACY)
+    return (
+        EvaluationMetric.LOSS,
+        EvaluationMetric.PERPLEXITY,
+        EvaluationMetric.TOKEN_ACCURACY,
+    )
 
 
 class StopEarlyConfig(Section):

@@ -18,7 +18,14 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.config.adapter import AdapterConfig
 from penstock.config.data import DataConfig
-from penstock.config.evaluation import EVAL, EvalConfig, EvaluationMetric, EvaluationSet, Judge
+from penstock.config.evaluation import (
+    EVAL,
+    EvalConfig,
+    EvaluationMetric,
+    EvaluationSet,
+    Judge,
+    metrics_of,
+)
 from penstock.config.execution import (
     ClusterConfig,
     EmulationConfig,
@@ -36,7 +43,7 @@ from penstock.config.training import (
     RunConfig,
     TrainConfig,
 )
-from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, Accepts
+from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, DPO, PAIR, Accepts
 from penstock.config.words import (
     NO_TRANSLATION,
     Section,
@@ -83,6 +90,35 @@ class Config(Section):
             raise ValueError(
                 f"train.only {list(self.train.only)}: adapter trains its own parameters and those"
                 " of adapter.modules_to_save; remove train.only, or name whole modules there"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_stay_whole(self) -> Config:
+        if not self.trains_on_pairs:
+            return self
+        train, given = self.train, self.train.model_fields_set
+        for key in ("global_batch", "micro_batch"):
+            if getattr(train, key) % 2 and (key == "global_batch" or key in given):
+                size = getattr(train, key)
+                raise ValueError(
+                    f"train.{key} {size}: with data.objective dpo a pair is two rows, which stay in"
+                    f" one micro-batch; use an even number, such as {size + 1}"
+                )
+        if train.loss_mean != "tokens":
+            raise ValueError(
+                f"train.loss_mean {train.loss_mean}: data.objective dpo has the mean over pairs;"
+                " remove the key"
+            )
+        if train.label_smoothing:
+            raise ValueError(
+                f"train.label_smoothing {train.label_smoothing:g}: data.objective dpo has no labels"
+                " to smooth; data.dpo.label_smoothing smooths preferences"
+            )
+        if self.cluster.platform.builtin_model:
+            raise ValueError(
+                f"data.objective dpo: {self.cluster.device!r} makes up its model, which has no"
+                " log-probabilities; use a real device"
             )
         return self
 
@@ -256,10 +292,11 @@ class Config(Section):
                 f" remove the key"
             )
         name, _, metric = text.rpartition(".")
-        if metric not in list(EvaluationMetric):
+        accepted = metrics_of(pairs=self.trains_on_pairs)
+        if metric not in accepted:
             raise ValueError(
                 f"{key} {text}: {metric or text!r} is no metric of an evaluation; accepted are"
-                f" {', '.join(EvaluationMetric)}, also with the name of a set"
+                f" {', '.join(accepted)}, also with the name of a set"
             )
         if not name and len(names) > 1 and EVAL not in names:
             raise ValueError(
@@ -284,6 +321,11 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Returns the directory in which the run keeps its files."""
         return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Returns whether rows are pairs of answers, which share a micro-batch."""
+        return self.data.objective == DPO
 
     @property
     def has_own_modules(self) -> bool:
@@ -449,6 +491,9 @@ def parse_config(
         ) from error
     if config.train.epochs is not None:
         config = config.with_steps(CHOSEN_LATER)
+    if config.trains_on_pairs and "micro_batch" not in config.train.model_fields_set:
+        config = config.with_micro_batch(PAIR)
+        config.train.model_fields_set.discard("micro_batch")
     if not config.has_own_modules:
         return config
     path = (folder or Path.cwd()) / (config.model.import_path or "")

@@ -21,14 +21,15 @@ UTF8 = "utf-8"
 NEXT_TOKEN = "next-token"
 MASKED = "masked"
 WEIGHTED = "weighted"
-"""Values of ``data.objective``: each next token, tokens that were masked, or each next token with a
-weight of its own.
+DPO = "dpo"
+"""Values of ``data.objective``: each next token, masked tokens, each next token with a weight, or
+the preferred answer of a pair.
 """
 
-ROW_OBJECTIVES = (NEXT_TOKEN, WEIGHTED)
+ROW_OBJECTIVES = (NEXT_TOKEN, WEIGHTED, DPO)
 """Objectives that take rows of whole samples."""
 
-RECORD_OBJECTIVES = (WEIGHTED,)
+RECORD_OBJECTIVES = (WEIGHTED, DPO)
 """Objectives that need columns of records."""
 
 AUTO = "auto"
@@ -175,6 +176,9 @@ CHOSEN_LATER = 0
 """Number that stands for ``train.micro_batch: auto``, and for the steps of ``train.epochs``, until
 the preparation has chosen.
 """
+
+PAIR = 2
+"""Rows of a pair of answers: the least micro-batch of ``data.objective: dpo``, and its divisor."""
 
 MicroBatch = Annotated[
     int,

@@ -1,4 +1,6 @@
-"""Cross-entropy in chunks of rows, so that the logits of a large vocabulary never exist at once."""
+"""Cross-entropy and log-probabilities in chunks of rows, so that the logits of a large vocabulary
+never exist at once. The losses of pairs follow from log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from penstock.models.data.batch import IGNORED_LABEL
+from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
 from penstock.shm.table import LOGITS_BYTES
 
 _LEAST_ROWS = 1024
@@ -40,15 +43,52 @@ class LossHead:
     in_backward: Callable[[], AbstractContextManager[LogitsOf]]
 
 
+Moved = Callable[[npt.NDArray[Any]], torch.Tensor]
+"""Returns an array as a tensor on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTargets:
+    """:class:`~penstock.models.data.batch.Preferences` on the device. ``counted``: pairs that take
+    part in the loss, (pairs,) bool.
+    """
+
+    references: torch.Tensor
+    counted: torch.Tensor
+    beta: float
+    smoothing: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
     """Labels of rows, (rows,) int64; -100 counts nothing. ``weights``: fp32 factors of the rows'
     losses, (rows,); None: 1. ``smoothing``: share of a label that all tokens have in equal parts.
+    ``pairs``: the loss is that of pairs of sequences, without weights and smoothing.
     """
 
     labels: torch.Tensor
     weights: torch.Tensor | None = None
     smoothing: float = 0.0
+    pairs: PairTargets | None = None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, moved: Moved, smoothing: float) -> Targets:
+        """Returns the targets of a micro-batch on the device of ``moved``."""
+        weights, given = batch.label_weights, batch.preferences
+        pairs = None
+        if given is not None:
+            pairs = PairTargets(
+                references=moved(given.references),
+                counted=moved(batch.pairs),
+                beta=given.beta,
+                smoothing=given.smoothing,
+            )
+        return cls(
+            labels=moved(batch.labels).reshape(-1),
+            weights=None if weights is None else moved(weights).reshape(-1),
+            smoothing=smoothing if pairs is None else 0.0,
+            pairs=pairs,
+        )
 
     def __getitem__(self, rows: slice) -> Targets:
         """Returns the targets of some of the rows."""
@@ -88,10 +128,13 @@ class LabelSums:
 
     ``loss`` is that of :func:`chunked_cross_entropy`, fp32. ``right`` counts labels with the
     greatest logit, int64; of equal logits the first one counts. None where it was not counted.
+    Where rows are pairs, ``loss`` is the sum of the pairs' losses, and ``log_probs`` are the summed
+    log-probabilities of each sequence, (sequences,) fp64.
     """
 
     loss: torch.Tensor
     right: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
 
 
 def chunked_scores(
@@ -107,6 +150,70 @@ def chunked_scores(
         losses.append(loss)
         right = right + correct
     return LabelSums(loss=losses[0] if len(losses) == 1 else _added(losses), right=right)
+
+
+def chunked_pairs(
+    head: LossHead, hidden: torch.Tensor, targets: Targets, *, chunk_rows: int
+) -> LabelSums:
+    """Returns the summed losses of pairs of sequences. A loss is -(1 - s) log sigmoid(m) - s log
+    sigmoid(-m), with the smoothing s. The margin m is beta (c - r), where c and r are the
+    log-probabilities of both sequences, less their references.
+    """
+    pairs = targets.pairs
+    assert pairs is not None
+    tokens = chunked_log_probs(head, hidden, targets.labels, chunk_rows=chunk_rows)
+    # fp64: a sequence's log-probability may be thousands of nats, and its ratio near 0.
+    log_probs = tokens.double().reshape(len(pairs.references), -1).sum(dim=1)
+    ratios = log_probs - pairs.references
+    margins = pairs.beta * (ratios[0::2] - ratios[1::2])
+    losses = -(1.0 - pairs.smoothing) * F.logsigmoid(margins)
+    if pairs.smoothing:
+        losses = losses - pairs.smoothing * F.logsigmoid(-margins)
+    return LabelSums(loss=(losses * pairs.counted).sum().float(), log_probs=log_probs.detach())
+
+
+def chunked_log_probs(
+    head: LossHead, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int
+) -> torch.Tensor:
+    """Returns the log-probability of each label in nats, (rows,) fp32; 0 for labels of -100.
+
+    Arguments are those of :func:`chunked_cross_entropy`. With more than ``chunk_rows`` rows no
+    logits are kept. The backward makes the logits again, chunk by chunk. It is that of a
+    cross-entropy with the gradients of the log-probabilities as weights.
+    """
+    if hidden.shape[0] <= chunk_rows:
+        return _log_probs(head.logits_of, hidden, labels)
+    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+    result: torch.Tensor = _LogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, anchor, labels, head, chunk_rows
+    )
+    return result
+
+
+class _LogProbs(torch.autograd.Function):
+    """Log-probabilities of several chunks; ``anchor`` as for :class:`_LossInBackward`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        anchor: torch.Tensor,
+        labels: torch.Tensor,
+        head: LossHead,
+        chunk_rows: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.labels, ctx.head, ctx.chunk_rows = labels, head, chunk_rows
+        starts = range(0, hidden.shape[0], chunk_rows)
+        chunks = [slice(at, at + chunk_rows) for at in starts]
+        return torch.cat([_log_probs(head.logits_of, hidden[c], labels[c]) for c in chunks])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (hidden,) = ctx.saved_tensors
+        targets = Targets(labels=ctx.labels, weights=-gradients[0])
+        gradient, _ = _chunks_backward(ctx, hidden, targets, None)
+        return gradient, None, None, None, None
 
 
 class _LossInBackward(torch.autograd.Function):
@@ -135,21 +242,31 @@ class _LossInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *weights: Any) -> Any:
         (hidden,) = ctx.saved_tensors
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        losses = []
-        with ctx.head.in_backward() as logits_of:
-            # From the last to the first chunk, in the order in which autograd walks a graph.
-            for start in reversed(range(0, hidden.shape[0], ctx.chunk_rows)):
-                chunk = slice(start, start + ctx.chunk_rows)
-                rows = hidden[chunk].detach().requires_grad_(gradient is not None)
-                with torch.enable_grad():
-                    loss = _summed(logits_of, rows, ctx.targets[chunk])
-                torch.autograd.backward(loss, weights[0])
-                losses.append(loss.detach())
-                if gradient is not None:
-                    gradient[chunk] = rows.grad
+        gradient, losses = _chunks_backward(ctx, hidden, ctx.targets, weights[0])
         ctx.loss.copy_(_added(losses[::-1]))
         return gradient, None, None, None, None
+
+
+def _chunks_backward(
+    ctx: Any, hidden: torch.Tensor, targets: Targets, factor: torch.Tensor | None
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Adds the head's gradients of each chunk's loss times ``factor``. Returns the gradient of
+    ``hidden``, and the losses from the last chunk to the first.
+    """
+    gradient: Any = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    losses = []
+    with ctx.head.in_backward() as logits_of:
+        # From the last to the first chunk, in the order in which autograd walks a graph.
+        for start in reversed(range(0, hidden.shape[0], ctx.chunk_rows)):
+            chunk = slice(start, start + ctx.chunk_rows)
+            rows = hidden[chunk].detach().requires_grad_(gradient is not None)
+            with torch.enable_grad():
+                loss = _summed(logits_of, rows, targets[chunk])
+            torch.autograd.backward(loss, factor)
+            losses.append(loss.detach())
+            if gradient is not None:
+                gradient[chunk] = rows.grad
+    return gradient, losses
 
 
 def _added(losses: list[torch.Tensor]) -> torch.Tensor:
@@ -162,6 +279,11 @@ def _added(losses: list[torch.Tensor]) -> torch.Tensor:
 
 def _summed(logits_of: LogitsOf, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
     return _entropy(logits_of(hidden).float(), targets)
+
+
+def _log_probs(logits_of: LogitsOf, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = logits_of(hidden).float()
+    return -F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
 
 
 def _scored(

@@ -39,6 +39,7 @@ from penstock.models.loss import (
     LossHead,
     Targets,
     chunked_cross_entropy,
+    chunked_pairs,
     chunked_scores,
 )
 from penstock.models.saved_activations import release_values
@@ -72,8 +73,9 @@ class StageOutput:
     ``loss_sum`` is the detached sum over counted tokens, with weights if the batch has some, a
     fp32 scalar in nats (head only; NaN for several chunks until the backward). ``loss`` is the same
     times ``loss_weight`` with its graph. ``right`` counts right predictions of counted tokens (head
-    of a held-out batch only). ``inputs`` are leaves; :meth:`ModelRuntime.backward` returns their
-    gradients. ``stored``: the tensors kept for the backward, if the forward had a storage.
+    of a held-out batch only). ``log_probs``: see :class:`~penstock.models.loss.LabelSums`.
+    ``inputs`` are leaves; :meth:`ModelRuntime.backward` returns their gradients. ``stored``: the
+    tensors kept for the backward, if the forward had a storage.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -83,6 +85,7 @@ class StageOutput:
     inputs: dict[str, torch.Tensor]
     stored: StoredForward | None = None
     right: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,16 +281,15 @@ class ModelRuntime:
         follow from seed, ``data_position``, ``micro_batch_index`` and block. ``loss_weight``
         multiplies the summed loss. ``autograd``: record a graph for :meth:`backward`; by default if
         a block collects gradients. ``checkpoints_at``: blocks (numbers in the model) with requested
-        inputs. ``storage`` saves tensors for the backward; a store of activations releases the
-        values of the inputs' leaves. ``output_read``: False leaves out products for the last
-        layer's output alone (:mod:`penstock.models.split_backward.layer_products`).
+        inputs. ``storage`` saves tensors for the backward; a store of activations frees values of
+        the inputs' leaves. Without ``output_read``, the last layer's output has no value.
 
         Raises:
             ConfigError: documents are to be kept apart, and the model cannot.
         """
         autograd = any(block.trains for block in bound) if autograd is None else autograd
-        leaves = _leaves(inputs, autograd=autograd)
-        tensors, checkpoints, scores, stored = dict(leaves), {}, None, None
+        tensors = dict(leaves := _leaves(inputs, autograd=autograd))
+        checkpoints, scores, stored = {}, None, None
         prepared = self._prepare(
             batch,
             bound,
@@ -315,6 +317,7 @@ class ModelRuntime:
             inputs=leaves,
             stored=stored,
             right=None if scores is None else scores.right,
+            log_probs=None if scores is None else scores.log_probs,
         )
 
     def backward(
@@ -470,13 +473,9 @@ class ModelRuntime:
         prepared: _Prepared,
         storage: ForwardStorage | None,
     ) -> LabelSums:
-        batch, training = prepared.batch, prepared.training
-        weights = batch.label_weights
-        targets = Targets(
-            labels=self._moved(batch.labels).reshape(-1),
-            weights=None if weights is None else self._moved(weights).reshape(-1),
-            smoothing=self._label_smoothing if training else 0.0,
-        )
+        training = prepared.training
+        smoothing = self._label_smoothing if training else 0.0
+        targets = Targets.of(prepared.batch, self._moved, smoothing)
 
         def logits_of(over: BoundBlock) -> LogitsOf:
             def logits(rows: torch.Tensor) -> torch.Tensor:
@@ -497,9 +496,11 @@ class ModelRuntime:
         with self._modules.installed(block, training):
             finished = self._parts.finish(hidden)
         rows, chunk_rows = finished.reshape(-1, finished.shape[-1]), self._table.rows_of_loss
-        if not (training or torch.is_grad_enabled()):
-            return chunked_scores(logits_of(block), rows, targets, chunk_rows=chunk_rows)
         head = LossHead(logits_of=logits_of(block), in_backward=in_backward)
+        if targets.pairs is not None:
+            return chunked_pairs(head, rows, targets, chunk_rows=chunk_rows)
+        if not (training or torch.is_grad_enabled()):
+            return chunked_scores(head.logits_of, rows, targets, chunk_rows=chunk_rows)
         return LabelSums(loss=chunked_cross_entropy(head, rows, targets, chunk_rows=chunk_rows))
 
     def _prepare(
@@ -553,14 +554,7 @@ class ModelRuntime:
         """Returns the tensors that outlive the forward: the micro-batch, buffers, layers'
         arguments.
         """
-        batch = prepared.batch
-        constants = [
-            torch.from_numpy(batch.input_ids),
-            torch.from_numpy(batch.labels),
-            *self._buffers,
-        ]
-        if batch.label_weights is not None:
-            constants.append(torch.from_numpy(batch.label_weights))
+        constants = [torch.from_numpy(array) for array in prepared.batch.arrays] + self._buffers
         if self._compiled:
             constants.append(ticket_memory())
         for call in prepared.calls:

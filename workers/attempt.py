@@ -25,7 +25,7 @@ from penstock.protocol.plan.instructions import Instruction, Update
 from penstock.protocol.run.trace import TraceLane
 from penstock.protocol.wire.frames import TransferKind
 from penstock.workers.channels.inbox import NamedTensors, TransferKey
-from penstock.workers.epoch import ConnectedScope, EpochContext, Job
+from penstock.workers.epoch import ConnectedScope, EpochContext, Job, PairSums
 from penstock.workers.state.gradients import GradientBook
 from penstock.workers.state.routing import (
     tensor_taken,
@@ -107,6 +107,7 @@ class Attempt:
         """The sending device of each posted receive."""
         self._losses: dict[int, torch.Tensor] = {}
         self._right: dict[int, torch.Tensor] = {}
+        self._log_probs: dict[int, torch.Tensor] = {}
 
     def keep(
         self, kind: TransferKind, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
@@ -274,6 +275,8 @@ class Attempt:
             self._losses[micro_batch] = output.loss_sum
         if output.right is not None:
             self._right[micro_batch] = output.right
+        if output.log_probs is not None:
+            self._log_probs[micro_batch] = output.log_probs
 
     @property
     def loss_sum(self) -> float:
@@ -289,6 +292,22 @@ class Attempt:
     def loss_tokens(self) -> int:
         """Counted tokens of the micro-batches with a loss from this device."""
         return sum(self.job.batches[m].counted_tokens for m in self._losses)
+
+    @property
+    def pairs(self) -> PairSums | None:
+        """Sums over the pairs of the micro-batches with a loss from this device; None without
+        pairs.
+        """
+        if not self._log_probs:
+            return None
+        counted, right, margin_sum = 0, 0, 0.0
+        for m in sorted(self._log_probs):
+            batch = self.job.batches[m]
+            assert batch.preferences is not None
+            margins = batch.preferences.margins(self._log_probs[m].cpu().numpy())[batch.pairs]
+            counted, right = counted + len(margins), right + int((margins > 0.0).sum())
+            margin_sum = added([margin_sum, float(margins.sum())])
+        return PairSums(counted=counted, right=right, margin_sum=margin_sum)
 
     def finish(self) -> None:
         """Waits for the last offloads and updates and checks that all results were used.

@@ -25,19 +25,25 @@ from numpy.typing import NDArray
 
 from penstock.config.evaluation import EvaluationSet
 from penstock.config.schema import Config
-from penstock.config.values import MASKED
+from penstock.config.values import MASKED, PAIR
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json
-from penstock.models.data.batch import IGNORED_LABEL, MicroBatch, weighted_by_sample
+from penstock.models.data.batch import (
+    IGNORED_LABEL,
+    MicroBatch,
+    Preferences,
+    weighted_by_sample,
+)
 from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
+from penstock.models.data.rows.references import read_references
 from penstock.models.data.rows.row_file import RowFile, RowLayout, batch_of
 from penstock.protocol.run.checksums import read_checked
 
 _log = logging.getLogger(__name__)
 Batches = tuple[list[MicroBatch], int]
-"""Micro-batches of one global batch and its counted tokens."""
+"""Micro-batches of one global batch and the number of its losses: counted tokens, or pairs."""
 
 _ROUNDS = 6
 """Rounds of the Feistel network. A change alters the order of every run's data."""
@@ -72,13 +78,49 @@ def open_dataset(data_dir: Path, split: str, config: Config) -> Dataset:
         if layout is None:
             return TokenDataset.open(data_dir, split, config)
         path = data_dir / meta["path"]
+        pairs = Pairs.open(data_dir, meta, layout, config) if config.trains_on_pairs else None
         if layout.length != config.data.sequence_length:
             raise StateError(
                 f"{data_dir}: has rows of {layout.length} tokens, and data.sequence_length is"
                 f" {config.data.sequence_length}; start a new run in another run.dir"
             )
         file = RowFile(path, layout, Checksums.open(path, data_dir, meta["sums"]))
-        return RowDataset(file, _order(config, split, layout.rows))
+        size = layout.rows if pairs is None else layout.rows // PAIR
+        return RowDataset(file, _order(config, split, size), pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pairs:
+    """The terms of the loss of pairs of rows. ``references``, (rows,) fp64: see
+    :class:`~penstock.models.data.batch.Preferences`; None before they are computed.
+    """
+
+    references: NDArray[np.float64] | None
+    beta: float
+    smoothing: float
+
+    @classmethod
+    def open(
+        cls, data_dir: Path, entry: dict[str, Any], layout: RowLayout, config: Config
+    ) -> Pairs:
+        """Returns the terms of a split; ``entry`` is that of ``meta.json``.
+
+        Raises:
+            StateError: the references have changed since they were computed.
+        """
+        return cls(
+            references=read_references(data_dir, entry, layout),
+            beta=config.data.dpo.beta,
+            smoothing=config.data.dpo.label_smoothing,
+        )
+
+    def preferences(self, rows: NDArray[np.int64]) -> Preferences | None:
+        """Returns the terms of rows, which are whole pairs; None without references."""
+        if self.references is None:
+            return None
+        return Preferences(
+            references=self.references[rows], beta=self.beta, smoothing=self.smoothing
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,26 +148,46 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True)
 class RowDataset:
-    """Rows of a file in an order of their own per pass."""
+    """Rows of a file in an order of their own per pass; ``order`` is that of pairs with ``pairs``.
+
+    Two rows of a pair follow one another. Positions of pairs are even.
+    """
 
     file: RowFile
     order: SampleOrder
+    pairs: Pairs | None = None
 
     @property
     def num_sequences(self) -> int:
         """The number of rows."""
-        return self.order.size
+        return self.order.size * (1 if self.pairs is None else PAIR)
+
+    def rows(self, position: int, count: int) -> NDArray[np.int64]:
+        """Returns the numbers of rows ``position … position + count - 1`` of the run, (count,)."""
+        if self.pairs is None:
+            return self.order.indices(position, count)
+        first, end = position // PAIR, -(-(position + count) // PAIR)
+        chosen = PAIR * self.order.indices(first, end - first)
+        skipped = position - PAIR * first
+        return np.stack([chosen, chosen + 1], axis=1).reshape(-1)[skipped : skipped + count]
 
     def read(self, position: int, count: int, micro_batch: int) -> list[MicroBatch]:
         """Returns samples as micro-batches; see :class:`Dataset`."""
         layout = self.file.layout
-        numbers = self.order.indices(position, count).tolist()
+        numbers = self.rows(position, count)
         rows, weights = [], []
-        for number in numbers:
+        for number in numbers.tolist():
             rows.append(self.file.row(number))
             weights.append(self.file.weights(number))
-        parts = [slice(start, start + micro_batch) for start in range(0, count, micro_batch)]
-        return [batch_of(rows[p], layout.length, layout.pad, weights[p]) for p in parts]
+        batches = []
+        for start in range(0, count, micro_batch):
+            part = slice(start, start + micro_batch)
+            batch = batch_of(rows[part], layout.length, layout.pad, weights[part])
+            if self.pairs is not None:
+                preferences = self.pairs.preferences(numbers[part])
+                batch = dataclasses.replace(batch, preferences=preferences)
+            batches.append(batch)
+        return batches
 
 
 class TokenDataset:
@@ -239,7 +301,7 @@ def micro_batches(
     by_sample: bool = False,
 ) -> Batches:
     """Returns the micro-batches of the global batch that starts at a data position, and the number
-    of its counted tokens.
+    of its losses.
 
     ``data_position`` counts the samples consumed before; the batch consumes ``global_batch`` of
     them. ``by_sample``: labels have weights, by which samples count alike in the loss.
@@ -247,12 +309,12 @@ def micro_batches(
     batches = dataset.read(data_position, global_batch, micro_batch)
     if by_sample:
         batches = weighted_by_sample(batches)
-    return batches, sum(batch.counted_tokens for batch in batches)
+    return batches, sum(batch.num_losses for batch in batches)
 
 
 def training_batches(dataset: Dataset, position: int, count: int, config: Config) -> Batches:
     """Returns the micro-batches of ``count`` samples at a position of the training data, and the
-    number of their counted tokens, with the weights of ``train.loss_mean``.
+    number of their losses, with the weights of ``train.loss_mean``.
     """
     train = config.train
     by_sample = train.loss_mean == "samples"
@@ -310,7 +372,7 @@ class HeldOutData:
             _without_labels(batch, max(0, rows - start))
             for start, batch in zip(starts, batches, strict=True)
         ]
-        return batches, sum(batch.counted_tokens for batch in batches)
+        return batches, sum(batch.num_losses for batch in batches)
 
 
 def _without_labels(batch: MicroBatch, first: int) -> MicroBatch:

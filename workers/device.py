@@ -226,9 +226,14 @@ class WorkerSite:
         from penstock.models.attention import graphs_folder
         from penstock.models.checkpoints.constants import read_constants
         from penstock.models.compiled import Compiler
-        from penstock.models.surgery.hf import load_run_adapter, load_run_config
+        from penstock.models.surgery.hf import load_run_adapter, load_run_config, without_dropout
 
         hf_config, model = load_run_config(self.run_dir), self.config.model
+        adapter = load_run_adapter(self.run_dir)
+        if self.config.trains_on_pairs:
+            # Both log-probabilities of a ratio are those of the whole network, as in TRL.
+            hf_config = without_dropout(hf_config)
+            adapter = None if adapter is None else adapter.model_copy(update={"dropout": 0.0})
         cache = graphs_folder(self.run_dir, model.attention)
         compiler = Compiler(deterministic=model.deterministic, cache=cache)
         return ModelRuntime(
@@ -240,7 +245,7 @@ class WorkerSite:
             compiler=compiler if model.compile is True else None,
             constants=read_constants(self.run_dir),
             label_smoothing=self.config.train.label_smoothing,
-            adapter=load_run_adapter(self.run_dir),
+            adapter=adapter,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from penstock.host import world
 from penstock.models.data.batch import MicroBatch
+from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.plan.instructions import FetchWeights, Phase, Update
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import OptimizerStep
@@ -75,12 +76,34 @@ class EpochContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairSums:
+    """Number of pairs with a counted token, those with a margin above 0, and the sum of all margins
+    in nats.
+    """
+
+    counted: int = 0
+    right: int = 0
+    margin_sum: float = 0.0
+
+    def __add__(self, other: PairSums) -> PairSums:
+        return PairSums(
+            counted=self.counted + other.counted,
+            right=self.right + other.right,
+            margin_sum=self.margin_sum + other.margin_sum,
+        )
+
+    def message(self) -> pb.Pairs:
+        """Returns the sums as a message."""
+        return pb.Pairs(counted=self.counted, right=self.right, margin_sum=self.margin_sum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One pass of a program over one global batch.
 
     ``number`` is the attempt, or the key of an evaluation batch's messages. ``data_position``
-    counts the samples consumed before it. ``counted_tokens`` is that of the global batch. ``step``
-    is the step that UPDATE computes; without one UPDATE does nothing.
+    counts the samples consumed before it. ``counted_tokens`` is that of the global batch, or the
+    number of its pairs. ``step`` is the step that UPDATE computes; without one UPDATE does nothing.
     """
 
     phase: JobPhase

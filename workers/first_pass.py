@@ -95,7 +95,7 @@ def row_of_samples(dataset: RowDataset, place: int) -> Row:
     Raises:
         StateError: the file has changed since its preparation.
     """
-    (number,) = dataset.order.indices(place, 1).tolist()
+    (number,) = dataset.rows(place, 1).tolist()
     tokens = dataset.file.row(number)
     ids = (tokens & ID).astype(np.int64)
     begins = tokens & BEGINS != 0

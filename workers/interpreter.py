@@ -9,7 +9,7 @@ from penstock.host import world
 from penstock.host.errors import ExitCode, PenstockError
 from penstock.protocol.plan.instructions import Instruction, Opcode, Program
 from penstock.workers.attempt import Attempt
-from penstock.workers.epoch import EpochContext, Job
+from penstock.workers.epoch import EpochContext, Job, PairSums
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.telemetry.timing import Tally
 from penstock.workers.telemetry.usage import DeviceMemoryError, MemoryPeak, refused_bytes
@@ -27,7 +27,8 @@ class InstructionError(PenstockError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
     """``loss_sum`` over ``loss_tokens`` counted tokens with a loss from this device (0: none).
-    ``right_tokens`` of them are predicted right; counted in evaluations.
+    ``right_tokens`` of them are predicted right; counted in evaluations. ``pairs``: sums over pairs
+    of answers; None without pairs.
 
     ``wall_s`` runs from the first instruction to the last offload; ``tail_s`` from the end of the
     last compute instruction to that of everything, offloads and updates of blocks included (0
@@ -43,6 +44,7 @@ class JobResult:
     held_bytes: float | None = None
     peak: MemoryPeak | None = None
     right_tokens: int = 0
+    pairs: PairSums | None = None
 
 
 def run_job(
@@ -70,6 +72,7 @@ def run_job(
             loss_sum=attempt.loss_sum,
             loss_tokens=attempt.loss_tokens,
             right_tokens=attempt.right_tokens,
+            pairs=attempt.pairs,
             wall_s=end - start - attempt.update_s,
             tail_s=end - computed_at if computed_at else 0.0,
             tally=attempt.tally,

@@ -19,7 +19,7 @@ from penstock.protocol.plan.instructions import Opcode, Program
 from penstock.protocol.plan.step import OptimizerStep
 from penstock.protocol.run.trace import TraceLane
 from penstock.workers.data import Batches, HeldOutData, job_number
-from penstock.workers.epoch import EpochContext, Job, JobPhase
+from penstock.workers.epoch import EpochContext, Job, JobPhase, PairSums
 from penstock.workers.handlers import HANDLERS, Handler
 from penstock.workers.interpreter import JobResult, run_job
 from penstock.workers.telemetry.account import IdleCause
@@ -176,6 +176,7 @@ class Session:
                 tail_seconds=result.tail_s,
                 peak_device_bytes=0 if result.peak is None else round(result.peak.num_bytes),
                 device_limit_bytes=round(context.meter.limit_bytes or 0),
+                pairs=None if result.pairs is None else result.pairs.message(),
             )
             self._link.send(pb.MemberMessage(attempt_done=done))
         context.trace.flush()  # while the optimizer works
@@ -184,7 +185,7 @@ class Session:
         context = self._current(message.epoch)
         if context is None:
             return
-        loss_sum, loss_tokens, right_tokens = 0.0, 0, 0
+        loss_sum, loss_tokens, right_tokens, pairs = 0.0, 0, 0, PairSums()
         data = self._builder.held_out(message.set)
         for index in range(data.num_batches):
             position = index * self._global_batch
@@ -207,12 +208,14 @@ class Session:
             loss_sum += result.loss_sum
             loss_tokens += result.loss_tokens
             right_tokens += result.right_tokens
+            pairs += result.pairs or PairSums()
         done = pb.EvaluationDone(
             epoch=message.epoch,
             evaluation=message.evaluation,
             loss_sum=loss_sum,
             loss_tokens=loss_tokens,
             right_tokens=right_tokens,
+            pairs=pairs.message() if pairs.counted else None,
         )
         self._link.send(pb.MemberMessage(evaluation_done=done))
         context.trace.flush()

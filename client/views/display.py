@@ -213,8 +213,10 @@ def named_set(entry: Metrics) -> str:
 
 
 def accuracy_words(entry: Metrics) -> str:
-    """Returns the token accuracy of the line of an evaluation as text; empty without one."""
-    return "".join(f"  token accuracy {a:.1%}" for a in numbers([entry.get("token_accuracy")]))
+    """Returns the accuracies of the line of an evaluation as text; empty without one."""
+    kinds = ("token", "pair")
+    shares = ((kind, numbers([entry.get(f"{kind}_accuracy")])) for kind in kinds)
+    return "".join(f"  {kind} accuracy {a:.1%}" for kind, values in shares for a in values)
 
 
 def describe(entry: Metrics, view: RunView | None) -> str:

@@ -219,11 +219,10 @@ def early_end_of(config: Config, lines: Iterable[Mapping[str, Any]], step: int) 
     scores = Scores()
     for line in lines:
         if line.get("phase") == "eval" and line["step"] <= step:
-            loss, accuracy = (
-                next(iter(numbers([line.get(key)])), None) for key in ("loss", "token_accuracy")
-            )
+            share = line.get("pair_accuracy", line.get("token_accuracy"))
+            loss, accuracy = (next(iter(numbers([v])), None) for v in (line.get("loss"), share))
             name = str(line.get("set", EVAL))
-            score = Score(set_name=name, version=line["step"], loss=loss, token_accuracy=accuracy)
+            score = Score(set_name=name, version=line["step"], loss=loss, accuracy=accuracy)
             scores.add(score)
     return scores.early_end(config, config.stop_judge, step)
 

@@ -237,7 +237,7 @@ class Journal:
             )
             self._connection.execute(
                 "INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?)",
-                (score.set_name, score.version, score.loss, score.token_accuracy),
+                (score.set_name, score.version, score.loss, score.accuracy),
             )
             self._append_line(effect.metrics_json)
 

@@ -177,7 +177,7 @@ def score_of(set_name: Any, version: Any, loss: Any, token_accuracy: Any) -> Sco
         raise ValueError(f"no evaluation: {set_name!r} {version!r} {loss!r} {token_accuracy!r}")
     if not 0 <= version < _MAX_COUNT:
         raise ValueError(f"{version!r} is no step of an evaluation")
-    return Score(set_name=set_name, version=version, loss=loss, token_accuracy=token_accuracy)
+    return Score(set_name=set_name, version=version, loss=loss, accuracy=token_accuracy)
 
 
 def schema() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from penstock.config.evaluation import metrics_of
 from penstock.config.schema import Config
 from penstock.daemons.scheduler.machine.evaluations import Score
 from penstock.daemons.scheduler.machine.history import BreakCause, Counters
@@ -36,6 +37,7 @@ _MEANS = {
     "loss": "penstock_evaluation_loss",
     "perplexity": "penstock_evaluation_perplexity",
     "token_accuracy": "penstock_evaluation_token_accuracy",
+    "pair_accuracy": "penstock_evaluation_pair_accuracy",
 }
 """Gauges that show the last evaluation of a set, by field of a line of metrics."""
 
@@ -48,6 +50,7 @@ class SchedulerMetrics:
     def __init__(self, config: Config, data_samples: int | None) -> None:
         self.registry = CollectorRegistry()
         self._page = MetricRegistry(SCHEDULER, self.registry)
+        self._metrics = metrics_of(pairs=config.trains_on_pairs)
         self._save_every = config.train.save_every
         self._epoch = 0
         self._counted = Counters()
@@ -82,7 +85,7 @@ class SchedulerMetrics:
         for score in {score.set_name: score for score in scores}.values():
             self._show_means(
                 score.set_name,
-                {name: getattr(score, name) for name in _MEANS},
+                {metric: score.value(metric) for metric in self._metrics},
             )
         if saved_at_s is not None:
             self._page.set("penstock_last_snapshot_timestamp_seconds", saved_at_s)
@@ -177,5 +180,5 @@ class SchedulerMetrics:
     def _show_means(self, set_name: str, means: Mapping[str, Any]) -> None:
         """Shows the means of an evaluation that have a value."""
         for field, name in _MEANS.items():
-            if means[field] is not None:
+            if means.get(field) is not None:
                 self._page.set(name, means[field], set_name)

@@ -8,12 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 IGNORED_LABEL = -100
 """Positions with this label take no part in the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Preferences:
+    """Terms of the losses of a micro-batch's pairs (DPO; Rafailov et al. 2023, equation 7). Row
+    ``2i`` has a chosen answer, and row ``2i + 1`` the rejected one.
+
+    ``references``, (micro_batch,) fp64: the summed log-probabilities of each row's labels by the
+    model at the start of the run. ``smoothing`` is the share of pairs that are taken for swapped
+    (conservative DPO).
+    """
+
+    references: NDArray[np.float64]
+    beta: float
+    smoothing: float = 0.0
+
+    def margins(self, log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the margin of each pair in nats, (micro_batch / 2,), by the log-probabilities of
+        its rows, (micro_batch,).
+        """
+        ratios = log_probs - self.references
+        return self.beta * (ratios[0::2] - ratios[1::2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,6 +49,7 @@ class MicroBatch:
     when documents are kept apart; ``document_ids`` then numbers the documents of a row from 0, and
     attention stays inside a document. ``label_weights`` (fp32, the shape of ``labels``) are factors
     of the labels' losses; None: 1. Data with weights set them, and :func:`weighted_by_sample`.
+    ``preferences``: rows are pairs, and the loss is that of pairs.
     """
 
     input_ids: NDArray[np.int64]
@@ -34,6 +58,7 @@ class MicroBatch:
     attention_mask: NDArray[np.bool_] | None = None
     document_ids: NDArray[np.int64] | None = None
     label_weights: NDArray[np.float32] | None = None
+    preferences: Preferences | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,6 +69,29 @@ class MicroBatch:
     def counted_tokens(self) -> int:
         """The number of labels that take part in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED_LABEL))
+
+    @property
+    def num_losses(self) -> int:
+        """The number of losses in the sum that a step divides by: pairs with a counted token, or
+        counted tokens.
+        """
+        return self.counted_tokens if self.preferences is None else int(self.pairs.sum())
+
+    @property
+    def pairs(self) -> NDArray[np.bool_]:
+        """True for each pair of rows with a counted token, (micro_batch / 2,)."""
+        counted = (self.labels != IGNORED_LABEL).reshape(len(self.labels) // 2, -1)
+        return np.asarray(counted.any(axis=1))
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """The arrays of embedding and head."""
+        arrays: list[NDArray[Any]] = [self.input_ids, self.labels]
+        if self.label_weights is not None:
+            arrays.append(self.label_weights)
+        if self.preferences is not None:
+            arrays.append(self.preferences.references)
+        return arrays
 
     @property
     def samples(self) -> NDArray[np.int64]:

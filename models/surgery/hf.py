@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import json
@@ -55,6 +56,8 @@ _COUNTS = re.compile(
 )
 """Keys of configurations with numbers of modules, or of parts of one."""
 _MOST = 10_000
+_DROPOUT = re.compile(r"dropout|pdrop")
+"""Names of shares of dropout."""
 
 _ADDED_LOSSES = {
     "output_router_logits": "a loss over the routers of all layers",
@@ -182,6 +185,16 @@ def load_run_adapter(run_dir: Path) -> AdapterConfig | None:
         ConfigError: the run has no configuration.
     """
     return RunDirectory(run_dir).config.adapter
+
+
+def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Returns a copy of a configuration in which each share of dropout is 0."""
+    changed = copy.deepcopy(hf_config)
+    for part in (changed, changed.get_text_config(decoder=True)):
+        for key, value in vars(part).items():
+            if _DROPOUT.search(key) and isinstance(value, float):
+                setattr(part, key, 0.0)
+    return changed
 
 
 def _from_mapping(

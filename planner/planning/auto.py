@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 
 from penstock.config.execution import ScheduleConfig
 from penstock.config.schema import Config
-from penstock.config.values import AUTO, CHOSEN_LATER
+from penstock.config.values import AUTO, CHOSEN_LATER, PAIR
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
 from penstock.planner.cost.costs import Costs
@@ -280,9 +280,9 @@ def _choose_micro_batch(
         ConfigError: no micro-batch has a plan.
         CapacityError: none of the plans fits.
     """
-    global_batch, steps_s, plans = config.train.global_batch, dict[int, float](), dict[int, Plan]()
+    steps_s, plans = dict[int, float](), dict[int, Plan]()
     refused: list[ConfigError | CapacityError] = []
-    for size in (size for size in powers_of_two(global_batch) if global_batch % size == 0):
+    for size in _sizes(config):
         tuned = TunedConfig(
             config=config.with_micro_batch(size), table=table, capacity=capacity, guess=guess
         )
@@ -304,10 +304,22 @@ def _choose_micro_batch(
     )
 
 
+def _sizes(config: Config) -> tuple[int, ...]:
+    """Returns the micro-batches to choose from."""
+    batch = config.train.global_batch
+    least = PAIR if config.trains_on_pairs else 1
+    return tuple(size for size in powers_of_two(batch) if batch % size == 0 and size >= least)
+
+
 def space_of(config: Config, num_blocks: int, schemes: tuple[str, ...]) -> Space:
     """Returns the candidates that a configuration with ``schedule: auto`` leaves open."""
     schedule, given = config.schedule, config.schedule.model_fields_set
     space: dict[str, Any] = {}
+    sizes: tuple[int, ...] = ()
+    if config.train.micro_batch != CHOSEN_LATER:
+        sizes = (config.train.micro_batch,)
+    elif config.trains_on_pairs:
+        sizes = _sizes(config)
     if schedule.recompute not in (None, AUTO):
         space["recomputations"] = ((schedule.recompute, dropped_operators(schedule.drop)),)
     return Space(
@@ -315,9 +327,7 @@ def space_of(config: Config, num_blocks: int, schemes: tuple[str, ...]) -> Space
         global_batch=config.train.global_batch,
         num_blocks=num_blocks,
         schemes=schemes,
-        micro_batches=()
-        if config.train.micro_batch == CHOSEN_LATER
-        else (config.train.micro_batch,),
+        micro_batches=sizes,
         forward_stages=schedule.forward_stages,
         backward_stages=schedule.backward_stages,
         replicas=schedule.replicas if "replicas" in given else None,

@@ -180,8 +180,18 @@ class AttemptHeard(_message.Message):
     attempt: int
     def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class Pairs(_message.Message):
+    __slots__ = ("counted", "right", "margin_sum")
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    RIGHT_FIELD_NUMBER: _ClassVar[int]
+    MARGIN_SUM_FIELD_NUMBER: _ClassVar[int]
+    counted: int
+    right: int
+    margin_sum: float
+    def __init__(self, counted: _Optional[int] = ..., right: _Optional[int] = ..., margin_sum: _Optional[float] = ...) -> None: ...
+
 class AttemptDone(_message.Message):
-    __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds", "peak_device_bytes", "tail_seconds", "device_limit_bytes")
+    __slots__ = ("epoch", "attempt", "loss_sum", "loss_tokens", "busy_seconds", "wall_seconds", "peak_device_bytes", "tail_seconds", "device_limit_bytes", "pairs")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +201,7 @@ class AttemptDone(_message.Message):
     PEAK_DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TAIL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     loss_sum: float
@@ -200,7 +211,8 @@ class AttemptDone(_message.Message):
     peak_device_bytes: int
     tail_seconds: float
     device_limit_bytes: int
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., wall_seconds: _Optional[float] = ..., peak_device_bytes: _Optional[int] = ..., tail_seconds: _Optional[float] = ..., device_limit_bytes: _Optional[int] = ...) -> None: ...
+    pairs: Pairs
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., wall_seconds: _Optional[float] = ..., peak_device_bytes: _Optional[int] = ..., tail_seconds: _Optional[float] = ..., device_limit_bytes: _Optional[int] = ..., pairs: _Optional[_Union[Pairs, _Mapping]] = ...) -> None: ...
 
 class Amended(_message.Message):
     __slots__ = ("epoch", "attempt")
@@ -269,18 +281,20 @@ class Pinned(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class EvaluationDone(_message.Message):
-    __slots__ = ("epoch", "evaluation", "loss_sum", "loss_tokens", "right_tokens")
+    __slots__ = ("epoch", "evaluation", "loss_sum", "loss_tokens", "right_tokens", "pairs")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     LOSS_SUM_FIELD_NUMBER: _ClassVar[int]
     LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     evaluation: int
     loss_sum: float
     loss_tokens: int
     right_tokens: int
-    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., right_tokens: _Optional[int] = ...) -> None: ...
+    pairs: Pairs
+    def __init__(self, epoch: _Optional[int] = ..., evaluation: _Optional[int] = ..., loss_sum: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., right_tokens: _Optional[int] = ..., pairs: _Optional[_Union[Pairs, _Mapping]] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("error", "exit_code", "epoch", "attempt", "timed_out")

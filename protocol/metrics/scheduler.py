@@ -64,6 +64,12 @@ TRAINING = (
         absent=f"{_UNEVALUATED}, and on emulated devices",
     ),
     gauge(
+        "penstock_evaluation_pair_accuracy",
+        "Share of an evaluation set's pairs of answers with a margin above 0.",
+        _SET,
+        absent=f"{_UNEVALUATED}, and without data.objective: dpo",
+    ),
+    gauge(
         "penstock_gradient_norm",
         "Global gradient norm of the last attempt, before clipping.",
         absent=f"{_FIRST}, and until a norm is finite",

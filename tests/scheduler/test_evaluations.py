@@ -32,7 +32,7 @@ RIGHT = Judge(set_name="eval", metric=EvaluationMetric.TOKEN_ACCURACY)
 def scores(*losses: float | None, every: int = 2, name: str = "eval") -> tuple[Score, ...]:
     """Evaluations of a set with these losses; the accuracy falls with the step."""
     return tuple(
-        Score(set_name=name, version=every * n, loss=loss, token_accuracy=1.0 / n)
+        Score(set_name=name, version=every * n, loss=loss, accuracy=1.0 / n)
         for n, loss in enumerate(losses, 1)
     )
 
@@ -88,12 +88,12 @@ def test_the_journal_of_an_older_version_has_its_evaluations(tmp_path: Path) -> 
     for version in (1, 2, 3):
         journal.decide(commit(version))
         line = f'{{"phase": "eval", "step": {version}, "attempt": {version}, "loss": {version}.5}}'
-        score = Score(set_name="eval", version=version, loss=1.0, token_accuracy=1.0)
+        score = Score(set_name="eval", version=version, loss=1.0, accuracy=1.0)
         journal.evaluate(JournalEvaluation(evaluation=version, score=score, metrics_json=line))
     journal._connection.execute("DROP TABLE scores")
     journal.close()
     journal = Journal(path, RUN_ID)
-    assert [(s.version, s.loss, s.token_accuracy) for s in journal.load().scores] == [
+    assert [(s.version, s.loss, s.accuracy) for s in journal.load().scores] == [
         (1, 1.5, None),
         (2, 2.5, None),
         (3, 3.5, None),

@@ -68,7 +68,7 @@ def skip(attempt: int, version: int) -> JournalDecision:
 
 def score(version: int, name: str = "eval", loss: float | None = 2.5) -> Score:
     """The means of an evaluation."""
-    return Score(set_name=name, version=version, loss=loss, token_accuracy=0.25)
+    return Score(set_name=name, version=version, loss=loss, accuracy=0.25)
 
 
 def evaluation(number: int, score: Score, line: str = "{}") -> JournalEvaluation:

@@ -215,7 +215,7 @@ def test_gauges_come_back_with_a_new_scheduler() -> None:
     metrics = SchedulerMetrics(make_config(model={"dtype": "fp16"}), None)
     train = {"phase": "train", "loss": 2.5, "grad_norm": None, "lr": 0.1, "loss_scale": 8.0}
     scores = [
-        Score(set_name=name, version=version, loss=loss, token_accuracy=None)
+        Score(set_name=name, version=version, loss=loss, accuracy=None)
         for name, version, loss in (("chats", 3, 3.0), ("eval", 3, 9.0), ("eval", 6, 2.25))
     ]
     metrics.recall(

@@ -60,7 +60,7 @@ STORY: list[list[Effect]] = [
     [
         JournalEvaluation(
             evaluation=1,
-            score=Score(set_name="eval", version=2, loss=1.0, token_accuracy=None),
+            score=Score(set_name="eval", version=2, loss=1.0, accuracy=None),
             metrics_json="",
         )
     ],

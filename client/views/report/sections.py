@@ -106,7 +106,9 @@ def result(facts: RunFacts) -> Chapter:
     blocks: list[Block] = [Picture(image=curves(loss, "loss", marks), caption=_loss_words(facts))]
     if readings.evaluations:
         rows = [_evaluation(line) for line in _ends(readings.evaluations)]
-        headings = ("set", "step", "loss", "perplexity", "token accuracy", "tokens", "seconds")
+        of_pairs = facts.config.trains_on_pairs
+        accuracy = "pair accuracy" if of_pairs else "token accuracy"
+        headings = ("set", "step", "loss", "perplexity", accuracy, "tokens", "seconds")
         table = Table(headings=headings, rows=rows, numbers=1)
         blocks.append(Folded(title=f"{len(readings.evaluations)} evaluations", blocks=[table]))
     else:
@@ -150,7 +152,8 @@ def _evaluation(line: Any) -> tuple[str, ...]:
         "tokens": ",",
         "seconds": ".2f",
     }
-    texts = (number(line.get(key), form) for key, form in forms.items())
+    fields = {**line, "token_accuracy": line.get("pair_accuracy", line.get("token_accuracy"))}
+    texts = (number(fields.get(key), form) for key, form in forms.items())
     return (set_of(line), f"{line['step']:,}", *texts)
 
 

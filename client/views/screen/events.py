@@ -146,10 +146,11 @@ class Events:
 
 def _evaluated(line: Metrics, now_s: float | None) -> RunEvent:
     loss, perplexity = _number(line.get("loss")), _number(line.get("perplexity"))
-    accuracy = _number(line.get("token_accuracy"))
+    accuracy, of_pairs = (_number(line.get(f"{kind}_accuracy")) for kind in ("token", "pair"))
     means = [
         *([] if perplexity is None else [f"perplexity {perplexity:,.1f}"]),
         *([] if accuracy is None else [f"token accuracy {accuracy:.1%}"]),
+        *([] if of_pairs is None else [f"pair accuracy {of_pairs:.1%}"]),
     ]
     more = f" ({', '.join(means)})" if means else ""
     text = f"evaluation{named_set(line)} after step {line['step']}: loss {_text(loss, '.4f')}{more}"

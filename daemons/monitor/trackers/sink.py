@@ -20,6 +20,8 @@ _TRAIN = {
     "grad_norm": "train/grad_norm",
     "lr": "train/learning_rate",
     "loss_scale": "train/loss_scale",
+    "pair_accuracy": "train/pair_accuracy",
+    "margin": "train/margin",
     "tokens_per_second": "perf/tokens_per_second",
     "seconds": "perf/step_seconds",
     "bubble_ratio": "perf/bubble_ratio",
@@ -30,6 +32,8 @@ _EVALUATION = {
     "loss": "eval/loss",
     "perplexity": "eval/perplexity",
     "token_accuracy": "eval/token_accuracy",
+    "pair_accuracy": "eval/pair_accuracy",
+    "margin": "eval/margin",
     "seconds": "perf/evaluation_seconds",
 }
 

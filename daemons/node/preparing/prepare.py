@@ -233,6 +233,8 @@ def _make_ready(
         run_models_prepare(
             config, run_dir, "--kernels", progress=progress, lock=lock, starter=starter
         )
+    if config.trains_on_pairs and (makes_inputs or _lacks_references(run_dir)):
+        _make_references(config, directory, progress, lock, starter)
     config = with_attention(with_known_steps(config, run_dir), chosen_attention(config, run_dir))
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
     # A fresh object: cached attributes may date from before the inputs were made.
@@ -276,6 +278,32 @@ def _make_inputs(
         write_model(Emulation.of(config), directory.path)
     run_models_prepare(config, directory.path, progress=progress, lock=lock, starter=starter)
     directory.record_checksums(fixed_values(config))
+
+
+def _make_references(
+    config: Config,
+    directory: RunDirectory,
+    progress: Progress,
+    lock: RunLock,
+    starter: Starter | None,
+) -> None:
+    """Computes the log-probabilities of pairs by the model at the start of the run."""
+    directory.remove_checksums()
+    run_models_prepare(
+        config,
+        directory.path,
+        progress=progress,
+        lock=lock,
+        starter=starter,
+        module="penstock.models.inference.references",
+    )
+    directory.record_checksums(fixed_values(config))
+
+
+def _lacks_references(run_dir: Path) -> bool:
+    """Returns whether a split of pairs has no reference log-probabilities yet."""
+    splits = parse_json((run_dir / "data" / "meta.json").read_bytes())
+    return any("references" not in entry for entry in splits.values() if isinstance(entry, dict))
 
 
 def _write_plan(directory: RunDirectory, config: Config, plan: Plan) -> None:
@@ -328,9 +356,10 @@ def run_models_prepare(
     progress: Progress = lambda message: None,
     lock: RunLock | None = None,
     starter: Starter | None = None,
+    module: str = "penstock.models.prepare",
 ) -> None:
     """Makes block table and data of a run directory in a separate process. The process reports its
-    progress and holds ``lock`` until it ends.
+    progress and holds ``lock`` until it ends. ``module`` is the tool.
 
     Raises:
         PenstockError: the process failed; see
@@ -338,7 +367,7 @@ def run_models_prepare(
     """
     log = run_dir / "logs" / "prepare.txt"
     run_tool(
-        "penstock.models.prepare",
+        module,
         str(run_dir),
         *arguments,
         log=log,

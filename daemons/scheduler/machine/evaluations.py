@@ -15,21 +15,23 @@ _MOST_NATS = 700.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Means of an evaluation set over its counted tokens at a version; None where a mean is not
-    finite, or was not counted. ``loss`` is in nats.
+    """Means of an evaluation set over its counted tokens, or its pairs, at a version; None where a
+    mean is not finite, or was not counted. ``loss`` is in nats. ``accuracy``: the share of tokens
+    that the model ranks first, or of pairs with a margin above 0.
     """
 
     set_name: str
     version: int
     loss: float | None
-    token_accuracy: float | None
+    accuracy: float | None
 
     def value(self, metric: EvaluationMetric) -> float | None:
         """Returns a mean by its name."""
         return {
             EvaluationMetric.LOSS: self.loss,
             EvaluationMetric.PERPLEXITY: self.perplexity,
-            EvaluationMetric.TOKEN_ACCURACY: self.token_accuracy,
+            EvaluationMetric.TOKEN_ACCURACY: self.accuracy,
+            EvaluationMetric.PAIR_ACCURACY: self.accuracy,
         }[metric]
 
     @property

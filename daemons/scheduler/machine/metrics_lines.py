@@ -60,7 +60,7 @@ def attempt_line(
     finite number become null.
     """
     done = list(reports)
-    tokens = sum(report.loss_tokens for report in done)
+    tokens, pairs = sum(report.loss_tokens for report in done), _Pairs.of(done)
     seconds = times.decided_s - times.started_s
     wall = max((report.wall_seconds for report in done), default=0.0)
     busy = sum(report.busy_seconds for report in done)
@@ -69,7 +69,8 @@ def attempt_line(
         step=record.version,
         attempt=record.attempt,
         phase="train",
-        loss=_mean_loss(done, tokens),
+        loss=_mean_loss(done, pairs.counted or tokens),
+        **pairs.means(),
         grad_norm=grad_norm,
         lr=learning_rate,
         tokens=tokens,
@@ -92,18 +93,20 @@ def score_of(
     set_name: str, version: int, reports: Sequence[pb.EvaluationDone], emulated: bool
 ) -> Score:
     """Returns the means of an evaluation. Emulated devices predict no tokens."""
-    tokens = sum(report.loss_tokens for report in reports)
+    tokens, pairs = sum(report.loss_tokens for report in reports), _Pairs.of(reports)
     right = sum(report.right_tokens for report in reports)
+    accuracy = right / tokens if tokens and not emulated else None
     return Score(
         set_name=set_name,
         version=version,
-        loss=_mean_loss(reports, tokens),
-        token_accuracy=right / tokens if tokens and not emulated else None,
+        loss=_mean_loss(reports, pairs.counted or tokens),
+        accuracy=pairs.accuracy if pairs.counted else accuracy,
     )
 
 
 def evaluation_line(
     score: Score,
+    reports: Sequence[pb.EvaluationDone] = (),
     *,
     attempt: int,
     tokens: int,
@@ -112,17 +115,19 @@ def evaluation_line(
     time_s: float,
     emulated: bool = False,
 ) -> str:
-    """Returns the line of an evaluation: means over ``tokens`` counted tokens of a set, done at
-    ``time_s`` since 1970.
+    """Returns the line of an evaluation: means over ``tokens`` counted tokens of a set, or over the
+    pairs of ``reports``, done at ``time_s`` since 1970.
     """
+    means: dict[str, Any] = _Pairs.of(reports).means()
+    if not means:
+        means = {"perplexity": score.perplexity, "token_accuracy": score.accuracy}
     return _line(
         step=score.version,
         attempt=attempt,
         phase="eval",
         set=score.set_name,
         loss=score.loss,
-        perplexity=score.perplexity,
-        token_accuracy=score.token_accuracy,
+        **means,
         grad_norm=None,
         lr=None,
         tokens=tokens,
@@ -136,6 +141,40 @@ def evaluation_line(
         time=round(time_s, 3),
         **_mark(emulated),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pairs:
+    """Sums over pairs of answers of all reports."""
+
+    counted: int
+    right: int
+    margin_sum: float
+
+    @classmethod
+    def of(cls, reports: Iterable[pb.AttemptDone | pb.EvaluationDone]) -> _Pairs:
+        """Returns the sums of reports; all are 0 without pairs."""
+        parts = [report.pairs for report in reports]
+        return cls(
+            counted=sum(part.counted for part in parts),
+            right=sum(part.right for part in parts),
+            margin_sum=_fsum(part.margin_sum for part in parts),
+        )
+
+    @property
+    def accuracy(self) -> float:
+        """The share of pairs with a margin above 0."""
+        return self.right / self.counted
+
+    def means(self) -> dict[str, Any]:
+        """Returns the fields of a line; none without pairs."""
+        if not self.counted:
+            return {}
+        return {
+            "pairs": self.counted,
+            "pair_accuracy": self.accuracy,
+            "margin": self.margin_sum / self.counted,
+        }
 
 
 def _mark(emulated: bool) -> dict[str, bool]:

@@ -28,6 +28,7 @@ from penstock.models.data.chat.requests import (
     CompletionRequest,
     Format,
     IdsRequest,
+    PairRequest,
     RecordForm,
     Request,
     TextRequest,
@@ -40,8 +41,12 @@ from penstock.models.data.chat.requests import (
 _DEFAULTS: Mapping[str, str] = {
     **{name: name for name in ("text", "messages", "conversations", "prompt", "completion")},
     **{name: name for name in ("input_ids", "labels", "tools", "chat_template_kwargs")},
+    **{name: name for name in ("chosen", "rejected")},
 }
-_WITH_MESSAGES = ("messages", "conversations", "prompt", "completion")
+_WITH_MESSAGES = (
+    *("messages", "conversations", "prompt", "completion"),
+    *("chosen", "rejected"),
+)
 """Names of columns that may hold lists of messages."""
 
 _ALPACA: Mapping[str, str] = {
@@ -50,7 +55,8 @@ _ALPACA: Mapping[str, str] = {
 }
 """LLaMA-Factory's names of an alpaca record, and their columns."""
 
-_PREFERENCES = ("chosen", "rejected")
+_ANSWERS = ("chosen", "rejected")
+"""Columns of a pair of answers, the better one first."""
 
 _RESERVED = frozenset(
     {
@@ -149,8 +155,11 @@ def _format(columns: _Columns) -> Format:
         return Format.TEXT
     given = names([name for name, value in columns.fields.items() if value is not None])
     cause = ""
-    if all(columns.fields.get(name) is not None for name in _PREFERENCES):
-        cause = " Pairs of chosen and rejected answers are not read: map chosen to completion."
+    if all(columns.fields.get(name) is not None for name in _ANSWERS):
+        cause = (
+            " Pairs of chosen and rejected answers train with data.objective: dpo; to train on the"
+            " chosen ones alone, map chosen to completion."
+        )
     raise ConfigError(
         f"{columns.place}: its columns with values ({given}) are of no known format; needs text,"
         " messages, conversations, prompt with completion, instruction with output, or input_ids."
@@ -299,6 +308,77 @@ def _stanford(columns: _Columns) -> Request:
     return CompletionRequest(place=columns.place, prompt=prompt, completion=completion)
 
 
+def _preference(columns: _Columns) -> Request:
+    """Returns the request of a pair of answers.
+
+    As in TRL, a record without a prompt has one at the front of both answers: their common first
+    turns, or characters. At least the last turn or character is no part of the prompt.
+
+    Raises:
+        ConfigError: a part is missing, or the parts are texts and messages.
+    """
+    values = {name: columns.get(name) for name in _ANSWERS}
+    for name in _ANSWERS:
+        if values[name] is None:
+            raise columns.missing(columns.name(name) or name)
+    prompt = columns.get("prompt")
+    if any(is_conversation(values[name]) for name in _ANSWERS):
+        return _pair_of_chats(columns, prompt)
+    texts = [columns.text(name) for name in _ANSWERS]
+    if prompt is None:
+        prompt = _common_text(texts[0], texts[1])
+        texts = [text[len(prompt) :] for text in texts]
+    else:
+        prompt = columns.text("prompt")
+    chosen, rejected = (
+        CompletionRequest(place=columns.place, prompt=prompt, completion=text) for text in texts
+    )
+    return PairRequest(place=columns.place, chosen=chosen, rejected=rejected)
+
+
+def _pair_of_chats(columns: _Columns, prompt: Any) -> Request:
+    """Returns the pair of two conversations. A prompt that is no list of messages is left out:
+    data sets repeat a first question in such a column.
+    """
+    chosen, rejected = (
+        turns_of(columns.place, str(columns.name(name)), columns.get(name), columns.reading.roles)
+        for name in _ANSWERS
+    )
+    if is_conversation(prompt):
+        name = str(columns.name("prompt"))
+        first = turns_of(columns.place, name, prompt, columns.reading.roles)
+    else:
+        shared = _common(chosen, rejected)
+        first, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not first:
+            raise ConfigError(
+                f"{columns.place}: {columns.name('chosen')} and {columns.name('rejected')} have no"
+                " first turn in common; give the turns before both answers as prompt"
+            )
+    for turn in (*first, *chosen, *rejected):
+        if turn.counts is not None:
+            raise ConfigError(
+                f"{columns.place}: a message has train or weight, and all of an answer of a pair"
+                " counts; remove them"
+            )
+    requests = [_request(columns, (*first, *answer), len(first)) for answer in (chosen, rejected)]
+    return PairRequest(place=columns.place, chosen=requests[0], rejected=requests[1])
+
+
+def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Returns the number of first items in common, at most all but the last of the shorter one."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((n for n in range(most) if chosen[n] != rejected[n]), max(0, most))
+
+
+def _common_text(chosen: str, rejected: str) -> str:
+    """Returns the prompt that two texts begin with. A space in front of the answers belongs to the
+    answers.
+    """
+    shared = _common(chosen, rejected)
+    return chosen[: shared - (0 < shared and chosen[shared - 1] == " ")]
+
+
 def _tokens(columns: _Columns) -> Request:
     """Returns the ready ids of a record.
 
@@ -350,4 +430,5 @@ _READERS: Mapping[Format, Callable[[_Columns], Request]] = {
     Format.ALPACA: _alpaca,
     Format.STANFORD: _stanford,
     Format.TOKENS: _tokens,
+    Format.PREFERENCE: _preference,
 }

@@ -24,6 +24,7 @@ from penstock.models.data.chat.requests import (
     ChatRequest,
     CompletionRequest,
     IdsRequest,
+    PairRequest,
     Request,
     TextRequest,
     shown,
@@ -146,6 +147,10 @@ def drafts_of(
             return [_completion(request, choices)]
         case ChatRequest():
             return list(_Chat.of(request, encoder, template, choices).drafts())
+        case PairRequest():
+            answers = (request.chosen, request.rejected)
+            choices = dataclasses.replace(choices, train_on=TrainOn.COMPLETION)
+            return [d for each in answers for d in drafts_of(each, encoder, template, choices)]
 
 
 def prompt_of(
@@ -200,6 +205,23 @@ def _sample(draft: Draft, text: Encoding, prompt: Encoding | None) -> Sample:
     return Sample(
         place=draft.passage.place, ids=text.ids, counted=counted, lost=lost, weight=draft.weight
     )
+
+
+def with_one_start(chosen: Sample, rejected: Sample) -> tuple[Sample, Sample]:
+    """Returns the samples of a pair, which count from the same place on. As in TRL, it is the first
+    place at which one of them differs from the tokens of the prompt.
+    """
+    starts = [s.counted[0][0] if s.counted else len(s.ids) for s in (chosen, rejected)]
+    start = min(starts)
+    first, second = (
+        dataclasses.replace(
+            sample,
+            counted=((start, len(sample.ids)),) if start < len(sample.ids) else (),
+            lost=sample.lost + begin - start,
+        )
+        for sample, begin in zip((chosen, rejected), starts, strict=True)
+    )
+    return first, second
 
 
 def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Requests for samples: the content of one record of fine-tuning data in one of four kinds. No
+"""Requests for samples: the content of one record of fine-tuning data in one of five kinds. No
 torch.
 
 A request is a plain value. :mod:`penstock.models.data.chat.conversation` makes requests of records,
@@ -37,6 +37,8 @@ class Format(Enum):
     STANFORD = "stanford"
     """Stanford's meaning, which Axolotl calls ``alpaca``: a prompt in a fixed form of text."""
     TOKENS = "tokens"
+    PREFERENCE = "preference"
+    """Two answers to a prompt, of which one is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,18 @@ class IdsRequest:
     labels: tuple[int, ...] | None = None
 
 
-Request: TypeAlias = TextRequest | CompletionRequest | ChatRequest | IdsRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRequest:
+    """Two answers to one prompt, the better one first: both are texts with a completion, or both
+    are conversations with ``prompt_turns``.
+    """
+
+    place: str
+    chosen: CompletionRequest | ChatRequest
+    rejected: CompletionRequest | ChatRequest
+
+
+Request: TypeAlias = TextRequest | CompletionRequest | ChatRequest | IdsRequest | PairRequest
 
 
 def refused(place: str, name: str, value: Any, remedy: str) -> ConfigError:

@@ -23,6 +23,7 @@ from penstock.host.files import DAMAGED
 from penstock.models.data.chunks import Progress
 from penstock.models.data.marks import Marks
 from penstock.models.data.rows.packing import Packing
+from penstock.models.data.rows.references import has_references
 from penstock.models.data.rows.registry import registered
 from penstock.models.data.rows.row_file import RowLayout
 from penstock.models.data.rows.sources import RunSources, makes_rows, sources_of
@@ -178,7 +179,8 @@ def is_whole(directory: Path, entry: Mapping[str, Any]) -> bool:
     path = directory / entry["path"]
     layout = RowLayout.of(dict(entry))
     if layout is not None:
-        return bool(path.is_file() and path.stat().st_size == layout.num_bytes)
+        whole = path.is_file() and path.stat().st_size == layout.num_bytes
+        return bool(whole and has_references(directory, entry, layout))
     end = entry["first_token"] + entry["num_tokens"]
     size = end * np.dtype(entry["token_dtype"]).itemsize
     return path.is_file() and bool(path.stat().st_size >= size)

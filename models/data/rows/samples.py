@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from array import array
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config.data import DataConfig
-from penstock.config.values import WEIGHTED
+from penstock.config.values import DPO, WEIGHTED
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.conversation import checked_variables, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
@@ -26,7 +27,9 @@ from penstock.models.data.chat.masks import (
     Turns,
     drafts_of,
     encoded,
+    with_one_start,
 )
+from penstock.models.data.chat.requests import Format, PairRequest, Request
 from penstock.models.data.chat.templates import MODEL, Template, chosen_template, named_template
 from penstock.models.data.chat.weights import with_weights
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
@@ -175,8 +178,7 @@ class SampleStream:
                 before = len(self.tally.lengths)
                 for place, samples in self._samples(origin, encoding):
                     for _ in range(origin.times(self.seed, number, place)):
-                        for sample in samples:
-                            yield from self._fitting(sample, number, place)
+                        yield from self._fitted(samples, number, place)
                 self.tally.by_source[origin.name] = len(self.tally.lengths) - before
 
     def _samples(self, origin: Origin, encoding: Executor) -> Iterator[tuple[int, list[Sample]]]:
@@ -235,7 +237,11 @@ class SampleStream:
         self.tally.digests.append(int.from_bytes(digest, "little"))
         way = self.way
         try:
-            request = request_of(record.place, fields, origin.form)
+            form = origin.form
+            if self.data.objective == DPO and form.format is Format.AUTO:
+                form = dataclasses.replace(form, format=Format.PREFERENCE)
+            request = request_of(record.place, fields, form)
+            self._check_kind(request, record.place)
             drafts = drafts_of(request, way.encoder, way.template, way.choices)
             if self.data.objective == WEIGHTED:
                 return with_weights(drafts, record.place, fields, origin.form)
@@ -245,6 +251,41 @@ class SampleStream:
                 raise
             self.tally.skipped += 1
             return None
+
+    def _check_kind(self, request: Request, place: str) -> None:
+        """Refuses a pair of answers without the objective of pairs, and other records with it.
+
+        Raises:
+            ConfigError: record and objective do not go together.
+        """
+        if isinstance(request, PairRequest) == (self.data.objective == DPO):
+            return
+        if self.data.objective == DPO:
+            raise ConfigError(
+                f"{place}: is no pair of answers, which data.objective dpo needs; use format"
+                " preference with columns prompt, chosen and rejected"
+            )
+        raise ConfigError(
+            f"{place}: format preference is a pair of answers, and data.objective is"
+            f" {self.data.objective}; use objective dpo, or map chosen to completion in columns"
+        )
+
+    def _fitted(self, samples: Sequence[Sample], source: int, record: int) -> Iterator[Numbered]:
+        """Yields the samples of a record in the length of a row; the two of a pair, or none."""
+        if self.data.objective != DPO:
+            for sample in samples:
+                yield from self._fitting(sample, source, record)
+            return
+        chosen, rejected = with_one_start(*samples)
+        pair = [*self._fitting(chosen, source, record), *self._fitting(rejected, source, record)]
+        start = min(s.counted[0][0] if s.counted else len(s.ids) for s in (chosen, rejected))
+        # TRL leaves out a pair with a prompt that fills a row.
+        if len(pair) == 2 and start < self.way.length and any(_counts(n.tokens) for n in pair):
+            yield from pair
+        elif len(pair) == 2:
+            self.tally.uncounted += 2
+        elif len(pair) == 1:
+            self.tally.dropped += 1
 
     def _fitting(self, sample: Sample, source: int, record: int) -> Iterator[Numbered]:
         """Yields a sample in the length of a row, as ``data.too_long`` says.
@@ -271,7 +312,8 @@ class SampleStream:
             of_part = None if weights is None else weights[first : first + len(part)]
             first += len(part)
             # TRL leaves these samples out of rows of one sample, and packs them into other rows.
-            if self.data.packing == "none" and not (part & np.uint32(COUNTS)).any():
+            alone = self.data.packing == "none" and self.data.objective != DPO
+            if alone and not _counts(part):
                 tally.uncounted += 1
                 continue
             yield Numbered(tokens=part, source=source, record=record, weights=of_part)
@@ -298,6 +340,11 @@ class SampleStream:
                 return parts
         tally.truncated += 1
         return [tokens[:most]]
+
+
+def _counts(tokens: Tokens) -> bool:
+    """Returns whether a token takes part in the loss."""
+    return bool((tokens & np.uint32(COUNTS)).any())
 
 
 def _weights_of(sample: Sample) -> Weights:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.schema import Config
-from penstock.config.values import RECORD_OBJECTIVES, WEIGHTED
+from penstock.config.values import PAIR, RECORD_OBJECTIVES, WEIGHTED
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, writing
 from penstock.models.data.cache import Made, NewFile, TokenCache, cached, key_of
@@ -178,7 +178,8 @@ class RowSources:
         self._config, self._tokenizer, self._progress = config, tokenizer, progress
         data = config.data
         self._vocab_size = RunDirectory(run_dir).table.vocab_size
-        self._packing = Packing.NONE if data.packing == "none" else Packing.BEST_FIT
+        alone = data.packing == "none" or config.trains_on_pairs
+        self._packing = Packing.NONE if alone else Packing.BEST_FIT
         self.holds_out = config.holds_out
         self.has_eval_text = self.holds_out and data.eval_path is not None
 
@@ -326,7 +327,9 @@ class RowSources:
             drawn = _drawn(stream, temporary, weights)
             tally = stream.tally.to_json()
             count = len(drawn.places)
-            held = max(1, round(count * config.data.eval_fraction)) if len(paths) > 1 else 0
+            whole = PAIR if config.trains_on_pairs else 1
+            held = whole * max(1, round(count / whole * config.data.eval_fraction))
+            held = held if len(paths) > 1 else 0
             if not count:
                 raise ConfigError(
                     f"data: no token of {stream.tally.records:,} records counts; give other"

@@ -142,7 +142,7 @@ class EmulatedRuntime:
             end=activation,
             # The norm of all gradients is then below the loss scale, for any size of the model.
             amplitude=_power_of_two(
-                loss_weight * max(1, batch.counted_tokens) / math.sqrt(self._elements)
+                loss_weight * max(1, batch.num_losses) / math.sqrt(self._elements)
             ),
         )
 
@@ -176,7 +176,7 @@ class EmulatedRuntime:
     def _loss(self, activation: int, batch: MicroBatch) -> torch.Tensor:
         noise = (activation & 1023) / 1024 - 0.5
         mean = math.log(self.table.vocab_size) + noise / 10
-        return torch.tensor(mean * batch.counted_tokens, dtype=torch.float64)
+        return torch.tensor(mean * batch.num_losses, dtype=torch.float64)
 
 
 def _hash(*numbers: int) -> int:

@@ -65,6 +65,7 @@ class Evaluation(Activity):
         score = score_of(self._set.name, self.mirror.version, reports, self.rules.emulated)
         line = evaluation_line(
             score,
+            reports,
             attempt=self.mirror.next_attempt - 1,
             tokens=sum(report.loss_tokens for report in reports),
             epoch=self.mirror.epoch,

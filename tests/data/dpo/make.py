@@ -1,0 +1,139 @@
+"""Makes ``losses.json`` of this folder with TRL: the losses of its ``DPOTrainer`` on a tiny model.
+
+``PYTHONPATH=. PYTHON -m tests.data.dpo.make FOLDER`` runs in an environment with TRL. Model,
+records and settings are those of this file, so that a run of Penstock repeats them without TRL.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.data.sft.make import DECAY, RATE, STEPS, WARMUP, WORDS, drawn, save
+
+PAIRS, BETA = 4, 0.2
+TEMPLATE = "qwen2_5"
+LENGTHS = {"text": 96, "messages": 288, "implicit": 224, "truncated": 190}
+"""Kinds of records, and ``max_length`` of each. ``truncated`` are messages that lose their ends;
+some of them are left out.
+"""
+
+EVALUATED = 24
+"""Pairs of the evaluation after the last step."""
+
+
+def texts(bits: Any, least: int, most: int) -> str:
+    """Returns a random text of a random number of words."""
+    count = least + int(bits.random_raw()) % (most - least + 1)
+    return " ".join(WORDS[n % len(WORDS)] for n in bits.random_raw(count).tolist())
+
+
+def pairs(kind: str, count: int, seed: int = 9) -> list[dict[str, Any]]:
+    """Returns records with a prompt and two answers."""
+    bits, made = drawn(seed), []
+    for number in range(count):
+        prompt = texts(bits, 2, 30 if kind == "truncated" else 9)
+        chosen, rejected = texts(bits, 1, 12), texts(bits, 1, 12)
+        if kind == "text":
+            made.append({"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"})
+            continue
+        talk = [{"role": "user", "content": prompt}]
+        if number % 2 and kind != "truncated":
+            talk += [
+                {"role": "assistant", "content": texts(bits, 1, 4)},
+                {"role": "user", "content": texts(bits, 1, 4)},
+            ]
+        answers = [[{"role": "assistant", "content": each}] for each in (chosen, rejected)]
+        if kind == "implicit":
+            made.append({"chosen": talk + answers[0], "rejected": talk + answers[1]})
+        else:
+            made.append({"prompt": talk, "chosen": answers[0], "rejected": answers[1]})
+    return made
+
+
+def losses(folder: Path, kind: str) -> dict[str, Any]:
+    """Returns the losses of TRL's trainer, in fp32 on CPUs, in the order of the data. Loss and
+    accuracy of other pairs at the end follow.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    noted: list[float] = []
+
+    class Sequential(DPOTrainer):
+        """The trainer without shuffling; notes each loss with all its digits."""
+
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def training_step(self, *arguments: Any, **named: Any) -> Any:
+            loss = super().training_step(*arguments, **named)
+            noted.append(float(loss))
+            return loss
+
+    arguments = DPOConfig(
+        output_dir=str(folder / "out"),
+        beta=BETA,
+        max_length=LENGTHS[kind],
+        precompute_ref_log_probs=False,
+        per_device_train_batch_size=PAIRS,
+        per_device_eval_batch_size=PAIRS,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="linear",
+        warmup_steps=WARMUP,
+        weight_decay=DECAY,
+        max_grad_norm=1.0,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)
+    )
+    trainer = Sequential(
+        model=model,
+        ref_model=reference,
+        args=arguments,
+        train_dataset=Dataset.from_list(pairs(kind, records(kind))),
+        eval_dataset=Dataset.from_list(pairs(kind, EVALUATED, seed=10)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()
+    return {
+        "losses": noted,
+        "eval": [evaluated["eval_loss"], evaluated["eval_rewards/accuracies"]],
+    }
+
+
+def records(kind: str) -> int:
+    """Returns the number of records: enough for all steps without a second pass."""
+    return STEPS * PAIRS + (120 if kind == "truncated" else 0)
+
+
+def main(out: Path) -> None:
+    """Writes the losses of all kinds."""
+    import trl
+
+    made: dict[str, Any] = {}
+    for kind in LENGTHS:
+        with tempfile.TemporaryDirectory() as folder:
+            save(Path(folder), TEMPLATE)
+            made[kind] = losses(Path(folder), kind)
+            print(kind, made[kind]["losses"][0], made[kind]["losses"][-1], flush=True)
+    content = {"trl": trl.__version__, **made}
+    (out / "losses.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
