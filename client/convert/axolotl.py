@@ -250,7 +250,10 @@ def convert(reading: KeyReading) -> None:
         ConfigError: the file is for another training, or has no model, data or rate.
     """
     if reading.get("rl"):
-        raise reading.refused("rl", reading.get("rl"), "only supervised fine-tuning is converted")
+        remedy = "only supervised fine-tuning is converted"
+        if reading.get("rl") == "dpo":
+            remedy += "; write data.objective: dpo by hand (docs/FINETUNE.md)"
+        raise reading.refused("rl", reading.get("rl"), remedy)
     if reading.get("learning_rate") is None:
         raise reading.refused("learning_rate", None, "needs a number")
     tokens = reading.get("special_tokens")

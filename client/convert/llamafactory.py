@@ -209,7 +209,10 @@ def convert(reading: KeyReading) -> None:
     """
     stage = reading.get("stage")
     if stage != "sft":
-        raise reading.refused("stage", stage, "only sft is converted")
+        remedy = "only sft is converted"
+        if stage == "dpo":
+            remedy += "; write data.objective: dpo by hand (docs/FINETUNE.md)"
+        raise reading.refused("stage", stage, remedy)
     reading.map("stage", {})
     put_model(reading, "model_name_or_path")
     _put_method(reading)

@@ -105,8 +105,39 @@ _KEYS: Table = {
     **dropped(Effect.NONE, "data.shuffle draws an order for each pass", shuffle_dataset=False),
     **dropped(Effect.SPEED, "data.packing decides", padding_free=False),
     **dropped(Effect.SPEED, "schedule.recompute decides", activation_offloading=False),
-    "loss_type": Key(kind=ValueKind.TEXT, why="the loss is the mean negative log-likelihood"),
+    "loss_type": Key(why="the loss is the mean negative log-likelihood"),
+    # DPOConfig
+    **mapped(ValueKind.NUMBER, beta=0.1),
+    **dropped(Effect.NONE, "TRL's sigmoid loss does not read the key", label_smoothing=0.0),
+    **dropped(
+        Effect.NONE,
+        "the start computes the reference once",
+        precompute_ref_log_probs=False,
+        precompute_ref_batch_size=None,
+    ),
+    **dropped(Effect.RESULT, "dropout is off with data.objective dpo", disable_dropout=True),
+    **dropped(
+        Effect.RESULT, "the reference is the model at the start of the run", sync_ref_model=False
+    ),
+    **without(Effect.NONE, "sync_ref_model is false", "ref_model_mixup_alpha ref_model_sync_steps"),
+    **dropped(
+        Effect.RESULT,
+        "the loss of pairs is the sigmoid of DPO",
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        ld_alpha=None,
+        loss_weights=None,
+    ),
+    **without(Effect.NONE, "other losses read the key", "f_alpha_divergence_coef discopop_tau"),
 }
+_DPO_KEYS = (
+    *("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model"),
+    *("disable_dropout", "f_divergence_type", "use_weighting", "ld_alpha", "loss_weights"),
+)
+"""Keys that only DPOConfig has."""
+
+_DPO_RATE = 1e-6
+"""Learning rate of DPOConfig without ``learning_rate``."""
 TABLE = placed(
     _KEYS,
     {
@@ -124,8 +155,10 @@ TABLE = placed(
         "completion_only_loss": "data.train_on",
         "dataset_text_field": "data.sources",
         "chat_template_path": "data.chat_template",
+        "beta": "data.dpo",
     },
     {
+        "beta": "{beta: NUMBER}, with data.objective dpo",
         "dataset_text_field": "columns: {text: NAME} of a source",
         "dataset_test_split": "split of a set",
         "packing": "best-fit is true, none is false",
@@ -146,16 +179,54 @@ def convert(reading: KeyReading) -> None:
     _put_precision(reading)
     _put_sources(reading)
     _put_rows(reading)
-    _put_counted(reading)
+    pairs = _has_pairs(reading)
+    if not pairs:
+        _put_counted(reading)
     reading.put("data.special_in_text", True)
     shuffles(reading)
     put_training(reading, Names(), warmup_of(reading))
+    if pairs:
+        _put_pairs(reading)
     _put_evaluations(reading)
     _refuse_adapters(reading)
+    if pairs:
+        return
     if reading.get("label_smoothing_factor"):
         put_smoothing(reading)
     if reading.get("loss_type") not in (None, "nll", "chunked_nll"):
         reading.drop("loss_type", TABLE["loss_type"].why)
+
+
+def _has_pairs(reading: KeyReading) -> bool:
+    """Returns whether a file is one of ``trl dpo``: by its keys, or by the columns of the data."""
+    if any(key in reading.values for key in _DPO_KEYS):
+        return True
+    paths = [Path(source["path"]) for source in reading.config["data"]["sources"]]
+    return all(first_columns(path) >= {"chosen", "rejected"} for path in paths)
+
+
+def _put_pairs(reading: KeyReading) -> None:
+    """Sets the objective of pairs, and counts rows in place of pairs.
+
+    Raises:
+        ConfigError: the loss is another one.
+    """
+    loss = reading.get("loss_type")
+    losses = loss if isinstance(loss, list) else ["sigmoid" if loss is None else loss]
+    if losses != ["sigmoid"]:
+        remedy = "data.objective dpo has the loss sigmoid alone; use it, or train with TRL"
+        raise reading.refused("loss_type", loss, remedy)
+    if loss is not None:
+        reading.map("loss_type", {"data.objective": "dpo"})
+    beta = float(reading.get("beta"))
+    reading.put("data.objective", "dpo")
+    reading.put("data.dpo", {"beta": beta})
+    reading.map("beta", {"data.dpo.beta": beta})
+    rows, batch = 2 * reading.config["train"]["global_batch"], "per_device_train_batch_size"
+    reading.put("train.global_batch", rows, batch, note="a pair of answers is two rows")
+    if "learning_rate" not in reading.values:
+        reading.put("optimizer.lr", _DPO_RATE)
+        reading.map("learning_rate", {"optimizer.lr": _DPO_RATE}, "the default of DPOConfig")
 
 
 def _put_precision(reading: KeyReading) -> None:

@@ -757,3 +757,24 @@ def test_the_command_refuses_other_tools_and_files(folder: Path) -> None:
     assert "expected trl, llamafactory, axolotl" in run("unsloth", "sft.yaml")[2]
     code, _, err = run("trl", "sft.yaml")
     assert code == 2 and "sft.yaml: cannot read it" in err
+
+
+def test_pairs_of_trl(tmp_path: Path) -> None:
+    """Keys of DPOConfig, or the columns of the data, tell a file of ``trl dpo``."""
+    plain = {"model_name_or_path": "models/a", "dataset_name": str(tmp_path / "pairs.jsonl")}
+    record = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(record))
+    for keys, beta, rate in (({}, 0.1, 1e-6), ({"beta": 0.3, "learning_rate": 5e-7}, 0.3, 5e-7)):
+        path = tmp_path / "dpo.yaml"
+        values = {**plain, **keys, "per_device_train_batch_size": 3, "loss_type": ["sigmoid"]}
+        path.write_text(yaml.safe_dump(values))
+        conversion = convert("trl", path, 2)
+        config = parse_config(dict(conversion.config))
+        assert (config.data.objective, config.data.dpo.beta) == ("dpo", beta)
+        assert (config.train.global_batch, config.optimizer.lr) == (12, rate)
+        assert config.data.train_on == "auto"
+    path.write_text(yaml.safe_dump({**plain, "loss_type": ["ipo"]}))
+    with pytest.raises(
+        ConfigError, match=r"loss_type = \['ipo'\]: data.objective dpo has the loss"
+    ):
+        convert("trl", path, 1)

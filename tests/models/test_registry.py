@@ -167,7 +167,7 @@ def test_the_smaller_limit_holds(
         ({"file_name": 3}, "file_name = 3: needs a text"),
         ({"file_name": "a.json", "split": "test"}, "split = 'test'"),
         ({"file_name": "a.json", "split": "train[:x]"}, "split = 'train[:x]': accepted are"),
-        ({"file_name": "a.json", "ranking": True}, "ranking = True: pairs of chosen"),
+        ({"file_name": "a.json", "ranking": True}, "ranking = True: pairs of answers"),
         ({"file_name": "a.json", "formatting": "vicuna"}, "accepted are alpaca, sharegpt"),
         ({"file_name": "a.json", "columns": ["x"]}, "columns = ['x']: needs an object"),
         ({"file_name": "a.json", "columns": {"prompt": 1}}, "columns.prompt = 1"),

@@ -175,8 +175,8 @@ class _Entry:
             raise self._refused(
                 "ranking",
                 self.fields["ranking"],
-                "pairs of chosen and rejected answers are not read; map the chosen answer to a"
-                " response in an entry without ranking",
+                "pairs of answers are not read by a registry; give path with format preference and"
+                " data.objective dpo, or map the chosen answer to a response without ranking",
             )
         columns = self._mapping("columns")
         for name in _UNREAD:
