@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -169,6 +170,15 @@ def test_pairs(runner: H.Runner) -> None:
     assert [line["pairs"] for line in lines] == [BATCH // 2] * STEPS
     assert lines[0]["margin"] == 0.0 and lines[0]["pair_accuracy"] == 0.0
     assert lines[-1]["tokens"] > 2 * BATCH
+
+
+def test_pairs_train_an_adapter(runner: H.Runner) -> None:
+    """The reference of a new adapter is the base: the first margins are 0."""
+    data: dict[str, Any] = {"objective": "dpo", "sequence_length": 160}
+    changes = settings(runner.root, pair_records(), data=data, adapter={"r": 4, "dropout": 0.5})
+    lines = H.metrics(runner.train(runner.configure("run", changes)))
+    assert lines[0]["margin"] == 0.0 and lines[0]["loss"] == pytest.approx(np.log(2))
+    assert len({line["loss"] for line in lines[1:]}) == STEPS - 1
 
 
 def common(chosen: str, rejected: str) -> str:

@@ -16,6 +16,7 @@ from penstock.config.schema import parse_config
 from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
 from penstock.models.data.chat.variants import training_text
 from tests.client.test_convert import TRL as FILE
+from tests.data.dpo import make as dpo
 from tests.data.sft import make
 from tests.integration.trainers.environments import TRL, answer, environment, ran
 from tests.models.test_masks import DATA, compare
@@ -41,6 +42,16 @@ def test_the_stored_losses_are_those_of_trl(trl: Path, tmp_path: Path) -> None:
     assert made.keys() == stored.keys()
     for name, losses in made.items():
         assert losses == pytest.approx(stored[name], rel=TOLERANCE), name
+
+
+def test_the_stored_losses_of_pairs_are_those_of_trl(trl: Path, tmp_path: Path) -> None:
+    ran(trl, "tests.data.dpo.make", str(tmp_path))
+    made = json.loads((tmp_path / "losses.json").read_text())
+    stored = json.loads((Path(dpo.__file__).parent / "losses.json").read_text())
+    assert made.keys() == stored.keys()
+    for kind in dpo.LENGTHS:
+        assert made[kind]["losses"] == pytest.approx(stored[kind]["losses"], abs=1e-5), kind
+        assert made[kind]["eval"] == pytest.approx(stored[kind]["eval"], abs=1e-5), kind
 
 
 def test_the_stored_digests_are_those_of_trl(trl: Path, tmp_path: Path) -> None:
