@@ -1,10 +1,10 @@
 """``penstock doctor``: shows what this machine offers and what dead runs left on it.
 
 The report changes nothing. ``--clean`` removes only entries of dead processes: segments with a dead
-owner that no process maps, sockets of dead nodes, processes without a supervisor. In a run
-directory that no process holds, it also removes partial saves and a stale endpoint file. Memory
-with unsaved steps is removed only with ``--force``. With a run directory, the report is about that
-run only.
+owner that no process maps, sockets of dead nodes, processes without a supervisor. Bases without a
+run are removed, too. In a run directory that no process holds, it also removes partial saves and a
+stale endpoint file. Memory with unsaved steps is removed only with ``--force``. With a run
+directory, the report is about that run only.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from penstock.protocol.run.names import FOLDER_PREFIX
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.run.token_cache import kept_tokens, token_cache_folder
 from penstock.protocol.wire.local_names import left_folders
+from penstock.shm.base_users import BaseUse, base_uses, sweep
 from penstock.shm.inventory import NodeSegments, inventory, shm_names
 from penstock.shm.segment import SHM_ROOT, unlink
 
@@ -74,6 +75,7 @@ class Report:
     software_objection: str | None = None
     removed: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    bases: tuple[BaseUse, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report for ``--json``."""
@@ -82,6 +84,10 @@ class Report:
             "placement": self.placement.to_dict(),
             "capacity": self.capacity and self.capacity.to_dict(),
             "findings": [asdict(finding) for finding in self.findings],
+            "bases": [
+                {"digest": base.digest, "bytes": base.num_bytes, "runs": list(base.runs)}
+                for base in self.bases
+            ],
             "removed": list(self.removed),
             "kept": list(self.kept),
         }
@@ -119,7 +125,9 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
     Cores are placed for ``config``, or for the configuration of the run directory.
     """
     config = config or _config_of(run_dir)
-    findings = [*_segments(run_dir), *_sockets(run_dir), *_processes(run_dir)]
+    bases = _bases(run_dir)
+    findings = [*_segments(run_dir), *map(_describe_base, bases), *_sockets(run_dir)]
+    findings += _processes(run_dir)
     if run_dir is not None:
         findings += _run_directory(run_dir)
     return Report(
@@ -127,6 +135,7 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
         placement=PlacementReport.of(PlacementFacts.probe(), config),
         findings=tuple(findings),
         software_objection=torch_objection(installed_torch()),
+        bases=bases,
     )
 
 
@@ -233,6 +242,24 @@ def _segments(run_dir: Path | None) -> Iterable[Finding]:
             detail=f"a {junk.kind} of {user_text(junk.uid)} that is no segment",
             removable=False,
         )
+
+
+def _bases(run_dir: Path | None) -> tuple[BaseUse, ...]:
+    """Returns the bases of all runs, or of the run in ``run_dir``."""
+    run_id = None if run_dir is None else _run_id(run_dir)
+    return tuple(base for base in base_uses() if run_dir is None or run_id in base.runs)
+
+
+def _describe_base(base: BaseUse) -> Finding:
+    size = human_bytes(base.num_bytes)
+    if base.runs:
+        detail = f"{size} of frozen weights, once for {', '.join(base.runs)}"
+    elif base.filling:
+        detail = f"{size}, " + ("being filled" if base.in_use else "the filling was interrupted")
+    else:
+        detail = f"{size} of frozen weights, " + ("in use" if base.in_use else "no run uses them")
+    name = base.name.removeprefix("/")
+    return Finding(kind="base", name=name, detail=detail, removable=not base.in_use)
 
 
 def _sockets(run_dir: Path | None) -> Iterable[Finding]:
@@ -370,6 +397,11 @@ def _remove_segments(name: str, run_dir: Path | None) -> None:
         if f"{entry.run_id}-{entry.node_name}" == name and not entry.in_use:
             for segment in entry.names:
                 unlink(segment)
+    sweep()
+
+
+def _remove_base(name: str, run_dir: Path | None) -> None:
+    sweep()  # all without a user, and none that a run has begun to use
 
 
 def _remove_sockets(name: str, run_dir: Path | None) -> None:
@@ -403,6 +435,7 @@ def _remove_file(name: str, run_dir: Path | None) -> None:
 
 _REMOVERS = {
     "segments": _remove_segments,
+    "base": _remove_base,
     "sockets": _remove_sockets,
     "process": _remove_process,
     "half-written save": _remove_directory,

@@ -389,6 +389,12 @@ class MemoryConfig(Section):
         " with its memory costs no step. The replica takes the memory of that state once more,"
         " and gradients cross the network (docs/NODES.md).",
     )
+    share_base: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: frozen weights are in /dev/shm once for all runs of a user that have"
+        " the same ones: same files of model.path (not copies), or same seed and configuration."
+        " never: each run has its own (docs/OPERATION.md).",
+    )
 
 
 class EmulationConfig(Section):

@@ -107,15 +107,17 @@ class Gpu(Protocol):
     def on_peer(self, distance: int, num_bytes: int) -> torch.Tensor:
         """Returns memory, flat uint8, of the GPU with this one's number plus ``distance``."""
 
-    def register(self, address: int, num_bytes: int) -> int:
-        """Pins host memory; returns the driver's error code, 0 if none. Several devices of a
-        process may register the same range.
+    def register(self, address: int, num_bytes: int, read_only: bool = False) -> int:
+        """Pins host memory, for reading only or not; returns the driver's error code, 0 if none.
+        Several devices of a process may register the same range.
         """
 
     def unregister(self, address: int) -> int:
         """Unpins a range after its last device has released it; returns the driver's error code."""
 
 
+_READ_ONLY = 0x08
+"""``cudaHostRegisterReadOnly``."""
 _PINNED: Counter[int] = Counter()
 """Number of this process's devices that have registered a range, by its first address."""
 
@@ -197,11 +199,12 @@ class CudaGpu:
         peer = (self.device.index + distance) % torch.cuda.device_count()  # workers may share GPUs
         return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", peer))
 
-    def register(self, address: int, num_bytes: int) -> int:
+    def register(self, address: int, num_bytes: int, read_only: bool = False) -> int:
         """Calls ``cudaHostRegister``, which takes about 0.1 s per GB."""
         code = 0
         if not _PINNED[address]:
-            code = int(self._runtime.cudaHostRegister(address, num_bytes, 0))
+            flags = _READ_ONLY if read_only else 0
+            code = int(self._runtime.cudaHostRegister(address, num_bytes, flags))
         if code:
             self._forget_error()
         else:

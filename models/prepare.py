@@ -23,7 +23,7 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json, write_atomically
 from penstock.models.checkpoints.carried import keep_carried
 from penstock.models.checkpoints.causes import check_folder, check_model_folder
-from penstock.models.checkpoints.files import WEIGHT_FILES, has_weights
+from penstock.models.checkpoints.files import has_weights
 from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
 from penstock.models.data.chunks import Progress
 from penstock.models.data.marks import Marks, end_ids, marks_of_text
@@ -35,6 +35,7 @@ from penstock.models.data.rows.sources import RunSources, open_sources
 from penstock.models.data.token_sources import file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.plan.groups import check_groups
+from penstock.protocol.run.bases.base_identity import WEIGHT_FILES
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 

@@ -39,6 +39,7 @@ Layout (little-endian; every word 8 bytes, 8-byte aligned)::
           +160 sequences of gradients, copy 0: one per contribution
           +256 sequences of gradients, copy 1: the same
                                    the worker that computes it; fetchd reads
+          +352 digest of the base (32) memoryd             all; 0: no base (format 4)
 
 A partner's replica (:func:`penstock.shm.layout.replica_layout`) has a control segment of the same
 layout, which only its mirrord writes and reads. INVALID state versions mark blocks without state in
@@ -89,7 +90,9 @@ from penstock.shm.segment import (
 from penstock.shm.table import MAX_CONTRIBUTIONS
 
 MAGIC = int.from_bytes(b"PNSTOCK1", "little")
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+READABLE_FORMATS = (3, 4)
+"""Memory of format 3 has frozen weights in a segment of its own."""
 INVALID_VERSION = 2**64 - 1
 
 _FORMAT, _RUN_ID, _DIGEST, _NUM_BLOCKS, _UNDO_BYTES = 8, 16, 32, 64, 72
@@ -99,6 +102,8 @@ _TOKENS = 152
 _RECORD_BYTES, _PIN, _READY = 128, 24, 32
 BLOCK_BYTES = 384
 """Bytes of the words of one block."""
+_FORMAT_WITH_BASES = 4
+_BASE, _BASE_BYTES = 352, 32
 _SLOT_SEQUENCES, _FROZEN_SEQUENCE, _GRADIENT_SEQUENCES = 128, 144, 160
 
 
@@ -217,8 +222,9 @@ class ControlView:
         num_blocks: int,
         undo_bytes: int,
         tokens: bytes = b"",
+        bases: Iterable[tuple[int, bytes]] = (),
     ) -> ControlView:
-        """Writes the header of a fresh, zeroed segment.
+        """Writes the header of a fresh, zeroed segment. ``bases``: block and digest of each base.
 
         The magic number is stored last, so that a half-written header has none.
         """
@@ -233,6 +239,7 @@ class ControlView:
         for block in range(num_blocks):
             view.set_slot_version(block, 0, INVALID_VERSION)
             view.set_slot_version(block, 1, INVALID_VERSION)
+        view.set_bases(bases)
         store_u64(buffer, 0, MAGIC)
         return view
 
@@ -255,10 +262,11 @@ class ControlView:
                 "control segment has no Penstock header (half-written, or not ours)"
             )
         version = load_u64(buffer, _FORMAT)
-        if version != FORMAT_VERSION:
+        if version not in READABLE_FORMATS:
+            readable = " and ".join(map(str, READABLE_FORMATS))
             raise VersionMismatchError(
-                f"control segment has format {version}, this Penstock reads {FORMAT_VERSION}: end"
-                " the run with the Penstock that made it, which saves its state, or drop the memory"
+                f"control segment has format {version}, this Penstock reads {readable}: end the run"
+                " with the Penstock that made it, which saves its state, or drop the memory"
                 " (penstock doctor --clean --force)"
             )
         stored_id = bytes(buffer[_RUN_ID : _RUN_ID + 16]).rstrip(b"\0").decode("ascii", "replace")
@@ -342,6 +350,21 @@ class ControlView:
     def set_tokens(self, tokens: bytes) -> None:
         """Gives the memory its tokens, once the segments themselves repeat them."""
         self._buffer[_TOKENS : _TOKENS + len(tokens)] = tokens
+
+    @property
+    def bases(self) -> tuple[tuple[int, bytes], ...]:
+        """Blocks with frozen weights in a base, with the digest of the base."""
+        if self._load(_FORMAT) < _FORMAT_WITH_BASES:
+            return ()
+        places = ((block, self._block(block) + _BASE) for block in range(self.num_blocks))
+        named = ((b, bytes(self._buffer[at : at + _BASE_BYTES])) for b, at in places)
+        return tuple((block, digest) for block, digest in named if any(digest))
+
+    def set_bases(self, bases: Iterable[tuple[int, bytes]]) -> None:
+        """Names bases, before a process opens them. The memory holds no model."""
+        for block, digest in bases:
+            start = self._block(block) + _BASE
+            self._buffer[start : start + _BASE_BYTES] = digest
 
     @property
     def epoch(self) -> int:

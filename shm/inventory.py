@@ -15,6 +15,7 @@ from pathlib import Path
 
 from penstock.host.process_identity import ProcessIdentity
 from penstock.host.trust import kind_of, printable
+from penstock.shm.bases import parse_name
 from penstock.shm.control import ControlView
 from penstock.shm.layout import PAGE_BYTES, SegmentKind
 from penstock.shm.segment import (
@@ -22,6 +23,7 @@ from penstock.shm.segment import (
     SegmentError,
     SegmentMissingError,
     StrangeSegmentError,
+    is_own,
     list_segments,
     open_segment,
     path_of,
@@ -66,8 +68,9 @@ class NodeSegments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Junk:
-    """A name in /dev/shm that starts like Penstock's and is no segment: of another type, or not
-    named as segments are. ``path`` is fit to be printed; ``kind``: file, folder, socket and so on.
+    """A name in /dev/shm that starts like Penstock's and is no segment and no base: of another
+    type, or not named as they are. ``path`` is fit to be printed; ``kind``: file, folder, socket
+    and so on.
     """
 
     path: str
@@ -96,8 +99,8 @@ def shm_names() -> ShmNames:
     junk: list[Junk] = []
     for name in list_segments():
         status, match = status_of(name), _NAME.fullmatch(name)
-        if status is None:
-            continue  # removed since it was listed
+        if status is None or parse_name(name, status) is not None:
+            continue  # removed since it was listed, or a base (penstock.shm.base_users)
         kind = kind_of(status)
         if match is None or kind != "file":
             path, size = printable(path_of(name)), status.st_size
@@ -108,6 +111,16 @@ def shm_names() -> ShmNames:
     mapped = _mapped_names() if groups else frozenset()
     segments = tuple(_describe(*key, sizes, mapped) for key, sizes in groups.items())
     return ShmNames(segments=segments, junk=tuple(junk))
+
+
+def control_names() -> list[tuple[str, str]]:
+    """Returns the run and the name of each control segment of this user, without opening them."""
+    names = []
+    for name in list_segments():
+        match = _NAME.fullmatch(name)
+        if match is not None and match["kind"] == SegmentKind.CONTROL and is_own(status_of(name)):
+            names.append((match["run"], name))
+    return names
 
 
 def held_bytes(run_id: str) -> int:

@@ -11,22 +11,42 @@ they restore the exact float32, for all bit patterns (``native/storage.h`` has t
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.shm.base_users import sweep
+from penstock.shm.bases import (
+    Base,
+    BaseMapping,
+    UnfilledBaseError,
+    base_name,
+    open_base,
+    open_filling,
+)
+from penstock.shm.bases import file_bytes as base_file_bytes
 from penstock.shm.control import ControlView, control_bytes
-from penstock.shm.layout import WEIGHT_SLOTS, ArrayKey, NodeLayout, SegmentKind
+from penstock.shm.layout import (
+    PAGE_BYTES,
+    WEIGHT_SLOTS,
+    ArrayKey,
+    ArrayRange,
+    NodeLayout,
+    SegmentKind,
+)
 from penstock.shm.pages import NodeRange, huge_bytes
 from penstock.shm.segment import (
     TOKEN_BYTES,
     TOKEN_PAGE_BYTES,
     Segment,
+    SegmentMissingError,
     StrangeSegmentError,
     VersionMismatchError,
     path_of,
@@ -87,6 +107,9 @@ class MemorySpec:
     """Identity of a node's memory, sufficient to create or attach it.
 
     ``step_terms``: terms, as text, with which a committed step that is not settled must be settled.
+    ``bases``: blocks and digests of bases that hold the frozen weights, where runs share them
+    (:mod:`penstock.shm.bases`): those that fresh memory is to have. Memory that exists says itself
+    whether it has any, and they are no part of the digest.
     """
 
     run_id: str
@@ -95,6 +118,7 @@ class MemorySpec:
     layout: NodeLayout
     undo_bytes: int
     step_terms: str = ""
+    bases: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def digest(self) -> bytes:
@@ -102,10 +126,31 @@ class MemorySpec:
         return hashlib.sha256(self.layout.digest + self.step_terms.encode()).digest()
 
     def sizes(self) -> dict[str, int]:
-        """Returns segment name -> bytes, for the segments that are not empty."""
+        """Returns segment name -> bytes, for the segments that are not empty. Bases are none."""
         sizes = {kind: size for kind, size in self.layout.sizes.items() if size}
+        if self.bases:
+            del sizes[SegmentKind.FROZEN]
         sizes[SegmentKind.CONTROL] = control_bytes(len(self.table.blocks), self.undo_bytes)
         return {self.name(kind): size for kind, size in sizes.items()}
+
+    def frozen_places(self) -> dict[int, ArrayRange]:
+        """Returns the place of each block's frozen weights, for blocks that have some."""
+        arrays = self.layout.arrays.items()
+        return {
+            b: place for (b, name, _, _), place in arrays if name == "frozen" and place.num_bytes
+        }
+
+    def frozen_ranges(self) -> list[range]:
+        """Returns the bytes of each block's frozen weights among those of all, in whole pages."""
+        return [
+            range(place.offset, place.offset + -(-place.num_bytes // PAGE_BYTES) * PAGE_BYTES)
+            for place in self.frozen_places().values()
+        ]
+
+    def base_sizes(self) -> dict[bytes, int]:
+        """Returns the bytes of the file of each base, by digest."""
+        places = self.frozen_places()
+        return {digest: base_file_bytes(places[block].num_bytes) for block, digest in self.bases}
 
     @property
     def file_bytes(self) -> int:
@@ -114,6 +159,11 @@ class MemorySpec:
         """
         sizes = self.sizes()
         return sum(sizes.values()) + TOKEN_PAGE_BYTES * (len(sizes) - 1)
+
+    @property
+    def filler(self) -> str:
+        """Returns the name of this memory in bases that its memoryd fills."""
+        return f"{self.run_id}-{self.node_name}"
 
     def name(self, kind: SegmentKind) -> str:
         """Returns the name of one of the node's segments."""
@@ -127,13 +177,19 @@ class NodeMemory:
     """
 
     def __init__(
-        self, spec: MemorySpec, segments: dict[str, Segment], control: ControlView
+        self,
+        spec: MemorySpec,
+        segments: dict[str, Segment],
+        control: ControlView,
+        shared: BaseMapping | None = None,
     ) -> None:
         self.spec = spec
         self.control = control
         self.unlinked = False
         """True if this process has removed the names."""
         self._segments = segments
+        self._shared = shared
+        self._held: dict[int, Base] = {}
 
     @classmethod
     def create(
@@ -165,14 +221,16 @@ class NodeMemory:
                 num_blocks=len(spec.table.blocks),
                 undo_bytes=spec.undo_bytes,
                 tokens=b"".join(tokens.values()),
+                bases=spec.bases,
             )
+            shared = _addresses(spec, writable=True) if spec.bases else None
         except BaseException:
             # The control segment, if it exists, goes first: it stands for complete memory.
             for segment in reversed(segments.values()):
                 segment.unlink()
                 segment.close()
             raise
-        return cls(spec, segments, control)
+        return cls(spec, segments, control, shared)
 
     @classmethod
     def attach(
@@ -182,16 +240,21 @@ class NodeMemory:
         *,
         writable: bool = True,
         adopt: bool = False,
+        fill: bool = False,
     ) -> NodeMemory:
         """Maps existing segments after checks of owners, headers, digest, sizes and tokens.
 
         The control segment is always mapped, other segments if in ``kinds``. ``adopt``: memory of
-        an older Penstock, which has no tokens, is accepted as well.
+        an older Penstock, which has no tokens, is accepted as well. No base is mapped then: memoryd
+        calls, which locks bases first (:meth:`hold`). ``fill``: the caller writes initial weights,
+        also those of bases that memoryd has claimed.
 
         Raises:
+            UnfilledBaseError: memoryd has yet to fill the memory and its bases.
             SegmentError: a segment is missing, short, foreign or damaged; nothing was touched.
         """
         segments: dict[str, Segment] = {}
+        shared: BaseMapping | None = None
         try:
             name = spec.name(SegmentKind.CONTROL)
             segments[name] = Segment.attach(name, writable=writable)
@@ -204,11 +267,16 @@ class NodeMemory:
                     f"segment {name} has words of {sizes[0]} blocks and an undo area of {sizes[1]}"
                     f" bytes, this Penstock uses {expected[0]} and {expected[1]}"
                 )
+            spec = replace(spec, bases=control.bases)
+            if spec.bases and (adopt or SegmentKind.FROZEN in kinds):
+                shared = _addresses(spec, writable=writable)
+                if not adopt:
+                    _show_bases(spec, shared, filled=bool(control.incarnation), fill=fill)
             marked = any(control.tokens)
             if not marked and not adopt:
                 raise StrangeSegmentError(f"segment {name} has no tokens: memoryd did not make it")
             for kind, size in spec.layout.sizes.items():
-                if size and kind in kinds:
+                if size and kind in kinds and not (spec.bases and kind is SegmentKind.FROZEN):
                     token = control.token(kind) if marked else None
                     segments[spec.name(kind)] = Segment.attach(
                         spec.name(kind), size, writable=writable, token=token
@@ -216,8 +284,10 @@ class NodeMemory:
         except BaseException:
             for segment in segments.values():
                 segment.close()
+            if shared is not None:
+                shared.close()
             raise
-        return cls(spec, segments, control)
+        return cls(spec, segments, control, shared)
 
     def mark(self, draw: Callable[[int], bytes]) -> None:
         """Gives memory of an older Penstock its tokens; ``draw``: source of random bytes. The
@@ -232,6 +302,61 @@ class NodeMemory:
             if name != control:
                 segment.mark(tokens[name])
         self.control.set_tokens(b"".join(tokens.values()))
+
+    def rename_bases(self, bases: tuple[tuple[int, bytes], ...]) -> None:
+        """Names other bases than before, of the same blocks. The memory holds no model."""
+        self.control.set_bases(bases)
+        self.spec = replace(self.spec, bases=bases)
+
+    def hold(self, block: int, base: Base) -> None:
+        """Maps a base that this process has locked: to be written, unless it is complete. It is
+        closed with the memory.
+        """
+        assert self._shared is not None, "the memory has bases"
+        self.release(block)
+        self._held[block] = base
+        self._shared.show(block, base.descriptor, writable=not base.complete)
+
+    def release(self, block: int) -> None:
+        """Closes the base of a block, if this process holds it."""
+        base = self._held.pop(block, None)
+        if base is not None:
+            assert self._shared is not None, "the memory has bases"
+            self._shared.hide(block)
+            base.close()
+
+    @property
+    def shows_bases(self) -> bool:
+        """True unless memoryd has named other bases since this process mapped them."""
+        return self._shared is None or self.control.bases == self.spec.bases
+
+    def protect(self, block: int) -> None:
+        """Maps a base that was completed just now for reading only."""
+        assert self._shared is not None, "the memory has bases"
+        self._shared.show(block, self._held[block].descriptor)
+
+    @property
+    def held(self) -> Mapping[int, Base]:
+        """Returns the bases that this process has locked, by block."""
+        return self._held
+
+    def has_complete_base(self, block: int) -> bool:
+        """Returns whether the frozen weights of the block are complete, in a base: a write into
+        them would end the process.
+        """
+        return self._shared is not None and self._shared.is_read_only(block)
+
+    @contextmanager
+    def scratch(self, block: int) -> Iterator[None]:
+        """Puts private memory at the place of a block's base, which this process holds, for a
+        while.
+        """
+        assert self._shared is not None, "the memory has bases"
+        self._shared.hide(block)
+        try:
+            yield
+        finally:
+            self._shared.show(block, self._held[block].descriptor)
 
     def weights(self, block: int, slot: int) -> Array:
         """Returns trainable weights in ``slot``, 1-D, in the weight dtype (bf16 as uint16 bits)."""
@@ -289,22 +414,33 @@ class NodeMemory:
         place = self.spec.layout.arrays[key]
         if not place.num_bytes:
             return memoryview(bytearray())  # as writable as the others
-        buffer = self._segments[self.spec.name(place.segment)].buffer
+        if place.segment is SegmentKind.FROZEN and self._shared is not None:
+            buffer = self._shared.buffer
+        else:
+            buffer = self._segments[self.spec.name(place.segment)].buffer
         return buffer[place.offset : place.offset + place.num_bytes]
 
     def segment_buffer(self, kind: SegmentKind) -> memoryview | None:
-        """Returns a whole segment, which a GPU worker registers; None if empty or not mapped."""
+        """Returns a whole segment, which a GPU worker registers; None if empty or not mapped. Bases
+        are one range of addresses, as a segment would be.
+        """
+        if kind is SegmentKind.FROZEN and self._shared is not None:
+            return self._shared.buffer
         segment = self._segments.get(self.spec.name(kind))
         return None if segment is None else segment.buffer
 
     def huge_bytes(self) -> dict[SegmentKind, int]:
         """Returns the bytes of each mapped segment in huge pages of this process."""
         counts = huge_bytes()
-        return {
+        sizes = {
             kind: counts[str(path_of(self.spec.name(kind)))]
             for kind in SegmentKind
             if self.spec.name(kind) in self._segments
         }
+        if self._shared is not None:
+            names = {base_name(digest) for _, digest in self.spec.bases}
+            sizes[SegmentKind.FROZEN] = sum(counts[str(path_of(name))] for name in names)
+        return sizes
 
     def has(self, key: ArrayKey) -> bool:
         """Returns whether this node holds the array."""
@@ -324,15 +460,48 @@ class NodeMemory:
         return self._segments[self.spec.name(SegmentKind.CONTROL)].is_named
 
     def close(self) -> None:
-        """Unmaps all segments."""
+        """Unmaps all segments, and gives the locks of bases back."""
         for segment in self._segments.values():
             segment.close()
+        if self._shared is not None:
+            self._shared.close()
+        for base in self._held.values():
+            base.close()
+        self._held.clear()
 
     def unlink(self) -> None:
-        """Removes the names, control first, so that half-removed memory does not seem complete."""
+        """Removes the names, control first, so that half-removed memory does not seem complete.
+        Bases that no other memory uses are removed as well.
+        """
         self.unlinked = True
         for kind in (SegmentKind.CONTROL, *self.spec.layout.sizes):
             unlink(self.spec.name(kind))
+        for base in self._held.values():
+            base.close()
+        sweep()
 
     def _view(self, key: ArrayKey, dtype: DType) -> Array:
         return np.frombuffer(self.raw(key), dtype=NUMPY_TYPES[dtype])
+
+
+def _addresses(spec: MemorySpec, *, writable: bool) -> BaseMapping:
+    size = spec.layout.sizes[SegmentKind.FROZEN]
+    return BaseMapping(size, spec.frozen_places(), writable=writable)
+
+
+def _show_bases(spec: MemorySpec, shared: BaseMapping, *, filled: bool, fill: bool) -> None:
+    """Maps bases that this process does not lock: memoryd does."""
+    if not filled and not fill:
+        raise UnfilledBaseError(f"memory of node {spec.node_name} is not filled yet")
+    for block, place in spec.frozen_places().items():
+        digest = dict(spec.bases)[block]
+        try:
+            descriptor, writable = open_base(digest, place.num_bytes), False
+        except SegmentMissingError:
+            if filled:
+                raise
+            descriptor, writable = open_filling(digest, place.num_bytes, spec.filler), True
+        try:
+            shared.show(block, descriptor, writable=writable)
+        finally:
+            os.close(descriptor)

@@ -78,7 +78,7 @@ _POPULATE_CHUNK_BYTES = 256 << 20
 _BLOCK_BYTES = 512  # unit of st_blocks
 
 # EFAULT: populating met what would have been a SIGBUS.
-_OUT_OF_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT)
+OUT_OF_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFAULT)
 
 
 class Segment:
@@ -105,7 +105,7 @@ class Segment:
         """
         available = room()
         if size > available.available:  # reserving more would wake the out-of-memory killer
-            raise _no_space(name, size, available)
+            raise no_space(name, size, available)
         try:
             shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=0)
         except posix_ipc.ExistentialError as error:
@@ -114,13 +114,13 @@ class Segment:
         except (OSError, posix_ipc.Error) as error:
             raise SegmentError(f"segment {name} cannot be made in {SHM_ROOT}: {error}") from error
         try:
-            mapping = _reserve_and_map(shared.fd, size, places, TOKEN_PAGE_BYTES if token else 0)
+            mapping = reserve_and_map(shared.fd, size, places, TOKEN_PAGE_BYTES if token else 0)
             os.pwrite(shared.fd, token, size)
             return cls(name, mapping, size, os.fstat(shared.fd).st_ino)
         except BaseException as error:
             unlink(name)
-            if isinstance(error, OSError) and error.errno in _OUT_OF_SPACE:
-                raise _no_space(name, size, room()) from error
+            if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
+                raise no_space(name, size, room()) from error
             raise
         finally:
             shared.close_fd()
@@ -178,8 +178,8 @@ class Segment:
             os.posix_fallocate(descriptor, self.size, TOKEN_PAGE_BYTES)
             os.pwrite(descriptor, token, self.size)
         except OSError as error:
-            if error.errno in _OUT_OF_SPACE:
-                raise _no_space(self.name, TOKEN_PAGE_BYTES, room()) from error
+            if error.errno in OUT_OF_SPACE:
+                raise no_space(self.name, TOKEN_PAGE_BYTES, room()) from error
             raise
         finally:
             os.close(descriptor)
@@ -292,16 +292,22 @@ def room() -> MemoryLimit:
         return shm
 
 
-def _no_space(name: str, size: int, there: MemoryLimit) -> NoSpaceError:
+def no_space(name: str, size: int, there: MemoryLimit) -> NoSpaceError:
+    """Returns the error that names the bytes that are needed, and that are free."""
     return NoSpaceError(
         f"segment {name} needs {size} bytes; {there.owner} has {there.available} free: enlarge"
         " that, free it (penstock doctor --clean), or train a smaller model"
     )
 
 
-def _reserve_and_map(
+def reserve_and_map(
     descriptor: int, size: int, places: Sequence[NodeRange], trailer: int
 ) -> mmap.mmap:
+    """Gives a new file ``size`` bytes, which are mapped and populated, and a ``trailer`` of bytes.
+
+    Raises:
+        OSError: there is no room.
+    """
     os.ftruncate(descriptor, size + trailer)
     if places:
         # In a mapping of its own: the policy stays with the memory, the mapping that is used is
@@ -332,10 +338,21 @@ def _map(descriptor: int, size: int, *, writable: bool = True) -> mmap.mmap:
 
 def _populate(mapping: mmap.mmap, size: int, advice: int) -> None:
     """Touches every page, on all CPUs this process may use. Contents do not change."""
+    anchor = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping from being closed meanwhile
+    try:
+        _touch(anchor.ctypes.data, size, advice)
+    finally:
+        del anchor  # also from the frame of an error: the caller closes the mapping
+
+
+def populate_read(address: int, size: int) -> None:
+    """Maps every page of a range for reading, on all CPUs this process may use."""
+    _touch(address, size, _MADV_POPULATE_READ)
+
+
+def _touch(base: int, size: int, advice: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    anchor = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping from being closed meanwhile
-    base = anchor.ctypes.data
     libc.madvise(base, size, mmap.MADV_HUGEPAGE)  # advice: a kernel without them says EINVAL
 
     def populate_chunk(start: int) -> int:
@@ -345,7 +362,6 @@ def _populate(mapping: mmap.mmap, size: int, advice: int) -> None:
 
     with ThreadPoolExecutor(usable_cpus()) as pool:
         results = list(pool.map(populate_chunk, range(0, size, _POPULATE_CHUNK_BYTES)))
-    del anchor
     for error in results:
         # EINVAL: a kernel older than 5.14 knows no such advice; its first step is slow, not wrong.
         if error not in (0, errno.EINVAL):

@@ -370,7 +370,7 @@ class EpochBuilder:
         room = self._largest_stage(plan), buffers_needed(*self._programs(plan))
         kinds = (*_SEGMENTS, SegmentKind.STATE) if self._updates_blocks(plan) else _SEGMENTS
         identity = (*self._segment_identity(), *room, len(kinds))
-        if self._memory is None or self._memory[0] != identity:
+        if self._memory is None or self._memory[0] != identity or not self._memory[1].shows_bases:
             self._device.detach()
             if self._memory is not None:
                 self._memory[1].close()

@@ -66,6 +66,7 @@ class Serving:
         self._seen = tuple(
             _Seen(name=name, inode=os.lstat(path_of(name)).st_ino)
             for name in map(memory.spec.name, (SegmentKind(kind) for kind, _, _ in self._segments))
+            if name in memory.spec.sizes()
         )
         identity = address_of(self._page)
         regions = [(identity, PAGE_BYTES), *((start, size) for _, start, size in self._segments)]
@@ -86,7 +87,7 @@ class Serving:
         """Returns whether the segments are those that were mapped; a memoryd may have made new
         ones.
         """
-        return all(seen.is_there for seen in self._seen)
+        return all(seen.is_there for seen in self._seen) and self._memory.shows_bases
 
     def close(self) -> None:
         """Unmaps the segments after the agent is gone."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from penstock.daemons.kit.events import Exit, LogLine, SendDrained, SendFailed, SendReady
 from penstock.daemons.kit.messages import answer
 from penstock.daemons.memory import saving
+from penstock.daemons.memory.bases.sharing import Sharing, filling_bases
 from penstock.daemons.memory.machine.events import (
     CancelJob,
     Effect,
@@ -153,10 +154,11 @@ class MemoryEffects:
         cores: Sequence[int],
         jobs: JobThread,
         state_dir: Path,
+        sharing: Sharing | None = None,
         partner: Partner | None = None,
     ) -> None:
-        """Creates the effects. ``state_dir``: folder of the run's saved states. ``partner``: the
-        node with a replica of this memory, if any.
+        """Creates the effects. ``state_dir``: folder of the run's saved states. ``sharing``: of
+        memory with bases. ``partner``: the node with a replica of this memory, if any.
         """
         self._memory = memory
         self._link = link
@@ -164,6 +166,7 @@ class MemoryEffects:
         self._load_initial = load_initial
         self._cores = cores
         self._state_dir = state_dir
+        self._sharing = sharing
         self._partner = partner
         self._base: dict[int, WrittenFile] = {}  # jobs use it, one at a time
         self.jobs = jobs
@@ -238,7 +241,14 @@ class MemoryEffects:
             started_s = world.monotonic()
             self._base.clear()
             if effect.replica is None:
-                restore(self._memory, filling, self._load_initial, cancelled, self._cores)
+                restore(
+                    self._memory,
+                    filling,
+                    self._load_initial,
+                    cancelled,
+                    self._cores,
+                    self._sharing,
+                )
                 self._base |= {} if filling.source is None else base_files(filling.source)
             else:
                 self._refill(effect.replica, cancelled)
@@ -269,11 +279,15 @@ class MemoryEffects:
         """Fills frozen weights from a saved state, or as at a first start if there is none."""
         for version, directory in reversed(saved_steps(self._state_dir)):
             try:
-                load_frozen(self._memory, directory, version, cancelled)
+                with filling_bases(
+                    self._memory, self._sharing, cancelled, initial=False
+                ) as beating:
+                    load_frozen(self._memory, directory, version, beating)
                 return
             except StateError as error:
                 _log.warning("no frozen weights from a saved state: %s", error)
-        self._load_initial(cancelled)
+        with filling_bases(self._memory, self._sharing, cancelled, initial=True) as beating:
+            self._load_initial(beating)
 
     def _start_save(self, effect: StartSave) -> None:
         """Starts a save. Its pins are set before this returns, so that the next attempt may be

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from penstock.daemons.memory.bases.sharing import Sharing
 from penstock.daemons.memory.effects import JobThread, LoadInitial, MemoryEffects
 from penstock.daemons.memory.machine.machine import MemoryMachine
 from penstock.daemons.memory.metrics import MemoryMetrics
@@ -26,6 +27,7 @@ from penstock.daemons.preload.preloaders import TORCH, take_inherited
 from penstock.host import world
 from penstock.host.errors import PenstockError
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.run.bases.base_identity import expected_bases
 from penstock.protocol.run.hardware.placement import page_places, place
 from penstock.protocol.run.names import ipc_address, memoryd_name, node_index, partner_of
 from penstock.protocol.run.process import RunProcess, run_process
@@ -94,6 +96,7 @@ def memoryd(
         cores=place(config, index).optimizer,
         jobs=jobs,
         state_dir=run.state_dir,
+        sharing=Sharing(run=run, node=node),
         partner=_partner(run, index),
     )
     service = MemoryService(
@@ -175,6 +178,7 @@ def _acquire(directory: RunDirectory, node: int) -> NodeMemory:
     """Returns the node's memory; new pages come to lie near the optimizer's threads."""
     placement = place(directory.config, node)
     spec = directory.memory_spec(node)
+    spec = replace(spec, bases=expected_bases(directory, spec))
     several = placement.several
     return acquire(spec, page_places(placement, spec.layout, spec.table) if several else {})
 

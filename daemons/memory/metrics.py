@@ -21,6 +21,7 @@ class MemoryMetrics:
             self._page.set("penstock_shm_segment_bytes", size, name.rpartition("-")[2])
         for kind, size in memory.huge_bytes().items():
             self._page.set("penstock_shm_huge_page_bytes", size, kind)
+        self._page.set("penstock_shm_base_bytes", sum(memory.spec.base_sizes().values()))
         control = memory.control
         self._page.ask("penstock_committed_step", lambda: float(control.committed))
         self._page.ask("penstock_memoryd_holds_model", lambda: float(control.incarnation != 0))

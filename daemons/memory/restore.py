@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.daemons.memory import snapshot
+from penstock.daemons.memory.bases.sharing import Sharing, filling_bases, verified
 from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.daemons.preload.client import ChildProcess, NotForkedError, Preloader, spawn
 from penstock.daemons.preload.fork_request import PYTHON_MODULE, ForkRequest
@@ -61,15 +62,18 @@ def restore(
     load_initial: Callable[[Callable[[], bool]], None],
     cancelled: Callable[[], bool],
     cores: Sequence[int],
+    sharing: Sharing | None = None,
 ) -> None:
     """Fills the memory of all blocks the node owns.
 
     ``load_initial(cancelled)`` writes master and frozen weights of a new model, at version 0.
     ``cores``: those of the optimizer's threads, which have nothing to do meanwhile; the pages of
-    each one's part are near it.
+    each one's part are near it. ``sharing``: of memory with bases.
 
     Raises:
-        StateError: the saved state is damaged or of another model; nothing was touched.
+        StateError: the saved state is damaged or of another model; nothing was touched. Or a base
+            cannot be used.
+        CapacityError: there is no room for a base.
         LoaderError: initial weights could not be made; memory holds no model then.
         CancelledError: on request; memory may hold no model then.
     """
@@ -77,13 +81,16 @@ def restore(
     if filling.source is not None:
         files = snapshot.check(memory, filling.source, filling.version, cancelled)
     invalidate(memory)
-    if filling.source is None:
-        _zero_state(memory, filling.version)
-        load_initial(cancelled)
-    for block, checked in files.items():
-        if cancelled():
-            raise CancelledError
-        snapshot.load_block(memory, block, filling.version, checked)
+    initial = filling.source is None
+    with filling_bases(memory, sharing, cancelled, initial=initial) as cancelled:
+        if initial:
+            _zero_state(memory, filling.version)
+            load_initial(cancelled)
+        for block, checked in files.items():
+            if cancelled():
+                raise CancelledError
+            with verified(memory, block):
+                snapshot.load_block(memory, block, filling.version, checked)
     memory.control.set_generation(0)
     memory.control.set_lost_attempt(0)
     finish(memory, CommitRecord.of_restore(filling.version, filling.incarnation), cores)
@@ -243,5 +250,5 @@ def _zero_padding(memory: NodeMemory, block: BlockSpec, version: int) -> None:
         if tensor.trainable:
             for array in arrays:
                 array[gap] = 0
-        else:
+        elif not memory.has_complete_base(block.index):
             memory.frozen(block.index)[gap] = 0

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.daemons.memory.bases.sharing import keep_bases
 from penstock.daemons.memory.pinning import let_go_of_all
 from penstock.host import world
 from penstock.host.cgroup import MemoryLimit
 from penstock.host.errors import CapacityError, StateError
 from penstock.host.process_identity import ProcessIdentity
+from penstock.shm.base_users import missing_bytes, sweep
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import ANYWHERE, MemorySpec, NodeMemory
@@ -48,8 +50,18 @@ def acquire(
     _refuse_strangers(spec)
     if _cut_short(spec):
         reclaim(spec)
-    if not exists(spec.name(SegmentKind.CONTROL)):
-        return _create(spec, places)
+    memory = _adopt(spec) if exists(spec.name(SegmentKind.CONTROL)) else None
+    if memory is not None and _shares_otherwise(memory, spec):
+        memory.close()
+        reclaim(spec)
+        memory = None
+    if memory is None:
+        memory = _create(spec, places)
+    sweep()  # of runs that were killed while they left; the bases of this memory are named by now
+    return memory
+
+
+def _adopt(spec: MemorySpec) -> NodeMemory:
     try:
         memory = NodeMemory.attach(spec, adopt=True)
     except SegmentMissingError as error:
@@ -68,11 +80,24 @@ def acquire(
             f"memory of node {spec.node_name} belongs to another memoryd of this run, process"
             f" {owner.pid}, which is alive: stop that run first"
         )
+    try:
+        if memory.control.incarnation:
+            keep_bases(memory)
+    except SegmentError as error:
+        memory.close()
+        raise StateError(f"memory of node {spec.node_name}: {error}") from error
     if not any(memory.control.tokens):  # of an older Penstock: owner and mode are this user's
         _mark(memory)
     memory.control.set_owner(myself)
     let_go_of_all(memory)
     return memory
+
+
+def _shares_otherwise(memory: NodeMemory, spec: MemorySpec) -> bool:
+    """Returns whether memory without a model shares frozen weights, and new memory would not, or
+    the other way round.
+    """
+    return not memory.control.incarnation and bool(memory.spec.bases) is not bool(spec.bases)
 
 
 def _mark(memory: NodeMemory) -> None:
@@ -97,9 +122,10 @@ def _refuse_strangers(spec: MemorySpec) -> None:
 
 
 def reclaim(spec: MemorySpec) -> None:
-    """Removes all segments of this run and node."""
+    """Removes all segments of this run and node, and bases that no other memory uses."""
     for kind in (SegmentKind.CONTROL, *SegmentKind):
         unlink(spec.name(kind))
+    sweep()
 
 
 def _cut_short(spec: MemorySpec) -> bool:
@@ -118,7 +144,7 @@ def _cut_short(spec: MemorySpec) -> bool:
 
 
 def _create(spec: MemorySpec, places: Mapping[SegmentKind, Sequence[NodeRange]]) -> NodeMemory:
-    needed = sum(spec.sizes().values())
+    needed = sum(spec.sizes().values()) + missing_bytes(spec.base_sizes())
     free = room()
     if needed > free.available:
         raise _too_small(spec, needed, free)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.daemons.memory.bases.sharing import verified
 from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.daemons.memory.tensorfile import (
     CancelledError,
@@ -257,7 +258,8 @@ def load_frozen(
     for block, files in check(memory, directory, version, cancelled).items():
         if cancelled():
             raise CancelledError
-        _load(files, frozen_tensors(memory, memory.spec.table.blocks[block]))
+        with verified(memory, block):
+            _load(files, frozen_tensors(memory, memory.spec.table.blocks[block]))
 
 
 def _load(files: CheckedFiles, tensors: Iterable[TensorBytes]) -> None:

@@ -42,6 +42,7 @@ from penstock.host.files import (
 from penstock.host.process_identity import is_stopped, start_ticks
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.local_names import remove_folder
+from penstock.shm.base_users import sweep
 from penstock.shm.inventory import NodeSegments, inventory
 from penstock.shm.segment import unlink
 
@@ -249,6 +250,7 @@ def _remove(run_id: str, node_name: str, worthless: Callable[[NodeSegments], boo
             removed = True
             for name in entry.names:
                 unlink(name)
+    sweep()
     return removed
 
 

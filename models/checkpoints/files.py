@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, is_file, parse_json, write_atomically
+from penstock.protocol.run.bases.base_identity import WEIGHT_FILES, weight_files
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -26,8 +27,6 @@ _WEIGHTS = (
 """Patterns of files that hold weights of a model, or list files that do."""
 _RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _FEW = 4
-WEIGHT_FILES = "weight_files"
-"""Key of ``RUN_DIR/model/meta.json``: the files of ``model.path`` that hold the initial weights."""
 
 
 def chosen_files(directory: Path, hf_config: Any) -> tuple[str, ...]:
@@ -71,17 +70,6 @@ def files_before(directory: Path) -> tuple[str, ...]:
     return files
 
 
-def read_record(run_dir: Path) -> tuple[str, ...] | None:
-    """Returns the files that a run took from ``model.path`` when it was prepared; None where the
-    run has no record of them.
-    """
-    try:
-        files = parse_json((run_dir / "model" / "meta.json").read_bytes()).get(WEIGHT_FILES)
-        return None if files is None else tuple(str(name) for name in files)
-    except (OSError, *DAMAGED):
-        return None
-
-
 def write_record(run_dir: Path, files: Sequence[str]) -> None:
     """Adds the files that hold a run's initial weights to ``RUN_DIR/model/meta.json``."""
     path = run_dir / "model" / "meta.json"
@@ -95,7 +83,7 @@ def recorded_files(run_dir: Path, directory: Path) -> tuple[str, ...]:
     Raises:
         ConfigError, StateError: see :func:`files_before`.
     """
-    recorded = read_record(run_dir)
+    recorded = weight_files(run_dir)
     return files_before(directory) if recorded is None else recorded
 
 

@@ -17,11 +17,11 @@ from penstock.models.checkpoints.files import (
     few,
     files_before,
     files_beside,
-    read_record,
     write_record,
 )
 from penstock.models.surgery.hf import folder_composite, load_run_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
+from penstock.protocol.run.bases.base_identity import weight_files
 from penstock.shm.table import BlockTable
 
 _NAMES = 8
@@ -88,7 +88,7 @@ class FolderWeights:
             ConfigError, StateError: the files are gone, or cannot be used.
         """
         review(run_dir, directory, say)
-        files = read_record(run_dir) or files_before(directory)
+        files = weight_files(run_dir) or files_before(directory)
         kept = load_run_config(run_dir)
         hf_config.tie_word_embeddings = getattr(kept, "tie_word_embeddings", False)
         skeleton = build_skeleton(hf_config)
@@ -121,7 +121,7 @@ def review(run_dir: Path, directory: Path, say: Callable[[str], None]) -> None:
     """Reports weights that a new run would take from other files, and records this run's files.
     Does nothing if the run has a record already.
     """
-    if read_record(run_dir) is not None:
+    if weight_files(run_dir) is not None:
         return
     try:
         kept = files_before(directory)

@@ -9,6 +9,7 @@ Each block has its own numbers, so the bytes do not depend on the number of proc
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import traceback
@@ -112,11 +113,28 @@ def _fill(
 ) -> None:
     directory = files.config.model.path
     source = None if directory is None else recorded_files(files.path, directory)
-    for block, tensors in initial_blocks(files.config, hf_config, files.table, blocks, source):
-        trainable, frozen = pack(files.table.blocks[block], tensors)
+    needed = without_bases(files.table, memory)
+    # Drawn blocks are drawn whole: a tensor's numbers follow those of the tensors before it.
+    table = files.table if directory is None else needed
+    blocks = [block for block in blocks if needed.blocks[block].tensors]
+    for block, tensors in initial_blocks(files.config, hf_config, table, blocks, source):
+        trainable, frozen = pack(table.blocks[block], tensors)
         memory.store_master(block, INITIAL_VERSION, trainable)
-        if len(frozen):
+        if len(frozen) and not memory.has_complete_base(block):
             _store(memory.frozen(block), torch.from_numpy(frozen), files.table.weight_dtype)
+
+
+def without_bases(table: BlockTable, memory: NodeMemory) -> BlockTable:
+    """Returns the table without the frozen tensors of complete bases, which are not read again."""
+    blocks = [
+        dataclasses.replace(
+            block, tensors=tuple(t for t in block.tensors if t.trainable), frozen_elements=0
+        )
+        if memory.has_complete_base(block.index)
+        else block
+        for block in table.blocks
+    ]
+    return dataclasses.replace(table, blocks=tuple(blocks))
 
 
 def _store(place: Array, values: torch.Tensor, dtype: DType) -> None:

@@ -18,6 +18,11 @@ MEMORY: tuple[Metric, ...] = (
         "What of a segment lay in huge pages when it was mapped.",
         {"segment": SEGMENTS},
     ),
+    gauge(
+        "penstock_shm_base_bytes",
+        "Size of the bases in /dev/shm with the node's frozen weights. All runs of a user with the"
+        " same weights count the same files.",
+    ),
     gauge("penstock_committed_step", "Step of the committed weights in this node's memory."),
     gauge("penstock_memoryd_holds_model", "1 while there is a model in the memory, else 0."),
     counter(

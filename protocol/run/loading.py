@@ -36,7 +36,7 @@ def memory_to_fill(files: RunDirectory, node_name: str) -> Iterator[NodeMemory]:
     """
     spec = files.memory_spec(node_index(files.config, node_name))
     try:
-        memory = NodeMemory.attach(spec, _FILLED)
+        memory = NodeMemory.attach(spec, _FILLED, fill=True)
     except SegmentError as error:
         raise StateError(f"memory of node {node_name}: {error}") from error
     try:

@@ -29,6 +29,7 @@ from penstock.protocol.wire.frames import (
     encode,
 )
 from penstock.protocol.wire.sockets import ENCRYPTION_BYTES, OPEN, Connection, SocketAccess
+from penstock.shm.bases import UnfilledBaseError
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import MemorySpec, NodeMemory
 from penstock.shm.segment import SegmentError, SegmentMissingError
@@ -39,6 +40,7 @@ MEMORY_SOCKET = "memory"
 _POLL_INTERVAL_MS = 20
 _LEASE_POLL_MS = 100
 _RESEND_AFTER_S = 2.0
+_UNFILLED_POLL_S = 0.1
 _WINDOW = 4
 """Ranges requested at once: 8 MiB keep 25 Gbit/s busy over 2 ms."""
 
@@ -64,20 +66,29 @@ def attach(
     """Requests a lease from the node's memoryd, then maps its memory (the control segment and
     ``kinds``).
 
-    Waits for a memoryd that is still starting.
+    Waits for a memoryd that is still starting, and for bases that are still filled.
 
     Raises:
         LostMemberError: no answer within ``timeout_s`` seconds. LeaseCancelledError.
         StateError: the lease is refused, or the segments do not fit this run's plan and model.
     """
     spec = run_dir.memory_spec(node)
+    deadline_s = world.monotonic() + timeout_s
     missing: SegmentMissingError | None = None
-    for _ in range(2):  # memoryd may have ended since its first answer, and given memory back
+    tries = 2  # memoryd may have ended since its first answer, and given memory back
+    while tries:
         _lease(run_dir, spec, member, timeout_s, cancelled)
         try:
             return NodeMemory.attach(spec, kinds, writable=writable)
         except SegmentMissingError as error:
             missing = error
+            tries -= 1
+        except UnfilledBaseError as error:
+            if cancelled():
+                raise LeaseCancelledError(f"{member}: stopped while bases were filled") from error
+            if world.monotonic() >= deadline_s:
+                raise LostMemberError(f"{member}: {error} within {timeout_s:g} s") from error
+            world.sleep(_UNFILLED_POLL_S)
         except SegmentError as error:
             raise StateError(f"memory of node {spec.node_name}: {error}") from error
     raise StateError(

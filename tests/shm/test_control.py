@@ -65,7 +65,7 @@ def word(buffer: memoryview, offset: int) -> int:
 
 def test_header_words(buffer: memoryview, view: ControlView) -> None:
     assert bytes(buffer[:8]) == b"PNSTOCK1"
-    assert word(buffer, 8) == 3
+    assert word(buffer, 8) == 4
     assert bytes(buffer[16:32]) == b"0123456789ab\0\0\0\0"
     assert bytes(buffer[32:64]) == DIGEST
     assert word(buffer, 64) == NUM_BLOCKS
@@ -266,7 +266,11 @@ def put(offset: int, data: bytes) -> Callable[[memoryview], memoryview]:
     [
         (put(0, bytes(8)), BadHeaderError, "no Penstock header"),
         (put(0, b"PNSTOCK2"), BadHeaderError, "no Penstock header"),
-        (put(8, struct.pack("<Q", 1)), VersionMismatchError, "format 1, this Penstock reads 3"),
+        (
+            put(8, struct.pack("<Q", 1)),
+            VersionMismatchError,
+            "format 1, this Penstock reads 3 and 4",
+        ),
         (put(16, b"ffff"), ForeignOwnerError, "belongs to run 'ffff456789ab'"),
         (put(16, b"\xff"), ForeignOwnerError, "belongs to run"),
         (put(32, b"\xff"), ForeignOwnerError, "made for another model"),

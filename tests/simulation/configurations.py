@@ -100,10 +100,12 @@ class Shape:
                 "max_restarts": 10000,
                 "transport": "zmq" if self.nodes > 1 else "auto",
             },
+            # Locks of bases end with a process; those of simulated processes would not.
+            "memory": {"share_base": "never"},
             "observability": {"trace": False},
         }
         if self.partners:
-            sections["memory"] = {"mirror": "partner"}
+            sections["memory"]["mirror"] = "partner"
         if self.overflows:
             sections["optimizer"]["initial_loss_scale"] = self.initial_scale
         for section, values in self.extra.items():

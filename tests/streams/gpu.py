@@ -123,7 +123,7 @@ class CheckedGpu:
             self.checker.collect()
             return self.pinned_memory.take(num_bytes, self.compute)
 
-    def register(self, address: int, num_bytes: int) -> int:
+    def register(self, address: int, num_bytes: int, read_only: bool = False) -> int:
         """Watched from now on."""
         with self.checker.lock:
             users = self.checker.pinned.setdefault(address, [])

@@ -23,6 +23,7 @@ from penstock.chaos.processes import command_lines
 from penstock.config.schema import load_config
 from penstock.host.process_identity import parent_of
 from penstock.protocol.run.names import FOLDER_PREFIX, SOCKET_FOLDERS
+from penstock.shm.base_users import sweep
 from tests.forked import Forked, Forking
 from tests.shelf import Shelf
 
@@ -289,6 +290,7 @@ def runner(tmp_path: Path, shelf: Shelf, forking: Forking) -> Iterator[Runner]:
     leaked = segments_of(tmp_path)
     for name in leaked:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
+    sweep()  # bases that only the removed segments named
     for folder in sockets_of(tmp_path):
         leaked.append(folder.name)
         shutil.rmtree(folder)

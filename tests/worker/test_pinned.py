@@ -21,7 +21,7 @@ class Driver:
         self.known: dict[int, int] = {}
         self._codes = list(codes)
 
-    def register(self, address: int, num_bytes: int) -> int:
+    def register(self, address: int, num_bytes: int, read_only: bool = False) -> int:
         code = self._codes.pop(0) if self._codes else 0
         if not code:
             self.known[address] = num_bytes

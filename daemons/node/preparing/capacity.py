@@ -32,9 +32,9 @@ DAEMON_BYTES = 60 * MIB
 class MachineMemory:
     """Memory of a machine, in bytes.
 
-    ``held``: bytes that this run's segments occupy in /dev/shm. ``memlock``: None if unlimited.
-    ``groups``: the control groups that limit this process. ``engine``: the container engine or
-    scheduler that started this process; it supplies the remedies.
+    ``held``: bytes that this run's segments, and bases for it, occupy in /dev/shm. ``memlock``:
+    None if unlimited. ``groups``: the control groups that limit this process. ``engine``: the
+    container engine or scheduler that started this process; it supplies the remedies.
     """
 
     ram_available: int
@@ -45,9 +45,11 @@ class MachineMemory:
     engine: Engine = UNKNOWN
 
     @classmethod
-    def probe(cls, run_id: str | None, nodes: Collection[str] | None = None) -> MachineMemory:
+    def probe(
+        cls, run_id: str | None, nodes: Collection[str] | None = None, shared: int = 0
+    ) -> MachineMemory:
         """Returns the memory of this machine now. ``nodes``: names of the nodes that ``held``
-        counts; None: all.
+        counts; None: all. ``shared``: bytes of bases that exist, and that the run would use.
 
         Raises:
             CapacityError: the kernel does not report the machine's memory.
@@ -65,7 +67,7 @@ class MachineMemory:
         return cls(
             ram_available=machine.available,
             shm_free=free_bytes(),
-            held=held,
+            held=held + shared,
             memlock=None if limit == resource.RLIM_INFINITY else limit,
             groups=tuple(groups),
             engine=engine_of(os.environ),

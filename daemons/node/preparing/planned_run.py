@@ -36,6 +36,7 @@ from penstock.planner.planning.plan_search import Progress, SearchOutcome
 from penstock.planner.planning.pricing import config_context
 from penstock.planner.simulate import Simulation
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.bases.base_identity import present_bytes
 from penstock.protocol.run.hardware.cpus import check_cpus
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockTable
@@ -70,15 +71,19 @@ class HostMachine:
 
     @classmethod
     def here(
-        cls, config: Config, run_id: str | None = None, holders: Collection[str] | None = None
+        cls,
+        config: Config,
+        run_id: str | None = None,
+        holders: Collection[str] | None = None,
+        shared: int = 0,
     ) -> HostMachine:
         """Returns this machine. Memory that the run ``run_id`` holds (of its nodes ``holders``)
-        counts as free.
+        counts as free, and so do ``shared`` bytes of bases that it would use.
 
         Raises:
             CapacityError: the kernel does not say how much memory the machine has.
         """
-        return cls(memory=MachineMemory.probe(run_id, holders), guess=guess_here(config))
+        return cls(memory=MachineMemory.probe(run_id, holders, shared), guess=guess_here(config))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +178,8 @@ def planned_before(directory: RunDirectory, nodes: Sequence[int]) -> PlannedRun:
     """
     config = directory.config
     names = [config.cluster.nodes[node].name for node in nodes]
-    memory = MachineMemory.probe(directory.run_id, names)
+    shared = present_bytes(directory, config, names[0])
+    memory = MachineMemory.probe(directory.run_id, names, shared)
     limits = _Limits.of(config, directory.table, memory, nodes)
     context = config_context(config, limits.table)
     return PlannedRun(

@@ -76,6 +76,7 @@ from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.run.bases.base_identity import present_bytes
 from penstock.protocol.run.checksums import CONSTANTS, MADE, read_checked, recorded_values
 from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.hardware.cpus import check_cpus
@@ -240,7 +241,9 @@ def _make_ready(
     # A fresh object: cached attributes may date from before the inputs were made.
     directory = RunDirectory(run_dir)
     request = RunRequest(config=config, table=directory.table, nodes=nodes)
-    machine = HostMachine.here(config, directory.run_id)
+    first = config.cluster.nodes[nodes[0]].name
+    shared = present_bytes(directory, config, first)
+    machine = HostMachine.here(config, directory.run_id, shared=shared)
     run = plan_run(request, machine, search_lines(progress))
     if run.choice:
         progress(run.choice)

@@ -24,9 +24,10 @@ from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
 from penstock.host.errors import PenstockError
 from penstock.models.checkpoints.checkpoint import Checkpoint
-from penstock.models.checkpoints.files import files_before, read_record
+from penstock.models.checkpoints.files import files_before
 from penstock.models.data.chunks import write_sums
 from penstock.models.prepare import _has, _recorded, _recorded_sum
+from penstock.protocol.run.bases.base_identity import read_source, weight_files
 from penstock.protocol.run.checksums import with_checksum
 from penstock.protocol.run.saved_base import base_file, base_paths
 from penstock.shm.control import CommitRecord, ControlView
@@ -302,7 +303,9 @@ def _checkpoint(folder: Path) -> Iterator[Decoder]:
         (index if data[:1] == b"{" else other).write_bytes(data)
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "meta.json").write_bytes(data)
-        read_record(folder)
+        weight_files(folder)
+        (folder / "model" / "base-a.json").write_bytes(data)
+        read_source(folder / "model" / "base-a.json")
         found = Checkpoint(folder, files_before(folder))
         for name in list(found.headers)[:4]:
             found.read(name)
@@ -439,7 +442,8 @@ SAVED = (
         open=_checkpoint,
         covers=(
             "models.checkpoints.files._shards",
-            "models.checkpoints.files.read_record",
+            "protocol.run.bases.base_identity.weight_files",
+            "protocol.run.bases.base_identity.read_source",
             "models.checkpoints.checkpoint.Checkpoint._file",
             "models.checkpoints.checkpoint.Checkpoint._read_headers",
         ),

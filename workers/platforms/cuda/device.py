@@ -201,10 +201,14 @@ class CudaDevice:
         start = time.perf_counter()
         for kind in _REGISTERED:
             buffer = memory.segment_buffer(kind)
-            if buffer is not None:
-                ranges = memory.spec.layout.arrays.values()
-                starts = [place.offset for place in ranges if place.segment is kind]
-                self._registrations.add(f"segment {kind.value}", buffer, starts)
+            if buffer is None:
+                continue
+            if kind is SegmentKind.FROZEN and memory.spec.bases:
+                self._registrations.add_read_only("bases", buffer, memory.spec.frozen_ranges())
+                continue
+            ranges = memory.spec.layout.arrays.values()
+            starts = [place.offset for place in ranges if place.segment is kind]
+            self._registrations.add(f"segment {kind.value}", buffer, starts)
         _log.info(
             "%d bytes of shared memory registered in %.1f s",
             self._registrations.num_bytes,

@@ -24,8 +24,10 @@ from penstock.host.errors import CapacityError
 
 REGISTER_BYTES = 64 << 30
 
-Register = Callable[[int, int], int]
-"""Makes (address, bytes) known to the driver; returns its error code, 0 if none."""
+Register = Callable[[int, int, bool], int]
+"""Makes (address, bytes) known to the driver, for reading only or not; returns its error code, 0 if
+none.
+"""
 
 Unregister = Callable[[int], int]
 """Unregisters the range at an address; returns the driver's error code, 0 if none."""
@@ -70,11 +72,30 @@ class Registrations:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         for start, stop in pieces(starts, len(buffer), REGISTER_BYTES):
-            code = self._register(address + start, stop - start)
+            code = self._register(address + start, stop - start, False)
             if code:
                 raise _refusal(code, what, stop - start, self.num_bytes)
             self._addresses.append(address + start)
             self.num_bytes += stop - start
+
+    def add_read_only(self, what: str, buffer: memoryview, ranges: Iterable[range]) -> None:
+        """Registers ranges of memory that this process may only read. Where the driver cannot, they
+        stay as they are, and copies from them are slower.
+        """
+        if not self._pins:
+            return
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        for place in ranges:
+            code = self._register(address + place.start, len(place), True)
+            if code:
+                _log.warning(
+                    "%s: the driver did not register %d bytes for reading (CUDA error %d), so"
+                    " copies are slower; memory.share_base: never does without such memory",
+                    *(what, len(place), code),
+                )
+                return
+            self._addresses.append(address + place.start)
+            self.num_bytes += len(place)
 
     def close(self) -> None:
         """Unregisters everything; must come before the memory is unmapped."""

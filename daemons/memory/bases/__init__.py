@@ -1,0 +1,1 @@
+"""Frozen weights that runs share: filled, adopted and kept by memoryds."""
