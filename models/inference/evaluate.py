@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.config.data import SourceConfig
 from penstock.config.schema import Config
+from penstock.config.values import NEXT_TOKEN
 from penstock.host.errors import ConfigError
 from penstock.models.data.batch import IGNORED_LABEL, MicroBatch
 from penstock.models.data.chunks import SAY_EVERY_S
@@ -105,6 +106,9 @@ def prepared_rows(place: ModelPlace, file: str, scratch: Path) -> PreparedRows:
         ConfigError: a record cannot be read, or there is not one row.
     """
     config = with_training_data(place.config, SourceConfig(path=file))
+    if config.trains_on_pairs:  # the loss of a file is that of its tokens, not of pairs
+        data = config.data.model_copy(update={"objective": NEXT_TOKEN})
+        config = config.model_copy(update={"data": data})
     run_dir = place.folder
     if place.state is None:
         run_dir = scratch / "run"

@@ -16,6 +16,8 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.rows.packing import Packing
 from penstock.models.inference import references
+from penstock.models.inference.evaluate import prepared_rows
+from penstock.models.inference.loading import ModelPlace
 from penstock.models.inference.references import write_references
 from penstock.models.surgery.hf import without_dropout
 from penstock.workers.data import HeldOutData, RowDataset, open_dataset
@@ -283,3 +285,17 @@ def test_no_dropout_is_left() -> None:
         if isinstance(module, torch.nn.Dropout)
     }
     assert shares == {0.0} and config.resid_pdrop == 0.1
+
+
+def test_files_are_evaluated_by_their_tokens(tmp_path: Path) -> None:
+    """`penstock eval` of a run on pairs takes completions, and refuses pairs."""
+    config, scratch = with_model(tmp_path, False), tmp_path / "scratch"
+    (tmp_path / "run/resolved.yaml").write_text(config.to_yaml())
+    for name in ("a", "b"):
+        (scratch / name).mkdir(parents=True)
+    place = ModelPlace(config=config, folder=tmp_path / "run", state=tmp_path)
+    path = written(tmp_path, [{"prompt": "Sky?", "completion": " blue"}], "plain.jsonl")
+    rows = prepared_rows(place, str(path), scratch / "a")
+    assert rows.count == 1 and [batch.preferences for batch in rows.batches] == [None]
+    with pytest.raises(ConfigError, match=r"Pairs of chosen and rejected answers train with"):
+        prepared_rows(place, str(tmp_path / "other.jsonl"), scratch / "b")
