@@ -12,9 +12,9 @@ from penstock.client.cli import JsonOption, errors_explained
 
 
 def convert(
-    tool: Annotated[str, typer.Argument(help="Trainer: trl, llamafactory or axolotl.")],
+    tool: Annotated[str, typer.Argument(help="Trainer: trl, llamafactory, axolotl or peft.")],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The trainer's YAML, such as sft.yaml.")
+        Path, typer.Argument(metavar="FILE", help="The trainer's YAML, or adapter_config.json.")
     ],
     output: Annotated[
         Path | None,
@@ -37,7 +37,7 @@ def convert(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Converts a configuration of TRL, LLaMA-Factory or Axolotl.
+    """Converts a configuration of TRL, LLaMA-Factory, Axolotl or PEFT.
 
     Reports each key that has no counterpart, and whether the key changes the result or the speed.
     """
@@ -64,7 +64,12 @@ def convert(
                     err=True,
                 )
             elif output is not None:
-                typer.echo(f"{output} is written; start with: penstock train {output}")
+                rest = (
+                    f"start with: penstock train {output}"
+                    if conversion.is_whole
+                    else "add its sections to a configuration"
+                )
+                typer.echo(f"{output} is written; {rest}")
     raise typer.Exit(2 if refused else 0)
 
 
@@ -74,5 +79,6 @@ def register(app: typer.Typer) -> None:
         epilog="Exit code 2: a dropped key changes the result, and --force is not given."
         " docs/COMING_FROM.md has the keys.\n\n\b\nExamples:\n"
         "  penstock convert trl sft.yaml --out mine.yaml\n"
-        "  penstock convert llamafactory train.yaml --devices 8 --json"
+        "  penstock convert llamafactory train.yaml --devices 8 --json\n"
+        "  penstock convert peft adapter_config.json"
     )(convert)

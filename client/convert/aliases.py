@@ -18,8 +18,8 @@ _SPELLINGS: Mapping[str, str] = {
 
 
 def _translated(word: str) -> str | None:
-    """Returns Penstock's key for a key of TRL, LLaMA-Factory or Axolotl, with the accepted values,
-    or the reason why Penstock has none. None for a word that no trainer has.
+    """Returns Penstock's key for a key of another trainer, with the accepted values, or the reason
+    why Penstock has none. None for a word that no trainer has.
     """
     trainers: dict[str, list[str]] = {}
     name = _SPELLINGS.get(word, word)
@@ -50,6 +50,6 @@ def _literal(text: str) -> str:
 
 TRAINERS = Translation(
     of=_translated,
-    remedy="penstock convert trl, llamafactory or axolotl FILE converts a whole file",
+    remedy="penstock convert trl, llamafactory, axolotl or peft FILE converts a whole file",
 )
 """Words of the trainers of ``penstock convert``."""

@@ -5,6 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.client.convert.adapters import (
+    NO_DORA,
+    NO_EXPERTS,
+    NO_REPLICATION,
+    NO_START,
+    NO_TOKENS,
+    NOT_LORA,
+    OTHER_KEYS,
+    LoraNames,
+    are_linear,
+    drop_used,
+    names_of,
+    put_excluded,
+    put_path,
+    put_patterns,
+    put_plus,
+    put_saved,
+    put_sizes,
+    put_targets,
+)
 from penstock.client.convert.axolotl_datasets import AxolotlEntry
 from penstock.client.convert.evaluation import (
     BEST_KEYS,
@@ -15,7 +35,6 @@ from penstock.client.convert.evaluation import (
     put_share,
 )
 from penstock.client.convert.hugging_face import (
-    NO_ADAPTERS,
     NO_QUANTIZATION,
     OWN_PARALLELISM,
     REMOTE_CODE,
@@ -35,6 +54,7 @@ from penstock.client.convert.keys import (
     dropped,
     mapped,
     placed,
+    switched,
     without,
 )
 from penstock.client.convert.reading import KeyReading
@@ -43,11 +63,18 @@ OLD_NAMES: Mapping[str, str] = {"evaluation_strategy": "eval_strategy"}
 _NAMES = Names(
     batch="micro_batch_size", epochs="num_epochs", optimizer="optimizer", schedule="lr_scheduler"
 )
-_LORA = (
-    "lora_r lora_alpha lora_dropout lora_target_modules lora_target_linear lora_fan_in_fan_out"
-    " lora_modules_to_save lora_model_dir peft_use_dora peft_use_rslora lora_mlp_kernel"
-    " lora_qkv_kernel lora_o_kernel peft"
+_LORA = LoraNames(rslora="peft_use_rslora")
+_NO_LORA = "adapter is not set"
+_REFUSED = (
+    "peft_use_dora lora_target_parameters peft peft_init_lora_weights peft_layer_replication"
+    " peft_trainable_token_indices peft_ensure_weight_tying peft_autocast_adapter_dtype"
 )
+_LORA_KEYS = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"),
+    *("lora_modules_to_save", "peft_use_rslora", "peft_layers_to_transform", "peft_layers_pattern"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "lora_exclude_modules", *_REFUSED.split()),
+)
+_LORA_KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel"
 _WARMUP_SHARE, _MOST_WARMUP = 0.03, 100
 """Axolotl's warmup without a key: a share of the steps, and the most steps."""
 
@@ -154,12 +181,40 @@ _KEYS: Table = {
     ),
     **dropped(Effect.NONE, REMOTE_CODE, trust_remote_code=False),
     **without(Effect.RESULT, "fetch it by hf download MODEL --revision", "revision_of_model"),
-    **without(Effect.RESULT, NO_ADAPTERS, "adapter relora relora_steps"),
-    **without(Effect.NONE, "adapter is not set", _LORA, used=NO_ADAPTERS),
+    "adapter": Key(kind=ValueKind.TEXT, why=NOT_LORA),
+    **mapped(ValueKind.WHOLE, lora_r=None),
+    **mapped(ValueKind.NUMBER, lora_alpha=None, lora_dropout=0.0, loraplus_lr_ratio=None),
+    **mapped(ValueKind.ANY, lora_target_modules=None, lora_modules_to_save=None),
+    **mapped(ValueKind.ANY, lora_exclude_modules=None, peft_layers_to_transform=None),
+    **mapped(ValueKind.ANY, peft_layers_pattern=None),
+    **mapped(ValueKind.MAPPING, lora_rank_pattern=None, lora_alpha_pattern=None),
+    **mapped(ValueKind.FLAG, lora_target_linear=None, peft_use_rslora=None),
+    **mapped(ValueKind.TEXT, lora_model_dir=None),
+    **switched(_NO_LORA, NO_DORA, peft_use_dora=False),
+    **switched(_NO_LORA, NO_EXPERTS, lora_target_parameters=None),
+    **switched(_NO_LORA, NO_QUANTIZATION, peft=None),
+    **switched(_NO_LORA, NO_START, peft_init_lora_weights=True),
+    **switched(_NO_LORA, NO_REPLICATION, peft_layer_replication=None),
+    **switched(_NO_LORA, NO_TOKENS, peft_trainable_token_indices=None),
+    **switched(_NO_LORA, "tied modules are not saved", peft_ensure_weight_tying=False),
+    **switched(_NO_LORA, "the optimizer's masters are fp32", peft_autocast_adapter_dtype=True),
+    **switched(
+        OTHER_KEYS, "optimizer.groups takes lora_embedding_B by name", loraplus_lr_embedding=1e-6
+    ),
+    **without(Effect.SPEED, "other kernels are used", _LORA_KERNELS),
+    **without(Effect.NONE, "the kind of module decides", "lora_fan_in_fan_out"),
+    **without(Effect.NONE, "penstock export writes and merges adapters", "merge_lora merge_method"),
+    **without(Effect.SPEED, "weights are read block by block", "lora_on_cpu"),
+    **without(
+        Effect.RESULT,
+        "adapters are not merged while they train",
+        "relora relora_steps relora_prune_ratio relora_prune_method jagged_restart_steps",
+    ),
+    **without(Effect.RESULT, NO_QUANTIZATION, "bnb_config_kwargs"),
     **dropped(
         Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False, gptq=False, fp8=None
     ),
-    **without(Effect.RESULT, "train.freeze names frozen parameters", "unfrozen_parameters"),
+    **without(Effect.RESULT, "train.only names trained parameters", "unfrozen_parameters"),
     **mapped(ValueKind.NUMBER, embedding_lr=None, embedding_lr_scale=None),
     **without(Effect.RESULT, "write optimizer.groups, with patterns for names", "lr_groups"),
     **without(
@@ -228,6 +283,21 @@ TABLE = placed(
         "sample_packing": "data.packing",
         "train_on_inputs": "data.train_on",
         "curriculum_sampling": "data.shuffle",
+        "adapter": "adapter.r",
+        "lora_r": "adapter.r",
+        "lora_alpha": "adapter.alpha",
+        "lora_dropout": "adapter.dropout",
+        "lora_target_modules": "adapter.targets",
+        "lora_target_linear": "adapter.targets",
+        "lora_modules_to_save": "adapter.modules_to_save",
+        "lora_exclude_modules": "adapter.exclude",
+        "lora_rank_pattern": "adapter.rank_pattern",
+        "lora_alpha_pattern": "adapter.alpha_pattern",
+        "lora_model_dir": "adapter.path adapter.dropout",
+        "peft_use_rslora": "adapter.rslora",
+        "peft_layers_to_transform": "adapter.exclude",
+        "peft_layers_pattern": "adapter.exclude",
+        "loraplus_lr_ratio": "optimizer.groups",
     },
     {
         "micro_batch_size": "sequences of a device x steps of accumulation x devices",
@@ -238,6 +308,10 @@ TABLE = placed(
         "early_stopping_patience": "patience, in evaluations",
         "train_on_inputs": "all is true",
         "curriculum_sampling": "false is true",
+        "adapter": "the section adapter makes the training one of LoRA",
+        "lora_target_linear": "all-linear is true",
+        "peft_layers_to_transform": "a regular expression that excludes all other layers",
+        "loraplus_lr_ratio": "a group of lora_B with this rate",
     },
     base=TRAINING,
 )
@@ -277,10 +351,62 @@ def convert(reading: KeyReading) -> None:
         reading.put("optimizer.min_lr", rate, "cosine_min_lr_ratio")
     elif share:
         reading.drop("cosine_min_lr_ratio", "goes with lr_scheduler cosine")
-    if reading.get("adapter"):
-        for name in _LORA.split():
-            if name in reading.values:
-                reading.drop(name, TABLE[name].used)
+    _put_adapter(reading)
+
+
+def _put_adapter(reading: KeyReading) -> None:
+    """Sets the section ``adapter``.
+
+    Raises:
+        ConfigError: rank, factor or modules are not given, or a value has another form.
+    """
+    kind = reading.get("adapter")
+    if not kind:
+        return
+    if kind == "qlora":
+        reading.drop("adapter", f"{NO_QUANTIZATION}; lora trains the same adapters")
+    elif kind != "lora":
+        reading.drop("adapter", NOT_LORA)
+        return
+    folder = reading.get("lora_model_dir")
+    switches = ("adapter",) if kind == "lora" else ()
+    if folder:
+        put_path(reading, "lora_model_dir", folder, _LORA_KEYS)
+        if kind == "lora":
+            reading.map("adapter", {})
+        put_plus(reading)
+        return
+    if reading.get("lora_alpha") is None:
+        raise reading.refused("lora_alpha", None, "needs a number")
+    put_sizes(reading, _LORA, reading.get("lora_alpha"), *switches)
+    _put_targets(reading)
+    put_saved(reading, "lora_modules_to_save")
+    put_patterns(reading, "lora_rank_pattern", "lora_alpha_pattern")
+    put_excluded(reading, "lora_exclude_modules", "peft_layers_to_transform", "peft_layers_pattern")
+    drop_used(reading, _REFUSED)
+    put_plus(reading)
+
+
+def _put_targets(reading: KeyReading) -> None:
+    """Sets the modules with an adapter. ``lora_target_linear`` adds all linear ones to a list.
+
+    Raises:
+        ConfigError: neither key names a module, or a value has another form.
+    """
+    linear, names = "lora_target_linear", "lora_target_modules"
+    given = reading.get(names)
+    if not reading.get(linear):
+        if not given:
+            raise reading.refused(names, given, f"needs names of modules, or {linear}: true")
+        put_targets(reading, names, given)
+        return
+    reading.put("adapter.targets", "all-linear", linear)
+    listed = [given] if isinstance(given, str) else names_of(reading, names, given or [])
+    if are_linear([name for name in listed if name != "all-linear"]):
+        if given:
+            reading.map(names, {"adapter.targets": "all-linear"})
+    else:
+        reading.drop(names, f"{linear} adds all linear modules; list all names in adapter.targets")
 
 
 def _put_groups(reading: KeyReading) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 
 import yaml
 
-from penstock.client.convert import axolotl, llamafactory, trl
+from penstock.client.convert import axolotl, llamafactory, peft, trl
 from penstock.client.convert.keys import Effect, Table
 from penstock.client.convert.reading import KeyReading, shown
 from penstock.config.schema import parse_config
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_new
 
-_SECTIONS = ("run", "model", "data", "eval", "train", "optimizer")
+_SECTIONS = ("run", "model", "adapter", "data", "eval", "train", "optimizer")
+_REST = {"model": {"path": "model"}, "data": {"tokens": "tokens.bin"}}
+"""Sections that a file about adapters alone leaves open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class Tool:
     table: Table
     old: Mapping[str, str]
     convert: Callable[[KeyReading], None]
+    whole: bool = True
+    """False if the conversion makes some sections of a configuration."""
 
 
 TOOLS: Mapping[str, Tool] = {
@@ -40,6 +44,9 @@ TOOLS: Mapping[str, Tool] = {
     "axolotl": Tool(
         title="Axolotl", table=axolotl.TABLE, old=axolotl.OLD_NAMES, convert=axolotl.convert
     ),
+    "peft": Tool(
+        title="PEFT", table=peft.TABLE, old=peft.OLD_NAMES, convert=peft.convert, whole=False
+    ),
 }
 
 
@@ -52,6 +59,11 @@ class Conversion:
     config: Mapping[str, Any]
     mapped: Sequence[Mapping[str, Any]]
     dropped: Sequence[Mapping[str, Any]]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the configuration can be trained as it is."""
+        return TOOLS[self.tool].whole
 
     @property
     def changes_result(self) -> bool:
@@ -96,7 +108,8 @@ def convert(tool: str, path: Path, devices: int) -> Conversion:
     entry.convert(reading)
     reading.drop_rest()
     config = {name: reading.config[name] for name in _SECTIONS if name in reading.config}
-    parse_config(config, source=f"{path}: the configuration made of it")
+    checked = config if entry.whole else _REST | config
+    parse_config(checked, source=f"{path}: the configuration made of it")
     return Conversion(
         tool=tool, path=path, config=config, mapped=reading.mapped, dropped=reading.dropped
     )

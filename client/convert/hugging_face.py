@@ -33,7 +33,6 @@ OLD: Mapping[str, str] = {
 _FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 """Endings of paths that name a file. Its records are the split train."""
 
-NO_ADAPTERS = "Penstock trains all parameters; LoRA and other adapters are not there yet"
 REMOTE_CODE = "types that transformers lacks are refused; model.imports names their modules"
 NO_QUANTIZATION = "Penstock trains unquantized weights; host memory holds their state"
 OWN_PARALLELISM = "Penstock divides model and state by cluster, schedule and memory"
@@ -56,7 +55,7 @@ _KEYS: Table = {
     **mapped(ValueKind.FLAG, bf16=False, fp16=False),
     **mapped(ValueKind.TEXT, train_sampling_strategy="random"),
     **without(Effect.RESULT, "the optimizer's arguments have no place", "optim_args"),
-    **without(Effect.RESULT, "train.freeze chooses parameters", "optim_target_modules"),
+    **without(Effect.RESULT, "train.only chooses parameters", "optim_target_modules"),
     **without(Effect.RESULT, "noise on embeddings is not added", "neftune_noise_alpha"),
     **without(Effect.RESULT, _NO_CHECKPOINTS, "resume_from_checkpoint"),
     **dropped(Effect.RESULT, "the batch of a step must be known", auto_find_batch_size=False),

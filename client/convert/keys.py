@@ -70,6 +70,16 @@ def without(effect: Effect, why: str, names: str, used: str = "") -> dict[str, K
     return {name: Key(effect=effect, why=why, used=used) for name in names.split()}
 
 
+def switched(off: str, used: str, **defaults: Any) -> dict[str, Key]:
+    """Returns keys without a place in Penstock that another key switches on. ``off`` says why they
+    have no effect without that key.
+    """
+    return {
+        name: Key(default=default, effect=Effect.NONE, why=off, used=used)
+        for name, default in defaults.items()
+    }
+
+
 def placed(
     keys: Table,
     places: Mapping[str, str],

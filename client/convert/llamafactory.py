@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.client.convert.adapters import (
+    NO_DORA,
+    NO_START,
+    NOT_LORA,
+    OTHER_KEYS,
+    LoraNames,
+    drop_used,
+    fields_of,
+    names_of,
+    put_path,
+    put_plus,
+    put_saved,
+    put_sizes,
+    put_targets,
+)
 from penstock.client.convert.evaluation import (
     OWN_SET,
     Evaluations,
@@ -15,7 +31,6 @@ from penstock.client.convert.evaluation import (
     set_name,
 )
 from penstock.client.convert.hugging_face import (
-    NO_ADAPTERS,
     NO_QUANTIZATION,
     OLD,
     REMOTE_CODE,
@@ -38,6 +53,7 @@ from penstock.client.convert.keys import (
     dropped,
     mapped,
     placed,
+    switched,
     without,
 )
 from penstock.client.convert.reading import KeyReading
@@ -45,12 +61,17 @@ from penstock.client.convert.registries import REGISTRY, entries_of
 
 OLD_NAMES: Mapping[str, str] = {**OLD}
 
-_ADAPTERS = (
-    "lora_rank lora_alpha lora_dropout lora_target additional_target loraplus_lr_ratio"
-    " loraplus_lr_embedding use_rslora use_dora pissa_init pissa_iter pissa_convert"
-    " create_new_adapter oft_rank oft_block_size oft_target module_dropout"
-    " freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"
+_LORA = LoraNames(r="lora_rank", targets="lora_target", saved="additional_target")
+_LORA_KEYS = (
+    *("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target", "use_rslora"),
+    *("use_dora", "pissa_init", "create_new_adapter"),
 )
+_NOT_USED = "finetuning_type switches it off"
+_MERGED = (
+    "LLaMA-Factory merges the adapters into the model before it trains; merge them (PEFT's"
+    " merge_and_unload), and name the result in model.path"
+)
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
 _MEDIA = (
     "media_dir image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps"
     " video_maxlen audio_sampling_rate"
@@ -63,7 +84,17 @@ _KEYS: Table = {
     **TRAINING,
     **mapped(ValueKind.TEXT, model_name_or_path=None),
     "stage": Key(default="sft", kind=ValueKind.TEXT, why="penstock train trains on text and chats"),
-    "finetuning_type": Key(default="lora", kind=ValueKind.TEXT, why=NO_ADAPTERS),
+    "finetuning_type": Key(
+        default="lora",
+        kind=ValueKind.TEXT,
+        why="the section adapter is lora, and train.only is freeze; without both all is trained",
+    ),
+    **mapped(ValueKind.WHOLE, lora_rank=8, freeze_trainable_layers=2),
+    **mapped(ValueKind.NUMBER, lora_alpha=None, lora_dropout=0.0, loraplus_lr_ratio=None),
+    **mapped(ValueKind.ANY, lora_target="all", additional_target=None, adapter_name_or_path=None),
+    **mapped(ValueKind.ANY, freeze_trainable_modules="all", freeze_extra_modules=None),
+    **mapped(ValueKind.FLAG, use_rslora=False),
+    **mapped(ValueKind.TEXT, adapter_folder=None),
     **mapped(ValueKind.ANY, dataset=None),
     **mapped(ValueKind.TEXT, dataset_dir="data", template=None, mix_strategy="concat"),
     **mapped(ValueKind.WHOLE, cutoff_len=2048, max_samples=None),
@@ -93,7 +124,6 @@ _KEYS: Table = {
     **without(Effect.NONE, "evaluations generate no text", "eval_num_beams"),
     **dropped(Effect.NONE, "evaluations generate no text", predict_with_generate=False),
     # Model
-    **without(Effect.RESULT, NO_ADAPTERS, "adapter_name_or_path adapter_folder"),
     **without(Effect.RESULT, NO_QUANTIZATION, "quantization_bit"),
     **without(Effect.NONE, "the model is not quantized", _QUANTIZATION, used=NO_QUANTIZATION),
     **dropped(Effect.RESULT, "the vocabulary is that of the model", resize_vocab=False),
@@ -140,7 +170,16 @@ _KEYS: Table = {
     ),
     **without(Effect.NONE, "fetch folders by hf download", "cache_dir hf_hub_token ms_hub_token"),
     # Methods
-    **without(Effect.NONE, "finetuning_type is full", _ADAPTERS, used=NO_ADAPTERS),
+    **switched(_NOT_USED, NO_DORA, use_dora=False),
+    **switched(_NOT_USED, NO_START, pissa_init=False),
+    **switched("pissa_init is false", NO_START, pissa_iter=16, pissa_convert=False),
+    **switched(OTHER_KEYS, _MERGED, create_new_adapter=False),
+    **switched(
+        OTHER_KEYS, "optimizer.groups takes lora_embedding_B by name", loraplus_lr_embedding=1e-6
+    ),
+    **switched(
+        _NOT_USED, NOT_LORA, oft_rank=0, oft_block_size=32, oft_target="all", module_dropout=0.0
+    ),
     **dropped(
         Effect.RESULT,
         _OTHER_LOSS,
@@ -184,6 +223,18 @@ TABLE = placed(
         "eval_on_each_dataset": "eval.sets",
         "early_stopping_steps": "train.stop_early",
         "enable_thinking": "data.chat_template_kwargs",
+        "lora_rank": "adapter.r",
+        "lora_alpha": "adapter.alpha",
+        "lora_dropout": "adapter.dropout",
+        "lora_target": "adapter.targets",
+        "additional_target": "adapter.modules_to_save",
+        "use_rslora": "adapter.rslora",
+        "adapter_name_or_path": "adapter.path adapter.dropout",
+        "adapter_folder": "adapter.path",
+        "loraplus_lr_ratio": "optimizer.groups",
+        "freeze_trainable_layers": "train.only",
+        "freeze_trainable_modules": "train.only",
+        "freeze_extra_modules": "train.only",
     },
     {
         "dataset": f"[{{registry: data/{REGISTRY}, name: NAME}}], or [{{path: FILE}}]",
@@ -196,6 +247,9 @@ TABLE = placed(
         "neat_packing": "best-fit is true, none is false",
         "disable_shuffling": "false is true",
         "split_special_tokens": "false is true",
+        "lora_target": "all is all-linear",
+        "loraplus_lr_ratio": "a group of lora_B with this rate",
+        "freeze_trainable_layers": "a pattern with the layers' numbers",
     },
     base=TRAINING,
 )
@@ -215,7 +269,6 @@ def convert(reading: KeyReading) -> None:
         raise reading.refused("stage", stage, remedy)
     reading.map("stage", {})
     put_model(reading, "model_name_or_path")
-    _put_method(reading)
     _put_precision(reading)
     _put_sources(reading)
     _put_rows(reading)
@@ -227,22 +280,82 @@ def convert(reading: KeyReading) -> None:
     if reading.get("train_sampling_strategy") != "random":
         reading.drop("train_sampling_strategy", "disable_shuffling decides")
     put_training(reading, Names(), warmup_of(reading))
+    _put_method(reading)
     _put_evaluations(reading)
     _put_smoothing(reading)
 
 
 def _put_method(reading: KeyReading) -> None:
+    """Sets the parameters that are trained: all, adapters, or some layers.
+
+    Raises:
+        ConfigError: a list of modules has another form.
+    """
     method = reading.get("finetuning_type")
+    paths = reading.get("adapter_name_or_path")
+    if paths and method != "lora":
+        reading.drop("adapter_name_or_path", _MERGED)
     if method == "full":
         reading.map("finetuning_type", {})
+    elif method == "freeze":
+        reading.map("finetuning_type", {})
+        _put_layers(reading)
+    elif method != "lora":
+        reading.drop("finetuning_type", NOT_LORA)
+        drop_used(reading, "oft_rank oft_block_size oft_target module_dropout")
+    else:
+        reading.map("finetuning_type", {})
+        _put_adapter(reading, paths)
+
+
+def _put_adapter(reading: KeyReading, paths: Any) -> None:
+    resumes = bool(paths) and not reading.get("create_new_adapter")
+    folders = names_of(reading, "adapter_name_or_path", paths) if paths else []
+    if resumes and len(folders) == 1:
+        folder, key = reading.get("adapter_folder"), "adapter_name_or_path"
+        whole = str(Path(folders[0]) / folder) if folder else folders[0]
+        put_path(reading, key, whole, _LORA_KEYS)
+        if folder:
+            reading.map("adapter_folder", {"adapter.path": whole})
+        put_plus(reading)
         return
-    why = TABLE["finetuning_type"].why
-    if method == "freeze":
-        why = "train.freeze names the frozen parameters"
-    reading.drop("finetuning_type", why)
-    for name in _ADAPTERS.split():
-        if name in reading.values:
-            reading.drop(name, why)
+    if paths:
+        reading.drop("adapter_name_or_path", _MERGED)
+    put_sizes(reading, _LORA, reading.get("lora_alpha") or 2 * reading.get("lora_rank"))
+    targets = reading.get("lora_target")
+    names = names_of(reading, "lora_target", targets)
+    put_targets(reading, "lora_target", "all-linear" if names == ["all"] else names)
+    put_saved(reading, "additional_target")
+    drop_used(reading, "use_dora pissa_init")
+    if reading.get("pissa_init"):
+        drop_used(reading, "pissa_iter pissa_convert")
+    put_plus(reading)
+
+
+def _put_layers(reading: KeyReading) -> None:
+    """Sets the trained parameters of ``finetuning_type: freeze``.
+
+    Raises:
+        ConfigError: a list of modules has another form.
+    """
+    keys = ("freeze_trainable_layers", "freeze_trainable_modules")
+    count, modules = (reading.get(key) for key in keys)
+    fields = fields_of(Path(reading.config["model"]["path"]) / "config.json")
+    total = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
+    if total is None:
+        why = "set train.only: the number of layers is in config.json, which cannot be read"
+        reading.drop(keys[0], why)
+        return
+    layers = range(max(0, total - count), total) if count > 0 else range(min(-count, total))
+    names = names_of(reading, keys[1], modules)
+    parts = "" if "all" in names else f"(?:{'|'.join(map(re.escape, names))})"
+    extra = reading.get("freeze_extra_modules")
+    others = [] if not extra else names_of(reading, "freeze_extra_modules", extra)
+    if not (layers or others):
+        raise reading.refused(keys[0], count, "needs a number of layers other than 0")
+    numbers = rf"\.(?:{'|'.join(map(str, layers))})\.{parts}"
+    patterns = [*([numbers] if layers else []), *map(re.escape, others)]
+    reading.put("train.only", patterns, *keys, *(["freeze_extra_modules"] if others else []))
 
 
 def _put_precision(reading: KeyReading) -> None:

@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.client.convert.adapters import (
+    NO_DORA,
+    NO_EXPERTS,
+    NOT_LORA,
+    LoraNames,
+    drop_used,
+    put_saved,
+    put_sizes,
+    put_targets,
+)
 from penstock.client.convert.evaluation import Evaluations, loss_of, put_best
 from penstock.client.convert.hugging_face import (
-    NO_ADAPTERS,
     NO_QUANTIZATION,
     OLD,
     REMOTE_CODE,
@@ -35,6 +44,7 @@ from penstock.client.convert.keys import (
     dropped,
     mapped,
     placed,
+    switched,
     without,
 )
 from penstock.client.convert.reading import KeyReading
@@ -42,10 +52,7 @@ from penstock.config.hub_names import hub_name
 from penstock.host.inputs import read_text
 
 OLD_NAMES: Mapping[str, str] = {**OLD, "max_seq_length": "max_length"}
-_LORA = (
-    "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters"
-    " lora_modules_to_save lora_task_type use_rslora use_dora"
-)
+_NO_LORA = "use_peft is false"
 _QUANTIZATION = "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _COLUMNS = (
@@ -71,8 +78,13 @@ _KEYS: Table = {
     ),
     **dropped(Effect.NONE, REMOTE_CODE, trust_remote_code=False),
     **without(Effect.SPEED, "model.attention chooses kernels", "attn_implementation"),
-    **dropped(Effect.RESULT, NO_ADAPTERS, use_peft=False),
-    **without(Effect.NONE, "use_peft is false", _LORA, used=NO_ADAPTERS),
+    **mapped(ValueKind.FLAG, use_peft=False, use_rslora=False),
+    **mapped(ValueKind.WHOLE, lora_r=16),
+    **mapped(ValueKind.NUMBER, lora_alpha=32, lora_dropout=0.05),
+    **mapped(ValueKind.ANY, lora_target_modules=None, lora_modules_to_save=None),
+    **switched(_NO_LORA, NO_EXPERTS, lora_target_parameters=None),
+    **switched(_NO_LORA, NOT_LORA, lora_task_type="CAUSAL_LM"),
+    **switched(_NO_LORA, NO_DORA, use_dora=False),
     **dropped(Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False),
     **without(Effect.NONE, "the model is not quantized", _QUANTIZATION, used=NO_QUANTIZATION),
     # ScriptArguments and the mixture of datasets
@@ -156,9 +168,17 @@ TABLE = placed(
         "dataset_text_field": "data.sources",
         "chat_template_path": "data.chat_template",
         "beta": "data.dpo",
+        "use_peft": "adapter.r",
+        "lora_r": "adapter.r",
+        "lora_alpha": "adapter.alpha",
+        "lora_dropout": "adapter.dropout",
+        "lora_target_modules": "adapter.targets",
+        "lora_modules_to_save": "adapter.modules_to_save",
+        "use_rslora": "adapter.rslora",
     },
     {
         "beta": "{beta: NUMBER}, with data.objective dpo",
+        "use_peft": "the section adapter makes the training one of LoRA",
         "dataset_text_field": "columns: {text: NAME} of a source",
         "dataset_test_split": "split of a set",
         "packing": "best-fit is true, none is false",
@@ -188,7 +208,7 @@ def convert(reading: KeyReading) -> None:
     if pairs:
         _put_pairs(reading)
     _put_evaluations(reading)
-    _refuse_adapters(reading)
+    _put_adapter(reading)
     if pairs:
         return
     if reading.get("label_smoothing_factor"):
@@ -389,16 +409,24 @@ def _source(reading: KeyReading, number: int, item: Any) -> dict[str, Any]:
     return source
 
 
-def _refuse_adapters(reading: KeyReading) -> None:
-    """Drops the keys of adapters and quantization with their effect, if either is used."""
-    for switches, names in (
-        (("use_peft",), _LORA),
-        (("load_in_8bit", "load_in_4bit"), _QUANTIZATION),
-    ):
-        if any(reading.get(switch) for switch in switches):
-            for name in names.split():
-                if name in reading.values:
-                    reading.drop(name, TABLE[name].used)
+def _put_adapter(reading: KeyReading) -> None:
+    """Sets the section ``adapter``, and drops the keys of quantization with their effect.
+
+    Raises:
+        ConfigError: a list of modules has another form.
+    """
+    if reading.get("load_in_8bit") or reading.get("load_in_4bit"):
+        drop_used(reading, _QUANTIZATION)
+    if not reading.get("use_peft"):
+        return
+    names = LoraNames()
+    put_sizes(reading, names, reading.get(names.alpha), "use_peft")
+    targets, note = reading.get(names.targets), ""
+    if isinstance(targets, list) and len(targets) == 1:
+        targets, note = targets[0], "TRL reads a list of one name as a regular expression"
+    put_targets(reading, names.targets, targets, note)
+    put_saved(reading, names.saved)
+    drop_used(reading, "lora_target_parameters lora_task_type use_dora")
 
 
 def first_columns(path: Path) -> set[str]:

@@ -128,7 +128,30 @@ weight_decay: 0.01
 special_tokens:
   pad_token: <|end_of_text|>
 """
-FILES = {"trl": TRL, "llamafactory": LLAMA_FACTORY, "axolotl": AXOLOTL}
+PEFT = """\
+peft_type: LORA
+peft_version: 0.21.2
+task_type: CAUSAL_LM
+base_model_name_or_path: models/llama
+inference_mode: true
+r: 16
+lora_alpha: 32
+lora_dropout: 0.1
+use_rslora: true
+target_modules: [v_proj, q_proj, embed_tokens]
+exclude_modules: [layers.0.self_attn.q_proj]
+modules_to_save: [lm_head]
+layers_to_transform: [0, 1]
+layers_pattern: layers
+rank_pattern: {q_proj: 4}
+alpha_pattern: {q_proj: 8}
+bias: none
+fan_in_fan_out: false
+init_lora_weights: true
+loftq_config: {}
+megatron_core: megatron.core
+"""
+FILES = {"trl": TRL, "llamafactory": LLAMA_FACTORY, "axolotl": AXOLOTL, "peft": PEFT}
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +172,8 @@ def made(tool: str, text: str, devices: int = 1, **keys: Any) -> Conversion:
     path = Path("theirs.yaml")
     path.write_text(yaml.safe_dump(values))
     conversion = convert(tool, path, devices)
+    if not TOOLS[tool].whole:
+        return conversion
     mine = Path("mine.yaml")
     mine.write_text(conversion.to_yaml())
     assert load_config(mine) == parse_config(dict(conversion.config))
@@ -185,6 +210,7 @@ def minimal(tool: str) -> str:
         "llamafactory": "{model_name_or_path: m, dataset: d, finetuning_type: full}",
         "axolotl": "{base_model: m, learning_rate: 1e-4, "
         "datasets: [{path: a.jsonl, type: alpaca}]}",
+        "peft": "{peft_type: LORA, target_modules: [q_proj]}",
     }[tool]
 
 
@@ -557,7 +583,7 @@ def test_columns_that_trl_selects_are_the_only_ones() -> None:
             {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
             {"label_smoothing_factor"},
         ),
-        ("trl", {"use_peft": True, "lora_r": 16}, {"use_peft", "lora_r"}),
+        ("trl", {"use_peft": True, "lora_r": 16}, {"lora_target_modules"}),
         ("trl", {"load_in_4bit": True}, {"load_in_4bit"}),
         ("trl", {"optim": "adafactor"}, {"optim"}),
         ("trl", {"lr_scheduler_type": "polynomial"}, {"lr_scheduler_type"}),
@@ -583,8 +609,8 @@ def test_columns_that_trl_selects_are_the_only_ones() -> None:
         ("trl", {"assistant_only_loss": True, "completion_only_loss": True}, None),
         (
             "llamafactory",
-            {"finetuning_type": None, "lora_rank": 8},
-            {"finetuning_type", "lora_rank"},
+            {"finetuning_type": "oft", "oft_rank": 8},
+            {"finetuning_type", "oft_rank"},
         ),
         ("llamafactory", {"template": "llama3"}, {"template"}),
         ("llamafactory", {"packing": True}, {"packing"}),
@@ -599,7 +625,7 @@ def test_columns_that_trl_selects_are_the_only_ones() -> None:
         ),
         ("llamafactory", {"mix_strategy": "interleave_under"}, {"mix_strategy"}),
         ("llamafactory", {"enable_thinking": False}, {"enable_thinking"}),
-        ("axolotl", {"adapter": "qlora", "lora_r": 8}, {"adapter", "lora_r"}),
+        ("axolotl", {"adapter": "llama-adapter", "lora_r": 8}, {"adapter"}),
         ("axolotl", {"lora_r": 8}, set()),
         ("axolotl", {"lr_scheduler": "rex"}, {"lr_scheduler"}),
         ("axolotl", {"special_tokens": {"eos_token": "</s>"}}, {"special_tokens"}),
@@ -744,7 +770,7 @@ def test_the_command_prints_yaml_or_json(folder: Path) -> None:
 
 
 def test_a_changed_result_needs_force(folder: Path) -> None:
-    (folder / "sft.yaml").write_text(TRL + "use_peft: true\n")
+    (folder / "sft.yaml").write_text(TRL + "load_in_4bit: true\n")
     code, out, err = run("trl", "sft.yaml", "--out", "mine.yaml")
     assert code == 2 and not out and "--force" in err
     assert not (folder / "mine.yaml").exists()
@@ -754,7 +780,7 @@ def test_a_changed_result_needs_force(folder: Path) -> None:
 
 
 def test_the_command_refuses_other_tools_and_files(folder: Path) -> None:
-    assert "expected trl, llamafactory, axolotl" in run("unsloth", "sft.yaml")[2]
+    assert "expected trl, llamafactory, axolotl, peft" in run("unsloth", "sft.yaml")[2]
     code, _, err = run("trl", "sft.yaml")
     assert code == 2 and "sft.yaml: cannot read it" in err
 

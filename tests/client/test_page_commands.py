@@ -144,6 +144,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tool, name in (("trl", "sft"), ("llamafactory", "train"), ("axolotl", "config")):
         text = re.sub(r"(?m)^val_(set_)?size: .*\n", "", FILES[tool])  # exit code 0
         (folder / f"{name}.yaml").write_text(text)
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "target_modules": "all-linear"}'
+    )
     model = folder / "models" / "Qwen3-0.6B-Base"
     model.mkdir(parents=True)
     shape = {
