@@ -247,9 +247,25 @@ def put_plus(reading: KeyReading) -> None:
     reading.put("optimizer.groups", [group], key, note="B has this multiple of the rate")
 
 
-def are_linear(names: Sequence[str]) -> bool:
-    """Returns whether all-linear contains each of these names, wherever a model has it."""
-    return all(name.rpartition(".")[2] in _LINEAR for name in names)
+def put_linear(reading: KeyReading, names: str, linear: str) -> None:
+    """Sets the modules with an adapter, where the key ``linear`` adds all linear ones to a list.
+
+    Raises:
+        ConfigError: neither key names a module, or a value has another form.
+    """
+    given = reading.get(names)
+    if not reading.get(linear):
+        if not given:
+            raise reading.refused(names, given, f"needs names of modules, or {linear}: true")
+        put_targets(reading, names, given)
+        return
+    reading.put("adapter.targets", ALL_LINEAR, linear)
+    listed = [given] if isinstance(given, str) else names_of(reading, names, given or [])
+    others = {name.rpartition(".")[2] for name in listed} - _LINEAR - {ALL_LINEAR}
+    if others:
+        reading.drop(names, f"{linear} adds all linear modules; list all names in adapter.targets")
+    elif given:
+        reading.map(names, {"adapter.targets": ALL_LINEAR})
 
 
 def drop_used(reading: KeyReading, names: str) -> None:

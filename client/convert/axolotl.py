@@ -14,16 +14,14 @@ from penstock.client.convert.adapters import (
     NOT_LORA,
     OTHER_KEYS,
     LoraNames,
-    are_linear,
     drop_used,
-    names_of,
     put_excluded,
+    put_linear,
     put_path,
     put_patterns,
     put_plus,
     put_saved,
     put_sizes,
-    put_targets,
 )
 from penstock.client.convert.axolotl_datasets import AxolotlEntry
 from penstock.client.convert.evaluation import (
@@ -379,34 +377,12 @@ def _put_adapter(reading: KeyReading) -> None:
     if reading.get("lora_alpha") is None:
         raise reading.refused("lora_alpha", None, "needs a number")
     put_sizes(reading, _LORA, reading.get("lora_alpha"), *switches)
-    _put_targets(reading)
+    put_linear(reading, "lora_target_modules", "lora_target_linear")
     put_saved(reading, "lora_modules_to_save")
     put_patterns(reading, "lora_rank_pattern", "lora_alpha_pattern")
     put_excluded(reading, "lora_exclude_modules", "peft_layers_to_transform", "peft_layers_pattern")
     drop_used(reading, _REFUSED)
     put_plus(reading)
-
-
-def _put_targets(reading: KeyReading) -> None:
-    """Sets the modules with an adapter. ``lora_target_linear`` adds all linear ones to a list.
-
-    Raises:
-        ConfigError: neither key names a module, or a value has another form.
-    """
-    linear, names = "lora_target_linear", "lora_target_modules"
-    given = reading.get(names)
-    if not reading.get(linear):
-        if not given:
-            raise reading.refused(names, given, f"needs names of modules, or {linear}: true")
-        put_targets(reading, names, given)
-        return
-    reading.put("adapter.targets", "all-linear", linear)
-    listed = [given] if isinstance(given, str) else names_of(reading, names, given or [])
-    if are_linear([name for name in listed if name != "all-linear"]):
-        if given:
-            reading.map(names, {"adapter.targets": "all-linear"})
-    else:
-        reading.drop(names, f"{linear} adds all linear modules; list all names in adapter.targets")
 
 
 def _put_groups(reading: KeyReading) -> None:

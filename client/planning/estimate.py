@@ -37,7 +37,7 @@ from penstock.shm.table import DType
 
 _CONFIG = "config.json"
 _DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
-_KINDS = {"weights": "weights", "frozen": "weights", "master": "master", "low": "master"}
+_KINDS = {"weights": "weights", "frozen": "frozen weights", "master": "master", "low": "master"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,12 @@ class Estimate:
         config = self.run.config
         return config.train.global_batch * config.data.sequence_length
 
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters that the run trains."""
+        tensors = (tensor for block in self.run.table.blocks for tensor in block.tensors)
+        return sum(tensor.num_elements for tensor in tensors if tensor.trainable)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate for ``--json``; sizes are bytes."""
         config, table, plan = self.run.config, self.run.table, self.run.plan
@@ -100,6 +106,7 @@ class Estimate:
         return {
             "model": str(self.model),
             "parameters": table.num_parameters,
+            "trained_parameters": self.trained_parameters,
             "blocks": len(table.blocks),
             "dtype": table.weight_dtype.value,
             "device": config.cluster.device,
@@ -127,8 +134,10 @@ class Estimate:
     def _lines(self) -> Iterator[str]:
         figures = self.to_dict()
         config = self.run.config
+        trained, total = figures["trained_parameters"], figures["parameters"]
+        share = "" if trained == total else f" ({trained:,} of them trained, {trained / total:.2%})"
         yield (
-            f"{self.model}: {figures['parameters']:,} parameters in {figures['blocks']} blocks,"
+            f"{self.model}: {total:,} parameters{share} in {figures['blocks']} blocks,"
             f" {figures['dtype']}"
         )
         yield (
@@ -144,7 +153,9 @@ class Estimate:
             (f"{kind} of the largest worker", figures["worker"]),
         ):
             yield f"\n{heading}"
-            yield from (f"  {use:<30} {human_bytes(size):>10}" for use, size in sizes.items())
+            for use, size in sizes.items():
+                if size or use != "frozen weights":
+                    yield f"  {use:<30} {human_bytes(size):>10}"
         best = ", and the best one" if config.train.keep_best is not None else ""
         kept = f"kept states (train.keep_snapshots {config.train.keep_snapshots}{best})"
         yield "\nothers"
@@ -263,7 +274,7 @@ def _largest_node(run: PlannedRun) -> Mapping[str, int]:
 def _shm_of(run: PlannedRun, node: int) -> dict[str, int]:
     config = run.config
     spec = memory_spec(config, run.table, run.plan, node, run_id="")
-    kinds = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
+    kinds = dict.fromkeys(("weights", "frozen weights", "master", "moments", "gradients"), 0)
     for (_, name, _, _), array in spec.layout.arrays.items():
         is_gradient = array.segment is SegmentKind.GRADS
         kinds["gradients" if is_gradient else _KINDS.get(name, "moments")] += array.num_bytes

@@ -250,7 +250,9 @@ def test_a_trained_adapter_is_the_start(tool: str, folder: Path) -> None:
     keys = LORA[tool] | {key: "old", "lora_alpha": 64}
     conversion = made(tool, minimal(tool), **keys)
     assert results(conversion) == {f"{key}: lora_dropout"}
-    peft.LoraConfig(lora_dropout=0.25, target_modules=["q_proj"]).save_pretrained(str(folder / "old"))
+    peft.LoraConfig(lora_dropout=0.25, target_modules=["q_proj"]).save_pretrained(
+        str(folder / "old")
+    )
     conversion = made(tool, minimal(tool), **keys)
     assert conversion.config["adapter"] == {"path": "old", "dropout": 0.25}
     assert fates(conversion)["lora_alpha"] == "none" and not conversion.changes_result

@@ -7,7 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import penstock
@@ -102,6 +104,27 @@ def test_frozen_tensors_take_their_bytes_on_disk_once(alone: Path) -> None:
         for words in (options[:2], options)
     ]
     assert [len(kept) for kept in lines] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_is_trained_beside_frozen_weights(alone: Path) -> None:
+    """The numbers are PEFT's, of the same rank and modules."""
+    options = ("--dtype", "bf16", "--workers", "1")
+    whole, lora = (report_of(alone, *options, *more) for more in ((), ("--set", "adapter.r=4")))
+    config = AutoConfig.from_pretrained(alone)
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_config(config), peft.LoraConfig(r=4, target_modules="all-linear")
+    )
+    trained, total = model.get_nb_trainable_parameters()
+    assert (lora["trained_parameters"], lora["parameters"]) == (trained, total)
+    assert whole["trained_parameters"] == whole["parameters"] == total - trained
+    shm = lora["shm"]
+    assert 2 * (total - trained) <= shm["frozen weights"] <= 1.1 * whole["shm"]["weights"]
+    assert whole["shm"]["frozen weights"] == 0 < shm["weights"] < shm["frozen weights"]
+    out = estimated(alone, *options, "--set", "adapter.r=4")[1]
+    assert f"{total:,} parameters ({trained:,} of them trained, " in out
+    assert "frozen weights" in out
+    assert "frozen weights" not in estimated(alone, *options)[1]
 
 
 def test_a_table_for_people(alone: Path) -> None:
