@@ -24,6 +24,7 @@ from tests.system import test_mirror as M
 pytestmark = pytest.mark.slow
 
 FROZEN = ["embed_tokens", "mlp", "k_proj", "layers.2."]
+ADAPTED: dict[str, Any] = {"train": {"freeze": []}, "adapter": {"r": 4, "alpha": 16}}
 
 
 @pytest.fixture
@@ -68,13 +69,16 @@ def files_of_base(run_dir: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (run_dir / "state/base").iterdir()}
 
 
-def test_a_run_goes_on_without_the_folder_of_its_model(runner: Any, folder: Path) -> None:
+@pytest.mark.parametrize("trained", [{}, ADAPTED], ids=["frozen", "adapters"])
+def test_a_run_goes_on_without_the_folder_of_its_model(
+    runner: Any, folder: Path, trained: dict[str, Any]
+) -> None:
     given = load_file(folder / "model.safetensors")
-    run = endless(runner, folder, {})
+    run = endless(runner, folder, trained)
     lose(run)
     elsewhere = folder.rename(folder.with_name("elsewhere"))
     before = files_of_base(run.run_dir)
-    last = H.endless_until(H.newest_step(run.run_dir) + 3)
+    last = H.merge(trained, H.endless_until(H.newest_step(run.run_dir) + 3))
     resumed = runner.train(configure(runner, "run", folder, last))
     assert files_of_base(resumed) == before, "nothing of the base is written again"
     whole = runner.train(configure(runner, "whole", elsewhere, last))
@@ -90,7 +94,8 @@ def test_a_run_goes_on_without_the_folder_of_its_model(runner: Any, folder: Path
         assert code == 0, output
     exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
     kept = {name for name in given if torch.equal(exported[name], given[name].bfloat16())}
-    assert kept == {name for name in given if any(part in name for part in FROZEN)}
+    unchanged = FROZEN if not trained else ["embed_tokens", "norm", "lm_head"]
+    assert kept == {name for name in given if any(part in name for part in unchanged)}
 
 
 def test_a_node_is_filled_from_its_partner_without_the_folder(runner: Any, folder: Path) -> None:
