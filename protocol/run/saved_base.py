@@ -1,9 +1,9 @@
 """Names and places of a run's base: the frozen tensors, which no step changes.
 
 ``RUN_DIR/state/base/`` has a file ``block-BBBB-DIGEST.safetensors`` for each block with frozen
-tensors. The digest has the first 16 digits of the file's SHA-256, so a file never changes. memoryd
-writes a base once for all saved states of a run. The manifest of each state lists the files with
-sizes and checksums. No file of a base is removed.
+tensors. The digest is the start, 16 digits, of the file's SHA-256, so a file never changes.
+Memoryd writes a base once for all saved states of a run. The manifest of each state lists the files
+with sizes and checksums. No file of a base is removed.
 
 Hard links in the folders of saved states would be another way. Some network file systems have
 none, and ``cp -r`` or an upload of a run would make one copy for each state.

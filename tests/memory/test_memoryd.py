@@ -146,8 +146,8 @@ def test_save_and_restore_from_it(
     scheduler.send(A, save=pb.Save(epoch=1, version=7, directory=str(directory)))
     saved = scheduler.wait_for(A, pb.Saved)
     assert (saved.version, saved.error) == (7, "")
-    own = [file.name for file in saved.files if not file.base]
-    assert own == [snapshot.block_file(b) for b in range(3)]
+    owned = [file.name for file in saved.files if not file.base]
+    assert owned == [snapshot.block_file(b) for b in range(3)]
     assert [(file.base, file.reused) for file in saved.files].count((True, False)) == 3
     files = [
         WrittenFile(name=f.name, num_bytes=f.bytes, sha256=f.sha256, base=f.base)

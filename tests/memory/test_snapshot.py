@@ -164,8 +164,8 @@ def test_of_two_copies_of_a_state_the_committed_one_is_saved(
         names = ("master", "exp_avg", "exp_avg_sq")
         for b in range(3):
             for name in names:
-                here, there = memory.state(b, name, 0), memory.state(b, name, 1)
-                there[:] = here if version % 2 else 3.0
+                here, other = memory.state(b, name, 0), memory.state(b, name, 1)
+                other[:] = here if version % 2 else 3.0
                 if version % 2:
                     here[:] = 3.0
         helpers.commit(memory, version)

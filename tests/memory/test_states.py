@@ -91,16 +91,16 @@ def command(*words: str) -> tuple[int, str]:
 
 
 def test_saved_states_are_listed_and_checked(run: RunDirectory) -> None:
-    code, said = command("snapshots", str(run.path))
+    code, output = command("snapshots", str(run.path))
     assert code == 0
-    assert [line.split()[:2] for line in said.splitlines()] == [["step", n] for n in "369"]
+    assert [line.split()[:2] for line in output.splitlines()] == [["step", n] for n in "369"]
     (run.state_dir / "step-00000006" / block_file(1)).write_bytes(b"\x02\0\0\0\0\0\0\0[]")
     assert command("snapshots", str(run.path))[0] == 0, "sizes are right"
-    code, said = command("snapshots", str(run.path), "verify", "6")
+    code, output = command("snapshots", str(run.path), "verify", "6")
     assert code == 2
-    assert "DAMAGED" in said and block_file(1) in said
-    code, said = command("snapshots", str(run.path), "verify", "7")
-    assert code == 2 and "step 7 is not saved; saved are: 3, 6, 9" in said
+    assert "DAMAGED" in output and block_file(1) in output
+    code, output = command("snapshots", str(run.path), "verify", "7")
+    assert code == 2 and "step 7 is not saved; saved are: 3, 6, 9" in output
 
 
 def test_the_base_is_listed_and_checked_once_more_than_the_states(run: RunDirectory) -> None:
@@ -114,24 +114,24 @@ def test_the_base_is_listed_and_checked_once_more_than_the_states(run: RunDirect
     del fields["checksum"]
     base = {path.name: {"bytes": len(content), "sha256": digest}}
     manifest.write_text(json.dumps(with_checksum(fields | {"format": 2, "base": base})))
-    code, said = command("snapshots", str(run.path), "verify")
-    assert code == 0 and said.splitlines()[-1].split() == [
+    code, output = command("snapshots", str(run.path), "verify")
+    assert code == 0 and output.splitlines()[-1].split() == [
         *("state/base", "0.0", "MB", "frozen", "tensors,", "kept", "once", "for", "all", "states")
     ]
     reports = json.loads(command("snapshots", str(run.path), "--json")[1])
     assert [report["base_bytes"] for report in reports] == [0, 0, len(content)]
     path.write_bytes(content[:-2] + b"[]")
-    code, said = command("snapshots", str(run.path), "verify")
-    assert code == 2 and said.count("DAMAGED") == 1 and path.name in said
+    code, output = command("snapshots", str(run.path), "verify")
+    assert code == 2 and output.count("DAMAGED") == 1 and path.name in output
     path.unlink()
-    code, said = command("snapshots", str(run.path))
-    assert code == 2 and f"base/{path.name}: is not there; the folder base belongs" in said
+    code, output = command("snapshots", str(run.path))
+    assert code == 2 and f"base/{path.name}: is not there; the folder base belongs" in output
     assert command("rollback", str(run.path), "--to", "9")[0] == 2
 
 
 def test_saved_states_are_deleted_but_for_the_newest_whole_one(run: RunDirectory) -> None:
-    code, said = command("snapshots", str(run.path), "delete", "9")
-    assert code == 2 and "newest intact state" in said
+    code, output = command("snapshots", str(run.path), "delete", "9")
+    assert code == 2 and "newest intact state" in output
     assert command("snapshots", str(run.path), "delete")[0] == 2
     assert command("snapshots", str(run.path), "delete", "3", "6")[0] == 0
     assert [path.name for path in run.state_dir.iterdir()] == ["step-00000009"]
@@ -157,9 +157,9 @@ def test_a_state_that_is_pruned_while_it_is_verified_is_not_damaged(
 
     monkeypatch.setattr(module, name, disturbed)
     monkeypatch.setattr(states, "checked_manifest", memory_states.checked_manifest)
-    code, said = command("snapshots", str(run.path), "verify", "--json")
+    code, output = command("snapshots", str(run.path), "verify", "--json")
     assert code == 0
-    assert [(r["step"], r["removed"], r["damage"]) for r in json.loads(said)] == [
+    assert [(r["step"], r["removed"], r["damage"]) for r in json.loads(output)] == [
         (3, False, ""),
         (6, True, ""),
         (9, False, ""),
@@ -179,8 +179,8 @@ def test_a_state_that_is_replaced_while_it_is_verified_is_looked_at_again(
         return real(path, *arguments)
 
     monkeypatch.setattr(snapshot, "sha256_of", disturbed)
-    code, said = command("snapshots", str(run.path), "verify")
-    assert code == 0 and said.count("every byte is right") == 3
+    code, output = command("snapshots", str(run.path), "verify")
+    assert code == 0 and output.count("every byte is right") == 3
 
 
 def test_removed_meanwhile_in_words() -> None:
@@ -193,8 +193,8 @@ def test_a_rollback_cuts_journal_metrics_and_trackers_back(run: RunDirectory) ->
     bookmark_path(run.path, "wandb").parent.mkdir()
     Bookmark(offset=metrics.stat().st_size, lines=10).write(bookmark_path(run.path, "wandb"))
     before = metrics.read_text()
-    code, said = command("rollback", str(run.path), "--to", "6")
-    assert code == 0, said
+    code, output = command("rollback", str(run.path), "--to", "6")
+    assert code == 0, output
     kept = metrics.read_text().splitlines()
     assert [json.loads(line)["attempt"] for line in kept] == [1, 2, 3, 4, 5, 6, 7]
     assert Bookmark.read(bookmark_path(run.path, "wandb")).offset == metrics.stat().st_size
@@ -224,7 +224,7 @@ def test_what_is_newer_goes_only_on_request(run: RunDirectory) -> None:
 def test_nothing_goes_back_to_a_damaged_state(run: RunDirectory) -> None:
     (run.state_dir / "step-00000003" / block_file(0)).write_bytes(b"\x02\0\0\0\0\0\0\0[]")
     before = (run.path / "metrics.jsonl").read_text()
-    code, said = command("rollback", str(run.path), "--to", "3")
-    assert code == 2 and "block-0000.safetensors: its header is damaged" in said
+    code, output = command("rollback", str(run.path), "--to", "3")
+    assert code == 2 and "block-0000.safetensors: its header is damaged" in output
     assert (run.path / "metrics.jsonl").read_text() == before
     assert sorted(path.name for path in run.state_dir.glob("step-*"))[-1] == "step-00000009"
