@@ -16,11 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from penstock.config.adapter import AdapterConfig
 from penstock.config.evaluation import EVAL
 from penstock.config.schema import Config
 from penstock.config.values import AUTO
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json, write_atomically
+from penstock.models.adapters.files import SETTINGS, WEIGHTS, read_kept, read_settings
 from penstock.models.checkpoints.carried import keep_carried
 from penstock.models.checkpoints.causes import check_folder, check_model_folder
 from penstock.models.checkpoints.files import has_weights
@@ -36,6 +38,7 @@ from penstock.models.data.token_sources import file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.run.bases.base_identity import WEIGHT_FILES
+from penstock.protocol.run.checksums import ADAPTER
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 
@@ -130,20 +133,15 @@ def _prepare_model(
     eos = None if tokenizer is None else tokenizer.eos
     if marks is not None and marks.after:
         eos = marks.after[0]
-    model = config.model.model_dump(mode="json", exclude={"imports", "import_path", "attention"})
-    fingerprint = fingerprint_of(
-        # Keys that change no file, with the values that runs of older versions have.
-        model | {"compile": False},
-        file_stamps([config.model.path / "config.json"]) if config.model.path else None,
-        [config.data.sequence_length, *_chosen(config), vocab_size, eos],
-        config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),
-        [version(package) for package in ("torch", "transformers")],
-    )
+    fingerprint = _fingerprint(config, vocab_size, eos)
     directory = run_dir / "model"
-    made = (directory / "config.json", run_dir / "table.json")
+    made = [directory / "config.json", run_dir / "table.json"]
+    if config.adapter is not None and config.adapter.path is not None:
+        made.append(run_dir / ADAPTER)
     if _recorded(directory / "meta.json") == fingerprint and all(p.is_file() for p in made):
         return
     # Imported here: torch takes seconds, and a run that continues needs none of it.
+    from penstock.models.checkpoints.adapters import check_adapter_files
     from penstock.models.checkpoints.constants import make_constants
     from penstock.models.checkpoints.folder import FolderWeights
     from penstock.models.surgery.hf import resolve_hf_config
@@ -155,22 +153,24 @@ def _prepare_model(
     path, source = config.model.path, None
     # A run that has trained keeps its files, its ties and its chunks.
     kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
-    if path is not None and weights:
-        if kept:
-            source = FolderWeights.keep(run_dir, path, hf_config, progress)
-        else:
-            source = FolderWeights.find(path, hf_config, progress)
+    if path is not None and weights and kept:
+        source = FolderWeights.keep(run_dir, path, hf_config, progress)
+    elif path is not None and weights:
+        source = FolderWeights.find(path, hf_config, progress)
     skeleton = build_skeleton(hf_config) if source is None else source.skeleton
     previous = RunDirectory(run_dir).table if kept else None
-    adapted = skeleton if config.adapter is None else build_skeleton(hf_config, config.adapter)
+    adapter = _adapter(config, run_dir, skeleton.model)
+    adapted = skeleton if adapter is None else build_skeleton(hf_config, adapter)
     table = build_table(config, hf_config, adapted, previous=previous)
     meta: dict[str, Any] = {"fingerprint": fingerprint}
+    tensors = None if source is None else source.weights
     if source is not None:
         source.check(table, progress)
         meta[WEIGHT_FILES] = list(source.files)
+    if weights and not kept:
+        check_adapter_files(config, adapted, table, tensors)
     directory.mkdir(parents=True, exist_ok=True)
     if path is None or source is not None:
-        tensors = None if source is None else source.weights
         make_constants(run_dir, hf_config, skeleton, table, tensors, progress)
     elif skeleton.constants():
         del meta["fingerprint"]  # The run that follows a plan reads them.
@@ -179,13 +179,51 @@ def _prepare_model(
     write_atomically(directory / "meta.json", json.dumps(meta))
 
 
+def _fingerprint(config: Config, vocab_size: int | None, eos: int | None) -> str:
+    """Returns the fingerprint of everything that the model's files follow from."""
+    model = config.model.model_dump(mode="json", exclude={"imports", "import_path", "attention"})
+    return fingerprint_of(
+        # Keys that change no file, with the values that runs of older versions have.
+        model | {"compile": False},
+        file_stamps([config.model.path / "config.json"]) if config.model.path else None,
+        [config.data.sequence_length, *_chosen(config), vocab_size, eos],
+        config.optimizer.model_dump(mode="json", include={"name", "grad_dtype"}),
+        [version(package) for package in ("torch", "transformers")],
+    )
+
+
 def _chosen(config: Config) -> list[Any]:
     """Returns the keys that choose the trained parameters; newer ones only where they are given, as
     older runs have a fingerprint without them.
     """
-    adapter = None if config.adapter is None else config.adapter.model_dump(mode="json")
-    newer = [list(config.train.only)] if config.train.only else []
-    return [list(config.train.freeze), *newer, *([] if adapter is None else [adapter])]
+    newer: list[Any] = [list(config.train.only)] if config.train.only else []
+    if config.adapter is not None:
+        newer.append(config.adapter.model_dump(mode="json"))
+        folder = config.adapter.path
+        if folder is not None:
+            files = [file for n in (SETTINGS, WEIGHTS) if (file := folder / n).is_file()]
+            newer.append(file_stamps(files))
+    return [list(config.train.freeze), *newer]
+
+
+def _adapter(config: Config, run_dir: Path, model: Any) -> AdapterConfig | None:
+    """Returns the settings of the run's adapter. Those of ``adapter.path`` are written to the run's
+    directory, and a run that has trained keeps them.
+
+    Raises:
+        ConfigError, StateError: the folder cannot be used.
+    """
+    given, path = config.adapter, run_dir / ADAPTER
+    if given is None or given.path is None:
+        path.unlink(missing_ok=True)
+        return given
+    if RunDirectory(run_dir).has_started and path.is_file():
+        return read_kept(run_dir, given.dropout)
+    names = [name for name, _ in model.named_modules() if name]
+    settings = read_settings(given.path, names, given.dropout)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, settings.model_dump_json(exclude={"path", "dropout"}, indent=1))
+    return settings
 
 
 def observe(config: Config, run_dir: Path, progress: Progress) -> None:

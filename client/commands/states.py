@@ -86,10 +86,23 @@ def export(
         Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist or be empty.")
     ],
     form: Annotated[
-        str, typer.Option("--format", help="Format: hf (Hugging Face), the only one.")
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="hf: a Hugging Face model, with a run's adapter merged into its weights. peft: the"
+            " adapter alone, in the files of PEFT.",
+        ),
     ] = "hf",
     step: Annotated[
         int | None, typer.Option(metavar="STEP", help="Saved step. Default: the newest.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Type of the tensors: fp32, bf16 or fp16. Default: model.dtype; fp32 for peft.",
+        ),
     ] = None,
     whole: Annotated[
         bool,
@@ -98,15 +111,20 @@ def export(
             help="Also writes the untrained parts of a multimodal model.",
         ),
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Reads the files back, and compares every tensor with the state."
+        ),
+    ] = False,
 ) -> None:
-    """Writes a saved state as a Hugging Face model directory."""
+    """Writes a saved state as a Hugging Face model directory, or its adapter alone."""
     with errors_explained():
+        from penstock.client.export import ExportOptions
         from penstock.client.export import export as write
 
-        if form != "hf":
-            raise ConfigError(f"--format {form}: accepted is hf")
-        version = write(run, output, step, whole=whole).version
-        typer.echo(f"step {version} of {run} is in {output}")
+        options = ExportOptions(form=form, dtype=dtype, whole=whole, verify=verify)
+        typer.echo(write(run, output, step, options))
 
 
 ModelArgument = Annotated[

@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.config.adapter import ALL_LINEAR, AdapterConfig, ends_with
 from penstock.host.errors import ConfigError
+from penstock.models.adapters.files import read_settings
 from penstock.protocol.plan.groups import near_names
 
 _TENSOR = re.compile(r"\.lora_(A\.weight|B\.weight|embedding_A|embedding_B)$")
@@ -62,6 +63,8 @@ def resolved(config: AdapterConfig, model: Any) -> Adapter:
             the key and the module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
+    if config.path is not None:
+        config = read_settings(config.path, modules, config.dropout)
     saved = _saved(config, modules)
     _check_tied(saved, model)
     adapted = {}

@@ -1,4 +1,5 @@
-"""Export of a model as a directory for ``transformers.AutoModelForCausalLM.from_pretrained``.
+"""Export of a saved state: a folder for ``transformers.AutoModelForCausalLM.from_pretrained``, or
+the files of an adapter for PEFT.
 
 ``python -m penstock.models.checkpoints.export RUN_DIR STATE_DIR OUT`` exports a saved state of a
 run.
@@ -12,40 +13,41 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PretrainedConfig
 
-from penstock.host.errors import ConfigError, StateError
+from penstock.config.adapter import AdapterConfig
+from penstock.host.errors import ConfigError
 from penstock.host.files import free_bytes, no_room
+from penstock.models.adapters.files import SETTINGS, WEIGHTS, settings_fields, to_json
 from penstock.models.binding import TORCH_DTYPES
-from penstock.models.checkpoints.carried import read_carried, write_files
+from penstock.models.checkpoints.adapters import adapter_tensors
+from penstock.models.checkpoints.carried import GENERATION, read_carried, write_files
 from penstock.models.checkpoints.constants import Constants, read_constants
-from penstock.models.checkpoints.conversion import as_published
+from penstock.models.checkpoints.exports.tensors import ExportedTensors, ReadBlock, saved_blocks
+from penstock.models.checkpoints.exports.verify import verify_adapter, verify_model
+from penstock.models.checkpoints.exports.whole import write_whole
 from penstock.models.checkpoints.older_readers import with_older_keys
-from penstock.models.checkpoints.whole import write_whole
-from penstock.models.surgery.hf import load_run_config
-from penstock.models.surgery.skeleton import Skeleton, build_skeleton, loaded_dtypes
-from penstock.protocol.run.checksums import CONSTANTS
+from penstock.models.surgery.hf import load_run_adapter, load_run_config
+from penstock.models.surgery.skeleton import build_skeleton, predicts_masked
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.saved_base import base_paths
-from penstock.shm.table import BlockTable, DType
+from penstock.shm.table import BlockSpec, BlockTable, DType
 
 SHARD_BYTES = 2 * 2**30
 """Bytes at which a shard ends, with its last block; the export holds one shard in memory."""
 
-ReadBlock = Callable[[int], Mapping[str, NDArray[Any]]]
-"""Block -> its own tensors by name: fp32, fp16, or bf16 as uint16 bits."""
+HF, PEFT = "hf", "peft"
+"""Formats: the whole model, and its adapter alone."""
 
 
 def export_hf(
@@ -57,26 +59,76 @@ def export_hf(
     dtype: DType,
     carried: Mapping[str, bytes],
     constants: Constants | None = None,
+    adapter: AdapterConfig | None = None,
     shard_bytes: int = SHARD_BYTES,
+    verifies: bool = False,
 ) -> None:
     """Writes ``config.json``, safetensors shards and the tokenizer; ``out`` appears whole or not at
     all.
 
     Tensors have the names and shapes of published files; tied ones are written once. ``carried``
     maps paths below ``out`` to contents; ``constants`` are the persistent buffers of all blocks.
-    ``dtype`` does not apply to tensors that transformers keeps in fp32.
+    ``dtype`` does not apply to tensors that transformers keeps in fp32. ``adapter`` is merged into
+    the weights. ``verifies``: reads the files back and compares every tensor.
 
     Raises:
         ConfigError: ``out`` exists and is not an empty directory.
-        StateError: a block lacks a tensor, or the tensor's shape differs from the table's.
+        StateError: a block lacks a tensor, or the tensor's shape differs from the table's. Or a
+            verified tensor differs.
     """
+    source = ExportedTensors.of(
+        hf_config, table, read_block, dtype=dtype, constants=constants or {}, adapter=adapter
+    )
     with _appearing(out) as temporary:
-        skeleton = build_skeleton(hf_config)
-        dtypes = loaded_dtypes(hf_config, TORCH_DTYPES[dtype])
-        source = _ExportedTensors(skeleton, table, read_block, dtypes, constants or {})
-        _write_config(hf_config, skeleton.model, dtype, temporary)
+        _write_config(source.hf_config, source.skeleton.model, dtype, temporary)
         _write_shards(source, dtype, temporary, shard_bytes)
         write_files(temporary, carried)
+        if verifies:
+            verify_model(source, temporary)
+
+
+def export_peft(run_dir: Path, state_dir: Path, out: Path, dtype: DType, verifies: bool) -> None:
+    """Writes the adapter of a saved state as PEFT does: settings, tensors, and the tokenizer.
+    ``out`` appears whole or not at all. ``verifies`` as of :func:`export_hf`.
+
+    Raises:
+        ConfigError: the run has no adapter, or ``out`` exists and is not an empty directory.
+        StateError: as :func:`export_hf`.
+    """
+    files, hf_config, settings = (
+        RunDirectory(run_dir),
+        load_run_config(run_dir),
+        load_run_adapter(run_dir),
+    )
+    if settings is None:
+        raise ConfigError(f"{run_dir}: has no adapter (config: adapter); give --format hf")
+    skeleton = build_skeleton(hf_config, settings)
+    adapter = skeleton.adapter
+    assert adapter is not None
+    read_block, constants = saved_blocks(state_dir, files.table), read_constants(run_dir)
+    source = ExportedTensors.of(
+        hf_config, files.table, read_block, dtype=dtype, constants=constants
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for block in files.table.blocks:
+        tensors |= adapter_tensors(source.saved(block.index), adapter, dtype)
+    modules = {name: module for name, module in skeleton.model.named_modules() if name}
+    kinds = (nn.Linear, nn.Embedding)
+    fields = settings_fields(
+        settings,
+        adapter.modules,
+        modules,
+        base=files.config.model.path,
+        transposed=any(not isinstance(modules[name], kinds) for name in adapter.modules),
+        causal=not predicts_masked(hf_config),
+    )
+    carried = read_carried(files.config, run_dir)
+    carried.pop(GENERATION, None)
+    with _appearing(out) as temporary:
+        _save(tensors, temporary / WEIGHTS)
+        write_files(temporary, {**carried, SETTINGS: to_json(fields).encode()})
+        if verifies:
+            verify_adapter(tensors, adapter, files.table, temporary)
 
 
 def export_whole(
@@ -89,8 +141,19 @@ def export_whole(
         ConfigError: ``out`` exists and is not an empty directory, or the model is no part of one.
         StateError: the folder, or a block, is damaged.
     """
-    skeleton = build_skeleton(load_run_config(run_dir))
-    source = _ExportedTensors(skeleton, table, read_block, {}, constants)
+    source = ExportedTensors.of(
+        load_run_config(run_dir),
+        table,
+        read_block,
+        dtype=table.weight_dtype,
+        constants=constants,
+        adapter=load_run_adapter(run_dir),
+    )
+    if source.untied:
+        raise ConfigError(
+            "--whole: a weight that the model ties to another has an adapter, and the folder's"
+            " configuration ties both; give --format peft, or leave --whole out"
+        )
     with _appearing(out) as temporary:
         write_whole(run_dir, source.named, temporary)
 
@@ -113,23 +176,23 @@ def export_in_memory(run_dir: Path, state_dir: Path, out: Path) -> ExportInMemor
     Raises:
         StateError: a block lacks a tensor, or the tensor's shape differs from the table's.
     """
-    files, hf_config = RunDirectory(run_dir), load_run_config(run_dir)
+    files = RunDirectory(run_dir)
     dtype = files.config.model.dtype
-    skeleton = build_skeleton(hf_config)
-    source = _ExportedTensors(
-        skeleton,
+    source = ExportedTensors.of(
+        load_run_config(run_dir),
         files.table,
         saved_blocks(state_dir, files.table),
-        loaded_dtypes(hf_config, TORCH_DTYPES[dtype]),
-        read_constants(run_dir),
+        dtype=dtype,
+        constants=read_constants(run_dir),
+        adapter=load_run_adapter(run_dir),
     )
-    _write_config(hf_config, skeleton.model, dtype, out)
+    model = source.skeleton.model
+    _write_config(source.hf_config, model, dtype, out)
     write_files(out, read_carried(files.config, run_dir))
     tensors: dict[str, torch.Tensor] = {}
-    for block in files.table.blocks:
-        if block.tensors:
-            tensors |= source.tensors(block.index)
-    return ExportInMemory(model_class=type(skeleton.model), tensors=tensors, dtype=dtype)
+    for block in source.blocks:
+        tensors |= source.tensors(block.index)
+    return ExportInMemory(model_class=type(model), tensors=tensors, dtype=dtype)
 
 
 @contextmanager
@@ -149,51 +212,6 @@ def _appearing(out: Path) -> Iterator[Path]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _ExportedTensors:
-    """The written tensors: those of a table's blocks and their constants. ``dtypes`` maps a name in
-    the model to the written type.
-    """
-
-    skeleton: Skeleton
-    table: BlockTable
-    read_block: ReadBlock
-    dtypes: Mapping[str, torch.dtype]
-    constants: Constants
-
-    def tensors(self, block: int) -> dict[str, torch.Tensor]:
-        """Returns the tensors of one block as published files have them.
-
-        Raises:
-            StateError: see :meth:`named`.
-        """
-        # Rounds to nearest even where the type is narrower than the master weights' fp32.
-        typed = {name: value.to(self.dtypes[name]) for name, value in self.named(block).items()}
-        return as_published(self.skeleton.model, typed)
-
-    def named(self, block: int) -> dict[str, torch.Tensor]:
-        """Returns the tensors of one block by their names in the model.
-
-        Raises:
-            StateError: the block or the constants lack a tensor, or a shape differs from the
-                table's.
-        """
-        arrays, tensors = self.read_block(block), {}
-        for spec in self.table.blocks[block].tensors:
-            array = arrays.get(spec.name)
-            if array is None or array.shape != spec.shape:
-                actual = "nothing" if array is None else f"shape {array.shape}"
-                raise StateError(f"tensor {spec.name}: expected shape {spec.shape}, found {actual}")
-            value = torch.from_numpy(np.array(array))
-            # NumPy has no bf16: such arrays are their bits.
-            tensors[spec.name] = value.view(torch.bfloat16) if array.dtype == np.uint16 else value
-        for name in self.skeleton.parts[block].constants:
-            if name not in self.constants:
-                raise StateError(f"{CONSTANTS} of the run lacks {name}")
-            tensors[name] = self.constants[name]
-        return tensors
-
-
 def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directory: Path) -> None:
     config = copy.deepcopy(hf_config)
     config.architectures = [type(model).__name__]
@@ -204,10 +222,8 @@ def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directo
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_shards(
-    source: _ExportedTensors, dtype: DType, directory: Path, shard_bytes: int
-) -> None:
-    shards = list(_shards(source.table, dtype, shard_bytes))
+def _write_shards(source: ExportedTensors, dtype: DType, directory: Path, shard_bytes: int) -> None:
+    shards = list(_shards(source.blocks, dtype, shard_bytes))
     file_of: dict[str, str] = {}
     total_bytes = 0
     for number, blocks in enumerate(shards, start=1):
@@ -218,13 +234,7 @@ def _write_shards(
         for block in blocks:
             tensors |= source.tensors(block)
         assert not tensors.keys() & file_of.keys(), "blocks keep their tensors apart"
-        try:
-            save_file(tensors, directory / name, metadata={"format": "pt"})
-        except SafetensorError as error:
-            needed = sum(tensor.nbytes for tensor in tensors.values())
-            if free_bytes(directory) < needed:
-                raise no_room(directory / name, needed) from error
-            raise ConfigError(f"{directory / name}: cannot write it: {error}") from error
+        _save(tensors, directory / name)
         file_of |= dict.fromkeys(tensors, name)
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
@@ -233,15 +243,23 @@ def _write_shards(
         path.write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def _shards(table: BlockTable, dtype: DType, shard_bytes: int) -> Iterator[list[int]]:
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        if free_bytes(path.parent) < needed:
+            raise no_room(path, needed) from error
+        raise ConfigError(f"{path}: cannot write it: {error}") from error
+
+
+def _shards(exported: Sequence[BlockSpec], dtype: DType, shard_bytes: int) -> Iterator[list[int]]:
     """Yields groups of consecutive blocks, one group for a file. Each group but the last has at
     least ``shard_bytes`` bytes.
     """
     blocks: list[int] = []
     size = 0
-    for block in table.blocks:
-        if not block.tensors:
-            continue
+    for block in exported:
         blocks.append(block.index)
         size += sum(t.num_elements for t in block.tensors) * dtype.itemsize
         if size >= shard_bytes:
@@ -263,57 +281,41 @@ def _flush(directory: Path) -> None:
             os.close(descriptor)
 
 
-def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
-    """Returns a reader of blocks of a saved state: master weights and frozen ones by name, widened
-    to fp32, in the table's shapes. It raises StateError if a file is damaged or missing.
-    """
-
-    base = base_paths(state_dir)
-
-    def read_block(block: int) -> dict[str, NDArray[Any]]:
-        path, arrays = state_dir / f"block-{block:04d}.safetensors", {}
-        specs = table.blocks[block].tensors
-        trained = {spec.name: spec.name for spec in specs if spec.trainable}
-        frozen = {f"frozen.{spec.name}": spec.name for spec in specs if not spec.trainable}
-        for source, keys in ((path, trained), (base.get(block, path), frozen)):
-            try:
-                with safe_open(source, framework="pt") as file:
-                    for key, name in keys.items():
-                        arrays[name] = file.get_tensor(key).to(torch.float32).numpy()
-            except (OSError, SafetensorError) as error:
-                raise StateError(f"{source}: {error}") from error
-        return arrays
-
-    return read_block
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the export command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.checkpoints.export", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("state_dir", type=Path, help="RUN_DIR/state/step-…, checked by the caller")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--format", choices=(HF, PEFT), default=HF)
     parser.add_argument("--whole", action="store_true", help="with the other parts of the model")
     parser.add_argument("--dtype", type=DType, choices=list(DType), help="default: model.dtype")
+    parser.add_argument("--verify", action="store_true", help="read the files back")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
 
     def work() -> None:
         files = RunDirectory(options.run_dir)
-        if options.whole:
-            read_block = saved_blocks(options.state_dir, files.table)
-            constants = read_constants(options.run_dir)
+        read_block = saved_blocks(options.state_dir, files.table)
+        constants = read_constants(options.run_dir)
+        if options.format == PEFT:
+            # PEFT has its adapters in fp32, also over a narrower model.
+            dtype = options.dtype or DType.FP32
+            export_peft(options.run_dir, options.state_dir, options.out, dtype, options.verify)
+        elif options.whole:
             export_whole(options.run_dir, files.table, read_block, options.out, constants)
-            return
-        export_hf(
-            load_run_config(options.run_dir),
-            files.table,
-            saved_blocks(options.state_dir, files.table),
-            options.out,
-            dtype=options.dtype or files.config.model.dtype,
-            constants=read_constants(options.run_dir),
-            carried=read_carried(files.config, options.run_dir),
-        )
+        else:
+            export_hf(
+                load_run_config(options.run_dir),
+                files.table,
+                read_block,
+                options.out,
+                dtype=options.dtype or files.config.model.dtype,
+                constants=constants,
+                carried=read_carried(files.config, options.run_dir),
+                adapter=load_run_adapter(options.run_dir),
+                verifies=options.verify,
+            )
 
     return tool_main(work, options.out, options.parent_pid)
 

@@ -7,7 +7,7 @@ process, gets the same values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from penstock.host.errors import ConfigError
 from penstock.models.adapters.modules import drawn
 from penstock.models.adapters.settings import is_adapter_tensor
 from penstock.models.binding import pack, unpack
+from penstock.models.checkpoints.adapters import AdapterWeights
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.conversion import Weights
 from penstock.models.checkpoints.files import chosen_files
@@ -48,11 +49,11 @@ def initial_blocks(
             number that is not finite, or not finite in the run's type.
     """
     skeleton = build_skeleton(hf_config)
-    seed = config.run.seed
+    adapters = _adapters(config, hf_config, table)
     if config.model.path is None:
         for block in blocks:
             spec = table.blocks[block]
-            yield block, _drawn(skeleton, spec, seed) | _adapters(spec, seed)
+            yield block, _drawn(skeleton, spec, config.run.seed) | adapters(spec)
         return
     files = chosen_files(config.model.path, hf_config) if files is None else files
     composite = folder_composite(config.model.path)
@@ -60,13 +61,22 @@ def initial_blocks(
     weights.check(table)
     for block in blocks:
         spec = table.blocks[block]
-        yield block, weights.read(spec, table.weight_dtype) | _adapters(spec, seed)
+        yield block, weights.read(spec, table.weight_dtype) | adapters(spec)
 
 
-def _adapters(block: BlockSpec, seed: int) -> dict[str, torch.Tensor]:
-    """Returns new tensors of a block's adapters."""
-    return {
-        spec.name: drawn(spec.name, spec.shape, seed)
+def _adapters(
+    config: Config, hf_config: PretrainedConfig, table: BlockTable
+) -> Callable[[BlockSpec], dict[str, torch.Tensor]]:
+    """Returns a function from a block to the tensors of its adapters: new ones, or those of
+    ``adapter.path`` with its saved modules.
+    """
+    if config.adapter is not None and config.adapter.path is not None:
+        adapter = build_skeleton(hf_config, config.adapter).adapter
+        assert adapter is not None
+        files = AdapterWeights(config.adapter.path, adapter)
+        return lambda block: files.read(block, table.weight_dtype)
+    return lambda block: {
+        spec.name: drawn(spec.name, spec.shape, config.run.seed)
         for spec in block.tensors
         if is_adapter_tensor(spec.name)
     }

@@ -24,6 +24,7 @@ from penstock.config.schema import Config
 from penstock.config.values import MASKED, NEXT_TOKEN, ROW_OBJECTIVES
 from penstock.host.errors import ConfigError, StateError, reason
 from penstock.host.files import is_file, parse_json
+from penstock.models.adapters.files import read_kept
 from penstock.models.data.user_modules import import_hint, import_user_module
 from penstock.models.surgery.composite import Composite, text_part
 from penstock.models.surgery.probe import refused
@@ -183,8 +184,12 @@ def load_run_adapter(run_dir: Path) -> AdapterConfig | None:
 
     Raises:
         ConfigError: the run has no configuration.
+        StateError: the kept settings of ``adapter.path`` are missing or damaged.
     """
-    return RunDirectory(run_dir).config.adapter
+    given = RunDirectory(run_dir).config.adapter
+    if given is None or given.path is None:
+        return given
+    return read_kept(run_dir, given.dropout)
 
 
 def without_dropout(hf_config: PretrainedConfig) -> PretrainedConfig:

@@ -28,7 +28,10 @@ MADE = ("table.json", "model/config.json", "data/meta.json")
 CONSTANTS = "model/constants.safetensors"
 """Made once, too, for models that have any: :mod:`penstock.models.checkpoints.constants`."""
 
-CHECKED_FILES = (*MADE, CONSTANTS, "resolved.yaml", "plan.json", "numerics.json")
+ADAPTER = "model/adapter.json"
+"""Settings of the adapter that a run starts with: :mod:`penstock.models.adapters.files`."""
+
+CHECKED_FILES = (*MADE, CONSTANTS, ADAPTER, "resolved.yaml", "plan.json", "numerics.json")
 """All files with recorded checksums; the last three are written at every start."""
 
 

@@ -27,7 +27,13 @@ from penstock.host.files import (
 )
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.step import step_terms
-from penstock.protocol.run.checksums import CHECKSUMS, CONSTANTS, checksums_text, read_checked
+from penstock.protocol.run.checksums import (
+    ADAPTER,
+    CHECKSUMS,
+    CONSTANTS,
+    checksums_text,
+    read_checked,
+)
 from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.names import ownership, partner_of, replica_name, storage
 from penstock.protocol.run.numerics import KERNELS, NUMERICS, Numerics
@@ -54,6 +60,7 @@ _FILES = (
         "logs/console.txt",
     ),
     *("software.json", "journal.sqlite-count", "places.json", "search.json", CONSTANTS),
+    ADAPTER,
     *(NUMERICS, KERNELS),
 )
 COMPILED = "compiled"

@@ -300,6 +300,21 @@ def test_export_without_a_run_or_a_state(tmp_path: Path) -> None:
     assert code == 2 and "no saved state" in err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--format", "gguf"), "--format gguf: accepted are hf and peft"),
+        (("--dtype", "int8"), "--dtype int8: accepted are fp32, bf16, fp16"),
+        (("--format", "peft", "--whole"), "an adapter has no other parts"),
+        (("--whole", "--dtype", "bf16"), "tensors keep the types of the folder"),
+        (("--whole", "--verify"), "compares the text model alone"),
+    ],
+)
+def test_exports_that_do_not_exist(options: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    code, _, err = penstock("export", str(tmp_path), str(tmp_path / "out"), *options)
+    assert code == 2 and words in " ".join(err.split())
+
+
 def test_help_imports_no_torch() -> None:
     program = (
         "import sys; from penstock.client import main; from typer.testing import CliRunner;"

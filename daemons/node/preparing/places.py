@@ -24,7 +24,10 @@ from penstock.protocol.run.rundir import RunDirectory
 
 FORMAT = 1
 RECORD = "places.json"
-PLACES = ("model.path", "data.path", "data.tokens", "data.tokenizer", "data.eval_path")
+PLACES = (
+    *("model.path", "adapter.path", "data.path", "data.tokens", "data.tokenizer"),
+    "data.eval_path",
+)
 """Keys of inputs, which a run that has started must not change, but for data.eval_path."""
 FILES = ("model.import_path", "schedule.file", "schedule.profile", "cluster.keys")
 """Keys of other files of a project."""
@@ -191,7 +194,7 @@ def _moved(path: Path, before: Path, run_dir: Path) -> Path:
 
 def _path_of(config: Config, key: str) -> Path | None:
     section, _, name = key.partition(".")
-    value = getattr(getattr(config, section), name)
+    value = getattr(getattr(config, section), name, None)
     if value is None or value == BYTE or str(value).startswith("@"):
         return None
     return Path(value)

@@ -77,7 +77,7 @@ from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.bases.base_identity import present_bytes
-from penstock.protocol.run.checksums import CONSTANTS, MADE, read_checked, recorded_values
+from penstock.protocol.run.checksums import ADAPTER, CONSTANTS, MADE, read_checked, recorded_values
 from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.hardware.cpus import check_cpus
 from penstock.protocol.run.hardware.placement import check_cores
@@ -401,7 +401,7 @@ def _previous(run_dir: Path, progress: Progress) -> Config | None:
         previous = previous.model_copy(update={"data": data})
     fixed = recorded_values(run_dir)
     if fixed is not None:
-        for name in (*MADE, CONSTANTS):
+        for name in (*MADE, CONSTANTS, ADAPTER):
             if (run_dir / name).exists():
                 read_checked(run_dir, name)
         edited = edited_keys(fixed, previous)

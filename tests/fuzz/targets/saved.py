@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from penstock.config.adapter import AdapterConfig
 from penstock.daemons.memory.snapshot import read_block, read_manifest
 from penstock.daemons.memory.tensorfile import read_header
 from penstock.daemons.mirror.sweeps import read_replica
@@ -22,13 +23,20 @@ from penstock.daemons.scheduler.journal import Journal, _with_checksum
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.metrics import SchedulerMetrics
 from penstock.daemons.scheduler.metrics_file import MetricsFile
-from penstock.host.errors import PenstockError
+from penstock.host.errors import PenstockError, StateError
+from penstock.models.adapters.files import (
+    SETTINGS,
+    WEIGHTS,
+    read_kept,
+    read_settings,
+    settings_fields,
+)
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.files import files_before
 from penstock.models.data.chunks import write_sums
 from penstock.models.prepare import _has, _recorded, _recorded_sum
 from penstock.protocol.run.bases.base_identity import read_source, weight_files
-from penstock.protocol.run.checksums import with_checksum
+from penstock.protocol.run.checksums import ADAPTER, with_checksum
 from penstock.protocol.run.saved_base import base_file, base_paths
 from penstock.shm.control import CommitRecord, ControlView
 from penstock.shm.layout import SegmentKind
@@ -322,7 +330,49 @@ def _checkpoints() -> list[bytes]:
     ]
 
 
+@contextmanager
+def _adapter(folder: Path) -> Iterator[Decoder]:
+    """The settings of an adapter as PEFT writes them, and as a run has kept them."""
+    (folder / "model").mkdir()
+    (folder / WEIGHTS).touch()
+
+    def read(data: bytes) -> None:
+        for path in (folder / SETTINGS, folder / ADAPTER):
+            path.write_bytes(data)
+        try:
+            read_kept(folder, 0.0)
+        except StateError:
+            read_settings(folder, ("model.layers.0.q_proj", "model.layers.11.experts.3.w1"), 0.1)
+
+    yield read
+
+
+def _adapters() -> list[bytes]:
+    fields = settings_fields(
+        AdapterConfig(rank_pattern={"w1": 4}, alpha_pattern={"w1": 2.5}),
+        ("layers.0.w1",),
+        ("layers.0.w1", "layers.0"),
+        base=None,
+        transposed=False,
+        causal=True,
+    )
+    layers = {"target_modules": ["w1"], "layers_to_transform": [11], "layers_pattern": "layers"}
+    kept = AdapterConfig(targets=("w1",)).model_dump(mode="json", exclude={"path", "dropout"})
+    return dumped(fields | {"target_modules": ".*w1"}, fields | layers, kept)
+
+
 SAVED = (
+    Target(
+        name="adapter",
+        open=_adapter,
+        covers=(
+            "models.adapters.files._read_fields",
+            "models.adapters.files.read_settings",
+            "models.adapters.files.read_kept",
+        ),
+        seeds=_adapters,
+        form=Form.JSON,
+    ),
     Target(
         name="manifest",
         open=from_file("manifest.json", read_manifest),

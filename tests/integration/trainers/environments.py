@@ -27,8 +27,6 @@ LLAMA_FACTORY = (
 )
 """LLaMA-Factory wants older versions; reading data works with those of the tests."""
 
-PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil")
-
 _UNUSED = ("torchaudio",)
 """Modules that LLaMA-Factory imports for sounds alone: each is an empty file here."""
 
