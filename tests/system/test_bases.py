@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from penstock.host.errors import ExitCode
+from penstock.protocol.wire.control import ControlClient
 from penstock.shm.base_users import base_uses
 from tests.system import conftest as H
+from tests.system.test_exactness import obeyed
 
 FROZEN: dict[str, Any] = {
     "run": {"seed": 20_117},  # no other test shares these weights
@@ -49,3 +61,117 @@ def test_two_runs_have_one_base_and_end_as_alone(runner: Any) -> None:
     assert code == 130, output
     left = {use.digest for use in base_uses()}
     assert left.isdisjoint(use.digest for use in uses)
+
+
+TARGETS = ("memoryd", "worker", "optimizerd", "schedulerd")
+
+
+def kill_somebody(run: H.TrainProcess, source: random.Random) -> bool:
+    """Kills a random process of a run; False where it is not there yet, or no more."""
+    kind = source.choice(TARGETS)
+    pids = [pid for name, pid in run.members().items() if name.startswith(kind)]
+    if not pids:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(source.choice(pids), signal.SIGKILL)
+        return True
+    return False
+
+
+def base_bytes() -> int:
+    """The bytes of all bases in /dev/shm."""
+    return sum(path.stat().st_blocks * 512 for path in Path("/dev/shm").glob("penstock-base-*"))
+
+
+def stopped(run: H.TrainProcess) -> int:
+    """Stops a run, and returns its last step."""
+    obeyed(run, ControlClient.stop)
+    code, output = run.wait(900)
+    assert code == ExitCode.STOPPED, f"exit code {code}\n{output}\n{H.tail_logs(run.run_dir)}"
+    return H.newest_step(run.run_dir)
+
+
+def check_alone(runner: Any, changes: dict[str, Any], run: H.TrainProcess) -> None:
+    """A run that was stopped has the bytes of a run of its own, without a shared base."""
+    limit = H.endless_until(stopped(run))
+    alone = H.merge(H.merge(changes, limit), {"memory": {"share_base": "never"}})
+    name = f"{run.run_dir.name}-alone"
+    expected = runner.train(runner.configure(name, H.merge(alone, {"run": {"name": name}})))
+    assert H.state_bytes(run.run_dir) == H.state_bytes(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
+    """The first kills come while the base is being filled. Each run ends with its own bytes."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    source = random.Random(seed)
+    changes = [
+        H.merge(H.merge(FROZEN, H.ENDLESS), {"optimizer": {"lr": rate}, "run": {"name": f"r{i}"}})
+        for i, rate in enumerate((1e-3, 2e-3, 3e-3, 4e-3))
+    ]
+    runs = [runner.start(runner.configure(f"run{i}", each)) for i, each in enumerate(changes)]
+    kills = 0
+    while kills < 60:
+        run = source.choice(runs)
+        assert run.process.poll() is None, run.wait(1)[1]
+        kills += kill_somebody(run, source)
+        time.sleep(source.random() * (0.2 if kills < 12 else 2.0))
+    for run in runs:
+        H.wait_for_step(run, H.newest_step(run.run_dir) + 2, timeout_s=600.0)
+    ids = {run_id(run) for run in runs}
+    uses = [use for use in base_uses() if ids & set(use.runs)]
+    assert uses and all(set(use.runs) == ids for use in uses)
+    for each, run in zip(changes, runs, strict=True):
+        check_alone(runner, each, run)
+    left = {use.digest for use in base_uses()}
+    assert left.isdisjoint(use.digest for use in uses)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_four_runs_have_a_base_of_one_gigabyte_once(runner: Any, tmp_path: Path) -> None:
+    disable_progress_bar()
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20}
+    hf = {**H.TINY_LLAMA, **sizes, "num_attention_heads": 8, "vocab_size": 257}
+    hf |= {"num_key_value_heads": 8, "head_dim": 128, "bos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(**hf)).save_pretrained(tmp_path / "model")
+    changes: list[dict[str, Any]] = [
+        H.merge(
+            H.ENDLESS,
+            {
+                "run": {"name": f"r{i}"},
+                "model": {"hf": None, "path": str(tmp_path / "model")},
+                "adapter": {"r": 8, "alpha": 16},
+                "data": {"sequence_length": 8},
+                "train": {"global_batch": 2, "micro_batch": 1},
+                "optimizer": {"lr": rate, "threads": 1},
+                "schedule": {"scheme": "1f1b"},
+                "cluster": {"workers": 1},
+            },
+        )
+        for i, rate in enumerate((1e-3, 2e-3, 3e-3, 4e-3))
+    ]
+    before = base_bytes()
+    runs = [runner.start(runner.configure("run0", changes[0]))]
+    H.wait_for_step(runs[0], 1, timeout_s=600.0)
+    one = base_bytes() - before
+    assert one > 2**30
+    runs += [runner.start(runner.configure(f"run{i}", changes[i])) for i in (1, 2, 3)]
+    for run in runs:
+        H.wait_for_step(run, 2, timeout_s=900.0)
+    own = {
+        run.run_dir.name: sum(
+            path.stat().st_blocks * 512
+            for path in Path("/dev/shm").glob(f"penstock-{run_id(run)}-*")
+        )
+        for run in runs
+    }
+    four = base_bytes() - before
+    print(f"bases of one run {one:,} bytes, of four {four:,}; own arrays {own}")
+    assert four <= 1.01 * one
+    for each, run in zip(changes, runs, strict=True):
+        check_alone(runner, each, run)
+    assert base_bytes() == before
