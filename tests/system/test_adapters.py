@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from penstock.host.errors import ExitCode
-from penstock.models.adapters.modules import drawn
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
 from tests.folders import start_from_folder
+from tests.models.conftest import our_name
 from tests.system import conftest as H
 from tests.system.reference import ReferenceLoop, reference_loop
 from tests.system.test_exactness import ENDLESS, assert_exact, disturb, obeyed
@@ -42,40 +44,35 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-class PeftLoop(ReferenceLoop):
-    """The run's model of transformers with PEFT's adapters."""
-
-    def load_model(self, folder: Path) -> Any:
-        given = self.config.adapter
-        assert given is not None
-        settings = LoraConfig(
-            r=given.r,
-            lora_alpha=given.alpha,
-            use_rslora=given.rslora,
-            target_modules=given.targets if isinstance(given.targets, str) else list(given.targets),
-            modules_to_save=list(given.modules_to_save) or None,
-            rank_pattern=given.rank_pattern,
-            alpha_pattern=given.alpha_pattern,
-        )
-        return get_peft_model(super().load_model(folder), settings)
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        parameters = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                ours = name.removeprefix("base_model.model.").replace(".default", "")
-                ours = ours.replace(".modules_to_save", "")
-                parameters[ours] = parameter
-                if ".lora_" in ours:
-                    start = drawn(ours, tuple(parameter.shape), self.config.run.seed)
-                    parameter.data.copy_(start)
-        return parameters
-
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
 ]
+
+
+class PeftLoop(ReferenceLoop):
+    """The run's model of transformers with PEFT's adapters, read from the run's start."""
+
+    def load_model(self, folder: Path) -> Any:
+        model = super().load_model(folder)
+        return PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        named = self.model.named_parameters()
+        return {our_name(name): value for name, value in named if value.requires_grad}
+
+
+def write_adapter(folder: Path, settings: LoraConfig) -> Path:
+    """A folder of PEFT with random factors: none of them is zero."""
+    torch.manual_seed(11)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted: Any = get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "adapter"
 
 
 def check_beside_peft(run_dir: Path) -> None:
@@ -91,22 +88,30 @@ def check_beside_peft(run_dir: Path) -> None:
         assert np.linalg.norm(value - theirs) <= 1e-6 * np.linalg.norm(theirs), name
 
 
-def trained(runner: H.Runner, name: str, hf: dict[str, Any], **changes: Any) -> Path:
-    """The directory of a finished run with adapters."""
+def trained(
+    runner: H.Runner, name: str, hf: dict[str, Any], settings: LoraConfig, **changes: Any
+) -> Path:
+    """The directory of a finished run that starts from PEFT's files."""
     base: dict[str, Any] = {
         "run": {"name": name, "dir": str(runner.root / name)},
         "train": {"steps": STEPS},
-        "adapter": {"r": 4, "alpha": 16},
         "optimizer": {"lr": 2e-3},
     }
     path = runner.configure(name, H.merge(base, changes))
-    if hf.get("model_type") == "gpt2":
-        fields = yaml.safe_load(path.read_text())
-        fields["model"]["hf"] = hf
-        path.write_text(yaml.safe_dump(fields))
-    elif hf:
-        path = runner.configure(name, H.merge(H.merge(base, changes), {"model": {"hf": hf}}))
-    return runner.train(start_from_folder(path))
+    fields = yaml.safe_load(path.read_text())
+    given = {} if hf.get("model_type") == "gpt2" else fields["model"]["hf"]
+    fields["model"]["hf"] = {**given, **hf}
+    path.write_text(yaml.safe_dump(fields))
+    path = start_from_folder(path)
+    fields = yaml.safe_load(path.read_text())
+    adapter = write_adapter(Path(fields["model"]["path"]), settings)
+    path.write_text(yaml.safe_dump({**fields, "adapter": {"path": str(adapter)}}))
+    return runner.train(path)
+
+
+def all_linear() -> LoraConfig:
+    """Adapters of rank 4 on every linear module."""
+    return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear")
 
 
 def check_that_only_adapters_train(run_dir: Path) -> None:
@@ -116,7 +121,7 @@ def check_that_only_adapters_train(run_dir: Path) -> None:
 
 
 def test_a_split_run_is_the_loop_of_peft(runner: H.Runner) -> None:
-    run_dir = trained(runner, "split", {}, schedule=SCHEDULES["split"])
+    run_dir = trained(runner, "split", {}, all_linear(), schedule=SCHEDULES["split"])
     check_that_only_adapters_train(run_dir)
     check_beside_peft(run_dir)
 
@@ -125,21 +130,23 @@ def test_a_split_run_is_the_loop_of_peft(runner: H.Runner) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_and_schedules(runner: H.Runner, family: str, schedule: str) -> None:
-    run_dir = trained(runner, family, FAMILIES[family], schedule=SCHEDULES[schedule])
+    run_dir = trained(runner, family, FAMILIES[family], all_linear(), schedule=SCHEDULES[schedule])
     check_that_only_adapters_train(run_dir)
     check_beside_peft(run_dir)
 
 
 @pytest.mark.slow
 def test_embeddings_and_saved_modules(runner: H.Runner) -> None:
-    adapter = {
-        "targets": ["q_proj", "embed_tokens", "down_proj"],
-        "modules_to_save": ["lm_head", "norm"],
-        "rank_pattern": {"q_proj": 2},
-        "rslora": True,
-    }
-    changes = {"adapter": adapter, "schedule": SCHEDULES["split"]}
-    run_dir = trained(runner, "saved", {"tie_word_embeddings": False}, **changes)
+    settings = LoraConfig(
+        r=8,
+        lora_alpha=8,
+        target_modules=["q_proj", "embed_tokens", "down_proj"],
+        modules_to_save=["lm_head", "norm"],
+        rank_pattern={"q_proj": 2},
+        use_rslora=True,
+    )
+    hf = {"tie_word_embeddings": False}
+    run_dir = trained(runner, "saved", hf, settings, schedule=SCHEDULES["split"])
     check_beside_peft(run_dir)
 
 
