@@ -1,4 +1,4 @@
-"""``penstock convert``: keys of LoRA, beside the adapters that PEFT makes of the same keys."""
+"""``penstock convert``: keys of LoRA make the adapters that PEFT makes of the same keys."""
 
 from __future__ import annotations
 

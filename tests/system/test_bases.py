@@ -162,7 +162,7 @@ def test_four_runs_have_a_base_of_one_gigabyte_once(runner: Any, tmp_path: Path)
     runs += [runner.start(runner.configure(f"run{i}", changes[i])) for i in (1, 2, 3)]
     for run in runs:
         H.wait_for_step(run, 2, timeout_s=900.0)
-    own = {
+    arrays = {
         run.run_dir.name: sum(
             path.stat().st_blocks * 512
             for path in Path("/dev/shm").glob(f"penstock-{run_id(run)}-*")
@@ -170,7 +170,7 @@ def test_four_runs_have_a_base_of_one_gigabyte_once(runner: Any, tmp_path: Path)
         for run in runs
     }
     four = base_bytes() - before
-    print(f"bases of one run {one:,} bytes, of four {four:,}; own arrays {own}")
+    print(f"bases of one run {one:,} bytes, of four {four:,}; own arrays {arrays}")
     assert four <= 1.01 * one
     for each, run in zip(changes, runs, strict=True):
         check_alone(runner, each, run)

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from penstock.client.convert.adapters import fields_of
 from penstock.client.convert.passes import counted_records
 from penstock.client.convert.registries import entries_of
 from penstock.client.convert.trl import first_columns
@@ -167,6 +168,13 @@ DATA_FILES = (
         covers=("client.convert.trl.first_columns",),
         seeds=lambda: [b"\n".join(LINES), b"[" + b",\n".join(LINES) + b"]"],
         form=Form.TEXT,
+    ),
+    Target(
+        name="adapter-fields",
+        open=from_file("adapter_config.json", fields_of),
+        covers=("client.convert.adapters.fields_of",),
+        seeds=lambda: [json.dumps({"r": 8, "lora_alpha": 16, "target_modules": ["q"]}).encode()],
+        form=Form.JSON,
     ),
     _target("text-encoded", "a.txt", "decoding.decoded", ["水 lifts".encode()], Form.TEXT),
 )
