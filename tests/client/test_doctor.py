@@ -23,6 +23,7 @@ from penstock.host.cgroup import CpuLimit
 from penstock.host.topology import Topology, format_cpus
 from penstock.protocol.run.names import socket_folder
 from penstock.protocol.wire.local_names import prepare_folder
+from penstock.shm.bases import Base
 from penstock.shm.control import ControlView, control_bytes
 from penstock.shm.pages import HugePages
 from penstock.shm.segment import Segment, exists, unlink
@@ -102,6 +103,28 @@ def test_what_is_lost_with_memory_is_said(
     assert (finding.removable, finding.loses) == (True, loses)
     clean(replace(examine(run_dir), findings=(finding,)), run_dir)
     assert exists(name) == bool(loses)
+
+
+def test_bases_are_listed_and_the_unused_ones_removed() -> None:
+    """One base is in use by this process, the other one was left behind."""
+    made = [Base.claim(secrets.token_bytes(32), 64, "test-a") for _ in range(2)]
+    used, unused = (base for base in made if base is not None)
+    try:
+        for base in (used, unused):
+            os.pwrite(base.descriptor, bytes(64), 0)
+            assert base.seal()
+        unused.close()
+        names = {base.name.removeprefix("/") for base in (used, unused)}
+        report = examine(None)
+        runs = {entry["digest"]: entry["runs"] for entry in report.to_dict()["bases"]}
+        assert all(runs[base.digest.hex()] == [] for base in (used, unused))
+        ours = tuple(finding for finding in report.findings if finding.name in names)
+        assert len(clean(replace(report, findings=ours), None).removed) == 1
+        assert exists(used.name) and not exists(unused.name)
+    finally:
+        used.close()
+        for base in (used, unused):
+            unlink(base.name)
 
 
 def test_a_run_directory_shows_nothing_of_other_runs(run_id: str, tmp_path: Path) -> None:

@@ -203,7 +203,11 @@ def test_data_of_the_hub_and_unreadable_data(folder: Path) -> None:
 def test_examples_come_with_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert {"chat", "pretrain"} <= set(example_names())
-    for name, data in (("chat", "chat.jsonl"), ("pretrain", "texts.parquet")):
+    for name, data in (
+        ("chat", "chat.jsonl"),
+        ("pretrain", "texts.parquet"),
+        ("adapters", "chat.jsonl"),
+    ):
         assert ran("init", "--example", name)[0] == 0
         text = Path(f"{name}.yaml").read_text()
         assert "examples/" not in text and Path(data).stat().st_size > 1000
@@ -234,3 +238,21 @@ def test_examples_train(
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [step["loss"] for step in steps if "loss" in step]
     assert len(losses) == data["steps"] and losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_the_example_of_adapters_trains_that_of_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("chat", "adapters"):
+        assert ran("init", "--example", name)[0] == 0
+    for words in (
+        ["train", "chat.yaml"],
+        ["export", "runs/chat", "models/chat"],
+        ["train", "adapters.yaml"],
+        ["export", "runs/adapters", "out", "--format", "peft", "--verify"],
+    ):
+        code, out, err = ran(*words)
+        assert code == 0, f"{out}{err}"
+    assert Path("out/adapter_model.safetensors").stat().st_size > 1000

@@ -117,7 +117,7 @@ def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
         run = source.choice(runs)
         assert run.process.poll() is None, run.wait(1)[1]
         kills += kill_somebody(run, source)
-        time.sleep(source.random() * (0.2 if kills < 12 else 2.0))
+        time.sleep(source.random() * (0.2 if kills < 12 else 0.6))
     for run in runs:
         H.wait_for_step(run, H.newest_step(run.run_dir) + 2, timeout_s=600.0)
     ids = {run_id(run) for run in runs}
