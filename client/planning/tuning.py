@@ -497,8 +497,9 @@ def tuned_text(
     if folder.resolve() != home.resolve():
         absolute = with_absolute_paths(config).model_dump(mode="json")
         for section, _, key in (path.partition(".") for path in _PATHS):
-            if absolute[section][key] is not None and (key in values_by_section.get(section, ())):
-                values_by_section[section][key] = absolute[section][key]
+            given, places = values_by_section.get(section) or {}, absolute[section] or {}
+            if places.get(key) is not None and key in given:
+                given[key] = places[key]
         if config.has_own_modules:
             values_by_section["model"]["import_path"] = absolute["model"]["import_path"]
     return edited(read_text(source, MAX_BYTES), values_by_section)

@@ -66,7 +66,7 @@ def test_a_resume_keeps_the_choice() -> None:
         (config(workers=4), "cluster.workers: 2 -> 4"),
         (
             config(limit="1G"),
-            "memory: {'host_limit': None, 'device_limit': None, 'mirror': 'none'}",
+            "memory: {'host_limit': None, 'device_limit': None, 'mirror': 'none', 'share_base'",
         ),
         (config(recompute="full"), "schedule: {} -> {'recompute': 'full'}"),
     ],

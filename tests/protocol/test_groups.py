@@ -121,7 +121,7 @@ def test_a_tied_tensor_is_matched_by_each_of_its_names(table: BlockTable, name: 
         ),
         (
             [{"match": "scale", "rate": 2.0}],
-            r"groups.0.match: \['scale'\] matches only parameters that train.freeze .*such as",
+            r"groups.0.match: \['scale'\] matches only parameters that are not trained .*such as",
         ),
         (
             [{"match": "q_proj", "rate": 2.0}, {"match": "q_proj.bias", "rate": 3.0}],
