@@ -234,6 +234,7 @@ def test_waits_end_at_the_deadline_or_the_abort(pair: Pair) -> None:
         "waited 0.1 s for activation of stage 0, micro-batch 0 (train 1) from worker 0"
     )
     pair.send(0, hidden=torch.ones(2))
+    pair.take(0, 600.0)  # the shapes are there
     error = ended_by(lambda: pair.take(1, 0.1))
     assert isinstance(error, LostMemberError)
     assert str(error) == "waited 0.1 s for activation of stage 0, micro-batch 1 (train 1)"
