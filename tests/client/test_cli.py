@@ -168,7 +168,7 @@ def test_an_example_is_written_and_not_over_a_file(tmp_path: Path) -> None:
     code, _, err = penstock("init", cwd=tmp_path)
     assert code == 2 and "tiny.yaml: exists" in err and "--out" in err
     code, _, err = penstock("init", "--example", "huge", cwd=tmp_path)
-    assert code == 2 and "accepted are chat, emulated, pretrain, tiny" in err
+    assert code == 2 and "accepted are adapters, chat, emulated, pretrain, tiny" in err
     code, _, err = penstock("init", "--out", "no/folder.yaml", cwd=tmp_path)
     assert code == 2 and err.count("folder.yaml") == 1 and "No such file" in err
 
