@@ -69,7 +69,7 @@ FLOORS = {
         kernels
         prepare forward_storage
         runtime
-        profiling inference""",
+        profiling inference exchange""",
     "daemons": """kit preload
         memory fetch monitor
         node optimizer scheduler

@@ -1,0 +1,1 @@
+"""Checkpoints of other trainers, read and written with the optimizer's state."""

@@ -1,0 +1,121 @@
+"""A checkpoint of another trainer as a list of tensors, each of which is read alone.
+
+A reader (:data:`~penstock.models.exchange.readers.READERS`) lists the tensors from headers. It
+executes nothing of the checkpoint: pickles go through :mod:`~penstock.models.exchange.pickles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+WEIGHT, MASTER = "weight", "master"
+"""Roles of a parameter's numbers: as the model computes with them, and as the optimizer keeps them
+in fp32. Other roles are names of state arrays, such as ``exp_avg``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignTensor:
+    """A tensor of a checkpoint.
+
+    ``name``: the parameter as ``named_parameters()`` of the transformers model calls it; wrappers'
+    prefixes are removed. ``dtype``: as torch prints it, without ``torch.``. ``shape`` None: the
+    file has the numbers in one row and no shape. ``num_bytes``: in the file. ``file``: relative to
+    the checkpoint. ``load`` returns the tensor on the CPU, perhaps over the mapped file, and raises
+    StateError if the file is damaged.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    num_elements: int
+    num_bytes: int
+    file: str
+    load: Callable[[], torch.Tensor] = field(repr=False, compare=False)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Returns the JSON object of ``penstock inspect``."""
+        return {
+            "name": self.name,
+            "role": self.role,
+            "dtype": self.dtype,
+            "shape": None if self.shape is None else list(self.shape),
+            "bytes": self.num_bytes,
+            "file": self.file,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignGroup:
+    """Settings of the optimizer for some parameters. None: the checkpoint does not name the value.
+    ``names`` are empty if the checkpoint does not name the parameters. ``others``: settings that
+    have no field here.
+    """
+
+    names: tuple[str, ...]
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Returns the JSON object of ``penstock inspect``."""
+        known = {
+            "lr": self.lr,
+            "betas": None if self.betas is None else list(self.betas),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+        return {"names": list(self.names), **known, "others": dict(self.others)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignState:
+    """A checkpoint. ``step``: steps of the optimizer; None if the checkpoint does not say.
+
+    ``steps``: steps by parameter, where the checkpoint counts them so. ``samples_seen``: samples
+    consumed, where the checkpoint counts them. ``problems``: faults that an import would refuse,
+    each in a sentence that names the file and the remedy. ``notes``: facts for the user.
+    """
+
+    kind: str
+    path: Path
+    tensors: tuple[ForeignTensor, ...]
+    step: int | None = None
+    steps: Mapping[str, int] = field(default_factory=dict)
+    samples_seen: int | None = None
+    groups: tuple[ForeignGroup, ...] = ()
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_fields(self) -> dict[str, Any]:
+        """Returns the JSON object of ``penstock inspect``."""
+        return {
+            "kind": self.kind,
+            "step": self.step,
+            "tensors": [tensor.to_fields() for tensor in self.tensors],
+            "groups": [group.to_fields() for group in self.groups],
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+        }
+
+
+class Reader(Protocol):
+    """Reads one kind of checkpoint."""
+
+    def recognises(self, path: Path) -> bool:
+        """Returns whether a folder has the files of this kind, by their names."""
+
+    def open(self, path: Path) -> ForeignState:
+        """Lists the tensors from headers.
+
+        Raises:
+            ConfigError: the checkpoint is of a form that is not read; names the remedy.
+            StateError: a file is missing or damaged; names the file.
+        """

@@ -1,0 +1,30 @@
+"""The kinds of checkpoints that Penstock reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.host.errors import ConfigError
+from penstock.models.exchange.foreign import ForeignState, Reader
+
+READERS: tuple[Reader, ...] = ()
+"""Asked in this order; the first that recognises a path reads it."""
+
+
+def open_checkpoint(path: Path) -> ForeignState:
+    """Returns the checkpoint at ``path``.
+
+    Raises:
+        ConfigError: there is no such path, or no reader recognises it.
+        StateError: a file is missing or damaged; names the file.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or directory")
+    for reader in READERS:
+        if reader.recognises(path):
+            return reader.open(path)
+    raise ConfigError(
+        f"{path}: is no checkpoint that Penstock reads; give a folder of Torch DCP (.metadata), of"
+        " DeepSpeed (zero/, or *_optim_states.pt), of transformers' Trainer (optimizer.pt), or a"
+        " model folder (*.safetensors)"
+    )
