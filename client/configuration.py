@@ -34,7 +34,8 @@ text, `penstock config SECTION` and `penstock config KEY` print a part of it.
 
 * A configuration is a YAML file of sections; `penstock train FILE --set section.key=value`
   overrides a key.
-* `model` and `data` are required; all other sections may be left out, or be empty.
+* `model` and `data` are required; all other sections may be left out, or be empty. A key without
+  a value, also `adapter:` alone, is refused: write a value, null too, or leave the key out.
 * Choices have the usual spellings, too: `1F1B`, `bfloat16`, `float32`.
 * Unknown keys and impossible values are refused with line, name and accepted values; a key that is
   given twice is refused with both lines. Merges (`<<: *other`) are accepted, tags such as

@@ -9,6 +9,7 @@ key of the configuration is a date.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,13 @@ Place = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """Values of a YAML text, and the lines (from 1) on which they begin."""
+    """Values of a YAML text, and the lines (from 1) on which they begin. ``empty`` has places of
+    values that are left out, as in ``adapter:``, and not written as ``null``.
+    """
 
     value: Any
     lines: dict[Place, int] = field(default_factory=dict)
+    empty: tuple[Place, ...] = ()
 
 
 def read_mapping(path: Path) -> Document:
@@ -79,7 +83,8 @@ def parse_yaml(text: str, source: str) -> Document:
     """
     try:
         loader = _Loader(text)
-        value = loader.get_single_data()
+        node = loader.get_single_node()
+        value = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {_located(error)}") from error
     except yaml.reader.ReaderError as error:
@@ -89,7 +94,21 @@ def parse_yaml(text: str, source: str) -> Document:
         ) from error
     except _Refused as error:
         raise ConfigError(f"{source}: {error}") from error
-    return Document(value=value, lines=loader.lines)
+    empty = () if node is None else tuple(_empty_places(node, ()))
+    return Document(value=value, lines=loader.lines, empty=empty)
+
+
+def _empty_places(node: yaml.Node, place: Place) -> Iterator[Place]:
+    """Yields the places of values that are left out. Merges (``<<``) are already carried out."""
+    if isinstance(node, yaml.MappingNode):
+        parts = {key.value: value for key, value in node.value}  # own keys follow merged ones
+        for key, value in parts.items():
+            yield from _empty_places(value, (*place, key))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _empty_places(value, (*place, index))
+    elif node.tag == f"{_YAML}null" and not node.value:
+        yield place
 
 
 class _Refused(Exception):

@@ -9,7 +9,7 @@ fit together with the model (stages against blocks, workers against stages) is c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +51,7 @@ from penstock.config.words import (
     apply_overrides,
     explain,
     override_place,
+    unwritten_places,
 )
 from penstock.host.errors import ConfigError
 from penstock.shm.table import DType
@@ -62,8 +63,9 @@ class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
     adapter: Annotated[
-        AdapterConfig | None, Accepts("a mapping such as {r: 16, alpha: 32}, {} or null")
-    ] = Field(default=None, description="A section of defaults is {}.")
+        AdapterConfig | None,
+        Accepts("a mapping such as {r: 16, alpha: 32}, {} with all defaults, or null: no adapter"),
+    ] = Field(default=None, description="{} has all defaults, and an empty section is refused.")
     data: DataConfig
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -452,10 +454,16 @@ def load_config(
         if not any(place[: len(key)] == key for key in given)
     }
     lines |= dict.fromkeys(given, 0)
+    empty = [
+        place
+        for place in map(new_place, document.empty)
+        if not any(place[: len(key)] == key[: len(place)] for key in given)
+    ]
     config = parse_config(
         data,
         source=str(path),
         lines=lines,
+        empty=empty,
         folder=path.absolute().parent,
         hint=hints.append,
         translation=translation,
@@ -470,25 +478,29 @@ def parse_config(
     *,
     source: str = "configuration",
     lines: Mapping[Place, int] | None = None,
+    empty: Sequence[Place] = (),
     folder: Path | None = None,
     hint: Hint = lambda text: None,
     translation: Translation = NO_TRANSLATION,
 ) -> Config:
     """Validates a nested mapping; ``source`` begins the error, and ``lines`` has the lines of
-    values in the source. ``model.import_path`` is relative to ``folder``, by default the current
-    folder. ``hint`` and ``translation``: see :func:`load_config`.
+    values in the source. ``empty`` has places of None that the source leaves out, as ``adapter:``
+    does. ``model.import_path`` is relative to ``folder``, by default the current folder. ``hint``
+    and ``translation``: see :func:`load_config`.
 
     Raises:
         ConfigError: names every offending key with its value and the accepted values.
     """
+    unwritten = unwritten_places(empty, Config)
     try:
         config = Config.model_validate(with_new_names(data, hint))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
     except ValidationError as error:
-        raise ConfigError(
-            f"{source}: {explain(error, Config, lines or {}, translation)}"
-        ) from error
+        words = explain(error.errors(), Config, lines, translation, unwritten)
+        raise ConfigError(f"{source}: {words}") from error
+    if unwritten:
+        raise ConfigError(f"{source}: {explain((), Config, lines, translation, unwritten)}")
     if config.train.epochs is not None:
         config = config.with_steps(CHOSEN_LATER)
     if config.trains_on_pairs and "micro_batch" not in config.train.model_fields_set:

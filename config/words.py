@@ -23,7 +23,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
     BaseModel,
     ConfigDict,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -169,20 +168,23 @@ def check_booleans(form: Form, value: Any) -> None:
 
 
 def explain(
-    error: ValidationError,
+    errors: Sequence[ErrorDetails],
     root: type[BaseModel],
     lines: Mapping[Place, int] | None = None,
     translation: Translation = NO_TRANSLATION,
+    empty: Sequence[Place] = (),
 ) -> str:
     """Describes each mistake of a configuration once: the line if ``lines`` has it, key, value,
-    remedy. ``translation`` answers unknown keys of other programs.
+    remedy. ``translation`` answers unknown keys of other programs. ``empty`` are the places of
+    :func:`unwritten_places`.
     """
-    errors = error.errors()
-    complaints = dict.fromkeys(
-        _line(details["loc"], lines or {}) + _complaint(details, root, translation)
-        for details in errors[:_MOST_COMPLAINTS]
+    errors = [each for each in errors if not any(each["loc"][: len(p)] == p for p in empty)]
+    complaints = [(place, _empty_value(place, root)) for place in empty]
+    complaints += [(each["loc"], _complaint(each, root, translation)) for each in errors]
+    shown = dict.fromkeys(
+        _line(place, lines or {}) + words for place, words in complaints[:_MOST_COMPLAINTS]
     )
-    more = len(errors) - _MOST_COMPLAINTS
+    more = len(complaints) - _MOST_COMPLAINTS
     translated = any(
         details["type"] == "extra_forbidden"
         and _translated(details["loc"], root, translation) is not None
@@ -190,7 +192,27 @@ def explain(
     )
     ends = [f"and {more:,} mistakes more"] if more > 0 else []
     ends += [translation.remedy] if translated else []
-    return "; ".join([*complaints, *ends])
+    return "; ".join([*shown, *ends])
+
+
+def unwritten_places(places: Sequence[Place], root: type[BaseModel]) -> tuple[Place, ...]:
+    """Returns those places of empty values (``adapter:``) that need a written one. An empty section
+    has its defaults; any other empty key may be meant for something else than null.
+    """
+    return tuple(place for place in places if _is_unwritten(place, root))
+
+
+def _is_unwritten(place: Place, root: type[BaseModel]) -> bool:
+    known, form = _find(place, root)
+    if len(known) < len(place):
+        return section_in(form.annotation) is None  # in a section the key is unknown
+    return not _is_section(form.annotation)
+
+
+def _empty_value(place: Place, root: type[BaseModel]) -> str:
+    form = _find(place, root)[1]
+    accepted = str(form) or "any value, null too"
+    return f"{_key(place)}: is empty; write a value or remove the key; accepted is {accepted}"
 
 
 def _translated(
@@ -439,7 +461,7 @@ def apply_overrides(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[st
     """Returns a copy of a nested mapping with ``section.key=value`` overrides applied in order.
 
     Raises:
-        ConfigError: an override is not of this form, or takes back one before it.
+        ConfigError: an override is not of this form, has no value, or takes back one before it.
     """
     changed: dict[str, Any] = _copied(data)
     given: list[tuple[str, ...]] = []
@@ -481,7 +503,10 @@ def override_place(override: str) -> tuple[str, ...]:
 
 def _apply_override(data: dict[str, Any], place: tuple[str, ...], override: str) -> None:
     key, _, text = override.partition("=")
-    value = parse_yaml(text, f"--set {key}").value
+    document = parse_yaml(text, f"--set {key}")
+    if document.empty or not text.strip():
+        name = _key([*place, *next(iter(document.empty), ())])
+        raise ConfigError(f"--set {key}: {name} is empty; write a value or null")
     target = data
     for part in place[:-1]:
         inner = target[part] = {} if target.get(part) is None else target[part]
@@ -491,4 +516,4 @@ def _apply_override(data: dict[str, Any], place: tuple[str, ...], override: str)
                 " mapping"
             )
         target = inner
-    target[place[-1]] = value
+    target[place[-1]] = document.value

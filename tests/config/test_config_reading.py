@@ -238,3 +238,46 @@ def test_plans_and_profiles_with_a_key_twice_are_refused(tmp_path: Path) -> None
     path.write_text('{"device": "cpu", "machine": {"a": 1, "a": 2}}')
     with pytest.raises(ConfigError, match="the key 'a' is given twice"):
         load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("adapter:\n", "line 3: adapter: is empty; write a value or remove the key; accepted is a"),
+        ("adapter: {path: }\n", "line 3: adapter.path: is empty; write"),
+        ("train:\n  stop_early:\n", "line 4: train.stop_early: is empty; write"),
+        ("train: {clip_grad_norm: , steps: 3}\n", "line 3: train.clip_grad_norm: is empty; write"),
+        ("train: {steps: }\n", "line 3: train.steps: is empty; write"),
+        ("cluster: {grace_seconds: }\n", "line 3: cluster.stop_grace_s: is empty; write"),
+        ("eval: {sets: [{name: a, path: }]}\n", "line 3: eval.sets.0.path: is empty; write"),
+    ],
+)
+def test_a_key_without_a_value_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    refused = refusal(tmp_path, MINIMAL + text)
+    assert refused.removeprefix(f"{tmp_path}/c.yaml: ").startswith(message)
+    assert refused.count("is empty") == 1
+
+
+def test_a_merged_or_nested_key_without_a_value_is_refused(tmp_path: Path) -> None:
+    text = "model: &m {hf: {model_type: llama, layers: }}\ndata: {path: '@stdlib'}\n"
+    assert "model.hf.layers: is empty; write" in refusal(tmp_path, text)
+    text = "data: {path: x, sources: &s [{path: a, split: }]}\nmodel: {hf: {model_type: llama}}\n"
+    assert "data.sources.0.split: is empty" in refusal(tmp_path, text)
+    text = f"{MINIMAL}cluster: {{nodes: [&n {{name: a, cores: }}, {{<<: *n, name: b}}]}}\n"
+    assert "cluster.nodes.1.cores: " in refusal(tmp_path, text)
+
+
+def test_a_null_that_is_written_is_a_value(tmp_path: Path) -> None:
+    text = f"{MINIMAL}adapter: null\ntrain: {{clip_grad_norm: ~, stop_early: null}}\neval:\n"
+    config = load(tmp_path, text)
+    assert config.adapter is None and config.train.clip_grad_norm is None
+    assert load(tmp_path, config.to_yaml()) == config
+
+
+def test_the_command_line_fills_in_an_empty_key(tmp_path: Path) -> None:
+    config = load(tmp_path, f"{MINIMAL}adapter:\ntrain: {{epochs: }}\n", "adapter.r=4", "train={}")
+    assert config.adapter is not None and config.adapter.r == 4
+    refused = refusal(tmp_path, MINIMAL, "adapter=")
+    assert refused == "--set adapter: adapter is empty; write a value or null"
+    refused = refusal(tmp_path, MINIMAL, "adapter={path: }")
+    assert refused == "--set adapter: adapter.path is empty; write a value or null"
