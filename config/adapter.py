@@ -6,6 +6,7 @@ Keys and rules are those of PEFT's ``LoraConfig``, under shorter names.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,9 @@ from penstock.config.words import Section
 
 ALL_LINEAR = "all-linear"
 """The value of `adapter.targets` for every linear module but the head."""
+
+RANK_TENSORS = (".lora_A.weight", ".lora_embedding_A")
+"""Ends of the names of the adapters' tensors that have a row for each rank."""
 
 
 def _check_modules(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -106,6 +110,16 @@ class AdapterConfig(Section):
                 " remove adapter.path and start with a new adapter"
             )
         return self
+
+
+def matcher(names: str | tuple[str, ...]) -> Callable[[str], bool]:
+    """Returns a test for the names of modules, as PEFT matches targets: a text is a regular
+    expression for whole names; names of a list are whole names or their last parts.
+    """
+    if isinstance(names, str):
+        pattern = re.compile(names)
+        return lambda name: pattern.fullmatch(name) is not None
+    return lambda name: any(name == each or name.endswith(f".{each}") for each in names)
 
 
 def ends_with(name: str, patterns: tuple[str, ...]) -> str | None:

@@ -129,6 +129,12 @@ class BlockTable:
         """Rows of a chunk of the loss: the rounding of gradients depends on the number."""
         return self.loss_rows or max(1, LOGITS_BYTES // (4 * self.vocab_size))
 
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters that the run trains, each tied one once, without padding."""
+        tensors = (tensor for block in self.blocks for tensor in block.tensors)
+        return sum(tensor.num_elements for tensor in tensors if tensor.trainable)
+
     def validate(self) -> None:
         """Checks the table's own invariants.
 

@@ -92,12 +92,6 @@ class Estimate:
         config = self.run.config
         return config.train.global_batch * config.data.sequence_length
 
-    @property
-    def trained_parameters(self) -> int:
-        """Number of parameters that the run trains."""
-        tensors = (tensor for block in self.run.table.blocks for tensor in block.tensors)
-        return sum(tensor.num_elements for tensor in tensors if tensor.trainable)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate for ``--json``; sizes are bytes."""
         config, table, plan = self.run.config, self.run.table, self.run.plan
@@ -106,7 +100,7 @@ class Estimate:
         return {
             "model": str(self.model),
             "parameters": table.num_parameters,
-            "trained_parameters": self.trained_parameters,
+            "trained_parameters": table.trained_parameters,
             "blocks": len(table.blocks),
             "dtype": table.weight_dtype.value,
             "device": config.cluster.device,

@@ -44,6 +44,7 @@ class RunReport:
             "forward_stages": [[s.start, s.stop, s.device] for s in plan.forward_stages],
             "backward_stages": [[s.start, s.stop, s.device] for s in plan.backward_stages],
             "parameters": self.run.table.num_parameters,
+            "trained_parameters": self.run.table.trained_parameters,
             **({"choice": self.run.choice} if self.run.choice else {}),
             **self._updates(),
             **self.simulation.summary(),

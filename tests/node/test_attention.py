@@ -97,12 +97,13 @@ def test_a_resume_changes_attention_in_words_alone(tmp_path: Path, corpus: str) 
     prepare_run(config(corpus, "model.attention=math"), run_dir, words.append)
     assert words == [
         "changed: model.attention: 'sdpa' -> 'math'"
-        " (layers round differently from the next step on)"
+        " (layers round differently from the next step on)",
+        "trains all 13,424 parameters",
     ]
     assert forward_of(run_dir) == MATH and RunDirectory(run_dir).numerics_digest != first
     words.clear()
     prepare_run(config(corpus), run_dir, words.append)
-    assert (words, forward_of(run_dir)) == ([], MATH)
+    assert (words, forward_of(run_dir)) == (["trains all 13,424 parameters"], MATH)
     assert load_config(run_dir / "resolved.yaml").model.attention == "math"
     prepare_run(config(corpus, "model.attention=sdpa"), run_dir)
     assert RunDirectory(run_dir).numerics_digest == first

@@ -59,6 +59,10 @@ BASE: dict[str, Any] = {
 }
 
 
+ALL_TRAINED = "trains all 13,424 parameters"
+"""The line about the model of the base configuration; transformers counts as many."""
+
+
 def config(*overrides: str) -> Config:
     """The base configuration with overrides."""
     return parse_config(apply_overrides(BASE, overrides))
@@ -284,7 +288,7 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
     run_dir = tmp_path / "run"
     said: list[str] = []
     directory = prepare_run(config(corpus), run_dir, said.append)
-    assert said == ["preparing the model's block table and the data"]
+    assert said == ["preparing the model's block table and the data", ALL_TRAINED]
     files = ("run.json", "resolved.yaml", "table.json", "plan.json", "data/meta.json")
     assert [name for name in files if not (run_dir / name).exists()] == []
     named = config(corpus, "data.tokenizer=byte", "model.compile=false", "model.attention=sdpa")
@@ -292,7 +296,7 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
 
     said.clear()
     again = prepare_run(config(corpus, "train.steps=9"), run_dir, said.append)
-    assert said == [], "no step was done with the old value"
+    assert said == [ALL_TRAINED], "no step was done with the old value"
     assert again.run_id == directory.run_id
 
     # Not started yet: another model only means that the table is made anew.
@@ -338,7 +342,7 @@ def test_inputs_that_were_edited_are_refused(tmp_path: Path, corpus: str) -> Non
     resolved.write_bytes(whole)
     said: list[str] = []
     prepare_run(wanted, run_dir, said.append)
-    assert said == []
+    assert said == [ALL_TRAINED]
     # What may change may also be edited; a file that is deleted is made anew.
     resolved.write_bytes(whole.replace(b"steps: 2", b"steps: 3"))
     (run_dir / "table.json").unlink()
@@ -347,7 +351,30 @@ def test_inputs_that_were_edited_are_refused(tmp_path: Path, corpus: str) -> Non
     (run_dir / "inputs.json").unlink()
     said.clear()
     prepare_run(wanted, run_dir, said.append)
-    assert len(said) == 1 and "has no checksums of its inputs" in said[0]
+    assert len(said) == 2 and "has no checksums of its inputs" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        # A and B of query (r=4) and value (r=2) in two layers: 2 * (4 + 2) * (16 + 16).
+        (
+            "adapter={r: 4, targets: [q_proj, v_proj], rank_pattern: {v_proj: 2}}",
+            "trains 384 of 13,808 parameters (2.8%): adapter r=2 to 4",
+        ),
+        # Embedding and head have 257 rows of 16.
+        (
+            "train.freeze=['embed', 'lm_head']",
+            "trains 5,200 of 13,424 parameters (39%): train.freeze",
+        ),
+    ],
+)
+def test_the_start_says_what_is_trained(
+    tmp_path: Path, corpus: str, override: str, line: str
+) -> None:
+    lines: list[str] = []
+    prepare_run(config(corpus, override), tmp_path / "run", lines.append)
+    assert lines[-1] == line
 
 
 def test_edits_before_the_first_start_mean_new_inputs(tmp_path: Path, corpus: str) -> None:
@@ -358,7 +385,7 @@ def test_edits_before_the_first_start_mean_new_inputs(tmp_path: Path, corpus: st
     resolved.write_text(resolved.read_text().replace("sequence_length: 16", "sequence_length: 32"))
     said: list[str] = []
     prepare_run(longer, run_dir, said.append)
-    assert said == ["preparing the model's block table and the data"]
+    assert said == ["preparing the model's block table and the data", ALL_TRAINED]
 
 
 def test_a_tools_progress_is_passed_on_and_its_last_words_are_the_error(tmp_path: Path) -> None:
@@ -492,7 +519,7 @@ def test_a_resume_with_nothing_changed_rewrites_nothing(
     prepare_run(wish, run_dir, said.append)
     (run_dir / "journal.sqlite").unlink()
     assert files() == before
-    assert [line for line in said if "auto keeps" not in line] == []
+    assert [line for line in said if "auto keeps" not in line] == [ALL_TRAINED]
     prepare_run(config(corpus, f"schedule={schedule}", "train.steps=8"), run_dir)
     names = {Path(name).name for name, entry in files().items() if entry != before[name]}
     assert names == {"resolved.yaml", "inputs.json"}
@@ -516,14 +543,14 @@ def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str
     said.clear()
     assert prepare_run(plain, tmp_path / "own", said.append).config.data.tokenizer == own
     assert prepare_run(found.config, tmp_path / "own", said.append).config == found.config
-    assert said == []
+    assert [line for line in said if not line.startswith("trains all ")] == []
 
     prepare_run(bytes_asked, tmp_path / "bytes")
     (tmp_path / "bytes" / "journal.sqlite").touch()
     before = (tmp_path / "bytes/data/train.bin").read_bytes()
     kept = prepare_run(plain, tmp_path / "bytes", said.append)
     assert kept.config.data.tokenizer == "byte"
-    assert said == ["data.tokenizer is not set: byte, as the run's data were prepared with"]
+    assert "data.tokenizer is not set: byte, as the run's data were prepared with" in said
     assert (tmp_path / "bytes/data/train.bin").read_bytes() == before
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .* -> 'byte'"):
         (tmp_path / "own" / "journal.sqlite").touch()
@@ -620,4 +647,4 @@ def test_a_resume_of_an_older_run_says_which_weights_a_new_one_would_take(
     assert (run_dir / "table.json").read_bytes() == table
     lines.clear()
     prepare_run(plain, run_dir, lines.append)
-    assert lines == []
+    assert lines == ["trains all 9,456 parameters"]

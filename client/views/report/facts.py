@@ -130,8 +130,8 @@ class RunFacts:
     @cached_property
     def parameters(self) -> tuple[int, int]:
         """The numbers of trained and of frozen parameters. Emulated runs store a share of them."""
-        blocks = self.run.table.blocks
-        return sum(b.trainable_elements for b in blocks), sum(b.frozen_elements for b in blocks)
+        table = self.run.table
+        return table.trained_parameters, table.num_parameters - table.trained_parameters
 
     @cached_property
     def flops_per_token(self) -> float:

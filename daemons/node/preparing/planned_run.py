@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from penstock.config.adapter import RANK_TENSORS
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
@@ -104,6 +105,22 @@ class PlannedRun:
     choice: str = ""
     constraints: Mapping[str, Any] | None = None
     searched: SearchedPlan | None = None
+
+    @property
+    def trained(self) -> str:
+        """The trained share of the parameters, in words."""
+        trained, total = self.table.trained_parameters, self.table.num_parameters
+        if trained == total:
+            return f"trains all {total:,} parameters"
+        share = f"trains {trained:,} of {total:,} parameters ({100 * trained / total:.2g}%)"
+        tensors = (tensor for block in self.table.blocks for tensor in block.tensors)
+        ranks = sorted({each.shape[0] for each in tensors if each.name.endswith(RANK_TENSORS)})
+        if ranks:
+            return (
+                f"{share}: adapter r={' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}"
+            )
+        keys = [f"train.{key}" for key in ("freeze", "only") if getattr(self.config.train, key)]
+        return f"{share}: {keys[0]}" if keys else share
 
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
