@@ -9,22 +9,15 @@ files in /dev/shm while it trains, ``saved`` that of its last saved state.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
-from penstock.host.files import write_atomically
+from bench.two_ways import Figures, compare, parser, train
 
-WARMUP_STEPS = 3
 LENGTH = 256
 KINDS: dict[str, dict[str, Any]] = {"whole": {}, "adapters": {"adapter": {"r": 16, "alpha": 32}}}
 
@@ -60,52 +53,34 @@ def trained(folder: Path, kind: str, steps: int) -> dict[str, float]:
         "cluster": {"workers": 2},
         **KINDS[kind],
     }
-    path = folder / f"{kind}.yaml"
-    write_atomically(path, json.dumps(config))
     before, most = shared_bytes(), 0
-    command = [sys.executable, "-m", "penstock.client.main", "train", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            most = max(most, shared_bytes() - before)
-            time.sleep(0.2)
-    assert process.returncode == 0, f"{kind}: exit code {process.returncode}"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["phase"] == "train"][WARMUP_STEPS:]
+
+    def watch() -> None:
+        nonlocal most
+        most = max(most, shared_bytes() - before)
+
+    rate = train(config, watch)
     state = max((run / "state").glob("step-*"))
-    return {
-        "rate": sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines),
-        "memory": most,
-        "saved": sum(file.stat().st_size for file in state.iterdir()),
-    }
+    saved = sum(file.stat().st_size for file in state.iterdir())
+    return {"rate": rate, "memory": most, "saved": saved}
 
 
 def main() -> int:
     """Measures, and prints a line for each round and the median."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rounds: list[dict[str, Any]] = []
-    for _ in range(options.rounds):
-        with tempfile.TemporaryDirectory() as name:
-            write_model(Path(name, "model"), options.hidden)
-            line: dict[str, Any] = {
-                kind: trained(Path(name), kind, options.steps) for kind in KINDS
-            }
-        line["ratio"] = line["adapters"]["rate"] / line["whole"]["rate"]
-        rounds.append(line)
-        if not options.json:
-            print("  ".join(_shown(kind, line[kind]) for kind in KINDS), flush=True)
-    if options.json:
-        print(json.dumps(rounds, indent=1))
-    else:
-        print(f"median ratio {statistics.median(line['ratio'] for line in rounds):.2f}")
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=12)
+    options.add_argument("--hidden", type=int, default=512)
+    chosen = options.parse_args()
+
+    def measure(folder: Path) -> dict[str, dict[str, float]]:
+        write_model(folder / "model", chosen.hidden)
+        return {kind: trained(folder, kind, chosen.steps) for kind in KINDS}
+
+    compare(chosen, measure, _shown)
     return 0
 
 
-def _shown(kind: str, values: dict[str, float]) -> str:
+def _shown(kind: str, values: Figures) -> str:
     memory, saved = (values[key] / 2**20 for key in ("memory", "saved"))
     return f"{kind} {values['rate']:,.0f} tokens/s, {memory:,.0f} MiB, {saved:,.0f} MiB saved"
 

@@ -10,20 +10,15 @@ is that of best-fit over none. The work of attention is masked, not left out, on
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import subprocess
 import sys
-import tempfile
 from math import log
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from penstock.host.files import write_atomically
+from bench.two_ways import Figures, compare, parser, train
 
-WARMUP_STEPS = 3
 LENGTH, MEDIAN = 1024, 250
 ROWS = {"none": 16, "best-fit": 4}
 """Rows of a step, so that steps have about equally many records."""
@@ -64,49 +59,28 @@ def trained(folder: Path, records: Path, packing: str) -> dict[str, float]:
         "train": {"epochs": 1, "global_batch": ROWS[packing], "micro_batch": 2},
         "cluster": {"workers": 2},
     }
-    path = folder / f"{packing}.yaml"
-    write_atomically(path, json.dumps(config))
-    command = [sys.executable, "-m", "penstock.client.main", "train", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800.0)
-    run = folder / packing
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["phase"] == "train"][WARMUP_STEPS:]
-    rows = json.loads((run / "data" / "meta.json").read_text())["train"]["rows"]
-    return {
-        "rate": sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines),
-        "padding": 1 - rows["tokens"] / (rows["rows"] * LENGTH),
-    }
+    rate = train(config)
+    rows = json.loads((folder / packing / "data" / "meta.json").read_text())["train"]["rows"]
+    return {"rate": rate, "padding": 1 - rows["tokens"] / (rows["rows"] * LENGTH)}
 
 
 def main() -> int:
     """Measures, and prints a line for each round and the median."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--records", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    lines: list[dict[str, Any]] = []
-    for _ in range(options.rounds):
-        with tempfile.TemporaryDirectory() as name:
-            records = Path(name, "chats.jsonl")
-            write_records(records, options.records)
-            line: dict[str, Any] = {key: trained(Path(name), records, key) for key in ROWS}
-        line["ratio"] = line["best-fit"]["rate"] / line["none"]["rate"]
-        lines.append(line)
-        if not options.json:
-            print(
-                "  ".join(
-                    f"{key} {line[key]['rate']:,.0f} tokens/s, {line[key]['padding']:.1%} padding"
-                    for key in ROWS
-                )
-                + f"  ratio {line['ratio']:.2f}",
-                flush=True,
-            )
-    if options.json:
-        print(json.dumps(lines, indent=1))
-    else:
-        print(f"median ratio {statistics.median(line['ratio'] for line in lines):.2f}")
+    options = parser(__doc__)
+    options.add_argument("--records", type=int, default=400)
+    chosen = options.parse_args()
+
+    def measure(folder: Path) -> dict[str, dict[str, float]]:
+        records = folder / "chats.jsonl"
+        write_records(records, chosen.records)
+        return {packing: trained(folder, records, packing) for packing in ROWS}
+
+    compare(chosen, measure, _shown)
     return 0
+
+
+def _shown(packing: str, figures: Figures) -> str:
+    return f"{packing} {figures['rate']:,.0f} tokens/s, {figures['padding']:.1%} padding"
 
 
 if __name__ == "__main__":

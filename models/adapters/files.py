@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.config.adapter import ALL_LINEAR, AdapterConfig
+from penstock.config.adapter import ALL_LINEAR, AdapterConfig, matcher
 from penstock.host.errors import ConfigError, StateError, reason
 from penstock.host.files import DAMAGED, is_file, parse_json
 from penstock.protocol.run.checksums import ADAPTER, read_checked
@@ -94,13 +94,8 @@ def read_settings(folder: Path, modules: Collection[str], dropout: float) -> Ada
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
         chosen["targets"] = ALL_LINEAR
     elif isinstance(targets, list):
-        in_layers = _layers(path, fields)
-        chosen["targets"] = [
-            name
-            for name in modules
-            if any(name == each or name.endswith(f".{each}") for each in targets)
-            and in_layers(name)
-        ]
+        in_layers, is_target = _layers(path, fields), matcher(tuple(targets))
+        chosen["targets"] = [name for name in modules if is_target(name) and in_layers(name)]
         if not chosen["targets"]:
             raise ConfigError(
                 f"{path}: target_modules = {targets}: no module of this model has such a name; the"

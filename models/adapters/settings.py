@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.config.adapter import ALL_LINEAR, AdapterConfig, ends_with
+from penstock.config.adapter import ALL_LINEAR, AdapterConfig, ends_with, matcher
 from penstock.host.errors import ConfigError
 from penstock.models.adapters.files import read_settings
 from penstock.protocol.plan.groups import near_names
@@ -67,9 +67,9 @@ def resolved(config: AdapterConfig, model: Any) -> Adapter:
         config = read_settings(config.path, modules, config.dropout)
     saved = _saved(config, modules)
     _check_tied(saved, model)
-    adapted = {}
+    adapted, excluded = {}, matcher(config.exclude)
     for name in _targets(config, model, modules):
-        if _excluded(config, name):
+        if excluded(name):
             continue
         if any(name == whole or name.startswith(f"{whole}.") for whole in saved):
             continue
@@ -162,9 +162,9 @@ def _named(
     Raises:
         ConfigError: a name matches no module.
     """
-    matches = _matcher(names)
+    matches = matcher(names)
     for each in (names,) if isinstance(names, str) else names:
-        if any(_matcher(each if isinstance(names, str) else (each,))(name) for name in modules):
+        if any(matcher(each if isinstance(names, str) else (each,))(name) for name in modules):
             continue
         for parameter, _ in model.named_parameters():
             if parameter.endswith(f".{each}") or parameter == each:
@@ -178,17 +178,6 @@ def _named(
             f"{key}: {each!r} matches no module; modules have names such as {', '.join(near)}"
         )
     return matches
-
-
-def _matcher(names: str | tuple[str, ...]) -> Callable[[str], bool]:
-    if isinstance(names, str):
-        pattern = re.compile(names)
-        return lambda name: pattern.fullmatch(name) is not None
-    return lambda name: any(name == each or name.endswith(f".{each}") for each in names)
-
-
-def _excluded(config: AdapterConfig, name: str) -> bool:
-    return _matcher(config.exclude)(name)
 
 
 def _saved(config: AdapterConfig, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

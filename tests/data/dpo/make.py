@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.data.sft.make import DECAY, RATE, STEPS, WARMUP, WORDS, drawn, save
+from tests.data.sft.make import STEPS, WORDS, drawn, save, sequential, settings
 
 PAIRS, BETA = 4, 0.2
 TEMPLATE = "qwen2_5"
@@ -64,43 +64,18 @@ def losses(folder: Path, kind: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    noted: list[float] = []
-
-    class Sequential(DPOTrainer):
-        """The trainer without shuffling; notes each loss with all its digits."""
-
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        def training_step(self, *arguments: Any, **named: Any) -> Any:
-            loss = super().training_step(*arguments, **named)
-            noted.append(float(loss))
-            return loss
-
     arguments = DPOConfig(
-        output_dir=str(folder / "out"),
         beta=BETA,
         max_length=LENGTHS[kind],
         precompute_ref_log_probs=False,
         per_device_train_batch_size=PAIRS,
         per_device_eval_batch_size=PAIRS,
-        max_steps=STEPS,
-        learning_rate=RATE,
-        lr_scheduler_type="linear",
-        warmup_steps=WARMUP,
-        weight_decay=DECAY,
-        max_grad_norm=1.0,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **settings(folder),
     )
     model, reference = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)
     )
-    trainer = Sequential(
+    trainer = sequential(DPOTrainer)(
         model=model,
         ref_model=reference,
         args=arguments,
@@ -111,7 +86,7 @@ def losses(folder: Path, kind: str) -> dict[str, Any]:
     trainer.train()
     evaluated = trainer.evaluate()
     return {
-        "losses": noted,
+        "losses": trainer.noted,
         "eval": [evaluated["eval_loss"], evaluated["eval_rewards/accuracies"]],
     }
 

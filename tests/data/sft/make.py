@@ -93,52 +93,70 @@ def save(folder: Path, template: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({**SPECIAL, **kind}))
 
 
-def losses(folder: Path, kind: str, *, packing: bool) -> list[float]:
-    """Returns the losses that TRL's trainer computes, in fp32 on CPUs, in the order of the data."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
+def sequential(kind: type) -> Any:
+    """Returns a class of TRL's trainers without shuffling; ``noted`` has each loss with all its
+    digits.
+    """
 
-    noted: list[float] = []
+    class Sequential(kind):  # type: ignore[misc]  # only the environment with TRL knows the class
+        """The trainer in the order of the data."""
 
-    class Sequential(SFTTrainer):
-        """The trainer without shuffling; notes each loss with all its digits."""
+        def __init__(self, **named: Any) -> None:
+            self.noted: list[float] = []
+            super().__init__(**named)
 
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
         def training_step(self, *arguments: Any, **named: Any) -> Any:
             loss = super().training_step(*arguments, **named)
-            noted.append(float(loss))
+            self.noted.append(float(loss))
             return loss
 
+    return Sequential
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings of all trainings: fp32 on CPUs."""
+    return {
+        "output_dir": str(folder / "out"),
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": WARMUP,
+        "weight_decay": DECAY,
+        "max_grad_norm": 1.0,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def losses(folder: Path, kind: str, *, packing: bool) -> list[float]:
+    """Returns the losses that TRL's trainer computes, in fp32 on CPUs, in the order of the data."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
     arguments = SFTConfig(
-        output_dir=str(folder / "out"),
         max_length=LENGTH,
         packing=packing,
         assistant_only_loss=kind == "messages",
         per_device_train_batch_size=BATCH,
-        max_steps=STEPS,
-        learning_rate=RATE,
-        lr_scheduler_type="linear",
-        warmup_steps=WARMUP,
-        weight_decay=DECAY,
-        max_grad_norm=1.0,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **settings(folder),
     )
-    trainer = Sequential(
+    trainer = sequential(SFTTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         args=arguments,
         train_dataset=Dataset.from_list(records(kind)),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.train()
-    return noted
+    losses: list[float] = trainer.noted
+    return losses
 
 
 def main(out: Path) -> None:
