@@ -113,8 +113,9 @@ class AdapterConfig(Section):
 
 
 def matcher(names: str | tuple[str, ...]) -> Callable[[str], bool]:
-    """Returns a test for the names of modules, as PEFT matches targets: a text is a regular
-    expression for whole names; names of a list are whole names or their last parts.
+    """Returns a test for the names of modules, as PEFT matches targets.
+
+    A text is a regular expression for whole names. Names of a list are whole names or their ends.
     """
     if isinstance(names, str):
         pattern = re.compile(names)

@@ -108,7 +108,9 @@ class PlannedRun:
 
     @property
     def trained(self) -> str:
-        """The trained share of the parameters, in words."""
+        """The trained share of the parameters, in words; empty for a made-up model."""
+        if self.config.cluster.platform.builtin_model:
+            return ""
         trained, total = self.table.trained_parameters, self.table.num_parameters
         if trained == total:
             return f"trains all {total:,} parameters"

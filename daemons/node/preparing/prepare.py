@@ -245,10 +245,8 @@ def _make_ready(
     shared = present_bytes(directory, config, first)
     machine = HostMachine.here(config, directory.run_id, shared=shared)
     run = plan_run(request, machine, search_lines(progress))
-    if not config.cluster.platform.builtin_model:
-        progress(run.trained)
-    if run.choice:
-        progress(run.choice)
+    for line in filter(None, (run.trained, run.choice)):
+        progress(line)
     is_required = run.config.model.compile is True
     config = first_guess(run.config, run.plan, progress)
     check_capacity(run.demands)
