@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from penstock.client.cli import SectionedHelp
-from penstock.client.commands import convert, deploy, keys, nodes, runs, states, training
+from penstock.client.commands import convert, deploy, exchange, keys, nodes, runs, states, training
 from penstock.client.planning import commands as plan_commands
 
 imported()
@@ -68,7 +68,16 @@ ABOVE = ("penstock.chaos.commands",)
 imports them by name only.
 """
 
-for module in (training, convert, runs, states, plan_commands, nodes, *map(import_module, ABOVE)):
+for module in (
+    training,
+    convert,
+    runs,
+    states,
+    exchange,
+    plan_commands,
+    nodes,
+    *map(import_module, ABOVE),
+):
     module.register(app)
 app.add_typer(keys.app)
 app.add_typer(deploy.app)

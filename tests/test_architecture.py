@@ -96,7 +96,7 @@ FLOORS = {
         views
         views.trace views.screen
         views.report
-        doctor export supervision
+        doctor export supervision exchange
         train inference
         api configuration
         commands

@@ -21,6 +21,7 @@ import numpy as np
 from penstock.daemons.memory.disk import Disk
 from penstock.daemons.memory.machine.events import WrittenFile
 from penstock.host.errors import StateError
+from penstock.protocol.run.saved_base import file_header
 from penstock.shm.memory import Halves
 
 CHUNK_BYTES = 8 << 20
@@ -186,19 +187,7 @@ def sha256_of(path: Path, cancelled: Callable[[], bool]) -> str:
 
 
 def _header(tensors: Sequence[TensorBytes]) -> bytes:
-    fields: dict[str, object] = {}
-    position = 0
-    for tensor in tensors:
-        end = position + tensor.num_bytes
-        fields[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start 8-byte aligned, as the format asks
-    return len(text).to_bytes(8, "little") + text
+    return file_header((each.name, each.dtype, each.shape, each.num_bytes) for each in tensors)
 
 
 def _pieces(buffers: Iterable[memoryview | Halves]) -> Iterable[memoryview]:

@@ -74,7 +74,7 @@ class Weights:
         """
         self._model = skeleton.model if composite is None else composite.model
         self._checkpoint, self._composite = checkpoint, composite
-        self._aliases, self._ties = _aliases(skeleton), skeleton.model.all_tied_weights_keys
+        self._aliases, self._ties = all_names(skeleton), skeleton.model.all_tied_weights_keys
         self._recipe_of: dict[str, _Recipe] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.left_out: list[str] = []
@@ -285,7 +285,7 @@ class Weights:
         return torch.equal(made[0][one], made[1][other])
 
 
-def _aliases(skeleton: Skeleton) -> dict[str, list[str]]:
+def all_names(skeleton: Skeleton) -> dict[str, list[str]]:
     """Returns all names of each parameter, by its first name in block order, which is also first in
     the list.
     """

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.config.training import GroupConfig, OptimizerConfig
 from penstock.host.errors import ConfigError
-from penstock.shm.table import BlockTable, padded
+from penstock.shm.table import BlockTable, TensorSpec, padded
 
 _SHOWN_NAMES = 4
 """Names that an error lists."""
@@ -32,13 +32,27 @@ class StepRange(NamedTuple):
 def step_ranges(config: OptimizerConfig, table: BlockTable, block: int) -> list[StepRange]:
     """Returns the fewest ranges that cover the trainable array of a block. Bounds are multiples of
     :data:`penstock.shm.table.VECTOR_ELEMENTS`.
+    """
+    ranges: list[StepRange] = []
+    for tensor, decay, rate in tensor_steps(config, table, block):
+        start, end = tensor.offset, tensor.offset + padded(tensor.num_elements)
+        if ranges and ranges[-1][2:] == (decay, rate):
+            start = ranges.pop().start
+        ranges.append(StepRange(start, end, decay, rate))
+    return ranges
+
+
+def tensor_steps(
+    config: OptimizerConfig, table: BlockTable, block: int
+) -> Iterator[tuple[TensorSpec, float, float]]:
+    """Yields each trainable tensor of a block with its weight decay and its factor of the rate, in
+    the order of the block's array.
 
     The first group that matches a tensor decides. Without one, ``optimizer.weight_decay`` acts on
     tensors with two or more axes.
     """
     groups = config.groups
     aliases = _aliases(table) if groups else {}
-    ranges: list[StepRange] = []
     trainable = (tensor for tensor in table.blocks[block].tensors if tensor.trainable)
     for tensor in sorted(trainable, key=lambda tensor: tensor.offset):
         decay, rate = config.weight_decay if tensor.decay else 0.0, 1.0
@@ -47,11 +61,7 @@ def step_ranges(config: OptimizerConfig, table: BlockTable, block: int) -> list[
         if group is not None:
             rate = group.rate
             decay = decay if group.weight_decay is None else group.weight_decay
-        start, end = tensor.offset, tensor.offset + padded(tensor.num_elements)
-        if ranges and ranges[-1][2:] == (decay, rate):
-            start = ranges.pop().start
-        ranges.append(StepRange(start, end, decay, rate))
-    return ranges
+        yield tensor, decay, rate
 
 
 def check_groups(table: BlockTable, groups: Sequence[GroupConfig]) -> None:

@@ -11,7 +11,9 @@ none, and ``cp -r`` or an upload of a run would make one copy for each state.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,19 @@ def base_paths(state: Path) -> dict[int, Path]:
         return {}
     except (OSError, *DAMAGED) as error:
         raise StateError(f"{path}: the manifest is damaged: {error}") from error
+
+
+def file_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """Returns the start of a file of a saved state: the length of the header, and the header.
+    ``tensors`` are names, types as safetensors names them, shapes and bytes, in the order of the
+    file.
+    """
+    fields: dict[str, object] = {}
+    position = 0
+    for name, dtype, shape, num_bytes in tensors:
+        end = position + num_bytes
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start 8-byte aligned, as the format asks
+    return len(text).to_bytes(8, "little") + text

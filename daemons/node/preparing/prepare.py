@@ -86,6 +86,9 @@ from penstock.protocol.security.addresses import check_addresses
 from penstock.shm.inventory import inventory
 from penstock.shm.table import BlockTable
 
+IMPORTING = "importing.json"
+"""File of a run directory while ``penstock import`` fills it. It names the checkpoint."""
+
 Progress = Callable[[str], None]
 """Takes a line about the work in progress, or its result."""
 
@@ -106,20 +109,23 @@ def prepare_run(
     starter: Starter | None = None,
     *,
     rests: bool = False,
+    imports: bool = False,
 ) -> RunDirectory:
     """Prepares ``run_dir`` for ``config``: a new run, or a resume. A refusal leaves the run's files
     unchanged.
 
     ``nodes``: indices of the nodes on this machine; default: all. ``starter``: starts the processes
     that need torch. ``rests``: a run that :func:`is_complete` is left as it is, because nothing
-    will be started.
+    will be started. ``imports``: an import, which writes the first saved state itself.
 
     Raises:
         ConfigError: the configuration is impossible, a resume changes a fixed key, or the machine
             lacks a need of every run.
         CapacityError: memory is short; carries the table.
-        StateError: the directory's files are damaged.
+        StateError: the directory's files are damaged, or an import did not complete.
     """
+    if not imports:
+        _refuse_unfinished_import(run_dir)
     check_addresses(config)
     _check_length(config)
     check_trackers(config)
@@ -185,6 +191,16 @@ def _prepare(
         run.record_checksums(fixed_values(run.config))
         software.write(run_dir)
         return RunDirectory(run_dir)
+
+
+def _refuse_unfinished_import(run_dir: Path) -> None:
+    """Refuses a directory without the saved state that an import was to write: the run would begin
+    with new weights.
+    """
+    if (run_dir / IMPORTING).exists():
+        raise StateError(
+            f"{run_dir}: penstock import did not complete here; repeat it, or remove the directory"
+        )
 
 
 def _check_length(config: Config) -> None:

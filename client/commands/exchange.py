@@ -1,0 +1,102 @@
+"""Commands for checkpoints of other trainers: ``import`` and ``inspect``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.client.cli import JsonOption, SetOption, errors_explained, load, say_preparation
+from penstock.host.errors import ConfigError
+from penstock.host.stopping import interrupted_by_stop_signals
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SRC",
+            help="Checkpoint of torch DCP, torchtitan, DeepSpeed or transformers' Trainer.",
+        ),
+    ],
+    config: Annotated[
+        Path, typer.Option("--config", metavar="FILE", help="Configuration of the new run.")
+    ],
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", metavar="DIR", help="Directory of the new run.")
+    ],
+    samples_seen: Annotated[
+        int | None,
+        typer.Option(
+            "--samples-seen",
+            metavar="N",
+            help="Samples consumed so far. Default: the checkpoint's count, else its steps times"
+            " train.global_batch.",
+        ),
+    ] = None,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only", help="Takes the weights alone: moments are zero, the step is 0."
+        ),
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Reads the files back, and compares every number.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Reports every tensor, and writes nothing.")
+    ] = False,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Makes a run that continues from another trainer's checkpoint, with Adam's moments.
+
+    Compares every tensor with the configuration's model before a byte is written. DIR/import.json
+    names the source of each tensor.
+    """
+    with errors_explained(), interrupted_by_stop_signals():
+        from penstock.client.exchange import imports
+
+        if samples_seen is not None and samples_seen < 0:
+            raise ConfigError(f"--samples-seen {samples_seen}: expected a number from 0")
+        loaded = load(config, settings)
+        request = imports.Import(
+            source=source, samples_seen=samples_seen, weights_only=weights_only, verify=verify
+        )
+        try:
+            if dry_run:
+                report = imports.check(loaded, request, say_preparation)
+            else:
+                report = imports.import_run(loaded, run_dir, request, say_preparation)
+        except imports.RefusedImportError as error:
+            if as_json:
+                typer.echo(json.dumps(error.report, indent=1))
+            raise
+        text = imports.to_text(report, run_dir, config, dry=dry_run)
+        typer.echo(json.dumps(report, indent=1) if as_json else text)
+
+
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Checkpoint, model folder, or run directory.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Lists the tensors of a checkpoint with roles, types and shapes; executes nothing of it."""
+    with errors_explained(), interrupted_by_stop_signals():
+        from penstock.client.exchange import inspection
+
+        fields = inspection.inspect(path)
+        typer.echo(json.dumps(fields, indent=1) if as_json else inspection.to_text(fields))
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to ``penstock``."""
+    app.command(
+        "import",
+        epilog="\b\nExamples:\n  penstock import checkpoint-2000 --config mine.yaml --run-dir"
+        " runs/mine\n  penstock import zero3 --config mine.yaml --run-dir runs/mine --dry-run",
+    )(import_)
+    app.command(epilog="Example: penstock inspect checkpoint-2000")(inspect)

@@ -1,0 +1,1 @@
+"""Commands that move checkpoints of other trainers in, and that list their tensors."""

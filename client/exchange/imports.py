@@ -1,0 +1,233 @@
+"""``penstock import``: a run that continues the training of another trainer.
+
+The checkpoint is compared with the model of the configuration before anything is written. Then the
+run is prepared, the tensors become a saved state, and the state gets its name last. A folder whose
+import did not complete has the file :data:`~penstock.daemons.node.preparing.prepare.IMPORTING`, and
+no training starts there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config.schema import Config
+from penstock.daemons.node.preparing.prepare import (
+    IMPORTING,
+    prepare_run,
+    run_models_prepare,
+    with_absolute_paths,
+)
+from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.node.run_lock import RunLock, train_lock_path
+from penstock.daemons.scheduler.machine.events import CompleteSave
+from penstock.daemons.scheduler.machine.position import Position
+from penstock.daemons.scheduler.saved import TEMPORARY_PREFIX, SavedStates
+from penstock.host.errors import ConfigError, PenstockError
+from penstock.host.files import DAMAGED, make_directory, parse_json, write_atomically
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.table import DType
+
+REPORT = "import.json"
+"""Report in the run directory: each tensor with its source."""
+_TOOL = "penstock.models.exchange.importing"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """A request: the checkpoint, and the options of ``penstock import``. ``samples_seen`` None:
+    the checkpoint's own count, or the steps times ``train.global_batch``.
+    """
+
+    source: Path
+    samples_seen: int | None = None
+    weights_only: bool = False
+    verify: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments of the tool."""
+        words = ["--weights-only"] if self.weights_only else []
+        if self.samples_seen is not None:
+            words += ["--samples-seen", str(self.samples_seen)]
+        return words
+
+
+class RefusedImportError(ConfigError):
+    """The checkpoint does not fit. ``report`` names each tensor and the problems."""
+
+    def __init__(self, message: str, report: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+def check(config: Config, request: Import, say: Say = lambda line: None) -> dict[str, Any]:
+    """Returns the report of an import; writes nothing that stays.
+
+    Raises:
+        RefusedImportError: the checkpoint does not fit the configuration.
+        PenstockError: the configuration or the checkpoint cannot be read.
+    """
+    if config.cluster.platform.builtin_model:
+        raise ConfigError(
+            f"cluster.device: {config.cluster.device!r} has a model of its own; import needs cpu or"
+            " cuda"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="penstock-import-"))
+    try:
+        RunDirectory.create(folder)
+        text = with_absolute_paths(config).to_yaml()
+        write_atomically(folder / "resolved.yaml", text)
+        run_models_prepare(config, folder, "--table-only", progress=say)
+        return _reported(folder, request, folder / REPORT)
+    finally:
+        shutil.rmtree(folder)
+
+
+def import_run(config: Config, run_dir: Path, request: Import, say: Say) -> dict[str, Any]:
+    """Makes a run that goes on from the checkpoint; returns the report.
+
+    Raises:
+        ConfigError: ``run_dir`` has files. Or as :func:`check`.
+        PenstockError: the run cannot be prepared; nothing is left in ``run_dir``.
+    """
+    run_dir = run_dir.absolute()
+    _refuse_files(run_dir)
+    check(config, request, say)
+    make_directory(run_dir)
+    with RunLock.acquire(train_lock_path(run_dir)):
+        try:
+            _remove_content(run_dir)
+            write_atomically(run_dir / IMPORTING, json.dumps({"source": str(request.source)}))
+            run = prepare_run(config, run_dir, say, nodes=(0,), imports=True)
+            report = _written(run, request, say)
+            write_atomically(run_dir / REPORT, json.dumps(report, indent=1))
+            (run_dir / IMPORTING).unlink()
+        except BaseException:
+            _remove_content(run_dir)
+            (run_dir / IMPORTING).unlink(missing_ok=True)
+            raise
+    return report
+
+
+def _written(run: RunDirectory, request: Import, say: Say) -> dict[str, Any]:
+    """Writes the saved state, and returns the report."""
+    path = run.path / f"{REPORT}.tmp"
+    into = run.state_dir / f"{TEMPORARY_PREFIX}import"
+    words = ["--into", str(into), *(["--verify"] if request.verify else [])]
+    report = _reported(run.path, request, path, words, say)
+    path.unlink()
+    files = tuple((str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in report.pop("files"))
+    assert len(files) == len(run.table.blocks)
+    optimizer = run.config.optimizer
+    fp16 = run.config.model.dtype is DType.FP16
+    states = SavedStates(
+        run.state_dir,
+        run_id=run.run_id,
+        table_digest=run.table.digest,
+        num_blocks=len(run.table.blocks),
+        keep=run.config.train.keep_snapshots,
+        keep_every=run.config.train.keep_every,
+    )
+    states.complete(
+        CompleteSave(
+            number=0,
+            version=report["step"],
+            directory=str(into),
+            files=files,
+            position=Position(
+                version=report["step"],
+                data_position=report["samples_seen"],
+                loss_scale=optimizer.initial_loss_scale if fp16 else 1.0,
+            ),
+            attempt=0,
+        )
+    )
+    return report
+
+
+def _reported(
+    run_dir: Path,
+    request: Import,
+    report: Path,
+    words: Sequence[str] = (),
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """Runs the tool, and returns its report."""
+    source = str(request.source.absolute())
+    arguments = (str(run_dir), source, str(report), *request.words, *words)
+    try:
+        run_tool(_TOOL, *arguments, log=run_dir / "logs" / "import.txt", progress=say)
+    except PenstockError as error:
+        if (fields := _read(report)) and fields["problems"]:
+            raise RefusedImportError(str(error), fields) from error
+        raise
+    fields = _read(report)
+    assert fields is not None, "the tool ended without an error"
+    return {"source": source, **fields}
+
+
+def _read(report: Path) -> dict[str, Any] | None:
+    try:
+        fields: dict[str, Any] = parse_json(report.read_bytes())
+    except (OSError, *DAMAGED):
+        return None
+    return fields
+
+
+def _refuse_files(run_dir: Path) -> None:
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"--run-dir {run_dir}: is a file; name a new directory")
+    if not run_dir.exists() or (run_dir / IMPORTING).exists():
+        return
+    if content := _content(run_dir):
+        raise ConfigError(
+            f"--run-dir {run_dir}: has files ({content[0].name}); an import makes a new run, name"
+            " another directory"
+        )
+
+
+def _content(run_dir: Path) -> list[Path]:
+    """Returns the files of a run directory without those of its locks and of the import."""
+    return [
+        path
+        for path in sorted(run_dir.iterdir())
+        if not path.name.startswith(".lock") and path.name != IMPORTING
+    ]
+
+
+def _remove_content(run_dir: Path) -> None:
+    """Removes the files of an import that did not complete."""
+    for path in _content(run_dir):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def to_text(report: Mapping[str, Any], run_dir: Path, config: Path, *, dry: bool) -> str:
+    """Returns the result in lines."""
+    tensors = report["tensors"]
+    size = sum(each["from"]["bytes"] for each in tensors if each["from"] is not None)
+    lines = [
+        f"{report['source']}: {report['kind']}, step {report['step']:,},"
+        f" {report['samples_seen']:,} samples seen",
+        f"{len(tensors):,} tensors take {size / 1e6:,.1f} MB of the checkpoint;"
+        f" {len(report['unused']):,} of its tensors are not used",
+        *(f"note: {note}" for note in report["notes"]),
+    ]
+    if dry:
+        return "\n".join([*lines, "nothing was written; without --dry-run the run is made"])
+    return "\n".join(
+        [
+            *lines,
+            f"{run_dir} is a run at step {report['step']:,}; {run_dir / REPORT} names each tensor",
+            f"next: penstock train {config} --run-dir {run_dir}",
+        ]
+    )
