@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.schema import Config
+from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.daemons.node.preparing.prepare import (
     IMPORTING,
     prepare_run,
     run_models_prepare,
-    with_absolute_paths,
 )
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import RunLock, train_lock_path
@@ -101,7 +101,7 @@ def import_run(config: Config, run_dir: Path, request: Import, say: Say) -> dict
     _refuse_files(run_dir)
     check(config, request, say)
     make_directory(run_dir)
-    with RunLock.acquire(train_lock_path(run_dir)):
+    with RunLock.acquire(train_lock_path(run_dir), wait_s=0.0):
         try:
             _remove_content(run_dir)
             write_atomically(run_dir / IMPORTING, json.dumps({"source": str(request.source)}))

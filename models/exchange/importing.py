@@ -127,7 +127,7 @@ def _pieces_of_file(assignments: Sequence[Assignment], weight_dtype: DType) -> I
     )
     for each, dtype in zip(assignments, types, strict=True):
         for values in _converted(each, TORCH_DTYPES[dtype]):
-            yield memoryview(values.view(torch.uint8).numpy())
+            yield values.view(torch.uint8).numpy().data
 
 
 def _converted(each: Assignment, dtype: torch.dtype) -> Iterator[torch.Tensor]:
