@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from penstock.client.cli import JsonOption, SetOption, errors_explained, load, say_preparation
-from penstock.host.errors import ConfigError
 from penstock.host.stopping import interrupted_by_stop_signals
 
 
@@ -31,6 +30,7 @@ def import_(
         int | None,
         typer.Option(
             "--samples-seen",
+            min=0,
             metavar="N",
             help="Samples consumed so far. Default: the checkpoint's count, else its steps times"
             " train.global_batch.",
@@ -38,9 +38,7 @@ def import_(
     ] = None,
     weights_only: Annotated[
         bool,
-        typer.Option(
-            "--weights-only", help="Takes the weights alone: moments are zero, the step is 0."
-        ),
+        typer.Option("--weights-only", help="Takes the weights alone: zero moments, step 0."),
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Reads the files back, and compares every number.")
@@ -59,20 +57,17 @@ def import_(
     with errors_explained(), interrupted_by_stop_signals():
         from penstock.client.exchange import imports
 
-        if samples_seen is not None and samples_seen < 0:
-            raise ConfigError(f"--samples-seen {samples_seen}: expected a number from 0")
-        loaded = load(config, settings)
         request = imports.Import(
             source=source, samples_seen=samples_seen, weights_only=weights_only, verify=verify
         )
+        loaded = load(config, settings)
         try:
             if dry_run:
                 report = imports.check(loaded, request, say_preparation)
             else:
                 report = imports.import_run(loaded, run_dir, request, say_preparation)
         except imports.RefusedImportError as error:
-            if as_json:
-                typer.echo(json.dumps(error.report, indent=1))
+            typer.echo(json.dumps(error.report, indent=1) if as_json else "", nl=as_json)
             raise
         text = imports.to_text(report, run_dir, config, dry=dry_run)
         typer.echo(json.dumps(report, indent=1) if as_json else text)

@@ -1,9 +1,8 @@
 """``penstock import``: a run that continues the training of another trainer.
 
 The checkpoint is compared with the model of the configuration before anything is written. Then the
-run is prepared, the tensors become a saved state, and the state gets its name last. A folder whose
-import did not complete has the file :data:`~penstock.daemons.node.preparing.prepare.IMPORTING`, and
-no training starts there.
+run is prepared, the tensors become a saved state, and the state gets its name last. After an
+interrupted import the folder has the file ``importing.json``, and training is refused there.
 """
 
 from __future__ import annotations

@@ -181,6 +181,11 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the import command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.exchange.importing", description=__doc__)
@@ -202,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ImportOptions(weights_only=options.weights_only, samples_seen=options.samples_seen),
             into=options.into,
             verifies=options.verify,
-            say=lambda line: print(line, flush=True),
+            say=_say,
         )
 
     return tool_main(work, options.report, options.parent_pid)

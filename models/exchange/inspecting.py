@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        print(json.dumps(open_checkpoint(options.path).to_fields()), flush=True)
+        fields = open_checkpoint(options.path).to_fields()
+        sys.stdout.write(json.dumps(fields) + "\n")
 
     return tool_main(work, options.path, options.parent_pid)
 

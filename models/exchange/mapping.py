@@ -1,9 +1,9 @@
-"""Which tensor of a checkpoint becomes which tensor of a run, decided before a byte is written."""
+"""Assignment of a checkpoint's tensors to those of a run, before a byte is written."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config.schema import Config
@@ -303,32 +303,27 @@ def _compare_settings(
     """Notes settings of the optimizer that differ; those of the configuration hold."""
     optimizer = config.optimizer
     for name, here in (("betas", optimizer.betas), ("eps", optimizer.eps)):
-        there = {getattr(group, name) for group in groups} - {None}
-        if there - {here}:
+        foreign = {getattr(group, name) for group in groups} - {None}
+        if foreign - {here}:
             findings.notes.append(
                 f"optimizer.{name} is {here}, the checkpoint has"
-                f" {', '.join(str(value) for value in sorted(there))}"
+                f" {', '.join(str(value) for value in sorted(foreign))}"
             )
     decays = {name: group.weight_decay for group in groups for name in group.names}
     differing: dict[tuple[float, float], list[str]] = {}
     for block in table.blocks:
         for spec, here, _ in tensor_steps(optimizer, table, block.index):
             known = (decays[n] for n in names_of[spec.name] if n in decays)
-            there_decay = next(known, None)
-            if there_decay is not None and there_decay != here:
-                differing.setdefault((here, there_decay), []).append(spec.name)
-    for (here, there_decay), names in differing.items():
+            foreign_decay = next(known, None)
+            if foreign_decay is not None and foreign_decay != here:
+                differing.setdefault((here, foreign_decay), []).append(spec.name)
+    for (here, foreign_decay), names in differing.items():
         findings.notes.append(
             f"weight decay of {_listed(names)} is {here:g} in the configuration,"
-            f" {there_decay:g} in the checkpoint"
+            f" {foreign_decay:g} in the checkpoint"
         )
 
 
 def _listed(names: Sequence[str]) -> str:
     count = f"{len(names)} tensors " if len(names) > _NAMES else ""
     return f"{count}{few(folded(names), _NAMES)}" or "nothing"
-
-
-def with_problem(plan: ImportPlan, problem: str) -> ImportPlan:
-    """Returns the plan with another problem."""
-    return replace(plan, problems=(*plan.problems, problem))
