@@ -9,6 +9,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.targets.data_files import DATA_FILES
 from tests.fuzz.targets.keys import KEYS
 from tests.fuzz.targets.messages import MESSAGES
+from tests.fuzz.targets.pickles import PICKLES
 from tests.fuzz.targets.plans import PLANS
 from tests.fuzz.targets.run_files import RUN_FILES
 from tests.fuzz.targets.saved import SAVED
@@ -17,7 +18,7 @@ from tests.fuzz.targets.wire import WIRE
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         target.name: target
-        for target in (*WIRE, *MESSAGES, *RUN_FILES, *SAVED, *PLANS, *KEYS, *DATA_FILES)
+        for target in (*WIRE, *MESSAGES, *RUN_FILES, *SAVED, *PICKLES, *PLANS, *KEYS, *DATA_FILES)
     }
 )
 
