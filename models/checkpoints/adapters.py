@@ -65,7 +65,7 @@ class AdapterWeights:
                 " as model.path, and list the module in modules_to_save"
             )
         for name, header in headers.items():
-            spec = specs.get(_plain(name))
+            spec = specs.get(plain_name(name))
             if spec is not None and header.shape != spec.shape:
                 raise StateError(
                     f"{self._path}: {name} has shape {header.shape}, the model and"
@@ -90,7 +90,7 @@ class AdapterWeights:
 
     def has_base_of(self, block: BlockSpec) -> bool:
         """Returns whether the file has a base weight of a block, too."""
-        bases = {_plain(name) for name in self._checkpoint.headers if _BASE in name}
+        bases = {plain_name(name) for name in self._checkpoint.headers if _BASE in name}
         return any(spec.name in bases for spec in block.tensors)
 
     def check_base(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -100,10 +100,10 @@ class AdapterWeights:
             ConfigError: a weight differs: the adapter belongs to another model.
         """
         for name in self._checkpoint.headers:
-            value = tensors.get(_plain(name))
+            value = tensors.get(plain_name(name))
             if _BASE in name and value is not None and not self._is_same(name, value):
                 raise ConfigError(
-                    f"{self._path}: {name} is not the weight {_plain(name)} of model.path; the"
+                    f"{self._path}: {name} is not the weight {plain_name(name)} of model.path; the"
                     " adapter belongs to another model, or the embedding was changed"
                 )
 
@@ -119,7 +119,7 @@ class AdapterWeights:
     ) -> bool:
         if not name.startswith(PREFIX):
             return False
-        plain = _plain(name)
+        plain = plain_name(name)
         if _BASE in name:
             return plain.rpartition(".")[0] in self._adapter.modules
         return self._adapter.trains(plain) and (plain in specs or plain in constants)
@@ -181,6 +181,6 @@ def merged(
     return tensors[name].to(torch.float32) + change * adapted.scale
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Returns the name that a tensor of the file has in the model."""
     return name.removeprefix(PREFIX).replace(_BASE, ".")

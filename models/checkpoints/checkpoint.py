@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from penstock.host.errors import StateError
 from penstock.host.files import is_file
 from penstock.models.binding import TORCH_DTYPES
+from penstock.models.checkpoints.mapped import MappedFile
 from penstock.shm.table import DType
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types as safetensors names them."""
 _PIECE_ELEMENTS = 1 << 22
 
@@ -43,7 +43,7 @@ class Checkpoint:
         """
         self._directory = directory
         self._open_name = ""
-        self._open_file: Any = None
+        self._open_file: MappedFile | None = None
         self.headers: dict[str, Header] = {}
         self._repeated: list[tuple[str, Header]] = []
         for file_name in files:
@@ -99,7 +99,15 @@ class Checkpoint:
         Raises:
             StateError: the file is damaged.
         """
-        return self._raw(name, self.headers[name].file_name).clone()
+        return self.view(name).clone()
+
+    def view(self, name: str) -> torch.Tensor:
+        """Returns a tensor in the type and shape of its file, over the mapped file.
+
+        Raises:
+            StateError: the file is damaged.
+        """
+        return self._raw(name, self.headers[name].file_name)
 
     def check_type(self, name: str) -> None:
         """Refuses tensors that cannot be trained.
@@ -108,7 +116,7 @@ class Checkpoint:
             StateError: the tensor has no floating type.
         """
         header = self.headers[name]
-        if header.dtype not in _FLOATS:
+        if header.dtype not in FLOATS:
             raise StateError(
                 f"{self._directory / header.file_name}: {name} is {header.dtype}; quantized weights"
                 " cannot be trained, give fp32, fp16 or bf16"
@@ -139,14 +147,13 @@ class Checkpoint:
     def _raw(self, name: str, file_name: str) -> torch.Tensor:
         """Returns a tensor over the mapped file."""
         try:
-            value: torch.Tensor = self._file(file_name).get_tensor(name)
-        except (OSError, SafetensorError) as error:
+            return self._file(file_name).tensor(name)
+        except (OSError, SafetensorError, ValueError) as error:
             raise StateError(f"{self._directory / file_name}: {error}") from error
-        return value
 
-    def _file(self, file_name: str) -> Any:
-        if self._open_name != file_name:
-            self._open_file = safe_open(self._directory / file_name, framework="pt")
+    def _file(self, file_name: str) -> MappedFile:
+        if self._open_file is None or self._open_name != file_name:
+            self._open_file = MappedFile(self._directory / file_name)
             self._open_name = file_name
         return self._open_file
 
@@ -156,11 +163,8 @@ class Checkpoint:
         if not is_file(path):
             raise StateError(f"{path}: is missing")
         try:
-            file = self._file(file_name)
-            for name in file.keys():
-                entry = file.get_slice(name)
-                shape = tuple(entry.get_shape())
-                headers[name] = Header(file_name=file_name, dtype=entry.get_dtype(), shape=shape)
+            for name, (dtype, shape, _) in self._file(file_name).entries.items():
+                headers[name] = Header(file_name=file_name, dtype=dtype, shape=shape)
         except (OSError, SafetensorError) as error:
             raise StateError(f"{path}: {error}") from error
         return headers

@@ -73,13 +73,14 @@ class Weights:
             StateError: a tensor cannot be converted.
         """
         self._model = skeleton.model if composite is None else composite.model
+        self._trained = skeleton.model
         self._checkpoint, self._composite = checkpoint, composite
         self._aliases, self._ties = all_names(skeleton), skeleton.model.all_tied_weights_keys
         self._recipe_of: dict[str, _Recipe] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.left_out: list[str] = []
         """Tensors of the whole model's other parts, under the files' names."""
-        model_tensors = skeleton.model.state_dict()
+        model_tensors = self._trained.state_dict()
         used: set[str] = set()
         for recipe in _recipes(self._model, checkpoint.headers):
             try:
@@ -120,6 +121,24 @@ class Weights:
         """
         names = [alias for alias in self._aliases.get(name, [name]) if alias in self._recipe_of]
         return [source for alias in names for _, source in self._recipe_of[alias].sources]
+
+    def described(self) -> Iterator[tuple[str, tuple[int, ...], list[str]]]:
+        """Yields each tensor of the trained model that the files have, under each of its names.
+        Shape and the names of its tensors in the files follow.
+        """
+        model_tensors = self._trained.state_dict()
+        for name, recipe in self._recipe_of.items():
+            if name in model_tensors:
+                yield name, self._shapes[name], [source for _, source in recipe.sources]
+
+    def load(self, name: str) -> torch.Tensor:
+        """Returns a tensor of :meth:`described` in the type of the files, perhaps over a mapped
+        file.
+
+        Raises:
+            StateError: the file is damaged.
+        """
+        return self._apply(self._recipe_of[name], self._checkpoint.view)[name]
 
     def published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns tensors of one block under the names and in the shapes of the files.

@@ -6,12 +6,14 @@ executes nothing of the checkpoint: pickles go through :mod:`~penstock.models.ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from penstock.models.surgery.skeleton import Skeleton
 
 WEIGHT, MASTER = "weight", "master"
 """Roles of a parameter's numbers: as the model computes with them, and as the optimizer keeps them
@@ -81,7 +83,8 @@ class ForeignState:
 
     ``steps``: steps by parameter, where the checkpoint counts them so. ``samples_seen``: samples
     consumed, where the checkpoint counts them. ``problems``: faults that an import would refuse,
-    each in a sentence that names the file and the remedy. ``notes``: facts for the user.
+    each in a sentence that names the file and the remedy. ``notes``: facts for the user. ``fit``:
+    see :meth:`fitted`; None: the checkpoint alone says all.
     """
 
     kind: str
@@ -93,6 +96,15 @@ class ForeignState:
     groups: tuple[ForeignGroup, ...] = ()
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    fit: Callable[[Skeleton, Collection[str]], ForeignState] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    def fitted(self, skeleton: Skeleton, trained: Collection[str]) -> ForeignState:
+        """Returns the checkpoint with the names and problems that follow from a run's model.
+        ``trained``: names of the tensors that the run trains.
+        """
+        return self if self.fit is None else self.fit(skeleton, trained)
 
     def to_fields(self) -> dict[str, Any]:
         """Returns the JSON object of ``penstock inspect``."""

@@ -65,7 +65,11 @@ def import_checkpoint(
     """
     files = RunDirectory(run_dir)
     skeleton = build_skeleton(load_run_config(run_dir), load_run_adapter(run_dir))
-    plan = plan_import(open_checkpoint(source), files.config, files.table, skeleton, options)
+    trained = {
+        each.name for block in files.table.blocks for each in block.tensors if each.trainable
+    }
+    state = open_checkpoint(source).fitted(skeleton, trained)
+    plan = plan_import(state, files.config, files.table, skeleton, options)
     fields = plan.to_fields()
     write_atomically(report, json.dumps(fields, indent=1))
     if plan.problems:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.host.errors import ConfigError
+from penstock.models.exchange.folders import AdapterFolder, ModelFolder, SavedState
 from penstock.models.exchange.foreign import ForeignState, Reader
 
-READERS: tuple[Reader, ...] = ()
+READERS: tuple[Reader, ...] = (SavedState(), AdapterFolder(), ModelFolder())
 """Asked in this order; the first that recognises a path reads it."""
 
 

@@ -34,6 +34,7 @@ from penstock.models.adapters.files import (
 from penstock.models.checkpoints.checkpoint import Checkpoint
 from penstock.models.checkpoints.files import files_before
 from penstock.models.data.chunks import write_sums
+from penstock.models.exchange.folders import SavedState
 from penstock.models.prepare import _has, _recorded, _recorded_sum
 from penstock.protocol.run.bases.base_identity import read_source, weight_files
 from penstock.protocol.run.checksums import ADAPTER, with_checksum
@@ -300,6 +301,23 @@ def _metas(folder: Path) -> list[bytes]:
 
 
 @contextmanager
+def _imported_manifest(folder: Path) -> Iterator[Decoder]:
+    """A saved state that another run imports."""
+    (folder / "block-0000.safetensors").write_bytes(save({"w": torch.zeros(2, 3)}))
+
+    def read(data: bytes) -> None:
+        (folder / "manifest.json").write_bytes(data)
+        SavedState().open(folder)
+
+    yield read
+
+
+def _imported_manifests() -> list[bytes]:
+    files = {"block-0000.safetensors": {"bytes": 1, "sha256": "0" * 64}}
+    return dumped({"version": 3, "files": files, "scheduler": {"data_position": 24}})
+
+
+@contextmanager
 def _checkpoint(folder: Path) -> Iterator[Decoder]:
     """A folder of weights as others write it: the file, or the list of files."""
     (folder / "a.safetensors").write_bytes(save({"w": torch.zeros(2, 3)}))
@@ -494,9 +512,17 @@ SAVED = (
             "models.checkpoints.files._shards",
             "protocol.run.bases.base_identity.weight_files",
             "protocol.run.bases.base_identity.read_source",
-            "models.checkpoints.checkpoint.Checkpoint._file",
             "models.checkpoints.checkpoint.Checkpoint._read_headers",
+            "models.checkpoints.mapped.MappedFile.__init__",
+            "models.checkpoints.mapped.tensor_over",
         ),
         seeds=_checkpoints,
+    ),
+    Target(
+        name="imported_manifest",
+        open=_imported_manifest,
+        covers=("models.exchange.folders._read_manifest",),
+        seeds=_imported_manifests,
+        form=Form.JSON,
     ),
 )
