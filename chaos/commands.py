@@ -51,7 +51,7 @@ KindsOption = Annotated[
         metavar="A,B",
         help="Kinds of faults: kill, several, recovery, sweep, pause, stop, term, closed,"
         " half-open, disk, shm, second, lost. Default: all that this user may inject and that"
-        " cost no step. See docs/CHAOS.md.",
+        " cost no step. See penstock docs CHAOS.",
     ),
 ]
 ProcessesOption = Annotated[

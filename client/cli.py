@@ -185,7 +185,7 @@ class Command(TyperCommand):
 
 
 SECTIONS: Mapping[str, Sequence[str]] = {
-    "Train": ("init", "convert", "config", "data", "train", "doctor"),
+    "Train": ("init", "convert", "config", "docs", "data", "train", "doctor"),
     "Observe runs": ("list", "status", "watch", "trace", "report"),
     "Control a run": ("pause", "resume", "snapshot", "stop"),
     "Saved steps": ("snapshots", "rollback", "export", "import", "inspect", "generate", "eval"),

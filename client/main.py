@@ -15,7 +15,17 @@ from typing import Annotated
 import typer
 
 from penstock.client.cli import SectionedHelp
-from penstock.client.commands import convert, deploy, exchange, keys, nodes, runs, states, training
+from penstock.client.commands import (
+    convert,
+    deploy,
+    exchange,
+    keys,
+    nodes,
+    pages,
+    runs,
+    states,
+    training,
+)
 from penstock.client.planning import commands as plan_commands
 
 imported()
@@ -71,6 +81,7 @@ imports them by name only.
 for module in (
     training,
     convert,
+    pages,
     runs,
     states,
     exchange,

@@ -271,7 +271,7 @@ class DataConfig(Section):
         default=1.0,
         gt=0.0,
         description="Planned passes over the training sequences. Training continues beyond them,"
-        " and an alert reports it (docs/RUNBOOK.md).",
+        " and an alert reports it (`penstock docs RUNBOOK`).",
     )
     document_masks: bool = Field(
         default=False,

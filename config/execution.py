@@ -142,8 +142,8 @@ class ScheduleConfig(Section):
         " devices write the next weights, and the CPU updates the state after the commit. flush:"
         " devices write the next state as well, next to the committed state, so that the CPU does"
         " nothing for these blocks; this needs a second copy of their state in host memory (Deep"
-        " Optimizer States; docs/PLANNING.md). auto: the choice with the shorter simulated step,"
-        " possibly no updates on devices if no stride or share is given.",
+        " Optimizer States; `penstock docs PLANNING`). auto: the choice with the shorter simulated"
+        " step, possibly no updates on devices if no stride or share is given.",
     )
     file: Path | None = Field(
         default=None,
@@ -213,7 +213,8 @@ class ClusterConfig(Section):
         description="Transport of weights and gradients between nodes. zmq: the owner's memoryd"
         " sends them. nixl: the receiver reads the owner's memory directly, by RDMA if a device"
         " supports it, else over TCP or shared memory (`pip install penstock[rdma]`). auto: nixl"
-        " on nodes with such a device. Two nodes use zmq unless both offer nixl (docs/NODES.md).",
+        " on nodes with such a device. Two nodes use zmq unless both offer nixl"
+        " (`penstock docs NODES`).",
     )
     nodes: Annotated[
         tuple[NodeConfig, ...],
@@ -235,9 +236,9 @@ class ClusterConfig(Section):
         description="none: only loopback addresses are allowed, and a token in the run directory"
         " keeps other users of the machine away. insecure: any address is allowed, and everybody"
         " on the network may read and change the run. tls: all traffic is encrypted, and callers"
-        " without a key of the run are rejected (docs/SECURITY.md). tls-trusted-fabric: as tls,"
-        " but RDMA and process groups of torch.distributed, which tls refuses, stay unencrypted"
-        " on a private network.",
+        " without a key of the run are rejected (`penstock docs SECURITY`). tls-trusted-fabric: as"
+        " tls, but RDMA and process groups of torch.distributed, which tls refuses, stay"
+        " unencrypted on a private network.",
     )
     keys: Path | None = Field(
         default=None,
@@ -387,13 +388,13 @@ class MemoryConfig(Section):
         description="partner: each node's partner, the next one in `cluster.nodes`, keeps a"
         " replica of its optimizer state and steps the replica, too, so that a node that is lost"
         " with its memory costs no step. The replica takes the memory of that state once more,"
-        " and gradients cross the network (docs/NODES.md).",
+        " and gradients cross the network (`penstock docs NODES`).",
     )
     share_base: Literal["auto", "never"] = Field(
         default="auto",
         description="auto: frozen weights are in /dev/shm once for all runs of a user that have"
         " the same ones: same files of model.path (not copies), or same seed and configuration."
-        " never: each run has its own (docs/OPERATION.md).",
+        " never: each run has its own (`penstock docs OPERATION`).",
     )
 
 

@@ -195,7 +195,7 @@ def test_an_archive_of_the_sources_has_each_once_and_its_licence_by_name() -> No
     """Links become files in an sdist, so what they point to is left out of it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     links = {path.name for path in (ROOT / "src" / "penstock").iterdir() if path.is_symlink()}
-    assert links == {*FOLDERS, "examples"}
+    assert links == {*FOLDERS, "docs", "examples"}
     assert {f"/{name}" for name in links} <= set(
         project["tool"]["scikit-build"]["sdist"]["exclude"]
     )

@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
     """Adds the command to ``penstock``."""
     app.command(
         epilog="Exit code 2: a dropped key changes the result, and --force is not given."
-        " docs/COMING_FROM.md has the keys.\n\n\b\nExamples:\n"
+        " penstock docs COMING_FROM lists the keys.\n\n\b\nExamples:\n"
         "  penstock convert trl sft.yaml --out mine.yaml\n"
         "  penstock convert llamafactory train.yaml --devices 8 --json\n"
         "  penstock convert peft adapter_config.json"

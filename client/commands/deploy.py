@@ -28,7 +28,7 @@ ConfigOption = Annotated[
 @app.command(
     epilog="Installs penstock-node@RUN.NODE.service and penstock-run@RUN.target, and prints the"
     " commands that start them. Run it on each machine, or with --root on an image of the machine."
-    " See docs/SYSTEMD.md. Example: penstock deploy systemd --config run.yaml --node b"
+    " See penstock docs SYSTEMD. Example: penstock deploy systemd --config run.yaml --node b"
 )
 def systemd(
     config: ConfigOption,
@@ -85,8 +85,8 @@ def systemd(
 @app.command(
     epilog="Submit the script with sbatch FILE; options of sbatch, such as --partition, replace"
     " those in the script. The job requeues itself at its time limit and after a machine failure,"
-    " also on other machines. See docs/SLURM.md. Example: penstock deploy slurm --config tiny.yaml"
-    " --nodes 2 --time 12:00:00"
+    " also on other machines. See penstock docs SLURM. Example: penstock deploy slurm"
+    " --config tiny.yaml --nodes 2 --time 12:00:00"
 )
 def slurm(
     config: ConfigOption,
@@ -166,8 +166,9 @@ def write_new(target: Path, text: str) -> None:
 
 @app.command(
     epilog="Writes Containerfile, storage.yaml, jobset.yaml and trainjob.yaml, and prints the next"
-    " commands. The pods request the memory and CPUs that the plan needs. See docs/KUBERNETES.md."
-    " Example: penstock deploy kubernetes --config run.yaml --image registry/penstock:1 --out k8s"
+    " commands. The pods request the memory and CPUs that the plan needs. See"
+    " penstock docs KUBERNETES. Example: penstock deploy kubernetes --config run.yaml"
+    " --image registry/penstock:1 --out k8s"
 )
 def kubernetes(
     config: ConfigOption,
@@ -229,7 +230,7 @@ def kubernetes(
 @app.command(
     epilog="Writes dashboards, alert rules, configurations of Prometheus, Alertmanager and Grafana,"
     " and a compose file that starts the three. A repeated call keeps files that you edited."
-    " See docs/SEEING.md. Example: penstock deploy monitoring watch"
+    " See penstock docs SEEING. Example: penstock deploy monitoring watch"
 )
 def monitoring(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write the files to.")],

@@ -324,7 +324,7 @@ def convert(reading: KeyReading) -> None:
     if reading.get("rl"):
         remedy = "only supervised fine-tuning is converted"
         if reading.get("rl") == "dpo":
-            remedy += "; write data.objective: dpo by hand (docs/FINETUNE.md)"
+            remedy += "; write data.objective: dpo by hand (penstock docs FINETUNE)"
         raise reading.refused("rl", reading.get("rl"), remedy)
     if reading.get("learning_rate") is None:
         raise reading.refused("learning_rate", None, "needs a number")

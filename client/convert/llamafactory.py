@@ -265,7 +265,7 @@ def convert(reading: KeyReading) -> None:
     if stage != "sft":
         remedy = "only sft is converted"
         if stage == "dpo":
-            remedy += "; write data.objective: dpo by hand (docs/FINETUNE.md)"
+            remedy += "; write data.objective: dpo by hand (penstock docs FINETUNE)"
         raise reading.refused("stage", stage, remedy)
     reading.map("stage", {})
     put_model(reading, "model_name_or_path")
