@@ -8,6 +8,7 @@ ARGS ?=
 PARTS ?=
 THERE ?=
 SEEDS ?= 200
+DIST ?= dist
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ PAIR = build/versions/$(notdir $(PYTHON))-$(subst =,,$(TORCH))
 PAIR_TESTS := $(addprefix tests/,data host models native planner shm worker)
 PYTHON_PATHS := chaos client config daemons deploy grafana host models planner protocol shm workers src tests bench
 
-.PHONY: train test check pins versions integration soak bench gpu gpu-wheels papers pictures docs site \
+.PHONY: train test check pins versions wheel integration soak bench gpu gpu-wheels papers pictures docs site \
   dashboards proto format clean
 .DELETE_ON_ERROR:
 
@@ -55,6 +56,15 @@ versions:
 	rm -rf $(PAIR)/run
 	$(PAIR)/bin/python -m pytest -q $(PAIR_TESTS) $(ARGS)
 	$(PAIR)/bin/penstock --version
+
+## The archive of the sources and, made of it, a wheel for the environment's Python, into DIST. The
+## wheel's tag is the oldest platform that auditwheel allows. For another Python, in an environment of
+## its own: make wheel PYTHON=python3.12 VENV=build/env-3.12
+wheel: $(STAMP)
+	rm -rf build/dist && mkdir -p build/dist $(DIST)
+	$(BIN)/python -m build --outdir build/dist --config-setting=cmake.define.PENSTOCK_STATIC_STDCXX=ON
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) build/dist/*.whl
+	cp build/dist/*.tar.gz $(DIST)
 
 ## Real Slurm, systemd hosts and network namespaces, as root on Debian: installs what is missing. TRL,
 ## LLaMA-Factory and the wheel, each in an environment of its own.
