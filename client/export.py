@@ -1,5 +1,5 @@
-"""``penstock export`` writes a saved state of a run as a Hugging Face directory, or its adapter
-alone.
+"""``penstock export`` writes a saved state of a run as a Hugging Face directory, its adapter alone,
+or weights and optimizer for another trainer.
 
 This module verifies the saved state. :mod:`penstock.models.checkpoints.export` writes the directory
 in another process, which imports torch and transformers.
@@ -7,15 +7,19 @@ in another process, which imports torch and transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from penstock.client.views.run_view import StateFolder, saved_states
 from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.memory.tensorfile import sha256_of
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
 from penstock.host.errors import ConfigError, StateError
+from penstock.host.files import parse_json
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 
@@ -40,20 +44,42 @@ def choose_state(run_dir: Path, step: int | None) -> StateFolder:
     raise ConfigError(f"--step {step}: not saved; saved steps are {known}")
 
 
-HF, PEFT = "hf", "peft"
-"""Formats: the whole model, with its adapter merged; and the adapter alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFormat:
+    """A format of exports. ``content``: its files, in a sentence. ``trains``: the files have the
+    optimizer's state.
+    """
+
+    content: str
+    trains: bool = False
+
+
+HF, PEFT, DCP = "hf", "peft", "dcp"
+FORMATS: Mapping[str, ExportFormat] = MappingProxyType(
+    {
+        HF: ExportFormat(content="a Hugging Face model"),
+        PEFT: ExportFormat(content="the adapter alone, in PEFT's files"),
+        DCP: ExportFormat(
+            content="weights and optimizer for torch.distributed.checkpoint", trains=True
+        ),
+    }
+)
+"""Formats by the value of ``--format``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """Options of an export. ``dtype`` None: ``model.dtype``, and fp32 for an adapter. ``whole``
-    adds the untrained parts of a multimodal model. ``verify`` reads the files back.
+    """Options of an export. ``dtype`` None: ``model.dtype``, and fp32 for an
+    adapter or with the optimizer. ``whole``
+    adds the untrained parts of a multimodal model. ``verify`` reads the files back. ``dry_run``
+    lists the tensors and writes nothing.
     """
 
     form: str = HF
     dtype: str | None = None
     whole: bool = False
     verify: bool = False
+    dry_run: bool = False
 
     def check(self) -> None:
         """Refuses values and pairs of options that do not exist.
@@ -62,14 +88,21 @@ class ExportOptions:
             ConfigError: names the option and its values.
         """
         dtypes = [dtype.value for dtype in DType]
-        if self.form not in (HF, PEFT):
-            raise ConfigError(f"--format {self.form}: accepted are {HF} and {PEFT}")
+        if self.form not in FORMATS:
+            raise ConfigError(f"--format {self.form}: accepted are {', '.join(FORMATS)}")
         if self.dtype not in (None, *dtypes):
             raise ConfigError(f"--dtype {self.dtype}: accepted are {', '.join(dtypes)}")
+        if self.dry_run and (self.verify or self.whole):
+            flag = "--verify" if self.verify else "--whole"
+            raise ConfigError(f"--dry-run: writes nothing; leave {flag} out")
         if not self.whole:
             return
         if self.form == PEFT:
             raise ConfigError("--whole: an adapter has no other parts; leave --whole out")
+        if FORMATS[self.form].trains:
+            raise ConfigError(
+                f"--whole: --format {self.form} writes the trained model; leave --whole out"
+            )
         if self.dtype is not None:
             raise ConfigError("--whole: tensors keep the types of the folder; leave --dtype out")
         if self.verify:
@@ -78,8 +111,8 @@ class ExportOptions:
 
 def export(
     run_dir: Path, output: Path, step: int | None, options: ExportOptions | None = None
-) -> str:
-    """Writes a saved state to ``output``, a new or empty directory; returns lines for the user.
+) -> dict[str, Any]:
+    """Writes a saved state to ``output``, a new or empty directory; returns the report.
 
     Raises:
         ConfigError: no state is saved, the run is emulated and has no model, or the directory is
@@ -89,31 +122,62 @@ def export(
     options = ExportOptions() if options is None else options
     options.check()
     state = verified_state(run_dir, step)
-    adapted = RunDirectory(run_dir).config.adapter is not None
-    if options.form == PEFT and not adapted:
+    config = RunDirectory(run_dir).config
+    _check_form(run_dir, options.form, adapted=config.adapter is not None)
+    flags = {"--whole": options.whole, "--verify": options.verify, "--list": options.dry_run}
+    # Torch's groups have the rate of the step to come.
+    rate = learning_rate(config.optimizer, config.train.steps, state.version + 1)
+    arguments = [str(run_dir), str(state.path), str(output), "--format", options.form]
+    arguments += ["--step", str(state.version), "--rate", repr(rate)]
+    arguments += [flag for flag, is_set in flags.items() if is_set]
+    arguments += [] if options.dtype is None else ["--dtype", options.dtype]
+    report = {
+        **{"run": str(run_dir), "step": state.version, "format": options.form},
+        **{"out": str(output), "dry_run": options.dry_run, "verified": options.verify},
+        "adapted": config.adapter is not None,
+    }
+    tensors: list[str] = []
+    log = run_dir / "logs" / "export.txt"
+    run_tool("penstock.models.checkpoints.export", *arguments, log=log, progress=tensors.append)
+    if options.dry_run:
+        return report | {"tensors": [parse_json(line) for line in tensors if line[:1] == "{"]}
+    sizes = (path.stat().st_size for path in output.rglob("*") if path.is_file())
+    return report | {"bytes": sum(sizes)}
+
+
+def _check_form(run_dir: Path, form: str, *, adapted: bool) -> None:
+    if form == PEFT and not adapted:
         raise ConfigError(
             f"--format {PEFT}: {run_dir} trained the model itself and has no adapter; give"
             f" --format {HF}"
         )
-    flags = {"--whole": options.whole, "--verify": options.verify}
-    arguments = [str(run_dir), str(state.path), str(output), "--format", options.form]
-    arguments += [flag for flag, is_set in flags.items() if is_set]
-    arguments += [] if options.dtype is None else ["--dtype", options.dtype]
-    log = run_dir / "logs" / "export.txt"
-    run_tool("penstock.models.checkpoints.export", *arguments, log=log)
-    return "\n".join(_lines(run_dir, output, state, options, adapted))
+    if FORMATS[form].trains and adapted:
+        raise ConfigError(
+            f"--format {form}: {run_dir} trained an adapter, for which the format has no place;"
+            f" give --format {PEFT}, or {HF} with the adapter merged"
+        )
 
 
-def _lines(
-    run_dir: Path, output: Path, state: StateFolder, options: ExportOptions, adapted: bool
-) -> Iterator[str]:
-    if options.form == PEFT:
-        yield f"the adapter of step {state.version} of {run_dir} is in {output}, in PEFT's files"
-    else:
-        yield f"step {state.version} of {run_dir} is in {output}"
-        if adapted:
-            yield f"its adapter is merged into the weights; --format {PEFT} writes it alone"
-    if options.verify:
+def to_text(report: Mapping[str, Any]) -> str:
+    """Returns the lines for the user."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    form, place = report["format"], f"step {report['step']} of {report['run']}"
+    subject = f"the adapter of {place}" if form == PEFT else place
+    content = FORMATS[form].content
+    if report["dry_run"]:
+        tensors = report["tensors"]
+        yield from (f"{t['name']}  {t['dtype']}  {t['shape']}" for t in tensors)
+        num_bytes = sum(tensor["bytes"] for tensor in tensors)
+        yield f"{subject} as {content}: {len(tensors)} tensors of {num_bytes} bytes"
+        yield f"nothing was written; leave --dry-run out to write {report['out']}"
+        return
+    yield f"{subject} is in {report['out']}: {content}"
+    if report["adapted"] and form == HF:
+        yield f"its adapter is merged into the weights; --format {PEFT} writes it alone"
+    if report["verified"]:
         yield "verified: every tensor, read back, equals that of the saved state"
 
 

@@ -91,7 +91,8 @@ def export(
             "--format",
             metavar="FORMAT",
             help="hf: a Hugging Face model, with a run's adapter merged into its weights. peft: the"
-            " adapter alone, in the files of PEFT.",
+            " adapter alone, in the files of PEFT. dcp: weights and optimizer for"
+            " torch.distributed.checkpoint.",
         ),
     ] = "hf",
     step: Annotated[
@@ -101,7 +102,8 @@ def export(
         str | None,
         typer.Option(
             metavar="TYPE",
-            help="Type of the tensors: fp32, bf16 or fp16. Default: model.dtype; fp32 for peft.",
+            help="Type of the weights: fp32, bf16 or fp16. Default: model.dtype for hf, else fp32."
+            " The optimizer's state is in fp32.",
         ),
     ] = None,
     whole: Annotated[
@@ -117,14 +119,22 @@ def export(
             "--verify", help="Reads the files back, and compares every tensor with the state."
         ),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Lists the tensors, and writes nothing.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Writes a saved state as a Hugging Face model directory, or its adapter alone."""
+    """Writes a saved state as a Hugging Face model directory, its adapter alone, or weights and
+    optimizer for another trainer.
+    """
     with errors_explained():
-        from penstock.client.export import ExportOptions
-        from penstock.client.export import export as write
+        from penstock.client import export as exports
 
-        options = ExportOptions(form=form, dtype=dtype, whole=whole, verify=verify)
-        typer.echo(write(run, output, step, options))
+        options = exports.ExportOptions(
+            form=form, dtype=dtype, whole=whole, verify=verify, dry_run=dry_run
+        )
+        report = exports.export(run, output, step, options)
+        typer.echo(json.dumps(report, indent=1) if as_json else exports.to_text(report))
 
 
 ModelArgument = Annotated[
@@ -222,7 +232,10 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to ``penstock``."""
     app.command(epilog="Example: penstock snapshots runs/tiny verify 400 800")(snapshots)
     app.command(epilog="Example: penstock rollback runs/tiny --to 400")(rollback)
-    app.command(epilog="Example: penstock export runs/tiny --format hf tiny-hf")(export)
+    app.command(
+        epilog="\b\nExamples:\n  penstock export runs/tiny --format hf tiny-hf\n"
+        "  penstock export runs/tiny tiny-dcp --format dcp --verify"
+    )(export)
     app.command(
         epilog="\b\nExamples:\n  penstock generate runs/tiny --prompt 'def ' --max-new 40\n"
         "  penstock generate mine-hf --messages chat.json --max-new 200 --temperature 0.7"

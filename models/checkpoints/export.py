@@ -1,5 +1,5 @@
 """Export of a saved state: a folder for ``transformers.AutoModelForCausalLM.from_pretrained``, or
-the files of an adapter for PEFT.
+the files of an adapter for PEFT, or weights and optimizer for torch.
 
 ``python -m penstock.models.checkpoints.export RUN_DIR STATE_DIR OUT`` exports a saved state of a
 run.
@@ -13,10 +13,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.adapters import adapter_tensors
 from penstock.models.checkpoints.carried import GENERATION, read_carried, write_files
 from penstock.models.checkpoints.constants import Constants, read_constants
+from penstock.models.checkpoints.exports.dcp import outline_dcp, write_dcp
 from penstock.models.checkpoints.exports.tensors import ExportedTensors, ReadBlock, saved_blocks
+from penstock.models.checkpoints.exports.training import TrainingState, torch_optimizer
 from penstock.models.checkpoints.exports.verify import verify_adapter, verify_model
 from penstock.models.checkpoints.exports.whole import write_whole
 from penstock.models.checkpoints.older_readers import with_older_keys
@@ -43,11 +46,14 @@ from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockSpec, BlockTable, DType
 
+ADAPTER_DTYPE = DType.FP32
+"""Type of an adapter's tensors: PEFT has them in fp32, also over a narrower model."""
+
 SHARD_BYTES = 2 * 2**30
 """Bytes at which a shard ends, with its last block; the export holds one shard in memory."""
 
-HF, PEFT = "hf", "peft"
-"""Formats: the whole model, and its adapter alone."""
+HF, PEFT, DCP = "hf", "peft", "dcp"
+"""Formats: the whole model, its adapter alone, and the model with its optimizer."""
 
 
 def export_hf(
@@ -129,6 +135,34 @@ def export_peft(run_dir: Path, state_dir: Path, out: Path, dtype: DType, verifie
         write_files(temporary, {**carried, SETTINGS: to_json(fields).encode()})
         if verifies:
             verify_adapter(tensors, adapter, files.table, temporary)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFormat:
+    """A format of weights and optimizer. ``write`` fills a folder with a state; the flag asks for
+    a verification. ``outline`` returns the tensors on the meta device by their names in the files.
+    """
+
+    write: Callable[[TrainingState, Path, bool], None]
+    outline: Callable[[TrainingState], Mapping[str, torch.Tensor]]
+
+
+TRAINING_FORMATS: Mapping[str, TrainingFormat] = MappingProxyType(
+    {DCP: TrainingFormat(write=write_dcp, outline=outline_dcp)}
+)
+"""Formats of weights and optimizer by the value of ``--format``."""
+
+
+def export_training(form: str, state: TrainingState, out: Path, *, verifies: bool) -> None:
+    """Writes the weights and the optimizer of a saved state. ``out`` appears whole or not at all.
+
+    Raises:
+        ConfigError: ``out`` exists and is not an empty directory. Or torch has no such optimizer.
+        StateError: a file of the saved state is damaged. Or a verified tensor differs.
+    """
+    torch_optimizer(state.optimizer.name)
+    with _appearing(out) as temporary:
+        TRAINING_FORMATS[form].write(state, temporary, verifies)
 
 
 def export_whole(
@@ -281,41 +315,102 @@ def _flush(directory: Path) -> None:
             os.close(descriptor)
 
 
+def _export_model(options: argparse.Namespace) -> None:
+    """Exports the model or its adapter, without the optimizer."""
+    files = RunDirectory(options.run_dir)
+    read_block = saved_blocks(options.state_dir, files.table)
+    constants = read_constants(options.run_dir)
+    if options.format == PEFT:
+        dtype = options.dtype or ADAPTER_DTYPE
+        export_peft(options.run_dir, options.state_dir, options.out, dtype, options.verify)
+    elif options.whole:
+        export_whole(options.run_dir, files.table, read_block, options.out, constants)
+    else:
+        export_hf(
+            load_run_config(options.run_dir),
+            files.table,
+            read_block,
+            options.out,
+            dtype=options.dtype or files.config.model.dtype,
+            constants=constants,
+            carried=read_carried(files.config, options.run_dir),
+            adapter=load_run_adapter(options.run_dir),
+            verifies=options.verify,
+        )
+
+
+def _training_state(options: argparse.Namespace) -> TrainingState:
+    # The weights are the master weights, which the optimizer keeps in fp32.
+    return TrainingState.of(
+        options.run_dir,
+        options.state_dir,
+        step=options.step,
+        rate=options.rate,
+        dtype=options.dtype or DType.FP32,
+    )
+
+
+def _outlined(options: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of an export, block by block."""
+    if options.format in TRAINING_FORMATS:
+        state = _training_state(options)
+        torch_optimizer(state.optimizer.name)
+        yield from TRAINING_FORMATS[options.format].outline(state).items()
+        return
+    files = RunDirectory(options.run_dir)
+    read_block = saved_blocks(options.state_dir, files.table)
+    whole = options.format != PEFT
+    default = files.config.model.dtype if whole else ADAPTER_DTYPE
+    source = ExportedTensors.of(
+        load_run_config(options.run_dir),
+        files.table,
+        read_block,
+        dtype=options.dtype or default,
+        constants=read_constants(options.run_dir),
+        adapter=load_run_adapter(options.run_dir),
+    )
+    for block in source.blocks if whole else files.table.blocks:
+        if whole:
+            yield from source.tensors(block.index).items()
+        elif source.adapter is not None:
+            tensors = source.saved(block.index)
+            yield from adapter_tensors(tensors, source.adapter, options.dtype or default).items()
+
+
+def _described(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "bytes": tensor.numel() * tensor.element_size(),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the export command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock.models.checkpoints.export", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("state_dir", type=Path, help="RUN_DIR/state/step-…, checked by the caller")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", choices=(HF, PEFT), default=HF)
+    parser.add_argument("--format", choices=(HF, PEFT, *TRAINING_FORMATS), default=HF)
     parser.add_argument("--whole", action="store_true", help="with the other parts of the model")
     parser.add_argument("--dtype", type=DType, choices=list(DType), help="default: model.dtype")
+    parser.add_argument("--step", type=int, default=0, help="number of the saved step")
+    parser.add_argument("--rate", type=float, default=0.0, help="learning rate of the next step")
     parser.add_argument("--verify", action="store_true", help="read the files back")
+    parser.add_argument("--list", action="store_true", help="print the tensors; write nothing")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        files = RunDirectory(options.run_dir)
-        read_block = saved_blocks(options.state_dir, files.table)
-        constants = read_constants(options.run_dir)
-        if options.format == PEFT:
-            # PEFT has its adapters in fp32, also over a narrower model.
-            dtype = options.dtype or DType.FP32
-            export_peft(options.run_dir, options.state_dir, options.out, dtype, options.verify)
-        elif options.whole:
-            export_whole(options.run_dir, files.table, read_block, options.out, constants)
+        if options.list:
+            for name, tensor in _outlined(options):
+                sys.stdout.write(json.dumps(_described(name, tensor)) + "\n")
+        elif options.format in TRAINING_FORMATS:
+            state = _training_state(options)
+            export_training(options.format, state, options.out, verifies=options.verify)
         else:
-            export_hf(
-                load_run_config(options.run_dir),
-                files.table,
-                read_block,
-                options.out,
-                dtype=options.dtype or files.config.model.dtype,
-                constants=constants,
-                carried=read_carried(files.config, options.run_dir),
-                adapter=load_run_adapter(options.run_dir),
-                verifies=options.verify,
-            )
+            _export_model(options)
 
     return tool_main(work, options.out, options.parent_pid)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.host.errors import ConfigError
+from penstock.models.exchange.dcp.reader import DcpReader
 from penstock.models.exchange.folders import AdapterFolder, ModelFolder, SavedState
 from penstock.models.exchange.foreign import ForeignState, Reader
 
-READERS: tuple[Reader, ...] = (SavedState(), AdapterFolder(), ModelFolder())
+READERS: tuple[Reader, ...] = (SavedState(), DcpReader(), AdapterFolder(), ModelFolder())
 """Asked in this order; the first that recognises a path reads it."""
 
 

@@ -303,11 +303,13 @@ def test_export_without_a_run_or_a_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--format", "gguf"), "--format gguf: accepted are hf and peft"),
+        (("--format", "gguf"), "--format gguf: accepted are hf, peft, dcp"),
         (("--dtype", "int8"), "--dtype int8: accepted are fp32, bf16, fp16"),
         (("--format", "peft", "--whole"), "an adapter has no other parts"),
         (("--whole", "--dtype", "bf16"), "tensors keep the types of the folder"),
         (("--whole", "--verify"), "compares the text model alone"),
+        (("--whole", "--format", "dcp"), "writes the trained model; leave --whole out"),
+        (("--dry-run", "--verify"), "writes nothing; leave --verify out"),
     ],
 )
 def test_exports_that_do_not_exist(options: tuple[str, ...], words: str, tmp_path: Path) -> None:

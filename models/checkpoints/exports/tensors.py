@@ -122,14 +122,20 @@ class ExportedTensors:
             ConfigError: the written type cannot hold a number.
             StateError: see :meth:`named`.
         """
-        typed = {}
-        for name, value in self.named(block).items():
-            # Rounds to nearest even where the type is narrower than the master weights' fp32.
-            typed[name] = value.to(self.dtypes[name])
-            if self.dtypes[name] is torch.float16 and typed[name].isinf().any():
-                raise ConfigError(
-                    f"--dtype fp16: {name} has numbers that fp16 cannot hold; give bf16 or fp32"
-                )
+        return {name: self.written(name, value) for name, value in self.named(block).items()}
+
+    def written(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in its written type, by its name in the model.
+
+        Raises:
+            ConfigError: the type cannot hold a number.
+        """
+        # Rounds to nearest even where the type is narrower than the master weights' fp32.
+        typed = value.to(self.dtypes[name])
+        if typed.dtype is torch.float16 and typed.isinf().any():
+            raise ConfigError(
+                f"--dtype fp16: {name} has numbers that fp16 cannot hold; give bf16 or fp32"
+            )
         return typed
 
     def named(self, block: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""Folders of torch.distributed.checkpoint: of FSDP2, of NeMo Automodel and of torchtitan."""

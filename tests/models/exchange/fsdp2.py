@@ -1,0 +1,144 @@
+"""A tiny llama in FSDP2, on CPUs with gloo, saved and loaded by torch.distributed.checkpoint.
+
+``python -m tests.models.exchange.fsdp2 FOLDER RANK`` is one of :data:`RANKS` processes. A job of
+``jobs.json`` trains steps of its data, after the checkpoint ``load`` if the job names one. The job
+writes losses, the checkpoint ``save``, and ``full``: the complete numbers as torch gathers them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+RANKS = 2
+LLAMA: dict[str, Any] = {
+    **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "vocab_size": 61},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 32, "tie_word_embeddings": False},
+}
+RATE, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+
+
+def batches(steps: int, rows: int = 4, length: int = 16) -> torch.Tensor:
+    """Returns fixed ids, ``(step, row, position)``."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, LLAMA["vocab_size"], (steps, rows, length), generator=generator)
+
+
+def model_of(fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Returns a model with random weights, the same in each process."""
+    torch.manual_seed(5)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**fields)).to(dtype)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Returns AdamW with a group that decays and a group that does not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Returns the mean loss of the next tokens, in fp32."""
+    logits = model(ids).logits[:, :-1].float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def work(job: dict[str, Any], rank: int) -> None:
+    """Does a job as one of the processes."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model = model_of(job["model"], getattr(torch, job.get("dtype", "float32")))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not any(part in name for part in job.get("freeze", ()))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = optimizer_of(model)
+    flat = StateDictOptions(flatten_optimizer_state_dict=not job.get("nested", False))
+    if job.get("load"):
+        weights, state = get_state_dict(model, optimizer, options=flat)
+        values = {"model": weights, "optimizer": state}
+        dcp.load(values, checkpoint_id=job["load"])
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=weights,
+            optim_state_dict=state,
+            options=flat,
+        )
+    losses = []
+    saved_at = job.get("save_after", len(job["steps"]))
+    for number, step in enumerate([*job["steps"], None]):
+        if number == saved_at:
+            _save(job, model, optimizer, flat, rank)
+        if step is None:
+            break
+        ids = torch.load(job["data"])[step]
+        loss = loss_of(model, ids.chunk(RANKS)[rank])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / RANKS)
+    if rank == 0:
+        Path(job["losses"]).write_text(json.dumps(losses))
+
+
+def _save(
+    job: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: StateDictOptions,
+    rank: int,
+) -> None:
+    if job.get("save"):
+        weights, state = get_state_dict(model, optimizer, options=options)
+        values = {"model": weights, job.get("section", "optimizer"): state}
+        dcp.save(values, checkpoint_id=job["save"])
+    if job.get("full"):
+        gathered = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+        weights, state = get_state_dict(model, optimizer, options=gathered)
+        if rank == 0:
+            torch.save({"model": weights, "optimizer": state}, job["full"])
+
+
+def run(folder: Path, *jobs: dict[str, Any]) -> list[list[float]]:
+    """Does jobs with :data:`RANKS` processes; returns the losses of each job."""
+    listed = [{**job, "losses": str(folder / f"losses-{n}.json")} for n, job in enumerate(jobs)]
+    (folder / "jobs.json").write_text(json.dumps(listed))
+    words = [sys.executable, "-m", "tests.models.exchange.fsdp2", str(folder)]
+    root = Path(__file__).parents[3]
+    members = [subprocess.Popen([*words, str(rank)], cwd=root) for rank in range(RANKS)]
+    assert [member.wait(timeout=500) for member in members] == [0] * RANKS
+    return [json.loads(Path(job["losses"]).read_text()) for job in listed]
+
+
+def main(folder: Path, rank: int) -> None:
+    """Does the jobs of a folder as one of the processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=RANKS
+    )
+    for job in json.loads((folder / "jobs.json").read_text()):
+        work(job, rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
