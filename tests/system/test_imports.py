@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint, here from another run's: refusals and kills lose nothing."""
+"""A run that goes on from another run's checkpoint: refusals and kills lose nothing."""
 
 from __future__ import annotations
 
