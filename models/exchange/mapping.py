@@ -124,6 +124,8 @@ def plan_import(
         if spec.trainable
         for array in zeros
     ]
+    order = (MASTER, *table.state_arrays, FROZEN)  # as in the files of a save
+    assignments.sort(key=lambda each: (each.block, order.index(each.array)))
     _check_shapes(assignments, findings)
     unused = [tensor for key, tensor in by_key.items() if key not in used]
     _say_unused(unused, used, table, skeleton, options, findings)
