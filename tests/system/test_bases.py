@@ -91,17 +91,20 @@ def stopped(run: H.TrainProcess) -> int:
     return H.newest_step(run.run_dir)
 
 
-def check_alone(runner: Any, changes: dict[str, Any], run: H.TrainProcess) -> None:
-    """A run that was stopped has the bytes of a run of its own, without a shared base."""
-    limit = H.endless_until(stopped(run))
-    alone = H.merge(H.merge(changes, limit), {"memory": {"share_base": "never"}})
-    name = f"{run.run_dir.name}-alone"
-    expected = runner.train(runner.configure(name, H.merge(alone, {"run": {"name": name}})))
-    assert H.state_bytes(run.run_dir) == H.state_bytes(expected)
+def check_alone(runner: Any, changes: list[dict[str, Any]], runs: list[H.TrainProcess]) -> None:
+    """Stops all runs. Each has the bytes of a run of its own, without a shared base."""
+    steps = [stopped(run) for run in runs]
+    for each, run, limit in zip(changes, runs, steps, strict=True):
+        name = f"{run.run_dir.name}-alone"
+        alone = {"memory": {"share_base": "never"}, "run": {"name": name}}
+        alone = H.merge(H.merge(each, H.endless_until(limit)), alone)
+        expected = runner.train(runner.configure(name, alone), timeout_s=1500.0)
+        assert H.state_bytes(run.run_dir) == H.state_bytes(expected)
+        print(f"{name}: {limit} steps, equal bytes", flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(7000)
 def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
     """The first kills come while the base is being filled. Each run ends with its own bytes."""
     seed = random.SystemRandom().randrange(10**6)
@@ -123,18 +126,17 @@ def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
     ids = {run_id(run) for run in runs}
     uses = [use for use in base_uses() if ids & set(use.runs)]
     assert uses and all(set(use.runs) == ids for use in uses)
-    for each, run in zip(changes, runs, strict=True):
-        check_alone(runner, each, run)
+    check_alone(runner, changes, runs)
     left = {use.digest for use in base_uses()}
     assert left.isdisjoint(use.digest for use in uses)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(7000)
 def test_four_runs_have_a_base_of_one_gigabyte_once(runner: Any, tmp_path: Path) -> None:
     disable_progress_bar()
     torch.manual_seed(3)
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20}
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22}
     hf = {**H.TINY_LLAMA, **sizes, "num_attention_heads": 8, "vocab_size": 257}
     hf |= {"num_key_value_heads": 8, "head_dim": 128, "bos_token_id": None}
     LlamaForCausalLM(LlamaConfig(**hf)).save_pretrained(tmp_path / "model")
@@ -172,6 +174,5 @@ def test_four_runs_have_a_base_of_one_gigabyte_once(runner: Any, tmp_path: Path)
     four = base_bytes() - before
     print(f"bases of one run {one:,} bytes, of four {four:,}; own arrays {arrays}")
     assert four <= 1.01 * one
-    for each, run in zip(changes, runs, strict=True):
-        check_alone(runner, each, run)
+    check_alone(runner, changes, runs)
     assert base_bytes() == before
