@@ -42,7 +42,8 @@ class RecordsConfig(Section):
         " completion: `prompt` and `completion`. alpaca: `instruction`, `input` and `output`, as a"
         " conversation. stanford: the same in Stanford's fixed form of text. tokens: `input_ids`,"
         " and `labels` if there are any. preference: `chosen` and `rejected`, with `prompt` unless"
-        " both begin with it. auto: by the columns of each record.",
+        " both begin with it. auto: by the columns of each record. With `objective: dpo`, chat and"
+        " alpaca have the prompt of a conversation, and `chosen` and `rejected` as its answers.",
     )
     columns: Annotated[
         dict[str, str | None], Accepts("a mapping such as {messages: dialog, system: null}")
@@ -383,8 +384,8 @@ class DataConfig(Section):
                     f" pair is a row in which the answer counts; use {' or '.join(values)}"
                 )
         for number, source in enumerate(self.sources):
-            if source.format not in ("auto", "preference"):
+            if source.format not in ("auto", "preference", "chat", "alpaca"):
                 raise ValueError(
                     f"data.sources[{number}].format {source.format}: data.objective dpo reads pairs"
-                    " of answers; use format preference"
+                    " of answers; use format preference, chat or alpaca"
                 )

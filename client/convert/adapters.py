@@ -1,4 +1,6 @@
-"""Low-rank adapters of other trainers as the section ``adapter``. All use PEFT."""
+"""Low-rank adapters of other trainers as the section ``adapter``, and parameters that train alone.
+All use PEFT.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,12 @@ _LINEAR = frozenset(
     " gate_proj up_proj down_proj gate_up_proj out_proj fc1 fc2".split()
 )
 """Names that all-linear contains, wherever a model has them."""
+
+_ROWS = re.compile(r"(.+)\[([0-9]*)(?::([0-9]*))?\]")
+"""A pattern of Axolotl with rows of a parameter at its end."""
+
+_CONV1D = ("gpt2", "openai-gpt")
+"""Types of models with linear layers that are no ``torch.nn.Linear``."""
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")
 _MATRICES = (*_EMBEDDINGS, "lm_head", "embed_out")
@@ -266,6 +274,40 @@ def put_linear(reading: KeyReading, names: str, linear: str) -> None:
         reading.drop(names, f"{linear} adds all linear modules; list all names in adapter.targets")
     elif given:
         reading.map(names, {"adapter.targets": ALL_LINEAR})
+
+
+def note_kinds(reading: KeyReading, key: str) -> None:
+    """Notes that LLaMA-Factory's ``all`` takes other modules of a model with Conv1D."""
+    model_type = fields_of(Path(reading.config["model"]["path"]) / "config.json").get("model_type")
+    if model_type in _CONV1D:
+        note = (
+            f"LLaMA-Factory's all finds no linear layer in the Conv1D of {model_type}; all-linear"
+            " takes these, as PEFT does"
+        )
+        reading.map(key, {"adapter.targets": ALL_LINEAR}, note)
+
+
+def put_unfrozen(reading: KeyReading, key: str) -> None:
+    """Sets the trained parameters of Axolotl, which matches the starts of names. A dot in a pattern
+    is a dot.
+
+    Raises:
+        ConfigError: the value is no list of patterns.
+    """
+    given = reading.get(key)
+    if not given:
+        return
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
+        raise reading.refused(key, given, "needs patterns of names, such as [model.layers.3]")
+    if "adapter" in reading.config:
+        reading.drop(key, "adapters train alone; name further modules in adapter.modules_to_save")
+        return
+    if any(_ROWS.fullmatch(each) for each in patterns):
+        reading.drop(key, "rows of a parameter do not train apart; name whole parameters")
+        return
+    dots = [re.sub(r"\.(?!\+)", r"\\.", each) for each in patterns]
+    reading.put("train.only", [f"^(?:{each})" for each in dots], key)
 
 
 def drop_used(reading: KeyReading, names: str) -> None:

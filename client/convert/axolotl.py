@@ -1,4 +1,4 @@
-"""Axolotl's ``axolotl train FILE`` for supervised fine-tuning (Axolotl 0.12)."""
+"""Axolotl's ``axolotl train FILE``: supervised fine-tuning and ``rl: dpo`` (Axolotl 0.12)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from penstock.client.convert.adapters import (
     put_plus,
     put_saved,
     put_sizes,
+    put_unfrozen,
 )
 from penstock.client.convert.axolotl_datasets import AxolotlEntry
 from penstock.client.convert.evaluation import (
@@ -55,6 +56,7 @@ from penstock.client.convert.keys import (
     switched,
     without,
 )
+from penstock.client.convert.pairs import AXOLOTL, put_axolotl, trains_on_pairs
 from penstock.client.convert.reading import KeyReading
 
 OLD_NAMES: Mapping[str, str] = {"evaluation_strategy": "eval_strategy"}
@@ -103,6 +105,7 @@ _SPECIAL = "the vocabulary is that of the model, and data.eos ends a document"
 _LOGS = "logging_steps gc_steps include_tokens_per_second profiler_steps"
 
 _KEYS: Table = {
+    **AXOLOTL,
     **{
         key: TRAINING[key]
         for key in (
@@ -184,7 +187,7 @@ _KEYS: Table = {
     **mapped(ValueKind.NUMBER, lora_alpha=None, lora_dropout=0.0, loraplus_lr_ratio=None),
     **mapped(ValueKind.ANY, lora_target_modules=None, lora_modules_to_save=None),
     **mapped(ValueKind.ANY, lora_exclude_modules=None, peft_layers_to_transform=None),
-    **mapped(ValueKind.ANY, peft_layers_pattern=None),
+    **mapped(ValueKind.ANY, peft_layers_pattern=None, unfrozen_parameters=None),
     **mapped(ValueKind.MAPPING, lora_rank_pattern=None, lora_alpha_pattern=None),
     **mapped(ValueKind.FLAG, lora_target_linear=None, peft_use_rslora=None),
     **mapped(ValueKind.TEXT, lora_model_dir=None),
@@ -212,7 +215,6 @@ _KEYS: Table = {
     **dropped(
         Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False, gptq=False, fp8=None
     ),
-    **without(Effect.RESULT, "train.only names trained parameters", "unfrozen_parameters"),
     **mapped(ValueKind.NUMBER, embedding_lr=None, embedding_lr_scale=None),
     **without(Effect.RESULT, "write optimizer.groups, with patterns for names", "lr_groups"),
     **without(
@@ -249,7 +251,6 @@ _KEYS: Table = {
     **without(Effect.NONE, "penstock export writes the model", "push_dataset_to_hub"),
     **dropped(Effect.NONE, "unused", strict=False, debug=None, loss_watchdog_threshold=None),
     **without(Effect.NONE, "unused", "loss_watchdog_patience"),
-    "rl": Key(kind=ValueKind.TEXT, why="only supervised fine-tuning is trained"),
 }
 TABLE = placed(
     _KEYS,
@@ -296,6 +297,7 @@ TABLE = placed(
         "peft_layers_to_transform": "adapter.exclude",
         "peft_layers_pattern": "adapter.exclude",
         "loraplus_lr_ratio": "optimizer.groups",
+        "unfrozen_parameters": "train.only",
     },
     {
         "micro_batch_size": "sequences of a device x steps of accumulation x devices",
@@ -321,11 +323,7 @@ def convert(reading: KeyReading) -> None:
     Raises:
         ConfigError: the file is for another training, or has no model, data or rate.
     """
-    if reading.get("rl"):
-        remedy = "only supervised fine-tuning is converted"
-        if reading.get("rl") == "dpo":
-            remedy += "; write data.objective: dpo by hand (penstock docs FINETUNE)"
-        raise reading.refused("rl", reading.get("rl"), remedy)
+    pairs = trains_on_pairs(reading)
     if reading.get("learning_rate") is None:
         raise reading.refused("learning_rate", None, "needs a number")
     tokens = reading.get("special_tokens")
@@ -335,7 +333,7 @@ def convert(reading: KeyReading) -> None:
     if reading.get("tokenizer_config"):
         reading.put("data.tokenizer", reading.get("tokenizer_config"), "tokenizer_config")
     _put_precision(reading)
-    _put_sources(reading)
+    _put_sources(reading, pairs=pairs)
     _put_rows(reading)
     _put_template(reading)
     reading.put("data.special_in_text", True)
@@ -350,6 +348,9 @@ def convert(reading: KeyReading) -> None:
     elif share:
         reading.drop("cosine_min_lr_ratio", "goes with lr_scheduler cosine")
     _put_adapter(reading)
+    put_unfrozen(reading, "unfrozen_parameters")
+    if pairs:
+        put_axolotl(reading)
 
 
 def _put_adapter(reading: KeyReading) -> None:
@@ -548,14 +549,14 @@ def _put_template(reading: KeyReading) -> None:
         reading.put("data.chat_template_kwargs", variables, "chat_template_kwargs")
 
 
-def _put_sources(reading: KeyReading) -> None:
+def _put_sources(reading: KeyReading, *, pairs: bool) -> None:
     """Sets the sources and the tokens that count.
 
     Raises:
         ConfigError: the file names no data, or a value has another type.
     """
     given, texts = reading.get("datasets"), reading.get("pretraining_dataset")
-    if texts and not given:
+    if texts and not given and not pairs:
         _put_texts(reading, texts)
         return
     if texts:
@@ -564,8 +565,9 @@ def _put_sources(reading: KeyReading) -> None:
         raise reading.refused("datasets", given, "needs a list of data sets")
     sources = [AxolotlEntry.of(reading, number, item).source() for number, item in enumerate(given)]
     reading.put("data.sources", sources, "datasets")
-    value = "all" if reading.get("train_on_inputs") else "auto"
-    reading.put("data.train_on", value, "train_on_inputs")
+    if not pairs:
+        value = "all" if reading.get("train_on_inputs") else "auto"
+        reading.put("data.train_on", value, "train_on_inputs")
 
 
 def _put_texts(reading: KeyReading, given: Any) -> None:

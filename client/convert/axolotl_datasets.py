@@ -22,6 +22,10 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_ANSWERS = ("chosen", "rejected")
+_TALKS = ("messages", "conversations")
+
+
 class AxolotlEntry:
     """An entry of ``datasets``. Each key is removed when it is read."""
 
@@ -49,6 +53,8 @@ class AxolotlEntry:
         source: dict[str, Any] = {"path": self._path()}
         source |= split_key(self._reading, f"{self._place}.split", source["path"], split)
         kind = self._fields.pop("type", None)
+        if self._reading.get("rl") == "dpo":
+            return self._finished(source | self._pair(kind))
         match kind:
             case "chat_template":
                 source |= {"format": "chat", **self._chat()}
@@ -89,6 +95,63 @@ class AxolotlEntry:
         if self._fields.get("type") in ("pretrain", "completion"):
             self._fields.pop("type")
         return self._finished(source)
+
+    def _pair(self, kind: Any) -> dict[str, Any]:
+        """Returns format, columns and roles of pairs of answers.
+
+        Raises:
+            ConfigError: the type has a text of its own, or a value has another type.
+        """
+        if isinstance(kind, dict):
+            return {"format": "preference", "columns": self._user_defined(kind)}
+        match kind:
+            case None | "passthrough" | "passthrough.default":
+                return {"format": "preference"}
+            case "chat_template" | "chat_template.default" | "chat_template.argilla_chat":
+                made = self._chat()
+                for name in _ANSWERS:
+                    made["columns"][name] = self._take(f"field_{name}", ValueKind.TEXT) or name
+                self._drop(
+                    "type",
+                    kind,
+                    "Axolotl cuts the template's text behind an answer and adds the end token, and"
+                    " Penstock takes the template's text; compare by penstock data",
+                )
+                if kind != "chat_template.argilla_chat":
+                    return {"format": "chat", **made}
+                made["columns"] = {k: v for k, v in made["columns"].items() if k not in _TALKS}
+                return {"format": "preference", **made}
+        raise self._reading.refused(
+            f"{self._place}.type",
+            kind,
+            "only chat_template, user-defined fields and records of prompt, chosen and rejected (no"
+            " type) are converted; write such records, as texts or messages",
+        )
+
+    def _user_defined(self, kind: dict[str, Any]) -> dict[str, str]:
+        """Returns the columns of a mapping of fields.
+
+        Raises:
+            ConfigError: a field has a form of its own, or a value has another type.
+        """
+        columns = {}
+        for name in ("prompt", *_ANSWERS):
+            place = f"{self._place}.type.field_{name}"
+            column = self._reading.typed(place, ValueKind.TEXT, kind.get(f"field_{name}")) or name
+            form = kind.get(f"{name}_format")
+            if form and form not in (f"{{{name}}}", f"{{{column}}}"):
+                raise self._reading.refused(
+                    f"{self._place}.type.{name}_format",
+                    form,
+                    "no format has such a text; write the texts as prompt, chosen and rejected",
+                )
+            columns[name] = column
+        known = {f"field_{name}" for name in (*columns, "system")}
+        known |= {f"{name}_format" for name in columns}
+        for key, value in kind.items():
+            if key not in known and value is not None:
+                self._drop(f"type.{key}", value, "the key has no place in data.sources")
+        return columns
 
     def _finished(self, source: dict[str, Any]) -> dict[str, Any]:
         """Returns the source, and drops the keys that are left."""

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's ``llamafactory-cli train FILE`` with ``stage: sft`` (LLaMA-Factory 0.9)."""
+"""LLaMA-Factory's ``llamafactory-cli train FILE``, stages sft and dpo (LLaMA-Factory 0.9)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock.client.convert.adapters import (
     drop_used,
     fields_of,
     names_of,
+    note_kinds,
     put_path,
     put_plus,
     put_saved,
@@ -56,8 +57,9 @@ from penstock.client.convert.keys import (
     switched,
     without,
 )
+from penstock.client.convert.pairs import LLAMA_FACTORY, ONE_LOSS, SIGMOID, put_loss, put_rows
+from penstock.client.convert.passes import REGISTRY, entries_of
 from penstock.client.convert.reading import KeyReading
-from penstock.client.convert.registries import REGISTRY, entries_of
 
 OLD_NAMES: Mapping[str, str] = {**OLD}
 
@@ -82,6 +84,7 @@ _OTHER_LOSS = "Penstock has no such training"
 
 _KEYS: Table = {
     **TRAINING,
+    **LLAMA_FACTORY,
     **mapped(ValueKind.TEXT, model_name_or_path=None),
     "stage": Key(default="sft", kind=ValueKind.TEXT, why="penstock train trains on text and chats"),
     "finetuning_type": Key(
@@ -262,17 +265,18 @@ def convert(reading: KeyReading) -> None:
         ConfigError: the stage is another one, or the file has no model or data.
     """
     stage = reading.get("stage")
-    if stage != "sft":
-        remedy = "only sft is converted"
-        if stage == "dpo":
-            remedy += "; write data.objective: dpo by hand (penstock docs FINETUNE)"
-        raise reading.refused("stage", stage, remedy)
+    if stage not in ("sft", "dpo"):
+        raise reading.refused("stage", stage, "only sft and dpo are converted")
     reading.map("stage", {})
+    pairs = stage == "dpo"
+    if pairs:
+        _check_pairs(reading)
     put_model(reading, "model_name_or_path")
     _put_precision(reading)
-    _put_sources(reading)
-    _put_rows(reading)
-    _put_counted(reading)
+    _put_sources(reading, pairs=pairs)
+    _put_rows(reading, pairs=pairs)
+    if not pairs:
+        _put_counted(reading)
     special = not reading.get("split_special_tokens")
     reading.put("data.special_in_text", special, "split_special_tokens")
     shuffle = not reading.get("disable_shuffling")
@@ -282,7 +286,54 @@ def convert(reading: KeyReading) -> None:
     put_training(reading, Names(), warmup_of(reading))
     _put_method(reading)
     _put_evaluations(reading)
-    _put_smoothing(reading)
+    if pairs:
+        _put_pairs(reading)
+    else:
+        _put_smoothing(reading)
+
+
+def _check_pairs(reading: KeyReading) -> None:
+    """Refuses values that ``stage: dpo`` cannot have.
+
+    Raises:
+        ConfigError: the loss is another one, or a key goes with ``stage: sft``.
+    """
+    loss = reading.get("pref_loss")
+    if loss != SIGMOID:
+        raise reading.refused("pref_loss", loss, ONE_LOSS.format("LLaMA-Factory"))
+    for key in ("neat_packing", "train_on_prompt", "mask_history"):
+        if reading.get(key):
+            raise reading.refused(
+                key, True, "goes with stage sft; remove it, as LLaMA-Factory asks"
+            )
+
+
+def _put_pairs(reading: KeyReading) -> None:
+    """Sets the objective of pairs, and records another reference than the start of the run."""
+    put_loss(
+        reading,
+        float(reading.get("pref_beta")),
+        "pref_beta",
+        smoothing=reading.get("dpo_label_smoothing"),
+        smoothing_key="dpo_label_smoothing",
+    )
+    reading.map("pref_loss", {"data.objective": "dpo"})
+    put_rows(reading, "per_device_train_batch_size")
+    drop_used(reading, "pref_ftx pref_bco_weight ld_alpha")
+    start = reading.config.get("adapter", {}).get("path")
+    keys = ("ref_model", "ref_model_adapters", "ref_model_quantization_bit")
+    given = [reading.get(key) for key in keys]
+    if given[0] is None and start is not None:
+        why = (
+            "the reference is the model without the adapter there, and with the adapter here: set"
+            f" ref_model to the model and ref_model_adapters to {start}"
+        )
+        reading.drop("ref_model", why)
+    same = given[0] is None or given == [reading.get("model_name_or_path"), start, None]
+    for key in keys:
+        if reading.get(key) is not None:
+            effect = Effect.NONE if same else Effect.RESULT
+            reading.drop(key, reading.table[key].used, effect)
 
 
 def _put_method(reading: KeyReading) -> None:
@@ -325,6 +376,8 @@ def _put_adapter(reading: KeyReading, paths: Any) -> None:
     targets = reading.get("lora_target")
     names = names_of(reading, "lora_target", targets)
     put_targets(reading, "lora_target", "all-linear" if names == ["all"] else names)
+    if names == ["all"]:
+        note_kinds(reading, "lora_target")
     put_saved(reading, "additional_target")
     drop_used(reading, "use_dora pissa_init")
     if reading.get("pissa_init"):
@@ -366,11 +419,11 @@ def _put_precision(reading: KeyReading) -> None:
     put_precision(reading, "fp32", "bf16", "fp16")
 
 
-def _put_sources(reading: KeyReading) -> None:
+def _put_sources(reading: KeyReading, *, pairs: bool) -> None:
     """Sets the sources: entries of the registry.
 
     Raises:
-        ConfigError: the file names no data set.
+        ConfigError: the file names no data set, or one that does not go with the stage.
     """
     names = _names(reading, "dataset")
     folder, limit = reading.get("dataset_dir"), reading.get("max_samples")
@@ -384,7 +437,13 @@ def _put_sources(reading: KeyReading) -> None:
         reading.map("max_samples", {"data.sources[*].limit": limit})
     entries = entries_of(registry, names)
     for name, entry in entries.items():
-        if entry.get("formatting") == "openai" and not entry.get("ranking"):
+        if bool(entry.get("ranking")) is not pairs:
+            kind = "with" if pairs else "without"
+            remedy = (
+                f"stage {reading.get('stage')} takes entries {kind} ranking: true in {REGISTRY}"
+            )
+            raise reading.refused("dataset", name, remedy)
+        if entry.get("formatting") == "openai":
             reading.drop(
                 f"{REGISTRY}: {name}.formatting",
                 "LLaMA-Factory adds the text `detailed thinking off` to the message of the system"
@@ -420,12 +479,12 @@ def drawn_samples(entries: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
     return {name: count for name, count in counts.items() if count is not None}
 
 
-def _put_rows(reading: KeyReading) -> None:
+def _put_rows(reading: KeyReading, *, pairs: bool) -> None:
     note = "longer samples lose the end; LLaMA-Factory shortens prompts and answers in proportion"
     reading.put("data.sequence_length", reading.get("cutoff_len"), "cutoff_len", note=note)
     reading.put("data.too_long", "truncate", "cutoff_len")
     neat, packs = reading.get("neat_packing"), reading.get("packing")
-    if not (neat or packs):
+    if pairs or not (neat or packs):
         reading.put("data.packing", "none", "packing")
     else:
         key = "neat_packing" if neat else "packing"

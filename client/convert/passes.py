@@ -1,5 +1,7 @@
-"""Steps of a pass over the data. transformers ends each pass with a smaller batch, and rounds the
-steps of a pass up. Penstock fills the batch with the first rows of the next pass.
+"""Records of the data, and steps of a pass over the data.
+
+transformers ends each pass with a smaller batch, and rounds the steps of a pass up. Penstock fills
+the batch with the first rows of the next pass.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from typing import Any
 
 from penstock.client.convert.keys import Effect
 from penstock.client.convert.reading import KeyReading
-from penstock.client.convert.registries import entries_of
 from penstock.host.inputs import read_text
 
+REGISTRY = "dataset_info.json"
+"""File name of LLaMA-Factory's registry of data sets."""
+
+_REGISTRY_BYTES = 16 << 20
 MAX_BYTES = 64 << 20
 """Most bytes of data that a conversion reads to count records."""
 
@@ -92,6 +97,17 @@ def _records(source: Mapping[str, Any]) -> int | None:
     else:
         count = counted_records(Path(source["path"]))
     return None if count is None else min(count, source.get("limit", count))
+
+
+def entries_of(registry: Path, names: list[str]) -> Mapping[str, dict[str, Any]]:
+    """Returns the entries of data sets in a readable registry."""
+    try:
+        entries = json.loads(read_text(registry, _REGISTRY_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(entries, dict):
+        return {}
+    return {name: entries[name] for name in names if isinstance(entries.get(name), dict)}
 
 
 def counted_records(path: Path) -> int | None:

@@ -47,6 +47,7 @@ from penstock.client.convert.keys import (
     switched,
     without,
 )
+from penstock.client.convert.pairs import ONE_LOSS, SIGMOID, put_loss, put_rows
 from penstock.client.convert.reading import KeyReading
 from penstock.config.hub_names import hub_name
 from penstock.host.inputs import read_text
@@ -168,6 +169,7 @@ TABLE = placed(
         "dataset_text_field": "data.sources",
         "chat_template_path": "data.chat_template",
         "beta": "data.dpo",
+        "loss_type": "data.objective",
         "use_peft": "adapter.r",
         "lora_r": "adapter.r",
         "lora_alpha": "adapter.alpha",
@@ -178,6 +180,7 @@ TABLE = placed(
     },
     {
         "beta": "{beta: NUMBER}, with data.objective dpo",
+        "loss_type": "dpo is sigmoid",
         "use_peft": "the section adapter makes the training one of LoRA",
         "dataset_text_field": "columns: {text: NAME} of a source",
         "dataset_test_split": "split of a set",
@@ -205,11 +208,10 @@ def convert(reading: KeyReading) -> None:
     reading.put("data.special_in_text", True)
     shuffles(reading)
     put_training(reading, Names(), warmup_of(reading))
-    if pairs:
-        _put_pairs(reading)
     _put_evaluations(reading)
     _put_adapter(reading)
     if pairs:
+        _put_pairs(reading)
         return
     if reading.get("label_smoothing_factor"):
         put_smoothing(reading)
@@ -232,18 +234,13 @@ def _put_pairs(reading: KeyReading) -> None:
         ConfigError: the loss is another one.
     """
     loss = reading.get("loss_type")
-    losses = loss if isinstance(loss, list) else ["sigmoid" if loss is None else loss]
-    if losses != ["sigmoid"]:
-        remedy = "data.objective dpo has the loss sigmoid alone; use it, or train with TRL"
-        raise reading.refused("loss_type", loss, remedy)
+    losses = loss if isinstance(loss, list) else [SIGMOID if loss is None else loss]
+    if losses != [SIGMOID]:
+        raise reading.refused("loss_type", loss, ONE_LOSS.format("TRL"))
     if loss is not None:
         reading.map("loss_type", {"data.objective": "dpo"})
-    beta = float(reading.get("beta"))
-    reading.put("data.objective", "dpo")
-    reading.put("data.dpo", {"beta": beta})
-    reading.map("beta", {"data.dpo.beta": beta})
-    rows, batch = 2 * reading.config["train"]["global_batch"], "per_device_train_batch_size"
-    reading.put("train.global_batch", rows, batch, note="a pair of answers is two rows")
+    put_loss(reading, float(reading.get("beta")), "beta")
+    put_rows(reading, "per_device_train_batch_size")
     if "learning_rate" not in reading.values:
         reading.put("optimizer.lr", _DPO_RATE)
         reading.map("learning_rate", {"optimizer.lr": _DPO_RATE}, "the default of DPOConfig")

@@ -35,6 +35,7 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "lr_scheduler_kwargs: {num_decay_steps: 5, decay_type: linear, min_lr_ratio: 0.1}\n",
         "use_peft: true\nlora_target_modules: [a, b]\nlora_modules_to_save: [c]\n"
         "use_rslora: true\n",
+        "beta: 0.3\nloss_type: sigmoid\n",
         "dataset_name: folder\ndataset_test_split: dev\neval_strategy: steps\neval_steps: 5\n"
         "load_best_model_at_end: true\nmetric_for_best_model: loss\ngreater_is_better: false\n",
     ),
@@ -50,6 +51,7 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "finetuning_type: lora\nadditional_target: lm_head\nuse_rslora: true\nlora_dropout: 0.1\n"
         "loraplus_lr_ratio: 16\n",
         "finetuning_type: lora\nadapter_name_or_path: a\nadapter_folder: b\n",
+        "stage: dpo\npref_beta: 0.2\npref_loss: sigmoid\ndpo_label_smoothing: 0.1\n",
     ),
     "axolotl": (
         "chat_template: chatml\nchat_template_kwargs: {a: 1}\nbatch_size: 4\nmax_steps: 9\n",
@@ -70,6 +72,9 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "lora_alpha_pattern: {q_proj: 4}\npeft_use_rslora: true\n"
         "peft_layers_to_transform: [0]\npeft_layers_pattern: [layers]\nloraplus_lr_ratio: 16\n",
         "adapter: lora\nlora_model_dir: a\n",
+        "rl: dpo\ndatasets: [{path: a.jsonl}]\ntrl: {beta: 0.2}\ndpo_label_smoothing: 0.1\n"
+        "unfrozen_parameters: [lm_head]\n",
+        "rl: dpo\ndatasets: [{path: a.jsonl}]\nrl_beta: 0.2\n",
     ),
     "peft": (),
 }

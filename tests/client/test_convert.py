@@ -404,7 +404,7 @@ def test_the_table_of_training_arguments_has_every_name_of_transformers() -> Non
         ("trl", {"datasets": [{"split": "train"}]}, "datasets[0] = "),
         ("trl", {"max_length": -4}, "data.sequence_length"),
         ("trl", {"max_seq_length": 3, "max_length": 4}, "max_length; keep one"),
-        ("llamafactory", {"stage": "dpo"}, "stage = 'dpo': only sft"),
+        ("llamafactory", {"stage": "kto"}, "stage = 'kto': only sft and dpo"),
         ("llamafactory", {"dataset": 3}, "dataset = 3: needs names"),
         ("llamafactory", {"dataset_dir": "ONLINE"}, "dataset_dir = 'ONLINE': needs a local"),
         ("llamafactory", {"mask_history": True, "train_on_prompt": True}, "keep one"),
@@ -412,7 +412,7 @@ def test_the_table_of_training_arguments_has_every_name_of_transformers() -> Non
         ("llamafactory", {"eval_dataset": 3}, "eval_dataset = 3: needs names"),
         ("trl", {"eval_strategy": "often"}, "eval_strategy = 'often': needs steps, epoch or no"),
         ("axolotl", {"test_datasets": [{"path": "a"}], "val_set_size": 0.1}, "keep one"),
-        ("axolotl", {"rl": "dpo"}, "rl = 'dpo': only supervised"),
+        ("axolotl", {"rl": "kto"}, "rl = 'kto': only dpo and supervised"),
         ("axolotl", {"learning_rate": None}, "learning_rate = None"),
         ("axolotl", {"datasets": []}, "datasets = []: needs a list"),
         ("axolotl", {"datasets": [{"type": "alpaca"}]}, "needs a path"),
@@ -783,24 +783,3 @@ def test_the_command_refuses_other_tools_and_files(folder: Path) -> None:
     assert "expected trl, llamafactory, axolotl, peft" in run("unsloth", "sft.yaml")[2]
     code, _, err = run("trl", "sft.yaml")
     assert code == 2 and "sft.yaml: cannot read it" in err
-
-
-def test_pairs_of_trl(tmp_path: Path) -> None:
-    """Keys of DPOConfig, or the columns of the data, tell a file of ``trl dpo``."""
-    plain = {"model_name_or_path": "models/a", "dataset_name": str(tmp_path / "pairs.jsonl")}
-    record = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(record))
-    for keys, beta, rate in (({}, 0.1, 1e-6), ({"beta": 0.3, "learning_rate": 5e-7}, 0.3, 5e-7)):
-        path = tmp_path / "dpo.yaml"
-        values = {**plain, **keys, "per_device_train_batch_size": 3, "loss_type": ["sigmoid"]}
-        path.write_text(yaml.safe_dump(values))
-        conversion = convert("trl", path, 2)
-        config = parse_config(dict(conversion.config))
-        assert (config.data.objective, config.data.dpo.beta) == ("dpo", beta)
-        assert (config.train.global_batch, config.optimizer.lr) == (12, rate)
-        assert config.data.train_on == "auto"
-    path.write_text(yaml.safe_dump({**plain, "loss_type": ["ipo"]}))
-    with pytest.raises(
-        ConfigError, match=r"loss_type = \['ipo'\]: data.objective dpo has the loss"
-    ):
-        convert("trl", path, 1)

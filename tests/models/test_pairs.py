@@ -138,7 +138,7 @@ def test_records_without_a_pair_are_refused(
         ({"data": {"packing": "best-fit"}}, "data.packing is best-fit"),
         ({"data": {"train_on": "all"}}, "data.train_on is all"),
         ({"data": {"too_long": "split"}}, "data.too_long is split"),
-        ({"data": {"path": None, "sources": [{"path": "a", "format": "chat"}]}}, "format chat"),
+        ({"data": {"path": None, "sources": [{"path": "a", "format": "text"}]}}, "format text"),
         ({"data": {"dpo": {"beta": 0}}}, "data.dpo.beta"),
         ({"cluster": {"device": "emulated:a100"}}, "makes up its model"),
     ],

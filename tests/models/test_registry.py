@@ -11,10 +11,11 @@ import pytest
 from penstock.config.data import SourceConfig
 from penstock.config.schema import parse_config
 from penstock.host.errors import ConfigError
-from penstock.models.data.chat.conversation import request_of
+from penstock.models.data.chat.conversation import pair_of, request_of
 from penstock.models.data.chat.requests import (
     ChatRequest,
     Format,
+    PairRequest,
     RecordForm,
     Request,
     TextRequest,
@@ -142,6 +143,107 @@ def test_openai_messages(tmp_path: Path) -> None:
     }
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
     assert turns(tmp_path, entry, {"messages": messages}) == [("user", "Hi"), ("assistant", "Yo")]
+
+
+def answers(folder: Path, entry: Any, record: dict[str, Any]) -> list[list[tuple[str, Any]]]:
+    """Role and content of the turns of both answers, with their prompt first."""
+    path = registry(folder, it=entry)
+    source = SourceConfig(registry=str(path), name="it")
+    source = registered("data.sources[0]", source, pairs=True)
+    form = RecordForm(format=Format(source.format), columns=source.columns, roles=source.roles)
+    pair = pair_of("it:1", record, form)
+    assert isinstance(pair, PairRequest)
+    listed = []
+    for chat in (pair.chosen, pair.rejected):
+        assert isinstance(chat, ChatRequest) and chat.prompt_turns == len(chat.turns) - 1
+        listed.append([(turn.role, turn.fields.get("content")) for turn in chat.turns])
+    return listed
+
+
+ALPACA_PAIRS = {
+    "file_name": "a.json",
+    "ranking": True,
+    "columns": {
+        **{"prompt": "instruction", "query": "input", "system": "rules"},
+        **{"chosen": "good", "rejected": "bad", "history": "before"},
+    },
+}
+SHAREGPT_PAIRS = {
+    "file_name": "s.json",
+    "formatting": "sharegpt",
+    "ranking": True,
+    "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+}
+
+
+def test_pairs_of_alpaca(tmp_path: Path) -> None:
+    record = {"instruction": "Add", "input": "1 1", "good": "2", "bad": "3", "rules": "R"}
+    prompt = [("system", "R"), ("user", "x"), ("assistant", "y"), ("user", "Add\n1 1")]
+    assert answers(tmp_path, ALPACA_PAIRS, record | {"before": [["x", "y"]]}) == [
+        [*prompt, ("assistant", "2")],
+        [*prompt, ("assistant", "3")],
+    ]
+
+
+def test_pairs_of_sharegpt(tmp_path: Path) -> None:
+    record: dict[str, Any] = {
+        "conversations": [*TALK, {"from": "human", "value": "And?"}],
+        "chosen": {"from": "gpt", "value": "Fine"},
+        "rejected": {"from": "gpt", "value": "Bad"},
+    }
+    prompt = [("user", "Hi"), ("assistant", "Hello"), ("user", "And?")]
+    expected = [[*prompt, ("assistant", "Fine")], [*prompt, ("assistant", "Bad")]]
+    assert answers(tmp_path, SHAREGPT_PAIRS, record) == expected
+    tags = {"role_tag": "who", "content_tag": "text", "assistant_tag": "bot", "user_tag": "me"}
+    words = {"gpt": "bot", "human": "me"}
+
+    def tagged(message: dict[str, str]) -> dict[str, str]:
+        return {"who": words[message["from"]], "text": message["value"]}
+
+    other: dict[str, Any] = {name: tagged(record[name]) for name in ("chosen", "rejected")}
+    other["conversations"] = [tagged(message) for message in record["conversations"]]
+    assert answers(tmp_path, {**SHAREGPT_PAIRS, "tags": tags}, other) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (None, "has no value in the column chosen"),
+        ({"from": "human", "value": "x"}, "needs a text, or one message of the assistant"),
+        ([*TALK], "needs a text, or one message of the assistant"),
+        (3, "chosen = 3: needs a list"),
+    ],
+)
+def test_other_answers_are_refused(tmp_path: Path, chosen: Any, words: str) -> None:
+    record = {"conversations": TALK[:1], "rejected": {"from": "gpt", "value": "Bad"}}
+    with pytest.raises(ConfigError, match=words):
+        answers(tmp_path, SHAREGPT_PAIRS, record | {"chosen": chosen})
+
+
+def test_pairs_of_a_registry_are_rows(tmp_path: Path) -> None:
+    path = registry(tmp_path, it=ALPACA_PAIRS)
+    record = {"instruction": "Add", "input": "", "good": "2", "bad": "3"}
+    (tmp_path / "a.json").write_text(json.dumps([record]))
+    keys = {"sources": [{"registry": str(path), "name": "it"}], "objective": "dpo"}
+    made(tmp_path / "run", {**keys, "sequence_length": 96}, train={"global_batch": 2})
+    rows = [bytes(i for i in ids if i < 256).decode() for _, _, ids, _ in samples(tmp_path / "run")]
+    start = "<|im_start|>user\nAdd<|im_end|>\n<|im_start|>assistant\n"
+    assert rows == [f"{start}{answer}<|im_end|>\n" for answer in "23"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranking": False}, "ranking = False: data.objective dpo reads pairs"),
+        ({"columns": {"prompt": "instruction", "chosen": "good"}}, "columns has no rejected"),
+        ({"columns": None}, "ranking = True: columns has no chosen"),
+    ],
+)
+def test_entries_without_pairs_are_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        answers(tmp_path, {**ALPACA_PAIRS, **change}, {})
 
 
 @pytest.mark.parametrize(("limit", "samples_", "kept"), [(5, 3, 3), (2, 3, 2), (None, 7, 7)])

@@ -91,6 +91,17 @@ def request_of(place: str, fields: Mapping[str, Any], reading: RecordForm | None
     return _READERS[kind](columns)
 
 
+def pair_of(place: str, fields: Mapping[str, Any], reading: RecordForm) -> Request:
+    """Returns the request of a record with two answers; formats without answers have their own.
+
+    Raises:
+        ConfigError: columns are missing, or a value has no known form.
+    """
+    reader = _PAIR_READERS.get(reading.format, _READERS.get(reading.format))
+    assert reader is not None, reading.format
+    return reader(_Columns(place, fields, reading))
+
+
 @dataclass(frozen=True, slots=True)
 class _Columns:
     """The columns of a record by the names of this package."""
@@ -181,6 +192,15 @@ def _chat(columns: _Columns) -> Request:
 
     A column ``system`` counts only if ``columns`` names it, since TRL ignores such a column.
     """
+    return _request(columns, _turns(columns))
+
+
+def _turns(columns: _Columns) -> tuple[Turn, ...]:
+    """Returns the turns of a record's messages.
+
+    Raises:
+        ConfigError: there are no messages, or a message has no known form.
+    """
     name = _messages_name(columns)
     if name is None:
         raise columns.missing(columns.name("messages") or "messages")
@@ -189,7 +209,7 @@ def _chat(columns: _Columns) -> Request:
     system = columns.text("system", {}, default="")
     if system and turns[0].role != SYSTEM:
         turns = (text_turn(SYSTEM, system), *turns)
-    return _request(columns, turns)
+    return turns
 
 
 def _completion(columns: _Columns) -> Request:
@@ -258,6 +278,11 @@ def _alpaca(columns: _Columns) -> Request:
 
     Instruction and input are joined by a line break, and pairs of ``history`` come first.
     """
+    answer = text_turn(ASSISTANT, columns.text("response", _ALPACA))
+    return _request(columns, (*_alpaca_prompt(columns), answer))
+
+
+def _alpaca_prompt(columns: _Columns) -> tuple[Turn, ...]:
     query = columns.text("query", _ALPACA, default="")
     prompt = columns.text("prompt", _ALPACA)
     system = columns.text("system", _ALPACA, default="")
@@ -265,8 +290,7 @@ def _alpaca(columns: _Columns) -> Request:
     for question, answer in _history(columns):
         turns += [text_turn(USER, question), text_turn(ASSISTANT, answer)]
     turns.append(text_turn(USER, f"{prompt}\n{query}" if query else prompt))
-    turns.append(text_turn(ASSISTANT, columns.text("response", _ALPACA)))
-    return _request(columns, tuple(turns))
+    return tuple(turns)
 
 
 def _history(columns: _Columns) -> Iterator[tuple[str, str]]:
@@ -355,6 +379,56 @@ def _pair_of_chats(columns: _Columns, prompt: Any) -> Request:
                 f"{columns.place}: {columns.name('chosen')} and {columns.name('rejected')} have no"
                 " first turn in common; give the turns before both answers as prompt"
             )
+    return _pair(columns, first, chosen, rejected)
+
+
+def _chat_pair(columns: _Columns) -> Request:
+    """Returns the pair of answers to a conversation in ``messages``."""
+    return _answered(columns, _turns(columns))
+
+
+def _alpaca_pair(columns: _Columns) -> Request:
+    """Returns the pair of answers to the prompt of an alpaca record."""
+    return _answered(columns, _alpaca_prompt(columns))
+
+
+def _answered(columns: _Columns, prompt: tuple[Turn, ...]) -> Request:
+    """Returns the pair of answers to a prompt: each is a text, or a message of the assistant.
+
+    Raises:
+        ConfigError: an answer is missing, or has another form.
+    """
+    answers = []
+    for name in _ANSWERS:
+        column, value = str(columns.name(name)), columns.get(name)
+        if value is None:
+            raise columns.missing(column)
+        if isinstance(value, str):
+            answers.append(text_turn(ASSISTANT, value))
+            continue
+        if isinstance(value, Mapping):
+            value = renamed([value], columns.reading.columns)
+        turns = turns_of(columns.place, column, value, columns.reading.roles)
+        if len(turns) > 1 or turns[0].role != ASSISTANT:
+            raise refused(
+                columns.place,
+                column,
+                value,
+                "needs a text, or one message of the assistant; format preference reads"
+                " conversations with their prompt",
+            )
+        answers.append(turns[0])
+    return _pair(columns, prompt, answers[:1], answers[1:])
+
+
+def _pair(
+    columns: _Columns, first: Sequence[Turn], chosen: Sequence[Turn], rejected: Sequence[Turn]
+) -> PairRequest:
+    """Returns the pair of two conversations with the same first turns.
+
+    Raises:
+        ConfigError: a message says whether it counts.
+    """
     for turn in (*first, *chosen, *rejected):
         if turn.counts is not None:
             raise ConfigError(
@@ -432,3 +506,9 @@ _READERS: Mapping[Format, Callable[[_Columns], Request]] = {
     Format.TOKENS: _tokens,
     Format.PREFERENCE: _preference,
 }
+_PAIR_READERS: Mapping[Format, Callable[[_Columns], Request]] = {
+    Format.AUTO: _preference,
+    Format.CHAT: _chat_pair,
+    Format.ALPACA: _alpaca_pair,
+}
+"""Readers of records with two answers, where they differ from those of other records."""

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.config.data import SourceConfig
 from penstock.config.evaluation import EVAL, EvalConfig, EvaluationSetConfig
 from penstock.config.schema import Config
-from penstock.config.values import NEXT_TOKEN, WEIGHTED
+from penstock.config.values import DPO, NEXT_TOKEN, WEIGHTED
 from penstock.host.errors import ConfigError
 from penstock.host.files import DAMAGED
 from penstock.models.data.chunks import Progress
@@ -47,8 +47,9 @@ def with_training_data(config: Config, source: SourceConfig) -> Config:
         ConfigError: the source is an entry of a registry that cannot be read.
     """
     data = config.data
+    pairs = data.objective == DPO
     if source.registry is not None:
-        source = registered("data.sources[0]", source)
+        source = registered("data.sources[0]", source, pairs=pairs)
     silent = source.model_copy(update=_OWN_PLACE) == SourceConfig(path="")
     part = {"split": source.split, "limit": source.limit}
     is_whole_place = silent and set(part.values()) == {None}
@@ -61,7 +62,9 @@ def with_training_data(config: Config, source: SourceConfig) -> Config:
             )
         changes = {"tokens": Path(str(source.path)), "eval_path": None}
     elif data.sources or not is_whole_place:
-        read = [registered("data.sources", s) if s.registry else s for s in data.sources]
+        read = [
+            registered("data.sources", s, pairs=pairs) if s.registry else s for s in data.sources
+        ]
         forms = [each.model_copy(update=_OWN_PLACE) for each in read]
         if silent and forms and all(form == forms[0] for form in forms):
             source = forms[0].model_copy(update={"path": source.path, **part})

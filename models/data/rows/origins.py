@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.data import SourceConfig
+from penstock.config.data import DataConfig, SourceConfig
 from penstock.config.schema import Config
 from penstock.config.splits import Split
+from penstock.config.values import DPO
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.requests import Format, RecordForm
 from penstock.models.data.chunks import Progress
@@ -91,16 +92,16 @@ def origins_of(config: Config, key: str, progress: Progress) -> list[Origin]:
         named = [(f"data.sources[{n}]", source) for n, source in enumerate(data.sources)]
     else:
         named = [(f"data.{key}", SourceConfig(path=str(getattr(data, key))))]
-    return [_origin(name, source, data.encoding, progress) for name, source in named]
+    return [_origin(name, source, data, progress) for name, source in named]
 
 
-def _origin(name: str, source: SourceConfig, encoding: str, progress: Progress) -> Origin:
+def _origin(name: str, source: SourceConfig, data: DataConfig, progress: Progress) -> Origin:
     key = name if name.endswith("path") else f"{name}.path"
     if source.registry is not None:
-        key, source = f"{name}.registry", registered(name, source)
+        key, source = f"{name}.registry", registered(name, source, pairs=data.objective == DPO)
     path = str(source.path)
     split = None if source.split is None else Split.parse(source.split).name
-    matched = find_source(path, key=key, encoding=encoding, any_records=True, split=split)
+    matched = find_source(path, key=key, encoding=data.encoding, any_records=True, split=split)
     if matched.left_out:
         progress(
             f"{key} = {path!r}: reads {len(matched.files):,}"

@@ -47,9 +47,9 @@ _HUBS: Mapping[str, str] = {
 """Keys of an entry that name a data set of a hub, and commands that fetch the data set."""
 
 
-def registered(key: str, source: SourceConfig) -> SourceConfig:
+def registered(key: str, source: SourceConfig, *, pairs: bool = False) -> SourceConfig:
     """Returns a source of a registry with path, format, columns and roles. ``key`` names the source
-    in errors.
+    in errors. ``pairs``: the run trains on pairs of answers, which entries with ``ranking`` are.
 
     Raises:
         ConfigError: the file is no registry, has no such entry, or the entry cannot be read.
@@ -61,7 +61,7 @@ def registered(key: str, source: SourceConfig) -> SourceConfig:
     limits = [limit for limit in (source.limit, entry.limit()) if limit is not None]
     return source.model_copy(
         update={
-            **entry.form(),
+            **entry.form(pairs=pairs),
             "path": entry.path(),
             "split": entry.split(),
             "limit": min(limits, default=None),
@@ -162,7 +162,7 @@ class _Entry:
             raise self._refused("num_samples", count, "needs an integer of at least 1")
         return count
 
-    def form(self) -> dict[str, Any]:
+    def form(self, *, pairs: bool) -> dict[str, Any]:
         """Returns format, columns and roles.
 
         Raises:
@@ -171,18 +171,44 @@ class _Entry:
         form = self._text(self.fields, "formatting", "alpaca")
         if form not in _FORMS:
             raise self._refused("formatting", form, f"accepted are {names(_FORMS)}")
-        if self.fields.get("ranking", False) is not False:
-            raise self._refused(
-                "ranking",
-                self.fields["ranking"],
-                "pairs of answers are not read by a registry; give path with format preference and"
-                " data.objective dpo, or map the chosen answer to a response without ranking",
+        ranking = self.fields.get("ranking", False)
+        if not isinstance(ranking, bool) or ranking != pairs:
+            remedy = (
+                "data.objective dpo reads pairs of answers; set ranking: true, and columns chosen"
+                " and rejected"
+                if pairs
+                else "pairs of answers train with data.objective dpo; set it, or map the chosen"
+                " answer to a response without ranking"
             )
+            raise self._refused("ranking", ranking, remedy)
         columns = self._mapping("columns")
         for name in _UNREAD:
             if columns is not None and columns.get(name) is not None:
                 raise self._refused(f"columns.{name}", columns[name], "only texts are read")
-        return self._alpaca(columns) if form == "alpaca" else self._chat(columns)
+        if form != "alpaca":
+            made = self._chat(columns)
+        elif pairs:
+            names_ = ("prompt", "query", "system", "history")
+            made = {"columns": {**self._columns(names_, _ALPACA), **self._tools()}, "roles": {}}
+            made["format"] = "alpaca"
+        else:
+            made = self._alpaca(columns)
+        return {**made, "columns": {**made["columns"], **self._answers()}} if pairs else made
+
+    def _answers(self) -> dict[str, str | None]:
+        """Returns the columns of two answers.
+
+        Raises:
+            ConfigError: the entry names none.
+        """
+        columns = self._columns(("chosen", "rejected"), {})
+        missing = [name for name, column in columns.items() if column is None]
+        if missing:
+            raise ConfigError(
+                f"{self.place}: ranking = True: columns has no {missing[0]}; name the columns of"
+                " both answers, such as chosen and rejected"
+            )
+        return columns
 
     def _alpaca(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         columns = self._columns(("prompt", "query", "response", "system", "history"), _ALPACA)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 from array import array
@@ -17,7 +16,7 @@ import numpy as np
 from penstock.config.data import DataConfig
 from penstock.config.values import DPO, WEIGHTED
 from penstock.host.errors import ConfigError
-from penstock.models.data.chat.conversation import checked_variables, request_of
+from penstock.models.data.chat.conversation import checked_variables, pair_of, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
 from penstock.models.data.chat.masks import (
     Choices,
@@ -29,7 +28,7 @@ from penstock.models.data.chat.masks import (
     encoded,
     with_one_start,
 )
-from penstock.models.data.chat.requests import Format, PairRequest, Request
+from penstock.models.data.chat.requests import PairRequest, Request
 from penstock.models.data.chat.templates import MODEL, Template, chosen_template, named_template
 from penstock.models.data.chat.weights import with_weights
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
@@ -237,10 +236,8 @@ class SampleStream:
         self.tally.digests.append(int.from_bytes(digest, "little"))
         way = self.way
         try:
-            form = origin.form
-            if self.data.objective == DPO and form.format is Format.AUTO:
-                form = dataclasses.replace(form, format=Format.PREFERENCE)
-            request = request_of(record.place, fields, form)
+            read = pair_of if self.data.objective == DPO else request_of
+            request = read(record.place, fields, origin.form)
             self._check_kind(request, record.place)
             drafts = drafts_of(request, way.encoder, way.template, way.choices)
             if self.data.objective == WEIGHTED:

@@ -14,8 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from penstock.client.convert.adapters import fields_of
-from penstock.client.convert.passes import counted_records
-from penstock.client.convert.registries import entries_of
+from penstock.client.convert.passes import counted_records, entries_of
 from penstock.client.convert.trl import first_columns
 from penstock.config.data import SourceConfig
 from penstock.models.data.chat.conversation import request_of
@@ -151,7 +150,7 @@ DATA_FILES = (
     Target(
         name="drawn-samples",
         open=from_file("dataset_info.json", lambda path: entries_of(path, ["it"])),
-        covers=("client.convert.registries.entries_of",),
+        covers=("client.convert.passes.entries_of",),
         seeds=lambda: [json.dumps({"it": {"file_name": "a.json", "num_samples": 2}}).encode()],
         form=Form.JSON,
     ),
