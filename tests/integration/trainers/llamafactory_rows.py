@@ -18,7 +18,7 @@ from llamafactory.model import load_tokenizer
 
 
 def rows(model: str, folder: str, job: dict[str, Any]) -> list[list[list[int]]]:
-    """Returns ids and labels of a job's data set."""
+    """Returns ids and labels of a job's data set; those of a pair follow each other."""
     settings = {
         "model_name_or_path": model,
         "dataset_dir": folder,
@@ -35,10 +35,13 @@ def rows(model: str, folder: str, job: dict[str, Any]) -> list[list[list[int]]]:
     model_args, data_args, training_args, _, _ = get_train_args(settings)
     tokenizer = load_tokenizer(model_args)["tokenizer"]
     template = get_template_and_fix_tokenizer(tokenizer, data_args)
+    pairs = settings["stage"] == "dpo"
+    stage = "rm" if pairs else "sft"
     made = get_dataset(
-        template, model_args, data_args, training_args, stage="sft", tokenizer=tokenizer
+        template, model_args, data_args, training_args, stage=stage, tokenizer=tokenizer
     )["train_dataset"]
-    return [[row["input_ids"], row["labels"]] for row in made]
+    names = ("chosen_", "rejected_") if pairs else ("",)
+    return [[row[f"{name}input_ids"], row[f"{name}labels"]] for row in made for name in names]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from penstock.config.data import SourceConfig
 from penstock.models.data.batch import IGNORED_LABEL
-from penstock.models.data.chat.conversation import request_of
+from penstock.models.data.chat.conversation import pair_of, request_of
 from penstock.models.data.chat.encoder import Encoder
 from penstock.models.data.chat.masks import Choices, TrainOn, samples_of
 from penstock.models.data.chat.requests import Format, RecordForm
@@ -83,6 +83,23 @@ REGISTRY: dict[str, Any] = {
             **{"user_tag": "person", "assistant_tag": "machine"},
         },
     },
+    "alpaca-pairs": {
+        "file_name": "alpaca-pairs.json",
+        "ranking": True,
+        "columns": {
+            **{"prompt": "instruction", "query": "input", "chosen": "good", "rejected": "bad"},
+            **{"system": "system", "history": "history"},
+        },
+    },
+    "sharegpt-pairs": {
+        "file_name": "sharegpt-pairs.json",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {
+            **{"messages": "conversations", "system": "system"},
+            **{"chosen": "chosen", "rejected": "rejected"},
+        },
+    },
     "openai": {
         "file_name": "openai.json",
         "formatting": "openai",
@@ -93,7 +110,23 @@ REGISTRY: dict[str, Any] = {
         },
     },
 }
-FILES = {"alpaca": ALPACA, "sharegpt": SHAREGPT, "tagged": TAGGED, "openai": OPENAI}
+ALPACA_PAIRS = [
+    {**record, "good": record["output"], "bad": f"no {number}"}
+    for number, record in enumerate(ALPACA)
+]
+SHAREGPT_PAIRS = [
+    {
+        **record,
+        "conversations": record["conversations"][:-1],
+        "chosen": record["conversations"][-1],
+        "rejected": {"from": "gpt", "value": "nothing\n"},
+    }
+    for record in SHAREGPT
+]
+FILES: dict[str, list[dict[str, Any]]] = {
+    **{"alpaca": ALPACA, "sharegpt": SHAREGPT, "tagged": TAGGED, "openai": OPENAI},
+    **{"alpaca-pairs": ALPACA_PAIRS, "sharegpt-pairs": SHAREGPT_PAIRS},
+}
 TEMPLATES = {"chatml": "chatml", "qwen": "qwen2_5", "qwen3_nothink": "qwen3_instruct_2507"}
 """LLaMA-Factory's names of templates, and those of the tests with the same text."""
 
@@ -101,22 +134,32 @@ MASKS: dict[str, tuple[dict[str, bool], TrainOn]] = {
     "assistant": ({}, TrainOn.ASSISTANT),
     "last": ({"mask_history": True}, TrainOn.LAST),
     "all": ({"train_on_prompt": True}, TrainOn.ALL),
+    "pairs": ({}, TrainOn.COMPLETION),
 }
 OTHER_IDS = {("openai", name) for name in TEMPLATES}
 """Data sets with other ids: LLaMA-Factory adds a text that turns thoughts off to the system."""
 
-JOBS = [(name, template, mask) for name in REGISTRY for template in TEMPLATES for mask in MASKS]
+PAIRS = [name for name, entry in REGISTRY.items() if "ranking" in entry]
+JOBS = [
+    (name, template, mask)
+    for name in REGISTRY
+    for template in TEMPLATES
+    for mask in MASKS
+    if (mask == "pairs") is (name in PAIRS)
+]
 
 
 def ours(folder: Path, name: str, template: str, train_on: TrainOn) -> list[list[list[int]]]:
     """Ids and labels of a data set, one pair for each sample."""
     registry = str(folder / "dataset_info.json")
-    source = registered("data.sources[0]", SourceConfig(registry=registry, name=name))
+    given, pairs = SourceConfig(registry=registry, name=name), name in PAIRS
+    source = registered("data.sources[0]", given, pairs=pairs)
     form = RecordForm(format=Format(source.format), columns=source.columns, roles=source.roles)
     files = find_source(str(source.path), any_records=True)
     text = TEXTS.get(TEMPLATES[template])
     chosen = chosen_template("chatml" if text is None else "model", text, SPECIAL)
-    requests = [request_of(record.place, record.fields, form) for record in records(files)]
+    read = pair_of if pairs else request_of
+    requests = [read(record.place, record.fields, form) for record in records(files)]
     encoder = Encoder(Tokenizer.from_file(str(DATA / "tokenizer.json")))
     choices = Choices(train_on=train_on, end=END, special_in_text=True)
     made = samples_of(requests, encoder, chosen, choices)
@@ -145,7 +188,10 @@ def test_ids_and_labels_equal_those_of_llamafactory(
     for name, content in FILES.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "dataset_info.json").write_text(json.dumps(REGISTRY))
-    jobs = [{"dataset": n, "template": t, **MASKS[mask][0]} for n, t, mask in JOBS]
+    stages = {name: "dpo" if name in PAIRS else "sft" for name in REGISTRY}
+    jobs = [
+        {"dataset": n, "template": t, "stage": stages[n], **MASKS[mask][0]} for n, t, mask in JOBS
+    ]
     module = "tests.integration.trainers.llamafactory_rows"
     theirs = answer(python, module, str(tmp_path / "model"), str(tmp_path), json.dumps(jobs))
     differing = set()
