@@ -191,12 +191,26 @@ def _parameter(args: tuple[Any, ...]) -> Any:
     return args[0]
 
 
+def _tensor_with_attributes(args: tuple[Any, ...]) -> Any:
+    """Returns the tensor of ``(function, class, arguments, attributes)`` without attributes."""
+    if len(args) == 4 and isinstance(args[0], StandIn) and isinstance(args[1], StandIn):
+        if args[0].args is None and args[1].name in _CLASSES and isinstance(args[2], tuple):
+            if args[0].name in (
+                "torch._utils._rebuild_tensor_v2",
+                "torch._utils._rebuild_parameter",
+            ):
+                return _CONSTRUCTORS[args[0].name](args[2])
+    return StandIn("torch._tensor._rebuild_from_type_v2", args)
+
+
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _CONSTRUCTORS: Mapping[str, Constructor] = MappingProxyType(
     {
         **CONTAINERS,
         "torch.Size": lambda args: _ints(args[0]) if args else (),
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor,
+        "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
         "torch._utils._rebuild_parameter": _parameter,
         "torch._utils._rebuild_parameter_with_state": _parameter,
     }

@@ -6,10 +6,19 @@ from pathlib import Path
 
 from penstock.host.errors import ConfigError
 from penstock.models.exchange.dcp.reader import DcpReader
+from penstock.models.exchange.deepspeed.universal import UniversalReader
+from penstock.models.exchange.deepspeed.zero import ZeroReader
 from penstock.models.exchange.folders import AdapterFolder, ModelFolder, SavedState
 from penstock.models.exchange.foreign import ForeignState, Reader
 
-READERS: tuple[Reader, ...] = (SavedState(), DcpReader(), AdapterFolder(), ModelFolder())
+READERS: tuple[Reader, ...] = (
+    SavedState(),
+    DcpReader(),
+    UniversalReader(),
+    ZeroReader(),
+    AdapterFolder(),
+    ModelFolder(),
+)
 """Asked in this order; the first that recognises a path reads it."""
 
 

@@ -151,6 +151,8 @@ def test_values_of_torch_come_back_as_they_were(tmp_path: Path) -> None:
         parameter=torch.nn.Parameter(torch.ones(2)),
         **{str(dtype): torch.arange(5).to(dtype) for dtype in TYPES},
     )
+    value["attributes"] = torch.ones(3)
+    value["attributes"].ds_id = 4
     others: dict[str, Any] = {
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,

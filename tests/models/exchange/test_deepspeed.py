@@ -1,0 +1,147 @@
+"""DeepSpeed's checkpoints: those that DeepSpeed made (tests/data/deepspeed), and damaged ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.host.errors import ConfigError, StateError
+from penstock.models.exchange.foreign import ForeignState
+from penstock.models.exchange.readers import open_checkpoint
+
+DATA = Path(__file__).parents[2] / "data" / "deepspeed"
+ROLES = {"fp32": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+RANK = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+def unpacked(kind: str, folder: Path) -> Path:
+    """Returns a checkpoint of DeepSpeed: the folder with ``latest``."""
+    with tarfile.open(DATA / f"{kind}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / kind
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_tensors_are_those_that_deepspeed_converts(kind: str, tmp_path: Path) -> None:
+    state = open_checkpoint(unpacked(kind, tmp_path))
+    assert (state.kind, state.step, state.samples_seen) == (f"DeepSpeed ZeRO-{kind[-1]}", 3, 6)
+    stored = json.loads((DATA / "digests.json").read_text())[kind]
+    read = {(tensor.name, tensor.role): tensor for tensor in state.tensors}
+    frozen = {"zero2": {"model.norm.weight"}, "zero3": {"model.embed_tokens.weight"}}
+    for key, expected in stored.items():
+        name, _, file = key.rpartition("/")
+        role = "weight" if name in frozen.get(kind, ()) else ROLES[file]
+        tensor = read[name, role]
+        assert digest(tensor.load().float()) == expected, key
+    others = {name for name, role in read if role == "weight"}
+    assert others == frozen.get(kind, set())
+    assert {(name, role) for name, role in read if name not in others} == {
+        (key.rpartition("/")[0], ROLES[key.rpartition("/")[2]])
+        for key in stored
+        if key.rpartition("/")[0] not in others
+    }
+    for name in others:
+        weight = read[name, "weight"]
+        assert weight.load().shape == weight.shape
+        assert weight.load().abs().sum() > 0
+
+
+def test_groups_have_names_and_settings(tmp_path: Path) -> None:
+    decayed, plain = open_checkpoint(unpacked("zero1", tmp_path)).groups
+    assert (decayed.lr, decayed.betas, decayed.eps) == (0.01, (0.9, 0.95), 1e-8)
+    assert (decayed.weight_decay, plain.weight_decay) == (0.1, 0.0)
+    assert "lm_head.weight" in decayed.names
+    assert set(plain.names) == {
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+    }
+    (group,) = open_checkpoint(unpacked("zero2", tmp_path)).groups
+    assert len(group.names) == 11 and group.weight_decay == 0.1
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3"])
+def test_missing_and_other_ranks_are_named(kind: str, tmp_path: Path) -> None:
+    root = unpacked(kind, tmp_path) / "global_step3"
+    first, second = root / RANK.format(0), root / RANK.format(1)
+    shutil.copy(first, root / RANK.format(2))
+    with pytest.raises(StateError, match="remove the files of older checkpoints"):
+        open_checkpoint(root)
+    (root / RANK.format(2)).unlink()
+    content = second.read_bytes()
+    second.write_bytes(content[: len(content) // 2])
+    with pytest.raises(StateError, match=r"zero_pp_rank_1_.*copy the checkpoint again"):
+        open_checkpoint(root)
+    second.unlink()
+    with pytest.raises(StateError, match=r"zero_pp_rank_1_.*is missing; .* of 2 ranks, and 1"):
+        open_checkpoint(root)
+    second.write_bytes(content)
+    second.rename(root / "zero_pp_rank_1_mp_rank_01_optim_states.pt")
+    with pytest.raises(
+        ConfigError, match="convert the checkpoint with DeepSpeed's ds_to_universal"
+    ):
+        open_checkpoint(root)
+
+
+def test_missing_model_states_and_tags_are_named(tmp_path: Path) -> None:
+    root = unpacked("zero1", tmp_path)
+    (root / "global_step3" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(StateError, match=r"mp_rank_00_model_states\.pt"):
+        open_checkpoint(root)
+    for tag in ("../zero1/global_step3", "global_step9", ""):
+        (root / "latest").write_text(tag)
+        with pytest.raises(StateError, match="latest: names"):
+            open_checkpoint(root)
+
+
+def universal(root: Path, **files: Any) -> Path:
+    """Writes the files of a parameter of a universal checkpoint."""
+    folder = root / "zero" / "module.lm_head.weight"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        torch.save(value, folder / f"{name}.pt")
+    return root
+
+
+def opened(root: Path, **files: Any) -> ForeignState:
+    return open_checkpoint(universal(root, **files))
+
+
+def test_universal_checkpoints_need_only_their_parameters(tmp_path: Path) -> None:
+    numbers = torch.arange(6.0).reshape(2, 3)
+    saved = {"param": numbers, "cat_dim": 0}
+    state = opened(tmp_path / "a", fp32=saved, exp_avg=saved, exp_avg_sq=saved, step=7)
+    assert (state.step, state.steps, state.groups) == (7, {"lm_head.weight": 7}, ())
+    assert {tensor.role for tensor in state.tensors} == {"master", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(tensor.load(), numbers) for tensor in state.tensors)
+    assert opened(tmp_path / "a", step=torch.tensor(8.0)).step == 8
+    bare = opened(tmp_path / "b", fp32=numbers.reshape(-1))
+    assert (bare.step, bare.tensors[0].shape, bare.tensors[0].num_elements) == (None, None, 6)
+    (tmp_path / "latest_universal").write_text("a")
+    assert open_checkpoint(tmp_path).step == 8
+
+
+def test_universal_checkpoints_with_faults_are_refused(tmp_path: Path) -> None:
+    numbers = {"param": torch.ones(2), "cat_dim": 0}
+    (problem,) = opened(tmp_path / "a", exp_avg=numbers).problems
+    assert "module.lm_head.weight: has no fp32.pt" in problem
+    with pytest.raises(StateError, match=r"step\.pt: step is 1\.5, which is no count"):
+        opened(tmp_path / "b", fp32=numbers, step=1.5)
+    with pytest.raises(StateError, match=r"fp32\.pt: param is of type str"):
+        opened(tmp_path / "c", fp32={"param": "a"})
+    with pytest.raises(ConfigError, match="experts, which transformers names"):
+        opened(tmp_path / "d", fp32={**numbers, "is_expert_param": True})
+    (tmp_path / "e" / "zero").mkdir(parents=True)
+    with pytest.raises(StateError, match="has no folder with fp32"):
+        open_checkpoint(tmp_path / "e")
