@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.models.exchange.dcp.metadata import METADATA, ChunkedTensor, read_contents
 from penstock.models.exchange.dcp.names import NamedContents, named
+from penstock.models.exchange.dcp.titan import as_transformers, is_titan
 from penstock.models.exchange.foreign import ForeignState, ForeignTensor
 
 KIND = "dcp"
@@ -31,7 +32,9 @@ class DcpReader:
             ConfigError: the checkpoint is of a form that is not read; names the remedy.
             StateError: a file is missing or damaged; names the file.
         """
-        return state_of(path, named(read_contents(path)))
+        contents = named(read_contents(path))
+        state = state_of(path, contents)
+        return as_transformers(path, contents, state) if is_titan(contents) else state
 
 
 def state_of(path: Path, contents: NamedContents, kind: str = KIND) -> ForeignState:
