@@ -36,6 +36,7 @@ from penstock.models.exchange.foreign import (
     ForeignState,
     ForeignTensor,
 )
+from penstock.models.exchange.pickled_weights import PICKLED, PickledWeights, pickled_files
 from penstock.models.surgery.composite import Composite, text_part
 from penstock.models.surgery.hf import folder_composite, read_hf_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
@@ -66,8 +67,10 @@ class ModelFolder:
     """Reads the weights of a Hugging Face model."""
 
     def recognises(self, path: Path) -> bool:
-        """Returns whether a folder has weights in safetensors."""
-        return path.is_dir() and any(path.glob("*.safetensors"))
+        """Returns whether a folder has weights of transformers."""
+        return path.is_dir() and (
+            any(path.glob("*.safetensors")) or any(map(is_file, (path / each for each in PICKLED)))
+        )
 
     def open(self, path: Path) -> ForeignState:
         """Lists the weights from headers. Numbers are read only of a tensor that the files have
@@ -166,8 +169,7 @@ def _of_model(path: Path) -> ModelWeights:
     with _naming(path):
         hf_config = read_hf_config(path)
         hf_config = text_part(hf_config) or hf_config
-        checkpoint = Checkpoint(path, chosen_files(path, hf_config))
-        checkpoint.check_repeated()
+        checkpoint = _weight_files(path, hf_config)
         skeleton, composite = build_skeleton(hf_config), folder_composite(path)
         weights, notes = Weights(skeleton, checkpoint, composite), []
         if weights.untied():
@@ -234,13 +236,24 @@ def fitted_adapter(state: ForeignState, path: Path, skeleton: Skeleton) -> Forei
 
 def _without_config(path: Path) -> ModelWeights:
     with _naming(path):
-        checkpoint = Checkpoint(path, chosen_files(path, None))
-        checkpoint.check_repeated()
+        checkpoint = _weight_files(path, None)
     return ModelWeights(
         tensors=tuple(_as_named(checkpoint, name) for name in checkpoint.headers),
         problems=tuple(_quantized(checkpoint)),
         notes=(f"{path}: has no config.json, so the names are those of the files",),
     )
+
+
+def _weight_files(path: Path, hf_config: PretrainedConfig | None) -> Checkpoint:
+    """Returns the weights that transformers takes; older ones are pickles."""
+    checkpoint: Checkpoint
+    pickled = next((name for name in PICKLED if is_file(path / name)), None)
+    if pickled is None or any(path.glob("model*.safetensors*")):
+        checkpoint = Checkpoint(path, chosen_files(path, hf_config))
+    else:
+        checkpoint = PickledWeights(path, pickled_files(path, pickled))
+    checkpoint.check_repeated()
+    return checkpoint
 
 
 @contextmanager

@@ -83,8 +83,9 @@ class ForeignState:
 
     ``steps``: steps by parameter, where the checkpoint counts them so. ``samples_seen``: samples
     consumed, where the checkpoint counts them. ``problems``: faults that an import would refuse,
-    each in a sentence that names the file and the remedy. ``notes``: facts for the user. ``fit``:
-    see :meth:`fitted`; None: the checkpoint alone says all.
+    each in a sentence that names the file and the remedy. ``state_problems``: those of the
+    optimizer's state, which an import of weights alone leaves behind. ``notes``: facts for the
+    user. ``fit``: see :meth:`fitted`; None: the checkpoint has all names.
     """
 
     kind: str
@@ -95,6 +96,7 @@ class ForeignState:
     samples_seen: int | None = None
     groups: tuple[ForeignGroup, ...] = ()
     problems: tuple[str, ...] = ()
+    state_problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     fit: Callable[[Skeleton, Collection[str]], ForeignState] | None = field(
         default=None, repr=False, compare=False
@@ -113,7 +115,7 @@ class ForeignState:
             "step": self.step,
             "tensors": [tensor.to_fields() for tensor in self.tensors],
             "groups": [group.to_fields() for group in self.groups],
-            "problems": list(self.problems),
+            "problems": [*self.problems, *self.state_problems],
             "notes": list(self.notes),
         }
 

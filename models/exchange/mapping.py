@@ -102,6 +102,8 @@ def plan_import(
 ) -> ImportPlan:
     """Assigns the tensors of a checkpoint to those of a run; reads no tensor."""
     findings = _Findings(problems=list(state.problems), notes=list(state.notes))
+    if not options.weights_only:
+        findings.problems += state.state_problems
     by_key: dict[tuple[str, str], ForeignTensor] = {}
     for tensor in state.tensors:
         by_key.setdefault((tensor.name, tensor.role), tensor)

@@ -10,12 +10,14 @@ from penstock.models.exchange.deepspeed.universal import UniversalReader
 from penstock.models.exchange.deepspeed.zero import ZeroReader
 from penstock.models.exchange.folders import AdapterFolder, ModelFolder, SavedState
 from penstock.models.exchange.foreign import ForeignState, Reader
+from penstock.models.exchange.trainer import TrainerCheckpoint
 
 READERS: tuple[Reader, ...] = (
     SavedState(),
     DcpReader(),
     UniversalReader(),
     ZeroReader(),
+    TrainerCheckpoint(),
     AdapterFolder(),
     ModelFolder(),
 )

@@ -13,12 +13,23 @@ from tests.fuzz.targets.pickles import PICKLES
 from tests.fuzz.targets.plans import PLANS
 from tests.fuzz.targets.run_files import RUN_FILES
 from tests.fuzz.targets.saved import SAVED
+from tests.fuzz.targets.trainer import TRAINER
 from tests.fuzz.targets.wire import WIRE
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         target.name: target
-        for target in (*WIRE, *MESSAGES, *RUN_FILES, *SAVED, *PICKLES, *PLANS, *KEYS, *DATA_FILES)
+        for target in (
+            *WIRE,
+            *MESSAGES,
+            *RUN_FILES,
+            *SAVED,
+            *PICKLES,
+            *PLANS,
+            *KEYS,
+            *DATA_FILES,
+            *TRAINER,
+        )
     }
 )
 
@@ -44,6 +55,9 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "client.planning.data_rows.read_rows": _TOOL,
         "client.planning.starting._summary": _TOOL,
         "client.planning.starting._measured": _TOOL,
+        "client.exchange.imports._read": _TOOL,
+        "client.exchange.inspection.inspect": _TOOL,
+        "models.exchange.importing._verify": _OWN,
         "models.adapters.modules.drawn": _OWN,
         "models.data.rows.packing._rows_of": _OWN,
         "client.planning.starting._model_settings": "reads a user's config.json, refuses damage",

@@ -1,0 +1,253 @@
+"""Checkpoints of transformers' Trainer: names for its numbers, and refusals of odd ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config.adapter import AdapterConfig
+from penstock.host.errors import ConfigError, StateError
+from penstock.models.exchange.foreign import ForeignState
+from penstock.models.exchange.readers import open_checkpoint
+from penstock.models.surgery.skeleton import build_skeleton
+from tests.models.exchange.trainers import Trained, new_model, train
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
+]
+REMEDY = "give --weights-only"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("plain"), 2)
+
+
+@pytest.fixture
+def copied(plain: Trained, tmp_path: Path) -> Path:
+    shutil.copytree(plain.path, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def check(state: ForeignState, expected: Trained) -> None:
+    """Compares the moments with the Trainer's own."""
+    assert state.state_problems == ()
+    moments = {(t.role, t.name): t for t in state.tensors if t.role != "weight"}
+    assert moments.keys() == expected.moments.keys()
+    for key, value in expected.moments.items():
+        assert moments[key].dtype == str(value.dtype).removeprefix("torch.")
+        assert torch.equal(moments[key].load(), value), key
+
+
+def changed(path: Path, **fields: Any) -> ForeignState:
+    """Opens a checkpoint with other settings in the groups of its optimizer."""
+    file = path / "optimizer.pt"
+    state = torch.load(file)
+    for group in state["param_groups"]:
+        group.update(fields)
+    torch.save(state, file)
+    return open_checkpoint(path)
+
+
+def problem_of(state: ForeignState) -> str:
+    """Returns the only problem, which the weights do not have."""
+    assert {tensor.role for tensor in state.tensors} == {"weight"}
+    assert state.problems == ()
+    (problem,) = state.state_problems
+    assert REMEDY in problem
+    return problem
+
+
+def test_decayed_parameters_come_first(plain: Trained) -> None:
+    state = open_checkpoint(plain.path)
+    check(state, plain)
+    assert (state.kind, state.step, state.samples_seen) == ("trainer", 2, 8)
+    assert set(state.steps.values()) == {2}
+    decayed, others = state.groups
+    assert (decayed.weight_decay, others.weight_decay) == (0.1, 0.0)
+    assert (decayed.betas, decayed.eps) == ((0.9, 0.95), 1e-8)
+    assert all("norm" in name for name in others.names) and len(others.names) == 5
+    assert json.dumps(state.to_fields())
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [({"tie_word_embeddings": True}, torch.float32), ({}, torch.bfloat16)],
+    ids=["tied", "bf16"],
+)
+def test_tied_weights_and_bf16(fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    trained = train(tmp_path, model=new_model(**fields).to(dtype))
+    check(open_checkpoint(trained.path), trained)
+
+
+def test_one_group_has_the_order_of_the_model(tmp_path: Path) -> None:
+    trained = train(tmp_path, optimizer=lambda model: torch.optim.AdamW(model.parameters()))
+    check(open_checkpoint(trained.path), trained)
+
+
+def test_names_that_torch_saved_count(tmp_path: Path) -> None:
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(reversed(list(model.named_parameters())))
+
+    trained = train(tmp_path, optimizer=optimizer)
+    check(open_checkpoint(trained.path), trained)
+
+
+def test_groups_of_another_rule_are_refused(tmp_path: Path) -> None:
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        first, *others = model.parameters()
+        return torch.optim.AdamW([{"params": others}, {"params": [first], "lr": 1e-4}])
+
+    state = open_checkpoint(train(tmp_path, optimizer=optimizer).path)
+    (problem,) = state.state_problems
+    assert "has groups of 20 and 1 parameters without names" in problem and REMEDY in problem
+    assert "parameter 20" in {tensor.name for tensor in state.tensors}
+
+
+def test_shapes_of_another_order_are_refused(copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    state = torch.load(file)
+    numbers = state["param_groups"][0]["params"]
+    numbers[0], numbers[1] = numbers[1], numbers[0]
+    torch.save(state, file)
+    (problem,) = open_checkpoint(copied).state_problems
+    assert "without names" in problem
+
+
+def test_frozen_parts_are_those_of_the_configuration(tmp_path: Path) -> None:
+    model = new_model()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    trained = train(tmp_path, model=model)
+    state = open_checkpoint(trained.path)
+    assert "train.freeze" in state.state_problems[0]
+    skeleton = build_skeleton(model.config)
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    check(state.fitted(skeleton, names), trained)
+    other = state.fitted(skeleton, names - {"lm_head.weight"})
+    assert "without names" in other.state_problems[0]
+
+
+def test_an_adapter_has_the_names_of_a_run(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = new_model()
+    settings = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+    trained = train(tmp_path, model=get_peft_model(base, LoraConfig(**settings)))
+    mine = AdapterConfig(r=2, alpha=4, targets=["q_proj", "down_proj"], dropout=0.0)
+    skeleton = build_skeleton(base.config, mine)
+    names = {name for name, _ in skeleton.model.named_parameters() if ".lora_" in name}
+    state = open_checkpoint(trained.path).fitted(skeleton, names)
+    moments = {
+        (array, name.removeprefix("base_model.model.").replace(".default", "")): value
+        for (array, name), value in trained.moments.items()
+    }
+    check(state, Trained(trained.path, [], moments))
+    assert {t.name for t in state.tensors if t.role == "weight"} == names
+
+
+def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    state = open_checkpoint(train(tmp_path, optim="adafactor").path)
+    assert "the optimizer adafactor keeps RMS, exp_avg_sq_col" in problem_of(state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"amsgrad": True}, "amsgrad is on"),
+        ({"maximize": True}, "maximize is on"),
+        ({"rank": 8, "update_proj_gap": 200}, "has the settings rank, update_proj_gap"),
+        ({"params": "abc"}, "params of a group is of type str"),
+    ],
+)
+def test_odd_settings_are_refused(fields: dict[str, Any], words: str, copied: Path) -> None:
+    assert words in problem_of(changed(copied, **fields))
+
+
+def test_kernels_settings_do_not_matter(copied: Path, plain: Trained) -> None:
+    check(changed(copied, fused=None, foreach=True, capturable=True), plain)
+
+
+def test_an_optimizer_without_state_is_refused(copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    torch.save({**torch.load(file), "state": {}}, file)
+    assert "has no state, as before its first step" in problem_of(open_checkpoint(copied))
+    file.unlink()
+    assert "optimizer.pt: is missing" in problem_of(open_checkpoint(copied))
+
+
+def test_a_truncated_optimizer_leaves_the_weights(copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    file.write_bytes(file.read_bytes()[:-500])
+    assert "optimizer.pt" in problem_of(open_checkpoint(copied))
+
+
+class Hostile:
+    """Makes a file when a pickle is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_a_hostile_pickle_runs_nothing(copied: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    for name in ("optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth"):
+        torch.save(Hostile(trap), copied / name)
+    assert "which Penstock does not run" in problem_of(open_checkpoint(copied))
+    assert not trap.exists()
+    torch.load(copied / "optimizer.pt", weights_only=False)
+    assert trap.exists(), "the trap is set"
+
+
+def test_older_weights_are_read_from_pickles(copied: Path, plain: Trained) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    names = list(weights)
+    parts = {"a.bin": names[:9], "b.bin": names[9:]}
+    for file, some in parts.items():
+        torch.save({name: weights[name] for name in some}, copied / file)
+    listed = {name: file for file, some in parts.items() for name in some}
+    index = copied / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": listed}))
+    state = open_checkpoint(copied)
+    check(state, plain)
+    loaded = {tensor.name: tensor.load() for tensor in state.tensors if tensor.role == "weight"}
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+    (copied / "b.bin").unlink()
+    with pytest.raises(StateError, match=r"b\.bin: is missing"):
+        open_checkpoint(copied)
+
+
+def test_damaged_progress_is_named(copied: Path) -> None:
+    (copied / "trainer_state.json").write_text("{")
+    with pytest.raises(StateError, match=r"trainer_state\.json"):
+        open_checkpoint(copied)
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [("global_step2", "DeepSpeed saved the optimizer; give"), ("optimizer_0", "FULL_STATE_DICT")],
+)
+def test_distributed_checkpoints_name_the_remedy(folder: str, words: str, copied: Path) -> None:
+    (copied / folder).mkdir()
+    with pytest.raises(ConfigError, match=words):
+        open_checkpoint(copied)
+
+
+def test_processes_and_accumulation_count_samples(copied: Path) -> None:
+    for rank in range(2):
+        (copied / f"rng_state_{rank}.pth").touch()
+    assert open_checkpoint(copied).samples_seen == 16
+    (copied / "training_args.bin").unlink()
+    assert open_checkpoint(copied).samples_seen is None
