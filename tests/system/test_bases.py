@@ -106,24 +106,21 @@ def check_alone(runner: Any, changes: list[dict[str, Any]], runs: list[H.TrainPr
         print(f"{name}: {limit} steps, equal bytes", flush=True)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7000)
-def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
-    """The first kills come while the base is being filled. Each run ends with its own bytes."""
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed={seed}")
-    source = random.Random(seed)
+def disturbed(runner: Any, count: int, kills: int, source: random.Random) -> None:
+    """Kills processes of runs with one base, first while the base is being filled. Each run ends
+    with its own bytes, and nothing is left.
+    """
     changes = [
         H.merge(H.merge(FROZEN, H.ENDLESS), {"optimizer": {"lr": rate}, "run": {"name": f"r{i}"}})
-        for i, rate in enumerate((1e-3, 2e-3, 3e-3, 4e-3))
+        for i, rate in enumerate((1e-3, 2e-3, 3e-3, 4e-3)[:count])
     ]
     runs = [runner.start(runner.configure(f"run{i}", each)) for i, each in enumerate(changes)]
-    kills = 0
-    while kills < 60:
+    done = 0
+    while done < kills:
         run = source.choice(runs)
         assert run.process.poll() is None, run.wait(1)[1]
-        kills += kill_somebody(run, source)
-        time.sleep(source.random() * (0.2 if kills < 12 else 0.6))
+        done += kill_somebody(run, source)
+        time.sleep(source.random() * (0.2 if done < kills / 5 else 0.6))
     for run in runs:
         H.wait_for_step(run, H.newest_step(run.run_dir) + 2, timeout_s=600.0)
     ids = {run_id(run) for run in runs}
@@ -132,6 +129,18 @@ def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
     check_alone(runner, changes, runs)
     left = {use.digest for use in base_uses()}
     assert left.isdisjoint(use.digest for use in uses)
+
+
+def test_kills_over_two_runs_of_one_base(runner: Any) -> None:
+    disturbed(runner, 2, 6, random.Random(36))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7000)
+def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed={seed}")
+    disturbed(runner, 4, 60, random.Random(seed))
 
 
 @pytest.mark.slow
