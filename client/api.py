@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.client.convert.aliases import TRAINERS
+from penstock.client.states import mend_base
 from penstock.client.train import TrainResult, run_training
 from penstock.client.views.display import Display, Plain, Silent
 from penstock.client.views.programs import Bar, OnStep, check_function
@@ -55,6 +56,7 @@ def train(
     if continued is None or any(text.startswith("run.dir=") for text in texts):
         continued = resolved.run_dir
     directory = continued if run_dir is None else _path("run_dir", run_dir)
+    mend_base(directory, lambda line: sys.stderr.write(f"{line}\n"))
     return run_training(resolved, directory, _display_of(display), on_step=on_step)
 
 

@@ -7,12 +7,14 @@ in another process, which imports torch and transformers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from penstock.client.states import mend_base
 from penstock.client.views.run_view import StateFolder, saved_states
 from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.memory.tensorfile import sha256_of
@@ -192,7 +194,11 @@ def verified_state(run_dir: Path, step: int | None) -> StateFolder:
     cluster = RunDirectory(run_dir).config.cluster
     if cluster.platform.builtin_model:
         raise ConfigError(f"{run_dir}: ran on {cluster.device!r}; emulated runs save no model")
-    verify(state.path)
+    try:
+        verify(state.path)
+    except StateError:
+        mend_base(run_dir, lambda line: sys.stderr.write(f"{line}\n"), every_byte=True)
+        verify(state.path)
     return state
 
 

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.daemons.memory.snapshot import MANIFEST_NAME, read_manifest
+import numpy as np
+
+from penstock.daemons.memory.disk import DISK
+from penstock.daemons.memory.snapshot import (
+    MANIFEST_NAME,
+    FileEntry,
+    check_content,
+    check_size,
+    frozen_tensors_in,
+    read_manifest,
+)
 from penstock.daemons.memory.states import checked_manifest, saved_steps, verify
+from penstock.daemons.memory.tensorfile import (
+    DamagedError,
+    TensorBytes,
+    digest_of,
+    file_bytes,
+    write_tensors,
+)
+from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import (
     RunLock,
     node_lock_path,
@@ -23,7 +43,7 @@ from penstock.daemons.scheduler.rollback import go_back
 from penstock.host.errors import ConfigError, PenstockError, StateError
 from penstock.host.files import make_directory, sync_directory, writing
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.saved_base import BASE
+from penstock.protocol.run.saved_base import BASE, block_of
 
 LOCK_WAIT_S = 5.0
 """Seconds to wait for the locks of a run that is ending."""
@@ -127,6 +147,80 @@ def rollback(run_dir: Path, step: int, *, delete: bool) -> Path | None:
             with writing(aside, 0):
                 shutil.rmtree(aside)
     return None if delete else aside
+
+
+def mend_base(run_dir: Path, say: Callable[[str], object], *, every_byte: bool = False) -> None:
+    """Makes lost or damaged files of a run's base again, from the folder or seed of its model. A
+    file counts only with the checksum that the manifests list; otherwise everything stays as it is.
+
+    Files are compared by size, or by ``every_byte``. ``say`` takes a line about each file.
+    """
+    run = RunDirectory(run_dir.absolute())
+    if not (run.path / "table.json").is_file():
+        return
+    damaged = dict(_damaged_files(run, every_byte=every_byte))
+    if not damaged:
+        return
+    blocks = {block_of(path.name, entry.sha256): path for path, entry in damaged.items()}
+    try:
+        model, seed = run.config.model.path, run.config.run.seed
+        source = f"run.seed {seed}" if model is None else f"model.path {str(model)!r}"
+        for block, tensors in _frozen_again(run, sorted(blocks)):
+            path = blocks[block]
+            if _replaced(path, tensors, damaged[path].sha256):
+                say(f"{path}: was lost or damaged, and is made again of {source}")
+            else:
+                say(f"{path}: is lost or damaged, and {source} gives other weights now")
+    except (PenstockError, OSError, ValueError) as error:
+        say(f"state/{BASE}: a lost or damaged file cannot be made again: {error}")
+
+
+def _damaged_files(run: RunDirectory, *, every_byte: bool) -> Iterator[tuple[Path, FileEntry]]:
+    for _, directory in saved_steps(run.state_dir):
+        try:
+            files = read_manifest(directory).paths(directory)
+        except PenstockError:
+            continue  # reported by the check of the state
+        for path, entry in files.items():
+            if path.parent.name != BASE:
+                continue
+            try:
+                check_size(path, entry)
+                if every_byte:
+                    check_content(path, entry, lambda: False)
+            except (DamagedError, OSError):
+                yield path, entry
+
+
+def _frozen_again(
+    run: RunDirectory, blocks: Sequence[int]
+) -> Iterator[tuple[int, tuple[TensorBytes, ...]]]:
+    """Yields the frozen tensors of blocks as a first start has them; another process, with torch,
+    writes them into a temporary folder.
+    """
+    make_directory(run.state_dir / BASE)
+    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=run.state_dir / BASE) as folder:
+        tool = "penstock.models.checkpoints.exports.frozen"
+        run_tool(tool, str(run.path), folder, *map(str, blocks))
+        for block in blocks:
+            raw = np.fromfile(Path(folder, str(block)), dtype=np.uint8).data
+            yield block, frozen_tensors_in(raw, run.table.blocks[block], run.table.weight_dtype)
+
+
+def _replaced(path: Path, tensors: Sequence[TensorBytes], sha256: str) -> bool:
+    """Writes a file of the base if its content has the checksum; returns whether it has."""
+    if digest_of(path.name, tensors, lambda: False).sha256 != sha256:
+        return False
+    make_directory(path.parent)
+    temporary = path.with_name(f".{path.name}.new")
+    with writing(path, file_bytes(tensors)):
+        with temporary.open("wb") as file:
+            write_tensors(file, path.name, tensors, lambda: False, DISK)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    return True
 
 
 def to_text(reports: Sequence[StateReport], *, every_byte: bool) -> str:

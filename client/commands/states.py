@@ -39,6 +39,8 @@ def snapshots(
         if action not in ("list", "verify", "delete"):
             raise ConfigError(f"{action!r}: expected list, verify or delete")
         every_byte = action == "verify"
+        if every_byte:
+            states.mend_base(run, lambda line: typer.echo(line, err=True), every_byte=True)
         if action == "delete":
             reports = states.delete_states(run, steps or ())
         else:

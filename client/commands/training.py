@@ -120,6 +120,7 @@ def train(
         forgive_streams()  # first of all: the terminal may be gone while the run is saved
         preloading = begin_to_import()
         stack.callback(preloading.close)
+        from penstock.client.states import mend_base
         from penstock.daemons.memory.states import refuse_damage
         from penstock.protocol.run.rundir import run_of
 
@@ -127,6 +128,7 @@ def train(
         resolved = load(config, [*(settings or []), *grace, *strict_setting(strict)])
         moved = any(setting.startswith("run.dir=") for setting in settings or ())
         directory = run_dir or (None if moved else run_of(config)) or resolved.run_dir
+        mend_base(directory, lambda line: typer.echo(line, err=True))
         refuse_damage(directory, lambda warning: None)  # before all else is even imported
 
         from penstock.client.train import run_training

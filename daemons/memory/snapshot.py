@@ -122,7 +122,12 @@ def trained_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple
 
 def frozen_tensors(memory: NodeMemory, block: BlockSpec) -> tuple[TensorBytes, ...]:
     """Returns the frozen tensors of an owned block, as views of the node's memory."""
-    raw, dtype = memory.raw((block.index, "frozen", 0, 0)), memory.spec.table.weight_dtype
+    raw = memory.raw((block.index, "frozen", 0, 0))
+    return frozen_tensors_in(raw, block, memory.spec.table.weight_dtype)
+
+
+def frozen_tensors_in(raw: memoryview, block: BlockSpec, dtype: DType) -> tuple[TensorBytes, ...]:
+    """Returns the frozen tensors of a block, as views of the bytes of its frozen array."""
     return tuple(_cut(raw, block, trainable=False, prefix="frozen.", dtype=dtype))
 
 
