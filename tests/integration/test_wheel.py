@@ -7,11 +7,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import time
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.utils import parse_wheel_filename
 
 from tests.data.sft import make
 
@@ -32,31 +38,45 @@ ids = model.generate(**inputs, max_new_tokens={NEW_TOKENS}, do_sample=False)[0]
 print(json.dumps(ids[inputs["input_ids"].shape[1] :].tolist()))
 """
 """Generates with the export by transformers alone."""
+COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang", "make", "cmake", "ninja")
+PROCESSORS = {"qemu64": "portable", "Nehalem": "portable", "Haswell": "avx2"}
+"""Emulated processors, from the first x86-64 on, and the kernels that the wheel runs on each."""
+SWEEPS = ROOT / "tests" / "native" / "sweeps.py"
 
 
-def commands_of_readme() -> list[str]:
-    """The commands of README that fine-tune, in order."""
+def commands_of_readme(start: str) -> list[str]:
+    """The commands of the block of README that begins so, in order."""
     text = (ROOT / "README.md").read_text()
-    block = re.search(r"```\n(penstock init --model.*?)```", text, re.DOTALL)
+    block = re.search(rf"```\n({start}.*?)```", text, re.DOTALL)
     assert block is not None
     return [line.partition("#")[0].strip() for line in block[1].splitlines()]
 
 
+@pytest.fixture(name="dist", scope="module")
+def _dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the wheel and the archive that ``make wheel`` makes."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(["make", "wheel", f"DIST={folder}"], cwd=ROOT, check=True, timeout=1800.0)
+    for file in folder.iterdir():
+        sys.stdout.write(f"\n{file.name}: {file.stat().st_size / 1e6:.1f} MB\n")
+    return folder
+
+
 @pytest.fixture(name="bin", scope="module")
-def _bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of an environment that has the wheel, and what pip installs with it."""
+def _bin(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment that has the wheel, installed without a compiler, and what pip
+    installs with it.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     commands = folder / "env" / "bin"
+    subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True, timeout=600.0)
     torch = os.environ.get("TORCH", "torch==2.13.0")
-    for words in (
-        (sys.executable, "-m", "venv", folder / "env"),
-        (commands / "pip", "install", "--quiet", torch),
-        (commands / "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT),
-    ):
-        subprocess.run(words, check=True, timeout=1800.0)
-    (wheel,) = folder.glob("penstock-*.whl")
-    install = (commands / "pip", "install", "--quiet", wheel, torch)
-    subprocess.run(install, check=True, timeout=1800.0)
+    (wheel,) = dist.glob("penstock-*.whl")
+    for packages in ([torch], [wheel, torch]):
+        start = time.monotonic()
+        ran(folder, commands / "pip", "install", "--quiet", "--only-binary", ":all:", *packages)
+        sys.stdout.write(f"pip install {packages[0]}: {time.monotonic() - start:.1f} s\n")
+    ran(folder, commands / "pip", "check")
     return commands
 
 
@@ -70,19 +90,63 @@ def _folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(folder: Path, *words: str | Path) -> str:
-    """Runs a command in the folder; returns its output."""
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    variables.pop("PYTHONPATH", None)
+def variables_of(bin: Path) -> dict[str, str]:
+    """Variables of a process that finds only the commands of the environment."""
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": str(bin)}
+    for name in ("PYTHONPATH", "CC", "CXX"):
+        variables.pop(name, None)
+    assert not [name for name in COMPILERS if shutil.which(name, path=variables["PATH"])]
+    return variables
+
+
+def ran(folder: Path, command: Path, *words: str | Path, code: int = 0) -> str:
+    """Runs a command in the folder; returns its output, and its errors after a failure."""
     done = subprocess.run(
-        words, cwd=folder, env=variables, capture_output=True, text=True, timeout=600.0
+        [command, *words],
+        cwd=folder,
+        env=variables_of(command.parent),
+        capture_output=True,
+        text=True,
+        timeout=1800.0,
     )
-    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    assert done.returncode == code, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stderr if code else done.stdout
+
+
+def test_the_wheel_has_the_package_and_a_tag_that_old_systems_accept(dist: Path) -> None:
+    (wheel,), (archive,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    _, _, _, tags = parse_wheel_filename(wheel.name)
+    glibcs = {re.fullmatch(r"manylinux_2_(\d+)_x86_64", tag.platform) for tag in tags}
+    assert {int(match[1]) for match in glibcs if match} == {34}
+    with zipfile.ZipFile(wheel) as whole:
+        names = {name for name in whole.namelist() if not name.endswith("/")}
+    with tarfile.open(archive) as tar:
+        paths = {member.name.partition("/src/")[2] for member in tar if member.isfile()} - {""}
+    package = {name for name in names if name.startswith("penstock/")}
+    modules = {name for name in package if name.endswith(".so")}
+    assert package - modules == paths
+    assert {name.partition(".")[0] for name in modules} == {"penstock/_ceiling", "penstock/_native"}
+    assert wheel.stat().st_size < 5_000_000
+
+
+def test_the_first_commands_of_readme_train_a_model(bin: Path, tmp_path: Path) -> None:
+    commands = commands_of_readme("penstock init  ")
+    assert [words.split()[1] for words in commands] == "init train status report export".split()
+    for words in commands:
+        start, (name, *options) = time.monotonic(), words.split()
+        options += ["--set", "train.steps=3"] if options[0] == "train" else []
+        ran(tmp_path, bin / name, *options)
+        sys.stdout.write(f"{words}: {time.monotonic() - start:.1f} s\n")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1_000_000
+    assert "**Do**" in ran(tmp_path, bin / "penstock", "docs", "RUNBOOK#penstockstuck")
+    compiled = ("train", "tiny.yaml", "--run-dir", "compiled", "--set", "model.compile=true")
+    refusal = ran(tmp_path, bin / "penstock", *compiled, code=2)
+    assert "No working C++ compiler found" in refusal
+    assert "set model.compile to false" in refusal
 
 
 def test_the_commands_of_readme_fine_tune_a_model(bin: Path, folder: Path) -> None:
-    commands = commands_of_readme()
+    commands = commands_of_readme("penstock init --model")
     assert [words.split()[1] for words in commands] == ["init", "data", "train"]
     for words in commands:
         name, *options = words.split()
@@ -98,3 +162,26 @@ def test_the_commands_of_readme_fine_tune_a_model(bin: Path, folder: Path) -> No
     by_transformers = json.loads(ran(folder, bin / "python", "-c", ANSWER))
     assert by_transformers
     assert answer["ids"] == by_transformers
+
+
+def sweeps(module: Path, *emulator: str) -> dict[str, Any]:
+    """Runs sweeps by the kernels of a module, on a processor."""
+    words = [*emulator, Path(sys.executable).resolve(), "-S", SWEEPS, module]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=600.0)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_older_processors_run_other_kernels_with_the_same_bytes(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as whole:
+        (name,) = (name for name in whole.namelist() if name.startswith("penstock/_native.cpython"))
+        module = Path(whole.extract(name, tmp_path))
+    expected = sweeps(module)["outcomes"]["portable"]
+    assert len({*expected.values()}) == len(expected)
+    for processor, path in PROCESSORS.items():
+        answer = sweeps(module, "qemu-x86_64", "-cpu", processor)
+        assert answer["chosen"] == path
+        assert {json.dumps(digests) for digests in answer["outcomes"].values()} == {
+            json.dumps(expected)
+        }
