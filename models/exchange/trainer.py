@@ -326,7 +326,7 @@ def _partitions(skeleton: Skeleton, trained: Collection[str] | None) -> Iterator
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     yield [[n for n in order if n in decayed], [n for n in order if n not in decayed]]
     yield [order]
-    before = set(get_parameter_names(model, [nn.LayerNorm], _OLD_RULE))
+    before = set(get_parameter_names(model, [nn.LayerNorm], _OLD_RULE))  # type: ignore[no-untyped-call]
     yield [[n for n in order if n in before], [n for n in order if n not in before]]
 
 
@@ -335,7 +335,7 @@ def _filled(
 ) -> list[tuple[str, ...]] | None:
     """Returns the names by group if the sizes agree. Empty groups have no names."""
     parts = [part for part in partition if part]
-    filled = []
+    filled: list[tuple[str, ...]] = []
     for group in groups:
         if not group.members:
             filled.append(())
