@@ -56,13 +56,16 @@ class ExportFormat:
     trains: bool = False
 
 
-HF, PEFT, DCP = "hf", "peft", "dcp"
+HF, PEFT, DCP, UNIVERSAL = "hf", "peft", "dcp", "universal"
 FORMATS: Mapping[str, ExportFormat] = MappingProxyType(
     {
         HF: ExportFormat(content="a Hugging Face model"),
         PEFT: ExportFormat(content="the adapter alone, in PEFT's files"),
         DCP: ExportFormat(
             content="weights and optimizer for torch.distributed.checkpoint", trains=True
+        ),
+        UNIVERSAL: ExportFormat(
+            content="weights and Adam's state as DeepSpeed's universal checkpoint", trains=True
         ),
     }
 )

@@ -94,7 +94,7 @@ def export(
             metavar="FORMAT",
             help="hf: a Hugging Face model, with a run's adapter merged into its weights. peft: the"
             " adapter alone, in the files of PEFT. dcp: weights and optimizer for"
-            " torch.distributed.checkpoint.",
+            " torch.distributed.checkpoint. universal: weights and Adam's state for DeepSpeed.",
         ),
     ] = "hf",
     step: Annotated[

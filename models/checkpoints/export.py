@@ -37,6 +37,7 @@ from penstock.models.checkpoints.constants import Constants, read_constants
 from penstock.models.checkpoints.exports.dcp import outline_dcp, write_dcp
 from penstock.models.checkpoints.exports.tensors import ExportedTensors, ReadBlock, saved_blocks
 from penstock.models.checkpoints.exports.training import TrainingState, torch_optimizer
+from penstock.models.checkpoints.exports.universal import outline_universal, write_universal
 from penstock.models.checkpoints.exports.verify import verify_adapter, verify_model
 from penstock.models.checkpoints.exports.whole import write_whole
 from penstock.models.checkpoints.older_readers import with_older_keys
@@ -52,8 +53,10 @@ ADAPTER_DTYPE = DType.FP32
 SHARD_BYTES = 2 * 2**30
 """Bytes at which a shard ends, with its last block; the export holds one shard in memory."""
 
-HF, PEFT, DCP = "hf", "peft", "dcp"
-"""Formats: the whole model, its adapter alone, and the model with its optimizer."""
+HF, PEFT, DCP, UNIVERSAL = "hf", "peft", "dcp", "universal"
+"""Formats: the whole model, its adapter alone, and the model with its optimizer for torch or for
+DeepSpeed.
+"""
 
 
 def export_hf(
@@ -148,7 +151,10 @@ class TrainingFormat:
 
 
 TRAINING_FORMATS: Mapping[str, TrainingFormat] = MappingProxyType(
-    {DCP: TrainingFormat(write=write_dcp, outline=outline_dcp)}
+    {
+        DCP: TrainingFormat(write=write_dcp, outline=outline_dcp),
+        UNIVERSAL: TrainingFormat(write=write_universal, outline=outline_universal),
+    }
 )
 """Formats of weights and optimizer by the value of ``--format``."""
 

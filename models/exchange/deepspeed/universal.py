@@ -75,7 +75,7 @@ class UniversalReader:
             tensors += (each for each in states.weights(root) if each.name not in masters)
         saved = _optimizer_state(root)
         return ForeignState(
-            kind="DeepSpeed universal checkpoint",
+            kind="deepspeed-universal",
             path=root,
             tensors=tuple(tensors),
             step=_step(steps, saved),

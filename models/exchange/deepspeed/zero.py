@@ -91,14 +91,14 @@ class ZeroReader:
         }
         names = [tuple(map(plain_name, each)) for each in model.shapes]
         return ForeignState(
-            kind=f"DeepSpeed ZeRO-{first.stage}",
+            kind="deepspeed-zero",
             path=root,
             tensors=tuple(tensors),
             step=counts.pop() if len(counts) == 1 else None,
             steps=steps,
             samples_seen=model.global_samples,
             groups=groups_of(first.groups, names, first.path),
-            notes=tuple(_notes(model)),
+            notes=(f"ZeRO stage {first.stage} on {first.world_size} ranks", *_notes(model)),
         )
 
 

@@ -3,7 +3,8 @@
 Runs in an environment with DeepSpeed, one process a rank. The last line of its output is the JSON
 list of losses. Settings: ``model`` is a folder, ``rows`` are token ids by step, ``steps`` the first
 and the last step. ``load`` is a checkpoint's folder; ``universal`` is true for that form.
-``groups`` false makes one group. ``frozen`` are prefixes of names.
+``groups`` false makes one group. ``frozen`` are prefixes of names. ``save_at``: the step
+after which the checkpoint is saved; without it, the last one.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def train(rank: int, settings: dict[str, Any], losses: Path) -> None:
         mean = loss.detach().double() / settings["ranks"]
         torch.distributed.all_reduce(mean)
         result.append(mean.item())
-    if settings.get("save"):
+        if step + 1 == settings.get("save_at"):
+            engine.save_checkpoint(settings["save"], tag=settings["tag"])
+    if settings.get("save") and not settings.get("save_at"):
         engine.save_checkpoint(settings["save"], tag=settings["tag"])
     if rank == 0:
         losses.write_text(json.dumps(result))

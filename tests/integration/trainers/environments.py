@@ -27,6 +27,8 @@ LLAMA_FACTORY = (
 )
 """LLaMA-Factory wants older versions; reading data works with those of the tests."""
 
+DEEPSPEED = ("deepspeed==0.19.8", "hjson", "msgpack", "py-cpuinfo", "einops", "ninja", "psutil")
+
 _UNUSED = ("torchaudio",)
 """Modules that LLaMA-Factory imports for sounds alone: each is an empty file here."""
 

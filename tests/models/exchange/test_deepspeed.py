@@ -35,7 +35,8 @@ def digest(tensor: torch.Tensor) -> str:
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
 def test_tensors_are_those_that_deepspeed_converts(kind: str, tmp_path: Path) -> None:
     state = open_checkpoint(unpacked(kind, tmp_path))
-    assert (state.kind, state.step, state.samples_seen) == (f"DeepSpeed ZeRO-{kind[-1]}", 3, 6)
+    assert (state.kind, state.step, state.samples_seen) == ("deepspeed-zero", 3, 6)
+    assert state.notes == (f"ZeRO stage {kind[-1]} on 2 ranks",)
     stored = json.loads((DATA / "digests.json").read_text())[kind]
     read = {(tensor.name, tensor.role): tensor for tensor in state.tensors}
     frozen = {"zero2": {"model.norm.weight"}, "zero3": {"model.embed_tokens.weight"}}
