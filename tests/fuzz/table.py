@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from tests.fuzz.target import Target
 from tests.fuzz.targets.data_files import DATA_FILES
+from tests.fuzz.targets.dcp import DCP
 from tests.fuzz.targets.keys import KEYS
 from tests.fuzz.targets.messages import MESSAGES
 from tests.fuzz.targets.pickles import PICKLES
@@ -29,6 +30,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             *KEYS,
             *DATA_FILES,
             *TRAINER,
+            *DCP,
         )
     }
 )
@@ -98,6 +100,8 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "models.checkpoints.constants.read_constants": _SEALED,
         "models.checkpoints.conversion.Weights.read_constant": _READ,
         "models.checkpoints.exports.tensors.saved_blocks": _READ,
+        "models.checkpoints.exports.training.TrainingState._read": _READ,
+        "client.export.export": _TOOL,
         "models.checkpoints.exports.whole._write_file": _READ,
         "models.checkpoints.initial._drawn": _OWN,
         "models.data.chat.places.Widths.places": _OWN,

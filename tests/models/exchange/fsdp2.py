@@ -28,13 +28,21 @@ LLAMA: dict[str, Any] = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"max_position_embeddings": 32, "tie_word_embeddings": False},
 }
-RATE, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+ROWS, LENGTH = 4, 16
+RATE, BETAS, EPS, DECAY = 5e-3, (0.9, 0.95), 1e-8, 0.1
 
 
-def batches(steps: int, rows: int = 4, length: int = 16) -> torch.Tensor:
-    """Returns fixed ids, ``(step, row, position)``."""
+def tokens(steps: int) -> torch.Tensor:
+    """Returns a fixed text for some steps, with one token more."""
     generator = torch.Generator().manual_seed(7)
-    return torch.randint(0, LLAMA["vocab_size"], (steps, rows, length), generator=generator)
+    count = steps * ROWS * LENGTH + 1
+    # Squares make small ids frequent, so that there is something to learn.
+    return (torch.rand(count, generator=generator) ** 2 * LLAMA["vocab_size"]).long()
+
+
+def batches(steps: int) -> torch.Tensor:
+    """Returns the text as rows of ``LENGTH`` tokens and the next one, by step and row."""
+    return tokens(steps).unfold(0, LENGTH + 1, LENGTH).reshape(steps, ROWS, LENGTH + 1)
 
 
 def model_of(fields: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -121,6 +129,7 @@ def _save(
 def run(folder: Path, *jobs: dict[str, Any]) -> list[list[float]]:
     """Does jobs with :data:`RANKS` processes; returns the losses of each job."""
     listed = [{**job, "losses": str(folder / f"losses-{n}.json")} for n, job in enumerate(jobs)]
+    (folder / "meeting").unlink(missing_ok=True)
     (folder / "jobs.json").write_text(json.dumps(listed))
     words = [sys.executable, "-m", "tests.models.exchange.fsdp2", str(folder)]
     root = Path(__file__).parents[3]
