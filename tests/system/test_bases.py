@@ -17,9 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.host.errors import ExitCode
+from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
 from penstock.shm.base_users import base_uses
+from penstock.shm.bases import base_name
+from penstock.shm.memory import NodeMemory
+from penstock.shm.segment import path_of
 from tests.system import conftest as H
+from tests.system import test_mirror as M
 from tests.system.test_exactness import obeyed
 
 FROZEN: dict[str, Any] = {
@@ -141,6 +146,29 @@ def test_sixty_kills_over_four_runs_of_one_base(runner: Any) -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed={seed}")
     disturbed(runner, 4, 60, random.Random(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_lost_node_is_filled_from_its_replica_and_a_new_base(runner: Any) -> None:
+    """The machine's bases are lost, too."""
+    two = H.merge(M.TWO_NODES, {"memory": {"mirror": "partner"}})
+    changes = H.merge(H.merge(FROZEN, two), H.ENDLESS)
+    run = runner.start(runner.configure("run", changes))
+    M.wait_for_replicas(run, keeper="a", lost="b", times=1)
+    directory = RunDirectory(run.run_dir)
+    memory = NodeMemory.attach(directory.memory_spec(1), (), writable=False)
+    digests = [digest for _, digest in memory.spec.bases]
+    memory.close()
+    assert digests
+    for digest in digests:
+        path_of(base_name(digest)).unlink()
+    M.lose_node(run, "b")
+    M.wait_for_replicas(run, keeper="a", lost="b", times=2)
+    H.wait_for_step(run, H.newest_step(run.run_dir) + 2)
+    assert {digest.hex() for digest in digests} <= {use.digest for use in base_uses()}
+    assert M.logged(run.run_dir, "schedulerd", "memoryd.b is filled from the replica")
+    check_alone(runner, [changes], [run])
 
 
 @pytest.mark.slow
