@@ -71,6 +71,8 @@ ELSEWHERE = {
     "penstock generate": "tests/system/test_inference.py",
     "penstock eval": "tests/system/test_inference.py",
     "penstock train c.yaml": "needs NIXL",
+    "penstock import checkpoint-2000": "tests/system/test_trainer_imports.py",
+    "penstock inspect checkpoint-2000": "the same",
     "penstock export RUN --format hf OUT --whole": "tests/worker/test_composites.py",
     "penstock chaos tiny.yaml --minutes": "takes 30 minutes; --faults runs",
     "penstock chaos tiny.yaml --reference": "the same",
