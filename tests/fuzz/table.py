@@ -58,8 +58,6 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "client.planning.starting._summary": _TOOL,
         "client.planning.starting._measured": _TOOL,
         "client.exchange.imports._read": _TOOL,
-        "client.export.export": _TOOL,
-        "models.checkpoints.exports.training.TrainingState._read": _READ,
         "models.data.chat.conversation.pair_of": "hands a record to readers, which have targets",
         "client.exchange.inspection.inspect": _TOOL,
         "models.exchange.importing._verify": _OWN,
