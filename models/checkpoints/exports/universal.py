@@ -98,14 +98,14 @@ def _groups(state: TrainingState) -> list[dict[str, Any]]:
         if parameter.spec.trainable:
             settings = state.settings(parameter)
             distinct.setdefault((parameter.lr, parameter.weight_decay), settings)
-    settings = list(distinct.values())
+    groups = list(distinct.values())
     equal = {
         key: value
-        for key, value in settings[0].items()
-        if key in _SETTINGS and all(other[key] == value for other in settings)
+        for key, value in groups[0].items()
+        if key in _SETTINGS and all(other[key] == value for other in groups)
     }
     # FusedAdam keeps the steps in its group.
-    return [{**equal, "step": state.step, "params": [n]} for n in range(len(settings))]
+    return [{**equal, "step": state.step, "params": [n]} for n in range(len(groups))]
 
 
 def _optimizer_state(state: TrainingState, step: torch.Tensor) -> dict[str, Any]:

@@ -309,7 +309,8 @@ def _partitioned(ranks: Sequence[_Rank], model: ModelStates, root: Path) -> Iter
 def _frozen(states: Sequence[ModelStates], root: Path) -> Iterator[ForeignTensor]:
     """Yields frozen parameters of stage 3."""
     for name, shape in states[0].frozen_shapes.items():
-        count, pieces = math.prod(shape), []
+        count = math.prod(shape)
+        pieces: list[PickledTensor] = []
         for each in states:
             if name not in each.frozen:
                 raise StateError(f"{each.path}: has no part of the frozen {name}; copy it again")
