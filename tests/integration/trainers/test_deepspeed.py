@@ -99,7 +99,11 @@ def test_a_training_moves_here_and_back(
     stayed = deepspeed_losses(
         python, tmp_path, model, **zero, save=str(saved), tag="moved", save_at=MOVED
     )
-    decay = {} if stage != 3 else {"optimizer": {"groups": [{"match": [""], "weight_decay": 0.1}]}}
+    decay = (
+        {}
+        if stage != 3
+        else {"optimizer": {"groups": [{"match": ["model", "lm_head"], "weight_decay": 0.1}]}}
+    )
     config = configured(runner, model, "moved")
     if decay:
         config.write_text(json.dumps(H.merge(json.loads(config.read_text()), decay)))
