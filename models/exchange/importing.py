@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import write_atomically, writing
 from penstock.models.binding import TORCH_DTYPES
+from penstock.models.checkpoints.mapped import MappedFile
 from penstock.models.exchange.mapping import (
     FROZEN,
     Assignment,
@@ -170,14 +170,14 @@ def _verify(path: Path, assignments: Sequence[Assignment], weight_dtype: DType) 
     Raises:
         StateError: names the tensor that differs.
     """
-    with safe_open(path, framework="pt") as file:
-        for each in assignments:
-            written = file.get_tensor(each.key).reshape(-1)
-            pieces = _converted(each, TORCH_DTYPES[_type_of(each, weight_dtype)])
-            for number, piece in enumerate(pieces):
-                start = number * PIECE_ELEMENTS
-                if not torch.equal(written[start : start + PIECE_ELEMENTS], piece):
-                    raise StateError(f"{path}: {each.key} differs from the checkpoint")
+    file = MappedFile(path)
+    for each in assignments:
+        written = file.tensor(each.key).reshape(-1)
+        pieces = _converted(each, TORCH_DTYPES[_type_of(each, weight_dtype)])
+        for number, piece in enumerate(pieces):
+            start = number * PIECE_ELEMENTS
+            if not torch.equal(written[start : start + PIECE_ELEMENTS], piece):
+                raise StateError(f"{path}: {each.key} differs from the checkpoint")
 
 
 def _sync(file: BinaryIO) -> None:

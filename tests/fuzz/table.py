@@ -60,7 +60,6 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "client.exchange.imports._read": _TOOL,
         "models.data.chat.conversation.pair_of": "hands a record to readers, which have targets",
         "client.exchange.inspection.inspect": _TOOL,
-        "models.exchange.importing._verify": _OWN,
         "models.adapters.modules.drawn": _OWN,
         "models.data.rows.packing._rows_of": _OWN,
         "client.planning.starting._model_settings": "reads a user's config.json, refuses damage",

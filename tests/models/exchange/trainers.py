@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ def tokens(steps: int) -> torch.Tensor:
 
 def new_model(**fields: object) -> Any:
     """Returns a model with random weights."""
+    tqdm.monitor_interval = 0  # its thread would outlive the test
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**LLAMA, **fields}))
 
@@ -73,7 +75,6 @@ def train(
 ) -> Trained:
     """Trains and saves once, by default at the end."""
     saved_at = saved_at or steps
-    tqdm.monitor_interval = 0  # its thread would outlive the test
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -103,3 +104,16 @@ def train(
         if array in state.get(parameter, {})
     }
     return Trained(folder / f"checkpoint-{saved_at}", trainer.losses, moments)
+
+
+def saved_untrained(folder: Path, model: Any) -> Path:
+    """Saves the files of a Trainer after one step with the gradient 1; returns the folder."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    progress = {"global_step": 1, "train_batch_size": BATCH, "epoch": 0.1}
+    (folder / "trainer_state.json").write_text(json.dumps(progress))
+    return folder
