@@ -28,6 +28,14 @@ class Disk:
         """
         return path.open("wb", buffering=0)
 
+    def reopen(self, path: Path) -> BinaryIO:
+        """Opens an existing file for writing at any place, and keeps its content.
+
+        Raises:
+            OSError: it is not there, or is a link.
+        """
+        return open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0)
+
     def require(self, directory: Path, num_bytes: int) -> None:
         """Checks that a disk has ``num_bytes`` free. A file system that reports no size passes.
 

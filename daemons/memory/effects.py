@@ -16,6 +16,7 @@ from penstock.daemons.kit.events import Exit, LogLine, SendDrained, SendFailed, 
 from penstock.daemons.kit.messages import answer
 from penstock.daemons.memory import saving
 from penstock.daemons.memory.bases.sharing import Sharing, filling_bases
+from penstock.daemons.memory.copies.copying import copy_weights
 from penstock.daemons.memory.machine.events import (
     CancelJob,
     Effect,
@@ -290,18 +291,19 @@ class MemoryEffects:
             self._load_initial(beating)
 
     def _start_save(self, effect: StartSave) -> None:
-        """Starts a save. Its pins are set before this returns, so that the next attempt may be
-        announced.
+        """Starts a save, or a copy of the weights. Its pins are set before this returns, so that
+        the next attempt may be announced.
         """
+        name, write = ("copy", copy_weights) if effect.weights_only else ("save", saving.save)
         try:
             pinned = PinnedVersion(self._memory, effect.version)
         except StateError as error:
-            self.jobs.start("save", partial(_fail, error))
+            self.jobs.start(name, partial(_fail, error))
             return
 
         def job(cancelled: Callable[[], bool]) -> Event:
             started_s = world.monotonic()
-            files = saving.save(
+            files = write(
                 pinned,
                 Path(effect.directory),
                 cancelled,
@@ -311,16 +313,17 @@ class MemoryEffects:
             )
             waited_s = self.jobs.waited_s
             seconds = world.monotonic() - started_s - waited_s
-            self._metrics.job_done("save", seconds)
+            self._metrics.job_done(name, seconds)
             _log.info(
-                "saved version %d in %.2f s, after %.2f s for blocks to be settled",
+                "%s version %d in %.2f s, after %.2f s for blocks to be settled",
+                "copied" if effect.weights_only else "saved",
                 effect.version,
                 seconds,
                 waited_s,
             )
             return Saved(files=files, seconds=seconds)
 
-        self.jobs.start("save", job)
+        self.jobs.start(name, job)
 
     def _cancel_job(self, effect: CancelJob) -> None:
         self.jobs.cancel()

@@ -32,6 +32,7 @@ from penstock.daemons.memory.snapshot import (
 )
 from penstock.daemons.memory.tensorfile import (
     CancelledError,
+    TensorBytes,
     digest_of,
     file_bytes,
     write_tensors,
@@ -56,6 +57,7 @@ def save(
     cancelled: Callable[[], bool],
     *,
     base: BaseFiles | None = None,
+    weights_only: bool = False,
     wait: Callable[[], bool] = lambda: False,
     stopping: Callable[[], bool] = lambda: False,
     disk: Disk = DISK,
@@ -67,20 +69,20 @@ def save(
     first and its next sweep is due first. A block is released after its last byte has been handed
     to the kernel; another thread forces it to disk. ``stopping()`` returns the same as
     ``cancelled()``, but a call does not count as progress. ``base`` has the checksums of frozen
-    tensors that a restore or an earlier save computed; others are added.
+    tensors that earlier jobs computed; others are added. ``weights_only``: no optimizer's arrays.
 
     Raises:
         StateError: a block went past the version.
         CapacityError, ConfigError: the files cannot be written; none of them is left behind.
         CancelledError: on request.
     """
-    memory, version = pinned.memory, pinned.version
-    blocks, specs = memory.owned_blocks(), memory.spec.table.blocks
-    due = SettledBlocks(pinned, blocks, wait)
-    sizes = {
-        block: sum(tensor.num_bytes for tensor in trained_tensors(memory, specs[block], version))
-        for block in blocks
-    }
+    memory, blocks = pinned.memory, pinned.memory.owned_blocks()
+    due, specs = SettledBlocks(pinned, blocks, wait), memory.spec.table.blocks
+
+    def trained(block: int) -> tuple[TensorBytes, ...]:
+        return trained_tensors(memory, specs[block], pinned.version, weights_only=weights_only)
+
+    sizes = {block: sum(tensor.num_bytes for tensor in trained(block)) for block in blocks}
     needed = sum(sizes.values())
     left_free = min(LEFT_FREE_BYTES, needed)
 
@@ -90,8 +92,7 @@ def save(
         disk.require(directory, sizes[block] + left_free)  # other nodes may write there as well
         file = disk.create(path)
         try:
-            tensors = trained_tensors(memory, specs[block], version)
-            written = write_tensors(file, path.name, tensors, stopped, disk)
+            written = write_tensors(file, path.name, trained(block), stopped, disk)
             pinned.check(block)
         except BaseException:
             file.close()
@@ -103,7 +104,7 @@ def save(
         with closing(pinned), writing(directory, needed + left_free):
             disk.make_directory(directory)
             disk.require(directory, needed + left_free)
-            files = _written_and_synced(blocks, write, cancelled, stopping, disk)
+            files = written_and_synced(blocks, write, cancelled, stopping, disk)
             disk.sync_names(directory)
         files += _keep(memory, {} if base is None else base, directory, cancelled, stopping, disk)
     except BaseException:
@@ -159,7 +160,7 @@ def _keep(
 
     with writing(folder, needed + left_free):
         disk.require(directory, needed + left_free)
-        files = _written_and_synced(due, write, cancelled, stopping, disk)
+        files = written_and_synced(due, write, cancelled, stopping, disk)
         if not folder.is_dir():
             disk.make_directory(folder)
             disk.sync_names(folder.parent)
@@ -217,14 +218,16 @@ class SettledBlocks:
         raise CancelledError
 
 
-def _written_and_synced(
+def written_and_synced(
     blocks: Sequence[int],
-    write: Callable[[int, Callable[[], bool]], tuple[BinaryIO, WrittenFile]],
+    write: Callable[[int, Callable[[], bool]], tuple[BinaryIO | None, WrittenFile]],
     cancelled: Callable[[], bool],
     stopping: Callable[[], bool],
     disk: Disk,
 ) -> list[WrittenFile]:
-    """Writes all files, and forces each to disk while the next ones are written."""
+    """Writes all files, and forces each to disk while the next ones are written. ``write`` returns
+    no file where a later block forces its file to disk.
+    """
     with ExitStack() as opened, world.executor(1, "sync") as syncing:
         synced: list[Future[None]] = []
 
@@ -234,8 +237,9 @@ def _written_and_synced(
 
         def write_and_sync(number: int, stopped: Callable[[], bool]) -> WrittenFile:
             file, written = write(number, stopped)
-            opened.callback(file.close)
-            synced.append(syncing.submit(sync, file))
+            if file is not None:
+                opened.callback(file.close)
+                synced.append(syncing.submit(sync, file))
             return written
 
         try:

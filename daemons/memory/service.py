@@ -41,7 +41,11 @@ _EVENTS: dict[str, Callable[[Any], Event]] = {
         replica=_replica_of(m),
     ),
     "save": lambda m: SaveAsked(
-        epoch=m.epoch, number=m.number, version=m.version, directory=m.directory
+        epoch=m.epoch,
+        number=m.number,
+        version=m.version,
+        directory=m.directory,
+        weights_only=m.weights_only,
     ),
 }
 

@@ -101,9 +101,11 @@ def block_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[T
     return trained_tensors(memory, block, version) + frozen_tensors(memory, block)
 
 
-def trained_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple[TensorBytes, ...]:
+def trained_tensors(
+    memory: NodeMemory, block: BlockSpec, version: int, *, weights_only: bool = False
+) -> tuple[TensorBytes, ...]:
     """Returns the trained tensors of an owned block with state at ``version``, as views of the
-    node's memory.
+    node's memory. ``weights_only``: without the optimizer's arrays.
     """
     table, copy = memory.spec.table, memory.state_copy(block.index, version)
     tensors: list[TensorBytes] = []
@@ -113,7 +115,9 @@ def trained_tensors(memory: NodeMemory, block: BlockSpec, version: int) -> tuple
         else ("", memory.raw((block.index, "master", copy, 0)))
     ]
     arrays += [
-        (f"{name}.", memory.raw((block.index, name, copy, 0))) for name in table.state_arrays
+        (f"{name}.", memory.raw((block.index, name, copy, 0)))
+        for name in table.state_arrays
+        if not weights_only
     ]
     for prefix, array in arrays:
         tensors += _cut(array, block, trainable=True, prefix=prefix, dtype=DType.FP32)

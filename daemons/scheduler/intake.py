@@ -295,6 +295,7 @@ MAY_CALL = {
     "/penstock.v1.Control/Pause": frozenset((Role.CONTROL,)),
     "/penstock.v1.Control/Resume": frozenset((Role.CONTROL,)),
     "/penstock.v1.Control/Snapshot": frozenset((Role.CONTROL, Role.NODE)),
+    "/penstock.v1.Control/Weights": frozenset((Role.CONTROL,)),
     "/penstock.v1.Control/Stop": frozenset((Role.CONTROL, Role.NODE)),
 }
 """Roles that may call a method; :data:`LOOKING` for methods without an entry. A node forwards a

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -64,9 +65,16 @@ WATCHED_S = 2.0
 FAREWELL_S = 1.0
 """Seconds that the end of the run waits for watchers."""
 SNAPSHOT_TIMEOUT_S = 3600.0
+WEIGHTS_TIMEOUT_S = 86400.0
 MAX_CALLS = 16
 MAX_SNAPSHOTS = 4
-"""Snapshot calls at a time. They may wait for long, and must leave room for other calls."""
+"""Calls that save or copy at a time. They may wait for long, and must leave room for others."""
+_TIMEOUTS_S = MappingProxyType(
+    {ControlCall.SNAPSHOT: SNAPSHOT_TIMEOUT_S, ControlCall.WEIGHTS: WEIGHTS_TIMEOUT_S}
+)
+"""Seconds that calls may wait that save or copy."""
+MAX_PATH = 4096
+"""Characters of a folder's path."""
 MAX_MESSAGE_BYTES = 2**20
 """Bytes of a member's longest message: Saved has about a hundred bytes a block."""
 MAX_WAITING = 1024
@@ -286,8 +294,25 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         reply: pb.SnapshotReply = await self._ask(ControlCall.SNAPSHOT, context)
         return reply
 
-    async def _ask(self, call: ControlCall, context: Context, within_s: float | None = None) -> Any:
-        snapshot = call is ControlCall.SNAPSHOT
+    async def Weights(self, request: pb.WeightsRequest, context: Context) -> pb.WeightsReply:
+        directory = request.directory
+        if not directory.startswith("/") or len(directory) > MAX_PATH or "\0" in directory:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"WeightsRequest.directory: expected an absolute path of at most {MAX_PATH}"
+                f" characters, got {directory[:100]!r}",
+            )
+        reply: pb.WeightsReply = await self._ask(ControlCall.WEIGHTS, context, directory=directory)
+        return reply
+
+    async def _ask(
+        self,
+        call: ControlCall,
+        context: Context,
+        within_s: float | None = None,
+        directory: str = "",
+    ) -> Any:
+        snapshot = call in _TIMEOUTS_S
         if len(self.calls) >= MAX_CALLS or (snapshot and self._num_snapshots >= MAX_SNAPSHOTS):
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE,
@@ -296,10 +321,12 @@ class _Servicer(rpc.MembershipServicer, rpc.ControlServicer):
         self._num_snapshots += snapshot
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         future = self.calls[ticket] = asyncio.get_running_loop().create_future()
-        own_s = SNAPSHOT_TIMEOUT_S if snapshot else CALL_TIMEOUT_S
+        own_s = _TIMEOUTS_S.get(call, CALL_TIMEOUT_S)
         left_s = context.time_remaining()
         timeout_s = own_s if left_s is None else min(own_s, left_s)
-        self._events.put(ControlAsked(ticket=ticket, call=call, within_s=within_s))
+        self._events.put(
+            ControlAsked(ticket=ticket, call=call, within_s=within_s, directory=directory)
+        )
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:

@@ -515,16 +515,18 @@ class Settle(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("epoch", "version", "directory", "number")
+    __slots__ = ("epoch", "version", "directory", "weights_only", "number")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     version: int
     directory: str
+    weights_only: bool
     number: int
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., directory: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ..., directory: _Optional[str] = ..., weights_only: _Optional[bool] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Evaluate(_message.Message):
     __slots__ = ("epoch", "evaluation", "base_version", "set")
@@ -569,6 +571,12 @@ class StopRequest(_message.Message):
 class SnapshotRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WeightsRequest(_message.Message):
+    __slots__ = ("directory",)
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    def __init__(self, directory: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("member", "state", "pid", "silent_seconds", "restarts", "doing", "report", "blocks_missing", "gone_seconds", "why", "next")
@@ -675,3 +683,11 @@ class SnapshotReply(_message.Message):
     directory: str
     version: int
     def __init__(self, directory: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class WeightsReply(_message.Message):
+    __slots__ = ("version", "files")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    files: _containers.RepeatedCompositeFieldContainer[SavedFile]
+    def __init__(self, version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SavedFile, _Mapping]]] = ...) -> None: ...

@@ -126,6 +126,11 @@ class ControlStub:
                 request_serializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.SnapshotReply.FromString,
                 _registered_method=True)
+        self.Weights = channel.unary_unary(
+                '/penstock.v1.Control/Weights',
+                request_serializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.WeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.WeightsReply.FromString,
+                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/penstock.v1.Control/Stop',
                 request_serializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.StopRequest.SerializeToString,
@@ -162,6 +167,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Weights(self, request, context):
+        """copies the committed weights, between attempts
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stop(self, request, context):
         """finishes the attempt, saves, shuts down all processes
         """
@@ -191,6 +203,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.SnapshotRequest.FromString,
                     response_serializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.SnapshotReply.SerializeToString,
+            ),
+            'Weights': grpc.unary_unary_rpc_method_handler(
+                    servicer.Weights,
+                    request_deserializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.WeightsRequest.FromString,
+                    response_serializer=penstock_dot_protocol_dot_generated_dot_scheduler__pb2.WeightsReply.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -306,6 +323,33 @@ class Control:
             '/penstock.v1.Control/Snapshot',
             penstock_dot_protocol_dot_generated_dot_scheduler__pb2.SnapshotRequest.SerializeToString,
             penstock_dot_protocol_dot_generated_dot_scheduler__pb2.SnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Weights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Control/Weights',
+            penstock_dot_protocol_dot_generated_dot_scheduler__pb2.WeightsRequest.SerializeToString,
+            penstock_dot_protocol_dot_generated_dot_scheduler__pb2.WeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

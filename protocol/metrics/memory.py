@@ -43,7 +43,7 @@ MEMORY: tuple[Metric, ...] = (
     counter(
         "penstock_memoryd_job_seconds",
         "Spent on jobs: filling the memory, and writing it to disk.",
-        {"job": ("restore", "save")},
+        {"job": ("restore", "save", "copy")},
     ),
 )
 """All of memoryd's."""

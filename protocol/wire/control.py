@@ -30,6 +30,7 @@ from penstock.protocol.security.identity import Role
 from penstock.protocol.wire.member import CHANNEL_OPTIONS
 
 SNAPSHOT_TIMEOUT_S = 600.0
+WEIGHTS_TIMEOUT_S = 86400.0
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _ERRORS: dict[grpc.StatusCode, type[PenstockError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: ConfigError,
@@ -139,6 +140,16 @@ class ControlClient:
         reply: pb.SnapshotReply = self._invoke(
             "snapshot", self._stub.Snapshot, pb.SnapshotRequest(), timeout_s
         )
+        return reply
+
+    def weights(self, directory: Path, timeout_s: float = WEIGHTS_TIMEOUT_S) -> pb.WeightsReply:
+        """Copies the committed weights into an existing folder; returns when all files are on disk.
+
+        Raises:
+            CapacityError: the weights could not be written.
+        """
+        request = pb.WeightsRequest(directory=str(directory))
+        reply: pb.WeightsReply = self._invoke("weights", self._stub.Weights, request, timeout_s)
         return reply
 
     def close(self) -> None:

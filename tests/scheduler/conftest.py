@@ -190,8 +190,11 @@ def _fields(kind: str, body: Any) -> str:
             return f" e{body.epoch} v{body.record.version} c={body.record.coefficient:.4g}"
         case "skip":
             return f" e{body.epoch} a{body.attempt}"
-        case "settle" | "save":
+        case "settle":
             return f" e{body.epoch} v{body.version}"
+        case "save":
+            weights = f" weights into {body.directory}" if body.weights_only else ""
+            return f" e{body.epoch} v{body.version}{weights}"
         case "evaluate":
             return f" e{body.epoch} v{body.base_version}"
         case "fence":

@@ -355,9 +355,14 @@ class Scenario:
 
     # ---- the outside ----
 
-    def do_call(self, call: str, *, ticket: int = 1, within: float | None = None) -> None:
+    def do_call(
+        self, call: str, *, ticket: int = 1, within: float | None = None, directory: str = ""
+    ) -> None:
         """A control client calls."""
-        self.driver.feed(ControlAsked(ticket=ticket, call=ControlCall(call), within_s=within))
+        event = ControlAsked(
+            ticket=ticket, call=ControlCall(call), within_s=within, directory=directory
+        )
+        self.driver.feed(event)
 
     def do_signal(self, *, again: bool = False, within: float | None = None) -> None:
         """A stop signal arrives."""
@@ -410,6 +415,8 @@ def _shown(effect: Effect) -> Iterator[str]:
             yield f"reply {ticket}: {message}"
         case Reply(ticket=ticket, reply=pb.SnapshotReply(directory=directory)):
             yield f"reply {ticket}: {directory}"
+        case Reply(ticket=ticket, reply=pb.WeightsReply(version=version, files=files)):
+            yield f"reply {ticket}: weights of v{version} in {', '.join(f.name for f in files)}"
         case JournalTokens():
             return
         case _:

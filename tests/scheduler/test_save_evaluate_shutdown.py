@@ -12,6 +12,7 @@ from penstock.daemons.scheduler.machine.activities.activity import MAX_IN_A_ROW
 from penstock.daemons.scheduler.machine.events import (
     AppendMetrics,
     CompleteSave,
+    ControlAsked,
     ControlCall,
     NoteEnd,
     Reply,
@@ -114,6 +115,38 @@ def test_a_due_save_waits_for_an_older_one(live_with: Callable[..., Driver]) -> 
     driver.now_s += 2.0
     assert driver.pin()[-1] == "worker.1 <- run_attempt e1 a5 v4 data 32"
     assert driver.machine.counters.save_blocked_s == 2.0
+
+
+def test_a_copy_comes_before_a_save_of_each_step(live_with: Callable[..., Driver]) -> None:
+    """Otherwise it would wait for ever. The save of the step follows, before the next attempt."""
+    driver = live_with(train={"save_every": 1})
+    copied = ControlAsked(ticket=3, call=ControlCall.WEIGHTS, directory="/to")
+    driver.run_attempt()
+    driver.pin()
+    driver.feed(copied)
+    driver.run_attempt()
+    assert driver.status.saving_version == 1
+    assert driver.written()[-1] == "memoryd.a <- save e1 v2 weights into /to"
+    assert driver.status.saving_version == 0, "a copy saves no state"
+    pinned = pb.Pinned(epoch=1, version=2, number=2)
+    assert driver.say("memoryd.a", pinned=pinned) == ["optimizerd.a <- settle e1 v2"]
+    saved = pb.Saved(epoch=1, version=2, number=2)
+    assert driver.say("memoryd.a", saved=saved) == [
+        "reply 3",
+        "prepare /run/state/.tmp-step-00000002",
+    ]
+
+
+def test_a_copy_is_no_save_of_the_last_step(live_with: Callable[..., Driver]) -> None:
+    driver = live_with(train={"steps": 1})
+    driver.feed(ControlAsked(ticket=3, call=ControlCall.WEIGHTS, directory="/to"))
+    assert driver.run_attempt()[-1] == "memoryd.a <- save e1 v1 weights into /to"
+    driver.say("memoryd.a", pinned=pb.Pinned(epoch=1, version=1, number=1))
+    driver.feed(ControlAsked(ticket=4, call=ControlCall.SNAPSHOT))
+    saved = pb.Saved(epoch=1, version=1, number=1)
+    lines = driver.say("memoryd.a", saved=saved)
+    assert lines == ["reply 3", "prepare /run/state/.tmp-step-00000001"]
+    assert "reply 4" in driver.save()
 
 
 def lose(driver: Driver, name: str) -> None:

@@ -98,7 +98,7 @@ class Observer:
                 cause = EPOCH_BREAKS if self._save is None else IS_DUE
             steps.append(Step(save_state, cause, after_save or save_state))
         if self._save not in (None, save):
-            steps.append(Step(None, IS_DUE, SaveState.PREPARING))
+            steps.append(Step(None, IS_DUE, self._save_state))
         return [step for step in steps if step.before is not step.after or step.before in _AGAIN]
 
     @property

@@ -65,13 +65,15 @@ class RestoreAsked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAsked:
     """Write the state of the node's blocks at ``version`` into ``directory``, while training goes
-    on. ``number`` tells the saves of a scheduler apart.
+    on. ``number`` tells the saves of a scheduler apart. ``weights_only``: without the optimizer's
+    arrays.
     """
 
     epoch: int
     number: int
     version: int
     directory: str
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +173,12 @@ class StartRestore:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSave:
     """Pin the version and run the save; answered by :class:`Saved`, :class:`JobFailed` or
-    :class:`JobCancelled`.
+    :class:`JobCancelled`. ``weights_only`` as of :class:`SaveAsked`.
     """
 
     version: int
     directory: str
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,7 +153,9 @@ class MemoryMachine:
             return self._defer(event)
         self.order, self.said = event, None
         return [
-            StartSave(version=event.version, directory=event.directory),
+            StartSave(
+                version=event.version, directory=event.directory, weights_only=event.weights_only
+            ),
             SendPinned(epoch=event.epoch, number=event.number, version=event.version),
         ]
 

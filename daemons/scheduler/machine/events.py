@@ -52,6 +52,7 @@ class ControlCall(Enum):
     PAUSE = "pause"
     RESUME = "resume"
     SNAPSHOT = "snapshot"
+    WEIGHTS = "weights"
     STOP = "stop"
 
 
@@ -59,12 +60,14 @@ class ControlCall(Enum):
 class ControlAsked:
     """A control client called; it is answered by :class:`Reply` or :class:`ReplyError`.
 
-    ``within_s``: seconds that a stop may take; None for no limit.
+    ``within_s``: seconds that a stop may take; None for no limit. ``directory``: folder for a copy
+    of the weights.
     """
 
     ticket: int
     call: ControlCall
     within_s: float | None = None
+    directory: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +271,7 @@ class Reply:
     """Answer a control call."""
 
     ticket: int
-    reply: pb.StatusReply | pb.ControlReply | pb.SnapshotReply
+    reply: pb.StatusReply | pb.ControlReply | pb.SnapshotReply | pb.WeightsReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -352,7 +352,7 @@ class SchedulerMachine:
                 return None
             saving = self.saves.number
             return Barrier(self.rules, self.mirror, self.members, cause=self.cause, saving=saving)
-        choice = choose(self.rules, self.mirror, self.requests, self.saves.version)
+        choice = choose(self.rules, self.mirror, self.requests, *self.saves.present)
         if choice is Next.END:
             place = f"step {self.mirror.version} of {self.rules.config.train.steps}"
             return self._over(early_end(self.rules, self.mirror) or f"{place} is done")
@@ -384,7 +384,7 @@ class SchedulerMachine:
         if deadline is None or isinstance(activity, Shutdown):
             return
         late = now_s >= deadline.give_up_s
-        saving = isinstance(activity, Saving) or self.saves.version == self.mirror.version
+        saving = isinstance(activity, Saving) or self.saves.saved_version == self.mirror.version
         if late or (self.mirror.unsaved and not saving and self._pace.hopeless(now_s, deadline)):
             self.activity = self._out_of_time()
         elif isinstance(activity, (Transaction, Evaluation)):
@@ -474,6 +474,8 @@ class SchedulerMachine:
         save = self.saves.look(self.activity, live=self.live)
         if save is None or ends:
             return []
+        if save.copy_call is not None:
+            return save.copied(save.copy_call)
         save.note(self.counters, self.history, self.mirror, now_s)
         if not save.error:
             self._pace.finished(save.write_s)
@@ -510,8 +512,7 @@ class SchedulerMachine:
         """Answers snapshot calls that need no save, or can have none any more."""
         saved = self.mirror.saved is not None and not self.mirror.unsaved
         if isinstance(self.activity, Shutdown):
-            error = "" if saved else f"the run ends: {self.message}"
-            return self.requests.answer_snapshots(self.mirror, error)
+            return self.requests.end_calls(self.mirror, f"the run ends: {self.message}", saved)
         if self.live and self.activity is None and saved:
             return self.requests.answer_snapshots(self.mirror)
         return []

@@ -84,6 +84,14 @@ class SavePace:
         return end_s + self.expected_s + BARRIER_S > deadline.give_up_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsCall:
+    """A call for a copy of the committed weights in ``directory``, which the caller has made."""
+
+    ticket: int
+    directory: str
+
+
 NOT_STARTING = "no attempt will start"
 """Reply to a pause between attempts."""
 
@@ -104,12 +112,14 @@ class Requests:
     """Earliest deadline of a stop; None without one."""
     tickets: list[int] = field(default_factory=list)
     """Snapshot calls without a save yet."""
+    copies: list[WeightsCall] = field(default_factory=list)
+    """Calls for copies of the weights that have not begun. Each makes a copy of its own."""
     save_failed_at: int | None = None
     """Version of the last failed periodic save, which is not retried."""
 
     def answer(self, event: ControlAsked, *, attempting: bool, now_s: float) -> list[Effect]:
-        """Notes a call to pause, resume, stop or save, and confirms it. A snapshot call is answered
-        when its save is done. ``attempting``: an attempt is under way.
+        """Notes a call to pause, resume, stop, save or copy, and confirms it. A call to save or to
+        copy is answered when that is done. ``attempting``: an attempt is under way.
         """
         match event.call:
             case ControlCall.PAUSE:
@@ -123,6 +133,9 @@ class Requests:
                 message = "stopping: the attempt under way ends, then the state is saved"
             case ControlCall.SNAPSHOT:
                 self.tickets.append(event.ticket)
+                return []
+            case ControlCall.WEIGHTS:
+                self.copies.append(WeightsCall(ticket=event.ticket, directory=event.directory))
                 return []
             case ControlCall.STATUS:
                 raise ValueError("a status is no request")
@@ -167,6 +180,14 @@ class Requests:
         """Answers all snapshot calls with the newest saved state, or with an error."""
         return snapshot_answers(self.take_tickets(), mirror, error)
 
+    def end_calls(self, mirror: JournalMirror, error: str, saved: bool) -> list[Effect]:
+        """Answers all calls to save or to copy, as the run ends: ``error``, or the newest state for
+        snapshots if it is ``saved``.
+        """
+        copies, self.copies = self.copies, []
+        refused: list[Effect] = [ReplyError(ticket=call.ticket, error=error) for call in copies]
+        return self.answer_snapshots(mirror, "" if saved else error) + refused
+
 
 def snapshot_answers(tickets: list[int], mirror: JournalMirror, error: str) -> list[Effect]:
     """Returns the answers to snapshot calls: the newest saved state, or an error."""
@@ -185,7 +206,9 @@ class Next(Enum):
     SAVE_AND_WAIT = "save and wait"
     """A save starts; attempts wait until it is over."""
     WAIT_FOR_SAVE = "wait for the save"
-    """Attempts wait until the save under way is over."""
+    """Attempts wait until the save or copy under way is over."""
+    COPY_WEIGHTS = "copy the weights"
+    """A copy of the weights starts; attempts go on when the version is pinned."""
     IDLE_SAVE = "save while idle"
     """The run is paused: the state is settled for the save under way."""
     EVALUATE = "evaluate"
@@ -216,33 +239,44 @@ def is_finished(rules: Rules, mirror: JournalMirror) -> bool:
     return saved and due_set(rules, mirror) is None
 
 
-def choose(rules: Rules, mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
+def choose(
+    rules: Rules,
+    mirror: JournalMirror,
+    requests: Requests,
+    saving: int | None,
+    copying: bool = False,
+) -> Next:
     """Returns the next activity of a live epoch. ``saving``: version of the save under way; None
-    without one.
+    without one. ``copying``: it is a copy of the weights, which saves no state.
     """
+    saves_now = saving == mirror.version and not copying
     if requests.stop_reason:
-        return _last_save(mirror, requests, saving)
+        return _last_save(mirror, requests, saving, saves_now=saves_now)
     if requests.tickets and saving is None:
         return Next.SAVE
+    if requests.copies and saving is None:
+        return Next.COPY_WEIGHTS  # before a save that is due, as one may be due at each step
     due = _save_is_due(rules, mirror, requests) or _best_is_due(rules, mirror, requests)
-    if due and saving != mirror.version:
+    if due and not saves_now:
         return Next.SAVE if saving is None else Next.WAIT_FOR_SAVE
     if due_set(rules, mirror) is not None:
         return Next.EVALUATE
     if is_last(rules, mirror):
-        return _last_save(mirror, requests, saving)
+        return _last_save(mirror, requests, saving, saves_now=saves_now)
     if not requests.paused:
         return Next.ATTEMPT
     return Next.IDLE_SAVE if saving == mirror.version else Next.WAIT
 
 
-def _last_save(mirror: JournalMirror, requests: Requests, saving: int | None) -> Next:
-    """Returns how the last version is saved. A save of an older version ends first, if time
-    allows.
+def _last_save(
+    mirror: JournalMirror, requests: Requests, saving: int | None, *, saves_now: bool
+) -> Next:
+    """Returns how the last version is saved. A save of an older version, or a copy of the weights,
+    ends first, if time allows. ``saves_now``: the last version is being saved.
     """
     if not mirror.unsaved:
         return Next.END
-    if saving is None or (saving != mirror.version and requests.deadline is not None):
+    if saving is None or (not saves_now and requests.deadline is not None):
         return Next.SAVE_AND_WAIT
     return Next.WAIT_FOR_SAVE
 

@@ -71,13 +71,13 @@ class SaveState(StrEnum):
     PREPARING = "preparing"
     """The disk thread makes the directory."""
     PINNING = "pinning"
-    """memoryds hold back each sweep that would overwrite the version."""
+    """memoryds hold back each sweep that would overwrite the version. A copy begins here."""
     WRITING = "writing"
     """memoryds write their files while attempts run."""
     COMPLETING = "completing"
     """The disk thread writes the manifest and renames the directory."""
     SAVED = "saved"
-    """The saved state is durable."""
+    """The saved state is durable, or the copy of the weights is there."""
     FAILED = "failed"
     """The save has an error, and leaves no saved state."""
     DROPPED = "dropped"
@@ -417,6 +417,12 @@ SAVES = (
     ),
     Transition((_S.PREPARING,), ("SavePrepared",), _S.FAILED, "The directory cannot be made."),
     Transition(
+        (),
+        (IS_DUE,),
+        _S.PINNING,
+        "A copy of the weights: its caller has made the directory, memoryds receive Save.",
+    ),
+    Transition(
         (_S.PINNING,),
         ("pinned", "saved"),
         _S.WRITING,
@@ -427,6 +433,12 @@ SAVES = (
         ("saved",),
         _S.COMPLETING,
         "All memoryds have written: the disk thread completes the saved state.",
+    ),
+    Transition(
+        (_S.PINNING, _S.WRITING),
+        ("saved",),
+        _S.SAVED,
+        "All memoryds have copied the weights: the call is answered.",
     ),
     Transition(
         (_S.PINNING, _S.WRITING),

@@ -65,7 +65,7 @@ def status_reply(machine: Observable, now_s: float) -> pb.StatusReply:
         has_saved=mirror.saved is not None,
         happenings=machine.history.messages(now_s),
         pausing=machine.requests.paused,
-        saving_version=machine.saves.version or 0,
+        saving_version=machine.saves.saved_version or 0,
         phase_seconds=now_s - activity.started_s if activity and activity.started else 0.0,
         data_epoch=rules.data_epochs(consumed) or 0.0,
         data_epochs=rules.data_epochs(consumed + left) or 0.0,

@@ -8,6 +8,8 @@
 
 Attempts wait until every memoryd has pinned the version, which takes one message each way. From
 then on, no sweep overwrites a block that is not read yet (:mod:`penstock.daemons.memory.pinning`).
+A copy of the weights alone begins with PINNING, since its caller has made the directory, and is
+over with all files.
 Version, position and last attempt of the saved state are those at the start of the save. A pinned
 save survives a broken epoch if its memoryds live and no memory is restored.
 """
@@ -17,10 +19,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from penstock.daemons.kit.events import LogLine
 from penstock.daemons.scheduler.machine.activities.activity import Activity, send_all
-from penstock.daemons.scheduler.machine.events import CompleteSave, Effect, PrepareSave, SavedState
+from penstock.daemons.scheduler.machine.events import (
+    CompleteSave,
+    Effect,
+    PrepareSave,
+    Reply,
+    ReplyError,
+    SavedState,
+)
 from penstock.daemons.scheduler.machine.history import Counters, EventHistory, Kind
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
+from penstock.daemons.scheduler.machine.requests import WeightsCall
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.daemons.scheduler.machine.states import SaveState
 from penstock.protocol.generated import scheduler_pb2 as pb
@@ -42,6 +53,7 @@ class Save:
         number: int,
         processes: Processes,
         tickets: list[int],
+        copy_call: WeightsCall | None = None,
     ) -> None:
         assert mirror.position is not None, "only what is committed is saved"
         self.number = number
@@ -50,8 +62,12 @@ class Save:
         """Processes of the memoryds that take part."""
         self.tickets = tickets
         """Snapshot calls that the save answers. :class:`Saves` moves them."""
+        self.copy_call = copy_call
+        """The call for a copy of the weights, which saves no state. None for a save."""
         self.version = mirror.version
         self.directory = f"{rules.state_dir}/.tmp-step-{self.version:08d}"
+        if copy_call is not None:
+            self.directory = copy_call.directory
         self.phase = SaveState.PREPARING
         self.error = ""
         """Reason of a failed save."""
@@ -87,8 +103,10 @@ class Save:
         return tuple(sorted(self._waiting))
 
     def start(self, now_s: float) -> list[Effect]:
-        """Returns the first effect."""
+        """Returns the first effects."""
         self.started_s = now_s
+        if self.copy_call is not None:  # the caller has made the directory
+            return self.prepared("")
         return [PrepareSave(number=self.number, directory=self.directory)]
 
     def prepared(self, error: str) -> list[Effect]:
@@ -103,6 +121,7 @@ class Save:
             number=self.number,
             version=self.version,
             directory=self.directory,
+            weights_only=self.copy_call is not None,
         )
         return send_all(self._memoryds, pb.SchedulerMessage(save=save))
 
@@ -137,6 +156,9 @@ class Save:
         if self.error:
             self.fail(self.error)
             return []
+        if self.copy_call is not None:
+            self.phase = SaveState.SAVED
+            return []
         self.phase = SaveState.COMPLETING
         return [
             CompleteSave(
@@ -150,6 +172,21 @@ class Save:
                 base=tuple(sorted(self._base)),
             )
         ]
+
+    def copied(self, call: WeightsCall) -> list[Effect]:
+        """Returns the answer to the call for a finished copy of the weights."""
+        if self.error:
+            error = f"copying the weights of step {self.version} failed: {self.error}"
+            warning = LogLine(text=f"{error}; training goes on", warning=True)
+            return [ReplyError(ticket=call.ticket, error=error), warning]
+        files = [
+            pb.SavedFile(name=name, bytes=size, sha256=sha256, base=base)
+            for base, listed in ((False, self._files), (True, self._base))
+            for name, size, sha256 in sorted(listed)
+        ]
+        reply = pb.WeightsReply(version=self.version, files=files)
+        text = f"copied the weights of step {self.version} to {self.directory}"
+        return [LogLine(text=text), Reply(ticket=call.ticket, reply=reply)]
 
     def _ranking(self) -> tuple[int, ...]:
         """Returns the evaluated versions for ``train.keep_best``, the best first."""

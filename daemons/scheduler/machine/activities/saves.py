@@ -1,4 +1,4 @@
-"""The scheduler's saves: the save under way, and answers of members and disk about it."""
+"""The scheduler's saves and copies: the one under way, and answers of members and disk about it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from penstock.daemons.scheduler.machine.events import (
 )
 from penstock.daemons.scheduler.machine.membership import Membership
 from penstock.daemons.scheduler.machine.mirror import JournalMirror
-from penstock.daemons.scheduler.machine.requests import Next, Requests
+from penstock.daemons.scheduler.machine.requests import Next, Requests, WeightsCall
 from penstock.daemons.scheduler.machine.rules import Rules, RunPhase
 from penstock.protocol.generated import scheduler_pb2 as pb
 
 _TO_THE_END: Mapping[Next, bool] = MappingProxyType(
-    {Next.SAVE: False, Next.SAVE_AND_WAIT: True, Next.WAIT_FOR_SAVE: True, Next.IDLE_SAVE: True}
+    {
+        Next.SAVE: False,
+        Next.SAVE_AND_WAIT: True,
+        Next.WAIT_FOR_SAVE: True,
+        Next.IDLE_SAVE: True,
+        Next.COPY_WEIGHTS: False,
+    }
 )
 
 
@@ -38,8 +44,25 @@ class Saves:
 
     @property
     def version(self) -> int | None:
-        """Version of the save under way; None without one. Initial weights are version 0."""
+        """Version of the save or copy under way; None without one. Initial weights are version
+        0.
+        """
         return None if self.under_way is None else self.under_way.version
+
+    @property
+    def copying(self) -> bool:
+        """True if a copy of the weights is under way, which saves no state."""
+        return self.under_way is not None and self.under_way.copy_call is not None
+
+    @property
+    def present(self) -> tuple[int | None, bool]:
+        """Returns :attr:`version` and :attr:`copying`."""
+        return self.version, self.copying
+
+    @property
+    def saved_version(self) -> int | None:
+        """Version of the state that is being saved; None without one. A copy saves no state."""
+        return None if self.copying else self.version
 
     @property
     def number(self) -> int:
@@ -58,22 +81,31 @@ class Saves:
         if choice not in _TO_THE_END:
             return None
         save = self.under_way
-        if save is None or choice in (Next.SAVE, Next.SAVE_AND_WAIT):
+        if choice is Next.COPY_WEIGHTS:
+            save = self._begin([], requests.copies.pop(0))
+        elif save is None or choice in (Next.SAVE, Next.SAVE_AND_WAIT):
             tickets = requests.take_tickets()
             if save is not None:
                 tickets += save.tickets
-            self._number += 1
-            processes = self._members.processes(self._rules.memoryds)
-            save = Save(self._rules, self._mirror, self._number, processes, tickets)
-            self.under_way = save
+                _take_back_copy(save, requests)
+            save = self._begin(tickets)
         to_the_end = _TO_THE_END[choice]
         idle = choice is Next.IDLE_SAVE
         return Saving(self._rules, self._mirror, save, to_the_end=to_the_end, idle=idle)
 
+    def _begin(self, tickets: list[int], copy_call: WeightsCall | None = None) -> Save:
+        self._number += 1
+        processes = self._members.processes(self._rules.memoryds)
+        save = Save(self._rules, self._mirror, self._number, processes, tickets, copy_call)
+        self.under_way = save
+        return save
+
     def join(self, requests: Requests) -> None:
         """Adds waiting snapshot calls to the save under way, if it saves the committed version."""
         save = self.under_way
-        if save is not None and not save.over and save.version == self._mirror.version:
+        if save is None or save.over or self.copying:
+            return
+        if save.version == self._mirror.version:
             save.tickets += requests.take_tickets()
 
     def on_prepared(self, event: SavePrepared) -> list[Effect]:
@@ -103,6 +135,7 @@ class Saves:
         save = self.under_way
         if save is not None and not save.is_pinned:
             requests.tickets += save.tickets
+            _take_back_copy(save, requests)
             self.under_way = None
 
     def leave(self, requests: Requests) -> None:
@@ -110,6 +143,7 @@ class Saves:
         if self.under_way is not None:
             requests.tickets += self.under_way.tickets
             self.under_way.tickets = []
+            _take_back_copy(self.under_way, requests)
 
     def look(self, activity: Activity | None, *, live: bool) -> Save | None:
         """Returns a save that is over, once."""
@@ -133,4 +167,11 @@ class Saves:
             present = self._members.processes(self._rules.memoryds)
             lost = [name for name, process in save.processes.items() if present[name] != process]
             if lost:
-                save.fail(f"{lost[0]} was lost while it saved")
+                work = "saved" if save.copy_call is None else "copied"
+                save.fail(f"{lost[0]} was lost while it {work}")
+
+
+def _take_back_copy(save: Save, requests: Requests) -> None:
+    """Puts the call of a dropped copy first among those that wait."""
+    if save.copy_call is not None:
+        requests.copies.insert(0, save.copy_call)

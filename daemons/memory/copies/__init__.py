@@ -1,0 +1,1 @@
+"""Copies of the weights for other programs, while training continues."""
