@@ -360,8 +360,13 @@ def as_published(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
     dtype; those that become one belong to one block. The inverse of :meth:`Weights.read`, by
     transformers' own conversion.
     """
+    return {name: value.contiguous() for name, value in published_views(model, tensors).items()}
+
+
+def published_views(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of :func:`as_published` as views, where transformers makes views."""
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
-    return {name: value.contiguous() for name, value in converted.items()}
+    return converted
 
 
 def _recipes(model: Any, names: Iterable[str]) -> Iterable[_Recipe]:

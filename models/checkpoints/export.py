@@ -42,7 +42,7 @@ from penstock.models.checkpoints.exports.verify import verify_adapter, verify_mo
 from penstock.models.checkpoints.exports.whole import write_whole
 from penstock.models.checkpoints.older_readers import with_older_keys
 from penstock.models.surgery.hf import load_run_adapter, load_run_config
-from penstock.models.surgery.skeleton import build_skeleton, predicts_masked
+from penstock.models.surgery.skeleton import Skeleton, build_skeleton, predicts_masked
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import BlockSpec, BlockTable, DType
@@ -89,7 +89,7 @@ def export_hf(
         hf_config, table, read_block, dtype=dtype, constants=constants or {}, adapter=adapter
     )
     with _appearing(out) as temporary:
-        _write_config(source.hf_config, source.skeleton.model, dtype, temporary)
+        write_config(source.hf_config, source.skeleton.model, dtype, temporary)
         _write_shards(source, dtype, temporary, shard_bytes)
         write_files(temporary, carried)
         if verifies:
@@ -121,23 +121,35 @@ def export_peft(run_dir: Path, state_dir: Path, out: Path, dtype: DType, verifie
     tensors: dict[str, torch.Tensor] = {}
     for block in files.table.blocks:
         tensors |= adapter_tensors(source.saved(block.index), adapter, dtype)
+    others = peft_files(run_dir, hf_config, settings, skeleton)
+    with _appearing(out) as temporary:
+        _save(tensors, temporary / WEIGHTS)
+        write_files(temporary, others)
+        if verifies:
+            verify_adapter(tensors, adapter, files.table, temporary)
+
+
+def peft_files(
+    run_dir: Path, hf_config: PretrainedConfig, settings: AdapterConfig, skeleton: Skeleton
+) -> dict[str, bytes]:
+    """Returns the files of an adapter for PEFT without its weights: settings and tokenizer.
+    ``skeleton``: of the model with the adapter.
+    """
+    adapter, config = skeleton.adapter, RunDirectory(run_dir).config
+    assert adapter is not None
     modules = {name: module for name, module in skeleton.model.named_modules() if name}
     kinds = (nn.Linear, nn.Embedding)
     fields = settings_fields(
         settings,
         adapter.modules,
         modules,
-        base=files.config.model.path,
+        base=config.model.path,
         transposed=any(not isinstance(modules[name], kinds) for name in adapter.modules),
         causal=not predicts_masked(hf_config),
     )
-    carried = read_carried(files.config, run_dir)
+    carried = read_carried(config, run_dir)
     carried.pop(GENERATION, None)
-    with _appearing(out) as temporary:
-        _save(tensors, temporary / WEIGHTS)
-        write_files(temporary, {**carried, SETTINGS: to_json(fields).encode()})
-        if verifies:
-            verify_adapter(tensors, adapter, files.table, temporary)
+    return {**carried, SETTINGS: to_json(fields).encode()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +239,7 @@ def export_in_memory(run_dir: Path, state_dir: Path, out: Path) -> ExportInMemor
         adapter=load_run_adapter(run_dir),
     )
     model = source.skeleton.model
-    _write_config(source.hf_config, model, dtype, out)
+    write_config(source.hf_config, model, dtype, out)
     write_files(out, read_carried(files.config, run_dir))
     tensors: dict[str, torch.Tensor] = {}
     for block in source.blocks:
@@ -252,7 +264,8 @@ def _appearing(out: Path) -> Iterator[Path]:
         raise
 
 
-def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directory: Path) -> None:
+def write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directory: Path) -> None:
+    """Writes ``config.json`` of an export with tensors of ``dtype``."""
     config = copy.deepcopy(hf_config)
     config.architectures = [type(model).__name__]
     config.dtype = TORCH_DTYPES[dtype]
@@ -263,13 +276,10 @@ def _write_config(hf_config: PretrainedConfig, model: Any, dtype: DType, directo
 
 
 def _write_shards(source: ExportedTensors, dtype: DType, directory: Path, shard_bytes: int) -> None:
-    shards = list(_shards(source.blocks, dtype, shard_bytes))
+    groups = list(shards(source.blocks, dtype, shard_bytes))
     file_of: dict[str, str] = {}
     total_bytes = 0
-    for number, blocks in enumerate(shards, start=1):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for name, blocks in zip(shard_names(len(groups)), groups, strict=True):
         tensors: dict[str, torch.Tensor] = {}
         for block in blocks:
             tensors |= source.tensors(block)
@@ -277,10 +287,22 @@ def _write_shards(source: ExportedTensors, dtype: DType, directory: Path, shard_
         _save(tensors, directory / name)
         file_of |= dict.fromkeys(tensors, name)
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
-        path = directory / "model.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+    if len(groups) > 1:
+        write_index(directory, file_of, total_bytes)
+
+
+def shard_names(count: int) -> list[str]:
+    """Returns the names of ``count`` files that together have a model's tensors."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(directory: Path, file_of: Mapping[str, str], total_bytes: int) -> None:
+    """Writes the index of several files; ``file_of`` maps tensors to names of files."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -293,13 +315,21 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise ConfigError(f"{path}: cannot write it: {error}") from error
 
 
-def _shards(exported: Sequence[BlockSpec], dtype: DType, shard_bytes: int) -> Iterator[list[int]]:
-    """Yields groups of consecutive blocks, one group for a file. Each group but the last has at
-    least ``shard_bytes`` bytes.
+def shards(
+    exported: Sequence[BlockSpec],
+    dtype: DType,
+    shard_bytes: int = SHARD_BYTES,
+    owner_of: Callable[[int], int] = lambda block: 0,
+) -> Iterator[list[int]]:
+    """Yields groups of consecutive blocks, one group for a file. Each group has at least
+    ``shard_bytes`` bytes, unless the next block is another owner's, or there is none.
     """
     blocks: list[int] = []
     size = 0
     for block in exported:
+        if blocks and owner_of(blocks[-1]) != owner_of(block.index):
+            yield blocks
+            blocks, size = [], 0
         blocks.append(block.index)
         size += sum(t.num_elements for t in block.tensors) * dtype.itemsize
         if size >= shard_bytes:
