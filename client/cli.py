@@ -188,7 +188,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Train": ("init", "convert", "config", "docs", "data", "train", "doctor"),
     "Observe runs": ("list", "status", "watch", "trace", "report"),
     "Control a run": ("pause", "resume", "snapshot", "stop"),
-    "Saved steps": ("snapshots", "rollback", "export", "import", "inspect", "generate", "eval"),
+    "Saved steps": ("snapshots", "rollback", "export", "weights", "import", "inspect", "generate", "eval"),
     "Plan": ("estimate", "plan", "simulate", "tune", "profile"),
     "Several machines": ("node", "keys", "deploy"),
     "Test": ("chaos",),

@@ -128,7 +128,7 @@ def export(
     options.check()
     state = verified_state(run_dir, step)
     config = RunDirectory(run_dir).config
-    _check_form(run_dir, options.form, adapted=config.adapter is not None)
+    check_form(run_dir, options.form, adapted=config.adapter is not None)
     flags = {"--whole": options.whole, "--verify": options.verify, "--list": options.dry_run}
     # Torch's groups have the rate of the step to come.
     rate = learning_rate(config.optimizer, config.train.steps, state.version + 1)
@@ -150,7 +150,12 @@ def export(
     return report | {"bytes": sum(sizes)}
 
 
-def _check_form(run_dir: Path, form: str, *, adapted: bool) -> None:
+def check_form(run_dir: Path, form: str, *, adapted: bool) -> None:
+    """Refuses a format that a run's model or adapter does not have.
+
+    Raises:
+        ConfigError: names the format and the formats to give.
+    """
     if form == PEFT and not adapted:
         raise ConfigError(
             f"--format {PEFT}: {run_dir} trained the model itself and has no adapter; give"

@@ -33,6 +33,8 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 _FALLOC_FL_KEEP_SIZE = 1
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """A full disk, a quota, and a limit of this process on the size of files."""
 
@@ -223,6 +225,19 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchanges two names of one file system in one call (renameat2).
+
+    Raises:
+        OSError: the file system cannot, or refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(one), None, str(other))
 
 
 def make_directory(path: Path) -> None:

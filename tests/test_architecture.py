@@ -97,7 +97,7 @@ FLOORS = {
         views.trace views.screen
         views.report
         doctor export supervision exchange
-        train inference
+        train inference weights
         api configuration
         commands
         main""",

@@ -139,6 +139,47 @@ def export(
         typer.echo(json.dumps(report, indent=1) if as_json else exports.to_text(report))
 
 
+def weights(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of the active run, such as runs/tiny.")
+    ],
+    to: Annotated[
+        Path,
+        typer.Option(
+            "--to",
+            metavar="DIR",
+            help="Folder to write: new, empty, or an older copy, which is replaced at once.",
+        ),
+    ],
+    latest: Annotated[
+        bool, typer.Option("--latest", help="Copies the newest committed step. Needed.")
+    ] = False,
+    form: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="hf or peft, as of penstock export.")
+    ] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Type of the tensors: fp32, bf16 or fp16. Default: model.dtype; fp32 for peft.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copies the weights of a run that trains into a folder for transformers or vLLM.
+
+    Training goes on. The folder has one committed step, also after a kill.
+    """
+    with errors_explained(), interrupted_by_stop_signals():
+        from penstock.client.export import ExportOptions
+        from penstock.client.weights.copying import copy_latest
+
+        if not latest:
+            raise ConfigError("give --latest; penstock export writes an older, saved step")
+        copy = copy_latest(run, to, ExportOptions(form=form, dtype=dtype))
+        typer.echo(json.dumps(copy.to_dict(), indent=1) if as_json else copy.to_text(run))
+
+
 ModelArgument = Annotated[
     Path,
     typer.Argument(
@@ -238,6 +279,7 @@ def register(app: typer.Typer) -> None:
         epilog="\b\nExamples:\n  penstock export runs/tiny --format hf tiny-hf\n"
         "  penstock export runs/tiny tiny-dcp --format dcp --verify"
     )(export)
+    app.command(epilog="Example: penstock weights runs/tiny --latest --to tiny-now")(weights)
     app.command(
         epilog="\b\nExamples:\n  penstock generate runs/tiny --prompt 'def ' --max-new 40\n"
         "  penstock generate mine-hf --messages chat.json --max-new 200 --temperature 0.7"

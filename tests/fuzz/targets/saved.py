@@ -6,7 +6,7 @@ import json
 import mmap
 import struct
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from penstock.client.weights.folder import Note
 from penstock.config.adapter import AdapterConfig
 from penstock.daemons.memory.snapshot import read_block, read_manifest
 from penstock.daemons.memory.tensorfile import read_header
@@ -42,7 +43,9 @@ from penstock.protocol.run.saved_base import base_file, base_paths
 from penstock.shm.control import CommitRecord, ControlView
 from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
+from penstock.shm.published import PublishedFile, PublishedLayout, PublishedTensor
 from penstock.shm.segment import SHM_ROOT, SegmentError
+from penstock.shm.table import DType
 from penstock.workers.data import open_dataset
 from tests.fuzz.target import Decoder, Form, Target, from_file, plainly
 from tests.fuzz.targets.material import RUN_ID, config, forget, memory_spec, table
@@ -70,6 +73,41 @@ def _manifests() -> list[bytes]:
     base = {base_file(0, digest): {"bytes": 100, "sha256": digest}}
     referring = _manifest() | {"format": 2, "base": base}
     return dumped(with_checksum(_manifest()), _manifest(), with_checksum(referring))
+
+
+def _layouts() -> list[bytes]:
+    """The place of a block's first tensor, turned."""
+    spec = table().blocks[0].tensors[0]
+    rows, columns = spec.num_elements // spec.shape[-1], spec.shape[-1]
+    place = PublishedTensor(
+        block=0,
+        source=spec.name,
+        offset=0,
+        shape=(columns, rows),
+        strides=(1, columns),
+        dtype=DType.BF16,
+        start=8,
+    )
+    file = PublishedFile(name="model.safetensors", num_bytes=1 << 20, tensors=(place,))
+    layout = PublishedLayout(table_digest=table().digest, files=(file,))
+    return [layout.to_json().encode()]
+
+
+def _notes() -> list[bytes]:
+    note = Note(
+        run_id=RUN_ID,
+        run_name="tiny",
+        step=3,
+        form="hf",
+        dtype="bf16",
+        files={"config.json": 20, "model.safetensors": 3},
+    )
+    return [note.to_json().encode()]
+
+
+def _note(data: bytes) -> None:
+    with suppress(ValueError):  # the caller says that the folder is another program's
+        Note.from_json(data)
 
 
 def _position(data: bytes) -> None:
@@ -424,6 +462,24 @@ SAVED = (
         ),
         seeds=_block_files,
         examples=100,
+    ),
+    Target(
+        name="weights-layout",
+        open=plainly(lambda data: PublishedLayout.from_json(data, table(), "here")),
+        covers=(
+            "shm.published.PublishedLayout.from_json",
+            "shm.published._file",
+            "shm.published._tensor",
+        ),
+        seeds=_layouts,
+        form=Form.JSON,
+    ),
+    Target(
+        name="weights-note",
+        open=plainly(_note),
+        covers=("client.weights.folder.Note.from_json",),
+        seeds=_notes,
+        form=Form.JSON,
     ),
     Target(
         name="journal-rows",

@@ -1,0 +1,1 @@
+"""``penstock weights``: copies of the weights of a run that trains."""
