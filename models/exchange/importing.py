@@ -1,7 +1,7 @@
 """``python -m penstock.models.exchange.importing RUN_DIR SRC REPORT``: writes a checkpoint of
 another trainer as the files of a saved state.
 
-The report of every tensor is written first. With ``--into`` the files follow, one tensor at a time,
+The report of every tensor is written first. If the caller asks, files follow, one tensor at a time,
 and the report gets their sizes and checksums. The caller completes the saved state.
 """
 

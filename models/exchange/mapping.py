@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from penstock.config.schema import Config
 from penstock.models.checkpoints.conversion import all_names, folded
 from penstock.models.checkpoints.files import few
@@ -100,7 +102,12 @@ def plan_import(
     skeleton: Skeleton,
     options: ImportOptions,
 ) -> ImportPlan:
-    """Assigns the tensors of a checkpoint to those of a run; reads no tensor."""
+    """Assigns the tensors of a checkpoint to those of a run. Reads only tensors that the model
+    ties, to compare them.
+
+    Raises:
+        StateError: a file with a tied tensor is damaged.
+    """
     findings = _Findings(problems=list(state.problems), notes=list(state.notes))
     if not options.weights_only:
         findings.problems += state.state_problems
@@ -129,6 +136,7 @@ def plan_import(
     order = (MASTER, *table.state_arrays, FROZEN)  # as in the files of a save
     assignments.sort(key=lambda each: (each.block, order.index(each.array)))
     _check_shapes(assignments, findings)
+    _check_ties(names_of, by_key, findings)
     unused = [tensor for key, tensor in by_key.items() if key not in used]
     _say_unused(unused, used, table, skeleton, options, findings)
     step, samples_seen = _position(state, config, table, names_of, options, findings)
@@ -215,6 +223,23 @@ def _check_shapes(assignments: Sequence[Assignment], findings: _Findings) -> Non
                 f"{source.file}: {source.role} of {source.name} has shape {size}, the"
                 f" configuration's model has {list(each.spec.shape)}"
             )
+
+
+def _check_ties(
+    names_of: Mapping[str, Sequence[str]],
+    by_key: Mapping[tuple[str, str], ForeignTensor],
+    findings: _Findings,
+) -> None:
+    """Refuses two different tensors of the checkpoint for one of the model."""
+    for names in names_of.values():
+        for role in {role for name, role in by_key if name in names[1:]}:
+            first, *others = (by_key[name, role] for name in names if (name, role) in by_key)
+            for other in others:
+                if not torch.equal(first.load().reshape(-1), other.load().reshape(-1)):
+                    findings.problems.append(
+                        f"{role} of {first.name} and of {other.name} differ in the checkpoint, and"
+                        " the configuration's model ties the two; set tie_word_embeddings to false"
+                    )
 
 
 def _say_unused(
