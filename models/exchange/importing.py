@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import write_atomically, writing
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.mapped import MappedFile
+from penstock.models.exchange.foreign import MASTER, WEIGHT, ForeignState
 from penstock.models.exchange.mapping import (
     FROZEN,
     Assignment,
@@ -69,6 +71,9 @@ def import_checkpoint(
         each.name for block in files.table.blocks for each in block.tensors if each.trainable
     }
     state = open_checkpoint(source).fitted(skeleton, trained)
+    model = files.config.model.path
+    if skeleton.adapter is not None and model is not None:
+        state = _with_base(state, open_checkpoint(model).fitted(skeleton, trained), trained)
     plan = plan_import(state, files.config, files.table, skeleton, options)
     fields = plan.to_fields()
     write_atomically(report, json.dumps(fields, indent=1))
@@ -82,6 +87,18 @@ def import_checkpoint(
         into.mkdir(parents=True)
         written = list(_write_blocks(plan, files.table.weight_dtype, into, verifies, say))
     write_atomically(report, json.dumps({**fields, "files": written}, indent=1))
+
+
+def _with_base(state: ForeignState, model: ForeignState, trained: Collection[str]) -> ForeignState:
+    """Returns the checkpoint of an adapter with the weights that its trainer left in the model's
+    folder.
+    """
+    known = {each.name for each in state.tensors if each.role in (MASTER, WEIGHT)}
+    lacking = [each for each in model.tensors if each.name not in known | set(trained)]
+    if not lacking or known - set(trained):  # or the checkpoint has frozen weights of its own
+        return state
+    note = f"{model.path}: has the weights that are not trained"
+    return replace(state, tensors=(*state.tensors, *lacking), notes=(*state.notes, note))
 
 
 def _num_bytes(plan: ImportPlan, weight_dtype: DType) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from peft import LoraConfig, get_peft_model
 
 from penstock.models.exchange.readers import open_checkpoint
 from tests.models.exchange.trainers import (
@@ -24,7 +26,10 @@ from tests.models.exchange.trainers import (
     train,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
 STEPS = 20
 """Steps there, and steps here."""
 
@@ -112,6 +117,28 @@ def test_the_next_losses_are_those_of_a_trainer_that_stays(
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses == pytest.approx(trained.losses[STEPS:], rel=bound, abs=0)
     assert trained.losses[0] - trained.losses[-1] > 0.1, "the model learns"
+
+
+@pytest.mark.slow
+def test_an_adapter_goes_on_with_its_moments(runner: Any) -> None:
+    """The base comes from the model's folder, as the Trainer saves PEFT's adapter alone."""
+    folder = runner.root / "model"
+    new_model().save_pretrained(folder)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(new_model(), settings)
+    trained = train(runner.root / "trainer", 2 * STEPS, saved_at=STEPS, model=model)
+    config, run_dir = configured(runner, "moved", "fp32"), runner.root / "moved"
+    fields = yaml.safe_load(config.read_text())
+    fields["model"] = {"dtype": "fp32", "path": str(folder)}
+    fields["adapter"] = {"r": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
+    config.write_text(yaml.safe_dump(fields))
+    words = ("--config", config, "--run-dir", run_dir, "--verify")
+    code, output = runner.call("import", trained.path, *words)
+    assert code == 0, output
+    runner.train(config)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses == pytest.approx(trained.losses[STEPS:], rel=1e-6, abs=0)
 
 
 @pytest.mark.slow
