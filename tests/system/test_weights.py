@@ -27,6 +27,11 @@ from penstock.shm.published import LAYOUT, PublishedFile, PublishedLayout
 from tests.folders import start_from_folder
 from tests.system import conftest as H
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning"),
+]
+
 BF16: dict[str, Any] = {"model": {"dtype": "bf16", "hf": {"tie_word_embeddings": True}}}
 KEPT: dict[str, Any] = {"train": {"save_every": 1, "keep_snapshots": 10**6}}
 FILE = "model.safetensors"
