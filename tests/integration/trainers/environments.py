@@ -29,6 +29,12 @@ LLAMA_FACTORY = (
 
 DEEPSPEED = ("deepspeed==0.19.8", "hjson", "msgpack", "py-cpuinfo", "einops", "ninja", "psutil")
 
+TORCHTITAN = (
+    *("torchtitan==0.2.2", "triton==3.9.0", "tyro", "docstring_parser", "typeguard", "shtab"),
+    *("typing_extensions", "tabulate", "torchdata", "einops", "datasets==5.2.0", *_DATASETS),
+)
+"""Triton is imported alone: torch's CPU build has none, and nothing here is compiled by it."""
+
 _UNUSED = ("torchaudio",)
 """Modules that LLaMA-Factory imports for sounds alone: each is an empty file here."""
 
