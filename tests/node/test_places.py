@@ -53,6 +53,11 @@ def project(prepared: Path) -> Iterator[Path]:
     kept.rename(prepared)
 
 
+def news(lines: list[str]) -> list[str]:
+    """Returns lines without the one of each start."""
+    return [line for line in lines if not line.startswith("trains all ")]
+
+
 def prepare(folder: Path, config: str = "p.yaml", *overrides: str) -> list[str]:
     """Returns the lines of a preparation that started in ``folder``."""
     lines: list[str] = []
@@ -94,7 +99,7 @@ def test_a_project_goes_on_at_another_path(project: Path, way: str) -> None:
     assert f"{project}/" not in resolved and str(there) in resolved
     meta = json.loads((there / RUN / "data" / "meta.json").read_text())
     assert str(project) not in json.dumps(meta["train"]["path"])
-    assert prepare(there) == [], "once is enough"
+    assert not news(prepare(there)), "once is enough"
 
 
 def test_the_runs_own_configuration_follows_the_move(project: Path) -> None:
@@ -102,7 +107,7 @@ def test_the_runs_own_configuration_follows_the_move(project: Path) -> None:
     lines = prepare(there, str(RUN / "resolved.yaml"))
     assert [line for line in lines if "the same content at other paths" in line], lines
     assert f"{project}/" not in (there / RUN / "resolved.yaml").read_text()
-    assert prepare(there, str(RUN / "resolved.yaml")) == []
+    assert not news(prepare(there, str(RUN / "resolved.yaml")))
 
 
 def test_a_run_goes_on_without_the_folders_that_it_began_with(project: Path) -> None:
@@ -128,7 +133,7 @@ def test_other_content_is_refused(project: Path) -> None:
 def test_a_model_folder_is_compared_by_what_a_run_reads(project: Path) -> None:
     there = project.rename(project.with_name("there"))
     (there / "base" / "README.md").write_text("A model.")
-    assert prepare(there) != []
+    assert news(prepare(there))
     there = there.rename(project)
     weights = there / "base" / "model.safetensors"
     content = bytearray(weights.read_bytes())

@@ -61,13 +61,13 @@ def settings(kind: str, folder: Path) -> dict[str, Any]:
             "sets": [{"name": "pairs", "path": str(folder / "held-out.jsonl"), "every": trl.STEPS}]
         },
         "optimizer": {
-            "lr": trl.RATE,
+            "lr": sft.RATE,
             "betas": [0.9, 0.999],
             "eps": 1e-8,
-            "weight_decay": trl.DECAY,
+            "weight_decay": sft.DECAY,
             "schedule": "linear",
             "curve": "transformers",
-            "warmup_steps": trl.WARMUP,
+            "warmup_steps": sft.WARMUP,
             "min_lr": 0.0,
         },
     }
