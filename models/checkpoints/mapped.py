@@ -43,7 +43,7 @@ def tensor_over(
     with warnings.catch_warnings():
         # Torch has no read-only tensors and warns of a buffer that is.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start).view(*shape)
+        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start).view(tuple(shape))
 
 
 class MappedFile:
