@@ -70,21 +70,26 @@ EMULATED = {
 }
 
 
+def llama(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the configuration of a model of ``--hidden`` and ``--layers``."""
+    return {
+        "model_type": "llama",
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 64,
+    }
+
+
 def config(options: argparse.Namespace, run_dir: Path, devices: str) -> dict[str, Any]:
     """Returns a configuration of few tokens and many parameters: saves take long, steps do not."""
     computed = {
         "run": {"name": "saving", "seed": 1, "dir": str(run_dir)},
         "model": {
             "dtype": "fp32",
-            "hf": {
-                "model_type": "llama",
-                "hidden_size": options.hidden,
-                "intermediate_size": 3 * options.hidden,
-                "num_hidden_layers": options.layers,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 64,
-            },
+            "hf": llama(options),
         },
         "data": {"path": "@stdlib", "tokenizer": "byte", "sequence_length": 64},
         "train": {

@@ -32,6 +32,7 @@ from typing import Any
 
 import yaml
 
+from bench.saving import llama
 from penstock.chaos.processes import command_lines
 from penstock.protocol.wire.control import ControlClient
 
@@ -44,15 +45,7 @@ def config(options: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         "run": {"name": "weights", "seed": 1, "dir": str(run_dir)},
         "model": {
             "dtype": "bf16",
-            "hf": {
-                "model_type": "llama",
-                "hidden_size": options.hidden,
-                "intermediate_size": 3 * options.hidden,
-                "num_hidden_layers": options.layers,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 64,
-            },
+            "hf": llama(options),
         },
         "data": {"path": "@stdlib", "tokenizer": "byte", "sequence_length": 64},
         "train": {"steps": 10**6, "global_batch": 4, "micro_batch": 1},

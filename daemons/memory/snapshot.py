@@ -37,7 +37,7 @@ from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import StateError
 from penstock.protocol.run.checksums import check_object
 from penstock.protocol.run.rundir import SHARED
-from penstock.protocol.run.saved_base import BASE, base_folder, base_paths, block_of
+from penstock.protocol.run.saved_base import BASE, FILE_DTYPES, base_folder, base_paths, block_of
 from penstock.shm.memory import Halves, NodeMemory
 from penstock.shm.table import BlockSpec, BlockTable, DType
 
@@ -54,7 +54,6 @@ HEADER_BYTES = 128
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-_FILE_DTYPES = MappingProxyType({DType.FP32: "F32", DType.BF16: "BF16", DType.FP16: "F16"})
 _NUMPY_DTYPES = MappingProxyType({"F32": np.float32, "BF16": np.uint16, "F16": np.float16})
 
 
@@ -368,7 +367,7 @@ def _cut(
     return [
         TensorBytes(
             name=prefix + tensor.name,
-            dtype=_FILE_DTYPES[dtype],
+            dtype=FILE_DTYPES[dtype],
             shape=tensor.shape,
             data=data(tensor.offset, tensor.offset + tensor.num_elements),
         )

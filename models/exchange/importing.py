@@ -36,12 +36,11 @@ from penstock.models.surgery.hf import load_run_adapter, load_run_config
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.saved_base import file_header
+from penstock.protocol.run.saved_base import FILE_DTYPES, file_header
 from penstock.shm.table import DType
 
 PIECE_ELEMENTS = 1 << 22
 """Elements that are converted at once."""
-_FILE_DTYPES = {DType.FP32: "F32", DType.BF16: "BF16", DType.FP16: "F16"}
 _SHOWN_PROBLEMS = 3
 Say = Callable[[str], None]
 
@@ -139,7 +138,7 @@ def _pieces_of_file(assignments: Sequence[Assignment], weight_dtype: DType) -> I
         file_header(
             (
                 each.key,
-                _FILE_DTYPES[dtype],
+                FILE_DTYPES[dtype],
                 each.spec.shape,
                 dtype.itemsize * each.spec.num_elements,
             )

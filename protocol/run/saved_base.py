@@ -15,13 +15,18 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from penstock.host.errors import StateError
 from penstock.host.files import DAMAGED, parse_json
+from penstock.shm.table import DType
 
 BASE = "base"
 """Name of the folder, and of the field in a manifest."""
+
+FILE_DTYPES = MappingProxyType({DType.FP32: "F32", DType.BF16: "BF16", DType.FP16: "F16"})
+"""Names of types in the files of saved states, as safetensors has them."""
 
 _DIGITS = 16
 _NAME = re.compile(rf"block-(\d{{4,}})-([0-9a-f]{{{_DIGITS}}})\.safetensors")
