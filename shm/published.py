@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +183,10 @@ def pieces(tensor: PublishedTensor, values: Array | Halves, dtype: DType) -> Ite
     """
     # Bytes that stay as they are go to the kernel in fewer calls.
     count = CHUNK_ELEMENTS * (16 if dtype is tensor.dtype else 1)
-    for part in _parts(tensor, values, count):
+    load: Callable[[Halves, int, int], Array] = Halves.load
+    if isinstance(values, Halves) and tensor.dtype is DType.BF16:
+        load, dtype = bf16, DType.BF16
+    for part in _parts(tensor, values, count, load):
         written = rounded(part, dtype, tensor.dtype)
         if tensor.dtype is DType.FP16 and np.isinf(written).any():
             raise ConfigError(
@@ -193,15 +196,22 @@ def pieces(tensor: PublishedTensor, values: Array | Halves, dtype: DType) -> Ite
         yield written.data.cast("B")
 
 
-def _parts(tensor: PublishedTensor, values: Array | Halves, count: int) -> Iterator[Array]:
-    """Yields consecutive elements of a tensor as contiguous arrays of about ``count`` elements."""
+def _parts(
+    tensor: PublishedTensor,
+    values: Array | Halves,
+    count: int,
+    load: Callable[[Halves, int, int], Array],
+) -> Iterator[Array]:
+    """Yields consecutive elements of a tensor as contiguous arrays of about ``count`` elements.
+    ``load`` returns a range of elements in halves.
+    """
     if tensor.contiguous:
         for start in range(tensor.offset, tensor.end, count):
             end = min(start + count, tensor.end)
-            yield values.load(start, end) if isinstance(values, Halves) else values[start:end]
+            yield load(values, start, end) if isinstance(values, Halves) else values[start:end]
         return
     if isinstance(values, Halves):
-        values = values.load(0, tensor.end)
+        values = load(values, 0, tensor.end)
     view = np.lib.stride_tricks.as_strided(
         values[tensor.offset : tensor.end],
         tensor.shape,
@@ -211,6 +221,21 @@ def _parts(tensor: PublishedTensor, values: Array | Halves, count: int) -> Itera
     rows = max(1, count * tensor.shape[0] // tensor.num_elements)
     for first in range(0, tensor.shape[0], rows):
         yield np.ascontiguousarray(view[first : first + rows]).reshape(-1)
+
+
+def bf16(values: Halves, start: int, end: int) -> Array:
+    """Returns elements ``[start, end)`` in bf16, rounded to nearest even: the upper halves
+    themselves, where those are rounded so.
+    """
+    high, low = values.high[start:end], values.low[start:end]
+    # The carry into the upper half can make a zero of a NaN. A NaN's upper half can be infinite.
+    if ((high << 1) - np.uint16(1)).max(initial=0) >= 0xFEFF:
+        return rounded(values.load(start, end), DType.FP32, DType.BF16)
+    ties = np.flatnonzero(low == 0x8000)  # always rounded up there
+    if ties.size:
+        high = high.copy()
+        high[ties] &= 0xFFFE
+    return high
 
 
 def rounded(values: Array, given: DType, wanted: DType) -> Array:

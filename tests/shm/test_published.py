@@ -16,6 +16,7 @@ from penstock.shm.published import (
     PublishedFile,
     PublishedLayout,
     PublishedTensor,
+    bf16,
     pieces,
     rounded,
 )
@@ -91,6 +92,17 @@ def test_numbers_are_rounded_as_torch_does(given: DType, wanted: DType) -> None:
     keep = ~expected.isnan()
     bits = torch.int32 if wanted is DType.FP32 else torch.int16
     assert torch.equal(result[keep].view(bits), expected[keep].view(bits))
+
+
+@pytest.mark.parametrize("size", [6, 1 << 16])
+def test_halves_are_rounded_as_whole_numbers_are(size: int) -> None:
+    values = patterns()
+    halves = Halves(high=np.zeros(values.size, np.uint16), low=np.zeros(values.size, np.uint16))
+    halves.store(values)
+    kept = halves.high.copy()
+    parts = [bf16(halves, first, first + size) for first in range(0, values.size, size)]
+    assert np.array_equal(np.concatenate(parts), rounded(values, DType.FP32, DType.BF16))
+    assert np.array_equal(halves.high, kept)
 
 
 @pytest.mark.parametrize("split", [False, True])
