@@ -9,6 +9,7 @@ PARTS ?=
 THERE ?=
 SEEDS ?= 200
 DIST ?= dist
+PYTHONS ?= .venv/bin/python
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,12 +58,14 @@ versions:
 	$(PAIR)/bin/python -m pytest -q $(PAIR_TESTS) $(ARGS)
 	$(PAIR)/bin/penstock --version
 
-## The archive of the sources and, made of it, a wheel for the environment's Python, into DIST. The
-## wheel's tag is the oldest platform that auditwheel allows. For another Python, in an environment of
-## its own: make wheel PYTHON=python3.12 VENV=build/env-3.12
+## The archive of the sources and, made of it, a wheel for each of PYTHONS, into DIST; from 3.12 on a
+## wheel is for all later Pythons. Tags are the oldest platform that auditwheel allows. Wheels of a
+## release: make wheel PYTHONS='python3.11 python3.12'
 wheel: $(STAMP)
 	rm -rf build/dist && mkdir -p build/dist $(DIST)
-	$(BIN)/python -m build --outdir build/dist --config-setting=cmake.define.PENSTOCK_STATIC_STDCXX=ON
+	$(BIN)/python -m build --sdist --outdir build/dist
+	for python in $(PYTHONS); do $$python -m pip wheel --quiet --no-deps --wheel-dir build/dist \
+	  --config-settings=cmake.define.PENSTOCK_STATIC_STDCXX=ON build/dist/*.tar.gz || exit 1; done
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) build/dist/*.whl
 	cp build/dist/*.tar.gz $(DIST)
 

@@ -52,18 +52,37 @@ def commands_of_readme(start: str) -> list[str]:
     return [line.partition("#")[0].strip() for line in block[1].splitlines()]
 
 
+@pytest.fixture(name="later", scope="module")
+def _later() -> list[str]:
+    """Pythons of this machine that the wheel for the stable ABI is for."""
+    names = [name for minor in (12, 13, 14) if (name := shutil.which(f"python3.{minor}"))]
+    return [
+        name for name in names if not subprocess.run([name, "-V"], capture_output=True).returncode
+    ]
+
+
 @pytest.fixture(name="dist", scope="module")
-def _dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the wheel and the archive that ``make wheel`` makes."""
+def _dist(later: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the wheels and the archive that ``make wheel`` makes."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run(["make", "wheel", f"DIST={folder}"], cwd=ROOT, check=True, timeout=1800.0)
+    pythons = " ".join([sys.executable, *later[:1]])
+    words = ["make", "wheel", f"DIST={folder}", f"PYTHONS={pythons}"]
+    subprocess.run(words, cwd=ROOT, check=True, timeout=1800.0)
     for file in folder.iterdir():
         sys.stdout.write(f"\n{file.name}: {file.stat().st_size / 1e6:.1f} MB\n")
     return folder
 
 
+@pytest.fixture(name="wheel", scope="module")
+def _wheel(dist: Path) -> Path:
+    """The wheel for the Python of the tests."""
+    tag = f"cp3{sys.version_info.minor}" if sys.version_info < (3, 12) else "cp312"
+    (wheel,) = dist.glob(f"penstock-*-{tag}-*.whl")
+    return wheel
+
+
 @pytest.fixture(name="bin", scope="module")
-def _bin(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _bin(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The commands of an environment that has the wheel, installed without a compiler, and what pip
     installs with it.
     """
@@ -71,7 +90,6 @@ def _bin(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands = folder / "env" / "bin"
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True, timeout=600.0)
     torch = os.environ.get("TORCH", "torch==2.13.0")
-    (wheel,) = dist.glob("penstock-*.whl")
     for packages in ([torch], [wheel, torch]):
         start = time.monotonic()
         ran(folder, commands / "pip", "install", "--quiet", "--only-binary", ":all:", *packages)
@@ -113,8 +131,10 @@ def ran(folder: Path, command: Path, *words: str | Path, code: int = 0) -> str:
     return done.stderr if code else done.stdout
 
 
-def test_the_wheel_has_the_package_and_a_tag_that_old_systems_accept(dist: Path) -> None:
-    (wheel,), (archive,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+def test_the_wheel_has_the_package_and_a_tag_that_old_systems_accept(
+    dist: Path, wheel: Path
+) -> None:
+    (archive,) = dist.glob("*.tar.gz")
     _, _, _, tags = parse_wheel_filename(wheel.name)
     glibcs = {re.fullmatch(r"manylinux_2_(\d+)_x86_64", tag.platform) for tag in tags}
     assert {int(match[1]) for match in glibcs if match} == {34}
@@ -164,19 +184,36 @@ def test_the_commands_of_readme_fine_tune_a_model(bin: Path, folder: Path) -> No
     assert answer["ids"] == by_transformers
 
 
-def sweeps(module: Path, *emulator: str) -> dict[str, Any]:
+def sweeps(module: Path, *emulator: str, python: str = sys.executable) -> dict[str, Any]:
     """Runs sweeps by the kernels of a module, on a processor."""
-    words = [*emulator, Path(sys.executable).resolve(), "-S", SWEEPS, module]
+    words = [*emulator, Path(python).resolve() if emulator else python, "-S", SWEEPS, module]
     done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=600.0)
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-def test_older_processors_run_other_kernels_with_the_same_bytes(dist: Path, tmp_path: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
+def module_of(wheel: Path, folder: Path) -> Path:
+    """Returns the wheel's module with the sweeps, in the folder."""
     with zipfile.ZipFile(wheel) as whole:
-        (name,) = (name for name in whole.namelist() if name.startswith("penstock/_native.cpython"))
-        module = Path(whole.extract(name, tmp_path))
+        (name,) = (name for name in whole.namelist() if re.match(r"penstock/_native.*\.so$", name))
+        return Path(whole.extract(name, folder))
+
+
+def test_later_pythons_run_one_wheel_with_the_same_bytes(
+    dist: Path, wheel: Path, later: list[str], tmp_path: Path
+) -> None:
+    if not later:
+        pytest.skip("no Python from 3.12 on is on PATH")
+    expected = sweeps(module_of(wheel, tmp_path / "first"))
+    (stable,) = dist.glob("penstock-*-cp312-abi3-*.whl")
+    module = module_of(stable, tmp_path / "stable")
+    assert [sweeps(module, python=name) for name in later] == [expected] * len(later)
+
+
+def test_older_processors_run_other_kernels_with_the_same_bytes(
+    wheel: Path, tmp_path: Path
+) -> None:
+    module = module_of(wheel, tmp_path)
     expected = sweeps(module)["outcomes"]["portable"]
     assert len({*expected.values()}) == len(expected)
     for processor, path in PROCESSORS.items():
