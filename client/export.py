@@ -74,10 +74,9 @@ FORMATS: Mapping[str, ExportFormat] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """Options of an export. ``dtype`` None: ``model.dtype``, and fp32 for an
-    adapter or with the optimizer. ``whole``
-    adds the untrained parts of a multimodal model. ``verify`` reads the files back. ``dry_run``
-    lists the tensors and writes nothing.
+    """Options of an export. ``dtype`` None: ``model.dtype``, and fp32 for an adapter or with the
+    optimizer. ``whole`` adds the untrained parts of a multimodal model. ``verify`` reads the files
+    back. ``dry_run`` lists the tensors and writes nothing.
     """
 
     form: str = HF
@@ -97,6 +96,10 @@ class ExportOptions:
             raise ConfigError(f"--format {self.form}: accepted are {', '.join(FORMATS)}")
         if self.dtype not in (None, *dtypes):
             raise ConfigError(f"--dtype {self.dtype}: accepted are {', '.join(dtypes)}")
+        if self.form == UNIVERSAL and self.dtype not in (None, DType.FP32.value):
+            raise ConfigError(
+                f"--dtype {self.dtype}: --format {self.form} has fp32 masters; leave --dtype out"
+            )
         if self.dry_run and (self.verify or self.whole):
             flag = "--verify" if self.verify else "--whole"
             raise ConfigError(f"--dry-run: writes nothing; leave {flag} out")

@@ -308,6 +308,7 @@ def test_export_without_a_run_or_a_state(tmp_path: Path) -> None:
         (("--format", "peft", "--whole"), "an adapter has no other parts"),
         (("--whole", "--dtype", "bf16"), "tensors keep the types of the folder"),
         (("--whole", "--verify"), "compares the text model alone"),
+        (("--format", "universal", "--dtype", "bf16"), "has fp32 masters; leave --dtype out"),
         (("--whole", "--format", "dcp"), "writes the trained model; leave --whole out"),
         (("--dry-run", "--verify"), "writes nothing; leave --verify out"),
     ],
