@@ -71,6 +71,7 @@ def rows(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     run_dir, file = folder / "run", folder / "run.yaml"
     fields = trained_config(options, run_dir)
     fields["train"] = {"steps": 1, "global_batch": 2, "micro_batch": 1}
+    fields["cluster"].pop("preload")
     file.write_text(yaml.safe_dump(fields))
     penstock("train", file)
     results = []

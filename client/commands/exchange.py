@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from penstock.client.cli import JsonOption, SetOption, errors_explained, load, say_preparation
+from penstock.client.cli import (
+    JsonOption,
+    SetOption,
+    begin_to_import,
+    errors_explained,
+    load,
+    say_preparation,
+)
 from penstock.host.stopping import interrupted_by_stop_signals
 
 
@@ -54,18 +61,19 @@ def import_(
     Compares every tensor with the configuration's model before a byte is written. DIR/import.json
     names the source of each tensor.
     """
-    with errors_explained(), interrupted_by_stop_signals():
+    with errors_explained(), interrupted_by_stop_signals(), begin_to_import() as preloading:
         from penstock.client.exchange import imports
 
         request = imports.Import(
             source=source, samples_seen=samples_seen, weights_only=weights_only, verify=verify
         )
         loaded = load(config, settings)
+        starter = preloading if loaded.cluster.preload else None
         try:
             if dry_run:
-                report = imports.check(loaded, request, say_preparation)
+                report = imports.check(loaded, request, say_preparation, starter)
             else:
-                report = imports.import_run(loaded, run_dir, request, say_preparation)
+                report = imports.import_run(loaded, run_dir, request, say_preparation, starter)
         except imports.RefusedImportError as error:
             typer.echo(json.dumps(error.report, indent=1) if as_json else "", nl=as_json)
             raise
