@@ -102,8 +102,6 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "models.checkpoints.checkpoint.Checkpoint.read_as_is": _READ,
         "models.checkpoints.constants.read_constants": _SEALED,
         "models.checkpoints.conversion.Weights.read_constant": _READ,
-        "models.checkpoints.exports.tensors.saved_blocks": _READ,
-        "models.checkpoints.exports.training.TrainingState._read": _READ,
         "client.export.export": _TOOL,
         "models.checkpoints.exports.whole._write_file": _READ,
         "models.checkpoints.initial._drawn": _OWN,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PretrainedConfig
 
 from penstock.config.adapter import AdapterConfig
@@ -25,6 +25,7 @@ from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.adapters import merged
 from penstock.models.checkpoints.constants import Constants
 from penstock.models.checkpoints.conversion import as_published
+from penstock.models.checkpoints.mapped import MappedFile
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton, loaded_dtypes
 from penstock.protocol.run.checksums import CONSTANTS
 from penstock.protocol.run.saved_base import base_paths
@@ -193,11 +194,13 @@ def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
         frozen = {f"frozen.{spec.name}": spec.name for spec in specs if not spec.trainable}
         for source, keys in ((path, trained), (base.get(block, path), frozen)):
             try:
-                with safe_open(source, framework="pt") as file:
-                    for key, name in keys.items():
-                        arrays[name] = file.get_tensor(key).to(torch.float32).numpy()
+                file = MappedFile(source)
             except (OSError, SafetensorError) as error:
                 raise StateError(f"{source}: {error}") from error
+            for key, name in keys.items():
+                if key not in file.entries:
+                    raise StateError(f"{source}: has no tensor {key}")
+                arrays[name] = file.tensor(key).to(torch.float32).numpy()
         return arrays
 
     return read_block
