@@ -8,6 +8,7 @@ interrupted import the folder has the file ``importing.json``, and training is r
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.schema import Config
+from penstock.config.values import CHOSEN_LATER
 from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.daemons.node.preparing.prepare import (
     IMPORTING,
@@ -25,16 +27,20 @@ from penstock.daemons.node.preparing.prepare import (
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import RunLock, train_lock_path
 from penstock.daemons.preload.starting import Starter
+from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
 from penstock.daemons.scheduler.machine.events import CompleteSave
 from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.saved import TEMPORARY_PREFIX, SavedStates
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.files import DAMAGED, make_directory, parse_json, write_atomically
+from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 
 REPORT = "import.json"
 """Report in the run directory: each tensor with its source."""
+_ROUNDING = 1e-6
+"""Largest relative difference of equal learning rates: another order of operations, or fp32."""
 _TOOL = "penstock.models.exchange.importing"
 Say = Callable[[str], None]
 
@@ -86,9 +92,11 @@ def check(config: Config, request: Import, say: Say, starter: Starter | None) ->
         text = with_absolute_paths(config).to_yaml()
         write_atomically(folder / "resolved.yaml", text)
         run_models_prepare(config, folder, "--table-only", progress=say, starter=starter)
-        return _reported(folder, request, folder / REPORT, starter)
+        report = _reported(folder, request, folder / REPORT, starter)
     finally:
         shutil.rmtree(folder)
+    compare_rates(report, config)
+    return report
 
 
 def import_run(
@@ -111,6 +119,7 @@ def import_run(
             write_atomically(run_dir / IMPORTING, json.dumps({"source": str(request.source)}))
             run = prepare_run(config, run_dir, say, (0,), starter, imports=True)
             report = _written(run, request, say, starter)
+            compare_rates(report, with_known_steps(run.config, run.path))
             write_atomically(run_dir / REPORT, json.dumps(report, indent=1))
             (run_dir / IMPORTING).unlink()
         except BaseException:
@@ -179,6 +188,32 @@ def _reported(
     fields = _read(report)
     assert fields is not None, "the tool ended without an error"
     return {"source": source, **fields}
+
+
+def compare_rates(report: dict[str, Any], config: Config) -> None:
+    """Notes learning rates of the checkpoint that the configuration's curve does not have."""
+    rates, step, optimizer = report["rates"], report["step"] + 1, config.optimizer
+    if rates and config.train.steps == CHOSEN_LATER:
+        report["notes"].append(
+            "learning rates are not compared: the import itself counts the steps of train.epochs"
+        )
+        return
+    for rate in rates:
+        here = rate["factor"] * (
+            optimizer.lr if rate["is_peak"] else learning_rate(optimizer, config.train.steps, step)
+        )
+        rate["configuration"] = here
+        if math.isclose(rate["checkpoint"], here, rel_tol=_ROUNDING, abs_tol=1e-9 * optimizer.lr):
+            continue
+        tensors = f" for {rate['tensors']}" if len(rates) > 2 and rate["tensors"] else ""
+        foreign = f"{rate['field']} is {rate['checkpoint']:.8g}{tensors}"
+        if rate["is_peak"]:
+            report["notes"].append(f"{foreign}, optimizer.lr gives {here:.8g}")
+        else:
+            report["notes"].append(
+                f"{foreign}, the configuration gives step {step} the rate {here:.8g}; optimizer.lr,"
+                " schedule, curve, warmup_steps, min_lr and train.steps decide it"
+            )
 
 
 def _read(report: Path) -> dict[str, Any] | None:

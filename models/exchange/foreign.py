@@ -78,11 +78,25 @@ class ForeignGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignSchedule:
+    """State of a learning-rate schedule in ``file``. ``rates``: those of the next step, by group of
+    the optimizer. ``base_rates``: the groups' highest rates; empty if the schedule has none.
+    ``steps``: the schedule's own count.
+    """
+
+    file: str
+    rates: tuple[float, ...]
+    base_rates: tuple[float, ...] = ()
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignState:
     """A checkpoint. ``step``: steps of the optimizer; None if the checkpoint does not say.
 
     ``steps``: steps by parameter, where the checkpoint counts them so. ``samples_seen``: samples
-    consumed, where the checkpoint counts them. ``problems``: faults that an import would refuse,
+    consumed, where the checkpoint counts them. ``schedule`` None: only ``groups`` have learning
+    rates. ``problems``: faults that an import would refuse,
     each in a sentence that names the file and the remedy. ``state_problems``: those of the
     optimizer's state, which an import of weights alone leaves behind. ``notes``: facts for the
     user. ``fit``: see :meth:`fitted`; None: the checkpoint has all names.
@@ -95,6 +109,7 @@ class ForeignState:
     steps: Mapping[str, int] = field(default_factory=dict)
     samples_seen: int | None = None
     groups: tuple[ForeignGroup, ...] = ()
+    schedule: ForeignSchedule | None = None
     problems: tuple[str, ...] = ()
     state_problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,6 @@ from penstock.models.checkpoints.files import few
 from penstock.models.exchange.foreign import (
     MASTER,
     WEIGHT,
-    ForeignGroup,
     ForeignState,
     ForeignTensor,
 )
@@ -65,6 +65,30 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignRate:
+    """A learning rate of the checkpoint, which the client compares with the configuration's curve.
+    ``field``: name of the rate in the checkpoint. ``is_peak``: the rate after warmup, else that of
+    the next step. ``factor``: of ``optimizer.groups``. ``tensors``: names, shortened.
+    """
+
+    field: str
+    value: float
+    is_peak: bool
+    factor: float
+    tensors: str
+
+    def to_fields(self) -> dict[str, Any]:
+        """Returns the JSON object of the report."""
+        return {
+            "field": self.field,
+            "checkpoint": self.value,
+            "is_peak": self.is_peak,
+            "factor": self.factor,
+            "tensors": self.tensors,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImportPlan:
     """The assignments of an import. ``problems`` refuse it; ``notes`` are for the user."""
 
@@ -73,6 +97,7 @@ class ImportPlan:
     samples_seen: int
     assignments: tuple[Assignment, ...]
     unused: tuple[ForeignTensor, ...]
+    rates: tuple[ForeignRate, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -84,6 +109,7 @@ class ImportPlan:
             "samples_seen": self.samples_seen,
             "tensors": [each.to_fields() for each in self.assignments],
             "unused": [tensor.to_fields() for tensor in self.unused],
+            "rates": [rate.to_fields() for rate in self.rates],
             "problems": list(self.problems),
             "notes": list(self.notes),
         }
@@ -140,14 +166,17 @@ def plan_import(
     unused = [tensor for key, tensor in by_key.items() if key not in used]
     _say_unused(unused, used, table, skeleton, options, findings)
     step, samples_seen = _position(state, config, table, names_of, options, findings)
+    rates: tuple[ForeignRate, ...] = ()
     if not options.weights_only:
-        _compare_settings(state.groups, config, table, names_of, findings)
+        _compare_settings(state, step, config, table, names_of, findings)
+        rates = tuple(_rates(state, config, table, names_of))
     return ImportPlan(
         kind=state.kind,
         step=step,
         samples_seen=samples_seen,
         assignments=tuple(assignments),
         unused=tuple(unused),
+        rates=rates,
         problems=tuple(findings.problems),
         notes=tuple(findings.notes),
     )
@@ -323,14 +352,20 @@ def _position(
 
 
 def _compare_settings(
-    groups: Sequence[ForeignGroup],
+    state: ForeignState,
+    step: int,
     config: Config,
     table: BlockTable,
     names_of: Mapping[str, Sequence[str]],
     findings: _Findings,
 ) -> None:
     """Notes settings of the optimizer that differ; those of the configuration hold."""
-    optimizer = config.optimizer
+    optimizer, groups, schedule = config.optimizer, state.groups, state.schedule
+    if schedule is not None and schedule.steps not in (None, step):
+        findings.notes.append(
+            f"{schedule.file}: last_epoch is {schedule.steps}, the optimizer has {step} steps;"
+            f" optimizer.schedule goes on from step {step}"
+        )
     for name, here in (("betas", optimizer.betas), ("eps", optimizer.eps)):
         foreign = {getattr(group, name) for group in groups} - {None}
         if foreign - {here}:
@@ -350,6 +385,42 @@ def _compare_settings(
         findings.notes.append(
             f"weight decay of {_listed(names)} is {here:g} in the configuration,"
             f" {foreign_decay:g} in the checkpoint"
+        )
+
+
+def _rates(
+    state: ForeignState, config: Config, table: BlockTable, names_of: Mapping[str, Sequence[str]]
+) -> Iterator[ForeignRate]:
+    """Yields the learning rates of the checkpoint, each with the trained tensors that have it."""
+    factors = {
+        alias: factor
+        for block in table.blocks
+        for spec, _, factor in tensor_steps(config.optimizer, table, block.index)
+        for alias in names_of[spec.name]
+    }
+    names: dict[tuple[str, float, bool, float], list[str]] = {}
+    for number, group in enumerate(state.groups):
+        trained = {name: factors[name] for name in group.names if name in factors}
+        if group.names and not trained:
+            continue
+        values = [("lr of param_groups", group.lr, False)]
+        if (schedule := state.schedule) is not None:
+            rate, bases = schedule.rates[number], schedule.base_rates[number : number + 1]
+            values = values if group.lr != rate else []
+            values.append((f"_last_lr of {schedule.file}", rate, False))
+            values += [(f"base_lrs of {schedule.file}", base, True) for base in bases]
+        for field_name, value, is_peak in values:
+            if value is None or not math.isfinite(value):
+                continue
+            for name, factor in trained.items() or (("", 1.0),):
+                names.setdefault((field_name, value, is_peak, factor), []).append(name)
+    for (field_name, value, is_peak, factor), tensors in names.items():
+        yield ForeignRate(
+            field=field_name,
+            value=value,
+            is_peak=is_peak,
+            factor=factor,
+            tensors=_listed([name for name in tensors if name]),
         )
 
 

@@ -26,7 +26,12 @@ from penstock.models.exchange.folders import (
     fitted_adapter,
     model_weights,
 )
-from penstock.models.exchange.foreign import ForeignGroup, ForeignState, ForeignTensor
+from penstock.models.exchange.foreign import (
+    ForeignGroup,
+    ForeignSchedule,
+    ForeignState,
+    ForeignTensor,
+)
 from penstock.models.exchange.pickles import (
     PickledTensor,
     expect,
@@ -36,7 +41,7 @@ from penstock.models.exchange.pickles import (
 from penstock.models.exchange.unpickler import StandIn
 from penstock.models.surgery.skeleton import Skeleton
 
-STATE, OPTIMIZER = "trainer_state.json", "optimizer.pt"
+STATE, OPTIMIZER, SCHEDULE = "trainer_state.json", "optimizer.pt", "scheduler.pt"
 _ARGUMENTS = "training_args.bin"
 _REMEDY = "give --weights-only"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -114,15 +119,17 @@ class TrainerCheckpoint:
         is_adapter = is_file(path / SETTINGS)
         weights = ModelWeights(tensors=adapter_weights(path)) if is_adapter else model_weights(path)
         optimizer = _read_optimizer(path / OPTIMIZER, progress.optimizer)
+        schedule, notes = _read_schedule(path / SCHEDULE, len(optimizer.groups))
         state = ForeignState(
             kind="trainer",
             path=path,
             tensors=weights.tensors,
             step=progress.step,
             samples_seen=progress.samples_seen,
+            schedule=schedule,
             problems=weights.problems,
             state_problems=optimizer.problems,
-            notes=(*weights.notes, *progress.notes, *optimizer.notes),
+            notes=(*weights.notes, *progress.notes, *optimizer.notes, *notes),
         )
         if weights.composite is not None:
             problem = f"{path}: the optimizer's state of a model of several parts is not read"
@@ -264,11 +271,9 @@ def _numbered(path: Path, number: Any, states: Mapping[Any, Any]) -> _Numbered:
     }
     if len({tensor.shape for tensor in arrays.values()}) > 1 or len(arrays) == 1:
         raise StateError(f"{path}: exp_avg and exp_avg_sq of parameter {number} do not match")
-    step = entry.get("step")
+    step = _number(entry.get("step"))
     if isinstance(step, PickledTensor):
-        if step.num_elements != 1:
-            raise StateError(f"{path}: step of parameter {number} has {step.num_elements} numbers")
-        step = step.load().item()
+        raise StateError(f"{path}: step of parameter {number} has {step.num_elements} numbers")
     if step is not None and (not isinstance(step, int | float) or not math.isfinite(step)):
         raise StateError(f"{path}: step of parameter {number} is {step!r}")
     return _Numbered(number=number, arrays=arrays, step=None if step is None else int(step))
@@ -286,10 +291,47 @@ def _notes(groups: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
             "the optimizer is Adam, which adds weight decay to the gradient; optimizer.name adam"
             " is the same"
         )
-    rates = sorted({float(group["lr"]) for group in groups if isinstance(group.get("lr"), float)})
-    if rates:
-        listed = ", ".join(f"{rate:g}" for rate in rates)
-        yield f"learning rate of the next step in the checkpoint: {listed}"
+
+
+def _read_schedule(path: Path, num_groups: int) -> tuple[ForeignSchedule | None, tuple[str, ...]]:
+    """Returns the state in ``scheduler.pt``, if it has the learning rates of the optimizer's
+    groups, and notes.
+    """
+    if not num_groups or not is_file(path):
+        return None, ()
+    try:
+        fields = expect(load_torch(path), dict, path, "the schedule's state")
+        rates = _numbers(fields.get("_last_lr"), path, "_last_lr")
+        bases = _numbers(fields.get("base_lrs", []), path, "base_lrs")
+        if len(rates) != num_groups or len(bases) not in (0, num_groups):
+            raise StateError(
+                f"{path}: _last_lr has {len(rates)} rates and base_lrs {len(bases)}, the optimizer"
+                f" has {num_groups} groups"
+            )
+        # Schedules that follow the losses count evaluations, and have no base_lrs.
+        steps = expect(fields.get("last_epoch"), int, path, "last_epoch") if bases else None
+    except StateError as error:
+        return None, (f"the schedule's rates are not compared: {error}",)
+    notes = ()
+    if not bases:
+        notes = (f"{path}: the schedule follows the losses; optimizer.schedule has no such curve",)
+    schedule = ForeignSchedule(file=path.name, rates=rates, base_rates=bases, steps=steps)
+    return schedule, notes
+
+
+def _numbers(value: Any, path: Path, name: str) -> tuple[float, ...]:
+    items = [_number(item) for item in expect_list(value, path, name)]
+    numbers = tuple(expect(item, float, path, f"an item of {name}") for item in items)
+    if not all(map(math.isfinite, numbers)):
+        raise StateError(f"{path}: {name} has a number that is not finite")
+    return numbers
+
+
+def _number(value: Any) -> Any:
+    """Returns the number of a tensor with one element, and other values as they are."""
+    if isinstance(value, PickledTensor) and value.num_elements == 1:
+        return value.load().item()
+    return value
 
 
 def _named(
@@ -402,7 +444,9 @@ def _moments(name: str, member: _Numbered, file: str) -> Iterator[ForeignTensor]
 
 
 def _foreign_group(group: _Group, names: tuple[str, ...]) -> ForeignGroup:
-    known = {key: group.settings.get(key) for key in ("lr", "betas", "eps", "weight_decay")}
+    known = {
+        key: _number(group.settings.get(key)) for key in ("lr", "betas", "eps", "weight_decay")
+    }
     numbers = {k: float(v) for k, v in known.items() if isinstance(v, int | float)}
     betas = known["betas"]
     pair = None

@@ -112,6 +112,8 @@ def test_the_next_losses_are_those_of_a_trainer_that_stays(
     report = json.loads((run_dir / "import.json").read_text())
     assert (report["step"], report["samples_seen"]) == (STEPS, STEPS * BATCH)
     assert report["unused"] == []
+    assert not [note for note in report["notes"] if "_last_lr" in note or "base_lrs" in note]
+    assert report["rates"][0]["checkpoint"] == report["rates"][0]["configuration"] > 0
     runner.train(config)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]

@@ -52,6 +52,20 @@ def _pickles(folder: Path) -> Iterator[Decoder]:
     yield read
 
 
+@contextmanager
+def _schedules(folder: Path) -> Iterator[Decoder]:
+    (folder / "trainer_state.json").write_text(json.dumps(PROGRESS))
+    weights, optimizer, _ = _optimizers()
+    (folder / "pytorch_model.bin").write_bytes(weights)
+    (folder / "optimizer.pt").write_bytes(optimizer)
+
+    def read(data: bytes) -> None:
+        (folder / "scheduler.pt").write_bytes(data)
+        TrainerCheckpoint().open(folder)
+
+    yield read
+
+
 def _optimizers() -> list[bytes]:
     weights = {"w": torch.nn.Parameter(torch.ones(2, 3)), "b": torch.nn.Parameter(torch.ones(3))}
     optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights.values()])
@@ -81,5 +95,13 @@ TRAINER = (
             "models.exchange.pickled_weights.PickledWeights._read_headers",
         ),
         seeds=_optimizers,
+    ),
+    Target(
+        name="trainer-schedules",
+        open=_schedules,
+        covers=("models.exchange.trainer._read_schedule",),
+        seeds=lambda: [
+            _bytes_of({"_last_lr": [1e-3, 1e-3], "base_lrs": [1e-2, 1e-2], "last_epoch": 3})
+        ],
     ),
 )

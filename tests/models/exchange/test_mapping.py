@@ -10,7 +10,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config.schema import parse_config
-from penstock.models.exchange.foreign import WEIGHT, ForeignGroup, ForeignState, ForeignTensor
+from penstock.models.exchange.foreign import (
+    WEIGHT,
+    ForeignGroup,
+    ForeignSchedule,
+    ForeignState,
+    ForeignTensor,
+)
 from penstock.models.exchange.mapping import ImportOptions, ImportPlan, plan_import
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.surgery.table import build_table
@@ -97,3 +103,29 @@ def test_what_does_not_fit_is_named() -> None:
     plan = planned(odd, tied=False, weights_only=True)
     assert not plan.problems and plan.step == 0
     assert "does not name its step" in planned(replace(state, steps={}), tied=False).problems[0]
+
+
+def test_rates_have_names_of_their_place() -> None:
+    state = checkpoint(tied=False)
+    (group,) = state.groups
+    first, *others = group.names
+    groups = (replace(group, names=(first,), lr=1e-3), replace(group, names=tuple(others), lr=2e-3))
+    plan = planned(replace(state, groups=groups), tied=False)
+    assert [(rate.field, rate.value, rate.is_peak) for rate in plan.rates] == [
+        ("lr of param_groups", 1e-3, False),
+        ("lr of param_groups", 2e-3, False),
+    ]
+    assert plan.rates[0].tensors == first
+    schedule = ForeignSchedule(file="s.pt", rates=(1e-3, 3e-3), base_rates=(1e-2, 1e-2), steps=3)
+    state = replace(state, groups=groups, schedule=schedule)
+    plan = planned(state, tied=False)
+    assert [(rate.field, rate.value, rate.is_peak) for rate in plan.rates] == [
+        ("_last_lr of s.pt", 1e-3, False),
+        ("base_lrs of s.pt", 1e-2, True),
+        ("lr of param_groups", 2e-3, False),  # both, as they differ
+        ("_last_lr of s.pt", 3e-3, False),
+    ]
+    assert not any("last_epoch" in note for note in plan.notes)
+    plan = planned(replace(state, schedule=replace(schedule, steps=2)), tied=False)
+    assert any("last_epoch is 2, the optimizer has 3 steps" in note for note in plan.notes)
+    assert planned(state, tied=False, weights_only=True).rates == ()

@@ -229,6 +229,39 @@ def test_older_weights_are_read_from_pickles(copied: Path, plain: Trained) -> No
         open_checkpoint(copied)
 
 
+def test_the_schedules_rates_are_those_of_torch(plain: Trained, copied: Path) -> None:
+    fields = torch.load(plain.path / "scheduler.pt")
+    schedule = open_checkpoint(plain.path).schedule
+    assert schedule is not None
+    assert list(schedule.rates) == fields["_last_lr"]
+    assert list(schedule.base_rates) == fields["base_lrs"] == 2 * [1e-2]
+    assert schedule.steps == 2
+    rates = [group["lr"] for group in torch.load(plain.path / "optimizer.pt")["param_groups"]]
+    assert [group.lr for group in open_checkpoint(copied).groups] == rates
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"_last_lr": [1e-3]}, "_last_lr has 1 rates and base_lrs 2, the optimizer has 2 groups"),
+        ({"_last_lr": "1e-3"}, "_last_lr is of type str"),
+        ({"_last_lr": [1e-3, float("nan")]}, "_last_lr has a number that is not finite"),
+        ({"last_epoch": None}, "last_epoch is of type NoneType"),
+        ({"base_lrs": []}, "follows the losses"),  # as of torch's ReduceLROnPlateau
+        (None, "scheduler.pt"),
+    ],
+)
+def test_odd_schedules_are_notes(fields: dict[str, Any] | None, words: str, copied: Path) -> None:
+    path = copied / "scheduler.pt"
+    if fields is None:
+        path.write_bytes(path.read_bytes()[:-500])
+    else:
+        torch.save({**torch.load(path), **fields}, path)
+    state = open_checkpoint(copied)
+    assert state.problems == state.state_problems == ()
+    assert any(words in note for note in state.notes), state.notes
+
+
 def test_damaged_progress_is_named(copied: Path) -> None:
     (copied / "trainer_state.json").write_text("{")
     with pytest.raises(StateError, match=r"trainer_state\.json"):

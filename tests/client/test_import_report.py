@@ -1,0 +1,95 @@
+"""Learning rates of an imported checkpoint, compared with those of the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from penstock.client.exchange.imports import compare_rates
+from penstock.config.schema import Config, parse_config
+
+STEPS, WARMUP, DONE = 40, 4, 20
+PEAK = 1e-2
+
+
+def config(**optimizer: Any) -> Config:
+    settings = {"lr": PEAK, "schedule": "linear", "curve": "transformers", "warmup_steps": WARMUP}
+    return parse_config(
+        {
+            "model": {"hf": {"model_type": "llama"}},
+            "data": {"path": "a", "sequence_length": 8},
+            "train": {"steps": STEPS, "global_batch": 4},
+            "optimizer": {**settings, **optimizer},
+        },
+        source="test",
+    )
+
+
+def report(name: str = "linear") -> dict[str, Any]:
+    """Returns a report with the rates that transformers' schedule has after 20 steps."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=PEAK)
+    schedule = get_scheduler(name, optimizer, WARMUP, STEPS)
+    for _ in range(DONE):
+        optimizer.step()
+        schedule.step()
+    fields = schedule.state_dict()
+    same = {"factor": 1.0, "tensors": "lm_head.weight"}
+    rates = [
+        {"field": "_last_lr", "checkpoint": fields["_last_lr"][0], "is_peak": False, **same},
+        {"field": "base_lrs", "checkpoint": fields["base_lrs"][0], "is_peak": True, **same},
+    ]
+    return {"step": DONE, "notes": [], "rates": rates}
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_same_curve_needs_no_note(name: str) -> None:
+    fields = report(name)
+    compare_rates(fields, config(schedule=name))
+    assert fields["notes"] == []
+    assert [rate["configuration"] for rate in fields["rates"]] == pytest.approx(
+        [rate["checkpoint"] for rate in fields["rates"]], rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "notes"),
+    [
+        ({"curve": "penstock"}, ["_last_lr is 0.0055555556, the configuration gives step 21"]),
+        ({"warmup_steps": 0}, ["_last_lr is 0.0055555556, the configuration gives step 21"]),
+        (
+            {"lr": 3e-4},
+            ["_last_lr is 0.0055555556, the configuration", "base_lrs is 0.01, optimizer.lr gives"],
+        ),
+    ],
+)
+def test_another_rate_is_a_note_with_both(changes: dict[str, Any], notes: list[str]) -> None:
+    fields = report()
+    compare_rates(fields, config(**changes))
+    assert len(fields["notes"]) == len(notes)
+    for note, beginning, rate in zip(fields["notes"], notes, fields["rates"], strict=False):
+        assert note.startswith(beginning)
+        assert f"{rate['configuration']:.8g}" in note
+
+
+def test_a_groups_factor_counts() -> None:
+    fields = report()
+    fields["rates"] = [
+        {**rate, "factor": factor, "tensors": name}
+        for rate in fields["rates"]
+        for factor, name in ((1.0, "lm_head.weight"), (0.5, "norm.weight"))
+    ]
+    compare_rates(fields, config())
+    assert [note.partition(",")[0] for note in fields["notes"]] == [
+        "_last_lr is 0.0055555556 for norm.weight",
+        "base_lrs is 0.01 for norm.weight",
+    ]
+
+
+def test_epochs_are_compared_once_they_are_steps() -> None:
+    fields, later = report(), config().with_steps(0)
+    compare_rates(fields, later)
+    assert "learning rates are not compared" in fields["notes"][0]
+    assert "configuration" not in fields["rates"][0]
