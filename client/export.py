@@ -71,12 +71,16 @@ FORMATS: Mapping[str, ExportFormat] = MappingProxyType(
 )
 """Formats by the value of ``--format``."""
 
+TRANSFORMERS, TORCHTITAN = "transformers", "torchtitan"
+"""Values of ``--names``: the trainer with the names and rows of the files."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
     """Options of an export. ``dtype`` None: ``model.dtype``, and fp32 for an adapter or with the
     optimizer. ``whole`` adds the untrained parts of a multimodal model. ``verify`` reads the files
-    back. ``dry_run`` lists the tensors and writes nothing.
+    back. ``dry_run`` lists the tensors and writes nothing. ``names``: the trainer
+    with the names of ``dcp``.
     """
 
     form: str = HF
@@ -84,6 +88,7 @@ class ExportOptions:
     whole: bool = False
     verify: bool = False
     dry_run: bool = False
+    names: str = TRANSFORMERS
 
     def check(self) -> None:
         """Refuses values and pairs of options that do not exist.
@@ -100,6 +105,10 @@ class ExportOptions:
             raise ConfigError(
                 f"--dtype {self.dtype}: --format {self.form} has fp32 masters; leave --dtype out"
             )
+        if self.names not in (TRANSFORMERS, TORCHTITAN):
+            raise ConfigError(f"--names {self.names}: accepted are {TRANSFORMERS}, {TORCHTITAN}")
+        if self.names == TORCHTITAN and self.form != DCP:
+            raise ConfigError(f"--names {TORCHTITAN}: torchtitan loads DCP; give --format {DCP}")
         if self.dry_run and (self.verify or self.whole):
             flag = "--verify" if self.verify else "--whole"
             raise ConfigError(f"--dry-run: writes nothing; leave {flag} out")
@@ -135,20 +144,25 @@ def export(
     flags = {"--whole": options.whole, "--verify": options.verify, "--list": options.dry_run}
     # Torch's groups have the rate of the step to come.
     rate = learning_rate(config.optimizer, config.train.steps, state.version + 1)
-    arguments = [str(run_dir), str(state.path), str(output), "--format", options.form]
+    form = TORCHTITAN if options.names == TORCHTITAN else options.form
+    samples_seen = read_manifest(state.path).scheduler["data_position"]
+    arguments = [str(run_dir), str(state.path), str(output), "--format", form]
     arguments += ["--step", str(state.version), "--rate", repr(rate)]
+    arguments += ["--samples", str(samples_seen)]
     arguments += [flag for flag, is_set in flags.items() if is_set]
     arguments += [] if options.dtype is None else ["--dtype", options.dtype]
     report = {
         **{"run": str(run_dir), "step": state.version, "format": options.form},
         **{"out": str(output), "dry_run": options.dry_run, "verified": options.verify},
-        "adapted": config.adapter is not None,
+        **{"adapted": config.adapter is not None, "names": options.names},
     }
-    tensors: list[str] = []
+    lines: list[str] = []
     log = run_dir / "logs" / "export.txt"
-    run_tool("penstock.models.checkpoints.export", *arguments, log=log, progress=tensors.append)
+    run_tool("penstock.models.checkpoints.export", *arguments, log=log, progress=lines.append)
+    printed = [parse_json(line) for line in lines if line[:1] == "{"]
+    report["notes"] = [each["note"] for each in printed if "note" in each]
     if options.dry_run:
-        return report | {"tensors": [parse_json(line) for line in tensors if line[:1] == "{"]}
+        return report | {"tensors": [each for each in printed if "note" not in each]}
     sizes = (path.stat().st_size for path in output.rglob("*") if path.is_file())
     return report | {"bytes": sum(sizes)}
 
@@ -185,9 +199,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{t['name']}  {t['dtype']}  {t['shape']}" for t in tensors)
         num_bytes = sum(tensor["bytes"] for tensor in tensors)
         yield f"{subject} as {content}: {len(tensors)} tensors of {num_bytes} bytes"
+        yield from report["notes"]
         yield f"nothing was written; leave --dry-run out to write {report['out']}"
         return
     yield f"{subject} is in {report['out']}: {content}"
+    yield from report["notes"]
     if report["adapted"] and form == HF:
         yield f"its adapter is merged into the weights; --format {PEFT} writes it alone"
     if report["verified"]:

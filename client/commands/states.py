@@ -80,6 +80,16 @@ def rollback(
         typer.echo(f"{run}: the next start resumes from step {to}{kept}")
 
 
+NamesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TRAINER",
+        help="Names and order of rows of --format dcp: transformers, or torchtitan for its llama3"
+        " and qwen3.",
+    ),
+]
+
+
 def export(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Directory of the run, such as runs/tiny.")
@@ -108,6 +118,7 @@ def export(
             " The optimizer's state is in fp32.",
         ),
     ] = None,
+    names: NamesOption = "transformers",
     whole: Annotated[
         bool,
         typer.Option(
@@ -133,7 +144,7 @@ def export(
         from penstock.client import export as exports
 
         options = exports.ExportOptions(
-            form=form, dtype=dtype, whole=whole, verify=verify, dry_run=dry_run
+            form=form, dtype=dtype, whole=whole, verify=verify, dry_run=dry_run, names=names
         )
         report = exports.export(run, output, step, options)
         typer.echo(json.dumps(report, indent=1) if as_json else exports.to_text(report))

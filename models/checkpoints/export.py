@@ -13,9 +13,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +37,7 @@ from penstock.models.checkpoints.carried import GENERATION, read_carried, write_
 from penstock.models.checkpoints.constants import Constants, read_constants
 from penstock.models.checkpoints.exports.dcp import outline_dcp, write_dcp
 from penstock.models.checkpoints.exports.tensors import ExportedTensors, ReadBlock, saved_blocks
+from penstock.models.checkpoints.exports.torchtitan import TitanLayout, titan_notes
 from penstock.models.checkpoints.exports.training import TrainingState, torch_optimizer
 from penstock.models.checkpoints.exports.universal import outline_universal, write_universal
 from penstock.models.checkpoints.exports.verify import verify_adapter, verify_model
@@ -54,8 +56,9 @@ SHARD_BYTES = 2 * 2**30
 """Bytes at which a shard ends, with its last block; the export holds one shard in memory."""
 
 HF, PEFT, DCP, UNIVERSAL = "hf", "peft", "dcp", "universal"
-"""Formats: the whole model, its adapter alone, and the model with its optimizer for torch or for
-DeepSpeed.
+TORCHTITAN = "torchtitan"
+"""Formats: the whole model, its adapter alone, and the model with its optimizer for torch, for
+DeepSpeed, or for torchtitan.
 """
 
 
@@ -156,16 +159,23 @@ def peft_files(
 class TrainingFormat:
     """A format of weights and optimizer. ``write`` fills a folder with a state; the flag asks for
     a verification. ``outline`` returns the tensors on the meta device by their names in the files.
+    ``notes`` returns what differs there.
     """
 
     write: Callable[[TrainingState, Path, bool], None]
     outline: Callable[[TrainingState], Mapping[str, torch.Tensor]]
+    notes: Callable[[TrainingState], Iterable[str]] = lambda state: ()
 
 
 TRAINING_FORMATS: Mapping[str, TrainingFormat] = MappingProxyType(
     {
         DCP: TrainingFormat(write=write_dcp, outline=outline_dcp),
         UNIVERSAL: TrainingFormat(write=write_universal, outline=outline_universal),
+        TORCHTITAN: TrainingFormat(
+            write=partial(write_dcp, layout_of=TitanLayout),
+            outline=partial(outline_dcp, layout_of=TitanLayout),
+            notes=titan_notes,
+        ),
     }
 )
 """Formats of weights and optimizer by the value of ``--format``."""
@@ -382,6 +392,7 @@ def _training_state(options: argparse.Namespace) -> TrainingState:
         options.state_dir,
         step=options.step,
         rate=options.rate,
+        samples_seen=options.samples,
         dtype=options.dtype or DType.FP32,
     )
 
@@ -433,6 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", type=DType, choices=list(DType), help="default: model.dtype")
     parser.add_argument("--step", type=int, default=0, help="number of the saved step")
     parser.add_argument("--rate", type=float, default=0.0, help="learning rate of the next step")
+    parser.add_argument("--samples", type=int, default=0, help="samples of the steps")
     parser.add_argument("--verify", action="store_true", help="read the files back")
     parser.add_argument("--list", action="store_true", help="print the tensors; write nothing")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
@@ -443,10 +455,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, tensor in _outlined(options):
                 sys.stdout.write(json.dumps(_described(name, tensor)) + "\n")
         elif options.format in TRAINING_FORMATS:
-            state = _training_state(options)
-            export_training(options.format, state, options.out, verifies=options.verify)
+            export_training(
+                options.format, _training_state(options), options.out, verifies=options.verify
+            )
         else:
             _export_model(options)
+        if options.format in TRAINING_FORMATS:
+            for note in TRAINING_FORMATS[options.format].notes(_training_state(options)):
+                sys.stdout.write(json.dumps({"note": note}) + "\n")
 
     return tool_main(work, options.out, options.parent_pid)
 

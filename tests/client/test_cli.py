@@ -311,6 +311,8 @@ def test_export_without_a_run_or_a_state(tmp_path: Path) -> None:
         (("--format", "universal", "--dtype", "bf16"), "has fp32 masters; leave --dtype out"),
         (("--whole", "--format", "dcp"), "writes the trained model; leave --whole out"),
         (("--dry-run", "--verify"), "writes nothing; leave --verify out"),
+        (("--names", "megatron"), "--names megatron: accepted are transformers, torchtitan"),
+        (("--names", "torchtitan"), "torchtitan loads DCP; give --format dcp"),
     ],
 )
 def test_exports_that_do_not_exist(options: tuple[str, ...], words: str, tmp_path: Path) -> None:

@@ -24,22 +24,22 @@ from tests.models.exchange.fsdp2 import (
 )
 
 pytestmark = pytest.mark.slow
-STEPS, TOLERANCE = 20, 1e-6
-"""Steps before and after the move, and the bound of losses."""
+STEPS = 20
+"""Steps before and after the move."""
 
 
-def configured(runner: Any, name: str, steps: int) -> Path:
+def configured(runner: Any, name: str, dtype: str) -> Path:
     """Writes a configuration with the data and the settings of FSDP2's side."""
     path = runner.root / "tokens.bin"
     path.write_bytes(tokens(2 * STEPS).numpy().astype(np.uint16).tobytes())
     changes = {
-        "model": {"dtype": "fp32", "hf": LLAMA},
+        "model": {"dtype": dtype, "hf": LLAMA},
         "data": {
             **{"path": None, "tokenizer": None, "tokens": str(path)},
             **{"sequence_length": LENGTH, "shuffle": False},
         },
         "train": {
-            **{"steps": steps, "save_every": STEPS, "global_batch": ROWS},
+            **{"steps": 2 * STEPS, "save_every": STEPS, "global_batch": ROWS},
             **{"micro_batch": ROWS, "clip_grad_norm": None},
         },
         "optimizer": {
@@ -64,31 +64,55 @@ def job(root: Path, steps: range, **options: Any) -> dict[str, Any]:
     return {"model": LLAMA, "data": str(root / "data.pt"), "steps": list(steps), **options}
 
 
-def test_a_run_goes_on_from_fsdp2_and_fsdp2_from_the_run(runner: Any) -> None:
-    """Trains 20 steps there, 20 here; then 20 here, 20 there. The losses are those of 40 there."""
+@pytest.mark.parametrize(
+    ("options", "dtype", "bound"),
+    [
+        ({}, "fp32", 1e-6),
+        ({"computes": "bfloat16"}, "bf16", 5e-4),
+        ({"dtype": "bfloat16"}, "bf16", 2e-3),
+    ],
+    ids=["fp32", "masters", "bf16"],
+)
+def test_a_run_goes_on_from_fsdp2_and_fsdp2_from_the_run(
+    options: dict[str, str], dtype: str, bound: float, runner: Any
+) -> None:
+    """Trains 20 steps there, 20 here; then 20 here, 20 there. The losses are those of staying.
+
+    FSDP2 with mixed precision keeps fp32 parameters and moments, as a run in bf16 does. With
+    parameters in bf16 it rounds parameters and moments to bf16 in each step.
+    """
     root, saved, start = runner.root, runner.root / "checkpoint", runner.root / "start"
     _, stayed = run(
         root,
-        job(root, range(0), save=str(start)),
-        job(root, range(2 * STEPS), save_after=STEPS, save=str(saved)),
+        job(root, range(0), save=str(start), **options),
+        job(root, range(2 * STEPS), save_after=STEPS, save=str(saved), **options),
     )
     assert stayed[0] - stayed[-1] > 0.05, "the model learns"
-    moved = imported(runner, "moved", saved, 2 * STEPS)
-    print([abs(a / b - 1) for a, b in zip(losses_of(moved), stayed[STEPS:], strict=True)])
-    assert losses_of(moved) == pytest.approx(stayed[STEPS:], rel=TOLERANCE, abs=0)
-    left = imported(runner, "left", start, STEPS, "--weights-only")
-    assert losses_of(left) == pytest.approx(stayed[:STEPS], rel=TOLERANCE, abs=0)
+    moved = losses_of(imported(runner, "moved", saved, dtype))
+    check(moved, stayed[STEPS:], bound)
+    left = imported(runner, "left", start, dtype, "--weights-only")
+    here = losses_of(left)
+    if dtype == "fp32":
+        check(here, stayed, bound)
     out = root / "out"
-    code, output = runner.call("export", left, out, "--format", "dcp", "--verify")
+    words = ("--format", "dcp", "--step", str(STEPS), "--verify", "--dtype")
+    code, output = runner.call(
+        "export", left, out, *words, "bf16" if "dtype" in options else "fp32"
+    )
     assert code == 0 and "verified" in output, output
-    (continued,) = run(root, job(root, range(STEPS, 2 * STEPS), load=str(out)))
-    print([abs(a / b - 1) for a, b in zip(continued, stayed[STEPS:], strict=True)])
-    assert continued == pytest.approx(stayed[STEPS:], rel=TOLERANCE, abs=0)
+    (continued,) = run(root, job(root, range(STEPS, 2 * STEPS), load=str(out), **options))
+    check(continued, here[STEPS:], bound)
 
 
-def imported(runner: Any, name: str, source: Path, steps: int, *options: str) -> Path:
-    """Imports a checkpoint and trains on to step ``steps``; returns the run's directory."""
-    config, run_dir = configured(runner, name, steps), runner.root / name
+def check(losses: list[float], expected: list[float], bound: float) -> None:
+    """Compares losses, and prints the largest relative difference."""
+    print(max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)))
+    assert losses == pytest.approx(expected, rel=bound, abs=0)
+
+
+def imported(runner: Any, name: str, source: Path, dtype: str, *options: str) -> Path:
+    """Imports a checkpoint and trains on to the last step; returns the run's directory."""
+    config, run_dir = configured(runner, name, dtype), runner.root / name
     words = ("--config", config, "--run-dir", run_dir, "--verify", *options)
     code, output = runner.call("import", source, *words)
     assert code == 0, output

@@ -3,7 +3,8 @@
 The keys are ``model.<name>``, ``optimizer.state.<name>.<array>`` and
 ``optimizer.param_groups.<name>.<setting>``, as ``get_state_dict`` makes them with
 ``flatten_optimizer_state_dict`` (:mod:`torch.distributed.checkpoint.state_dict`).
-torch itself writes and reads the folder. One tensor at a time is in memory.
+A layout may have other names, such as torchtitan's. torch itself writes and reads the folder. One
+tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,36 +31,82 @@ MODEL, OPTIMIZER = "model", "optimizer"
 _Load = Callable[[], torch.Tensor]
 
 
-def outline_dcp(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Returns the tensors by their keys, on the meta device."""
-    values, loads = _described(state)
-    named = {
-        f"{section}.{key}": value for section in values for key, value in values[section].items()
-    }
-    return {key: named[key] for key in loads}
+class Layout(Protocol):
+    """Names and rows of a trainer's parameters. ``section``: the key of the weights; empty: the
+    weights are at the top.
+    """
+
+    section: str
+
+    def name(self, name: str) -> str:
+        """Returns the trainer's name of transformers' parameter."""
+
+    def moved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a parameter's weights or moments with the trainer's order of rows."""
+
+    def others(self) -> dict[str, dict[str, Any]]:
+        """Returns plain values that the trainer loads, by section and key."""
 
 
-def write_dcp(state: TrainingState, directory: Path, verifies: bool) -> None:
+class PlainLayout:
+    """transformers' names and rows."""
+
+    section = MODEL
+
+    def __init__(self, state: TrainingState) -> None:
+        """Takes the saved state, as other layouts do."""
+
+    def name(self, name: str) -> str:
+        """Returns the name."""
+        return name
+
+    def moved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor."""
+        return tensor
+
+    def others(self) -> dict[str, dict[str, Any]]:
+        """Returns nothing."""
+        return {}
+
+
+LayoutOf = Callable[[TrainingState], Layout]
+
+
+def outline_dcp(state: TrainingState, layout_of: LayoutOf = PlainLayout) -> dict[str, torch.Tensor]:
+    """Returns the tensors by their keys, on the meta device.
+
+    Raises:
+        ConfigError: the layout has no place for the model or its optimizer.
+    """
+    values, loads = _described(state, layout_of(state))
+    plain = _flat(values)
+    return {key: plain[key] for key in loads}
+
+
+def write_dcp(
+    state: TrainingState, directory: Path, verifies: bool, layout_of: LayoutOf = PlainLayout
+) -> None:
     """Writes the folder. ``verifies``: torch reads it again, and every value is compared.
 
     Raises:
+        ConfigError: the layout has no place for the model or its optimizer.
         StateError: a file of the saved state is damaged. Or a verified value differs.
     """
-    values, loads = _described(state)
+    values, loads = _described(state, layout_of(state))
     with _alone():
         save(values, checkpoint_id=directory, planner=_Saving(loads), no_dist=True)
     if verifies:
-        verify_dcp(state, directory)
+        verify_dcp(state, directory, layout_of)
 
 
-def verify_dcp(state: TrainingState, directory: Path) -> None:
+def verify_dcp(state: TrainingState, directory: Path, layout_of: LayoutOf = PlainLayout) -> None:
     """Reads the folder by torch, and compares every value with the saved state.
 
     Raises:
         StateError: a file of the saved state is damaged. Or a value differs.
     """
-    values, loads = _described(state)
-    plain = {f"{s}.{key}": value for s, part in values.items() for key, value in part.items()}
+    values, loads = _described(state, layout_of(state))
+    plain = _flat(values)
     planner = _Comparing(plain, loads, directory)
     with _alone():
         load(dict(plain), checkpoint_id=directory, planner=planner, no_dist=True)
@@ -79,7 +126,18 @@ def _alone() -> Iterator[None]:
             raise
 
 
-def _described(state: TrainingState) -> tuple[dict[str, dict[str, Any]], dict[str, _Load]]:
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by their full keys."""
+    flat: dict[str, Any] = {}
+    for section, value in values.items():
+        if isinstance(value, dict):
+            flat |= {f"{section}.{key}": each for key, each in value.items()}
+        else:
+            flat[section] = value
+    return flat
+
+
+def _described(state: TrainingState, layout: Layout) -> tuple[dict[str, Any], dict[str, _Load]]:
     """Returns the values by section and key, with tensors on the meta device, and the loaders of
     the tensors by their full keys.
     """
@@ -87,32 +145,38 @@ def _described(state: TrainingState) -> tuple[dict[str, dict[str, Any]], dict[st
     optimizer: dict[str, Any] = {}
     loads: dict[str, _Load] = {}
 
-    def add(
-        section: dict[str, Any], prefix: str, key: str, read: _Load, like: torch.Tensor
-    ) -> None:
-        section[key] = like
-        loads[f"{prefix}.{key}"] = read
+    def add(section: str, key: str, read: _Load, like: torch.Tensor) -> None:
+        part = optimizer if section == OPTIMIZER else model
+        part[key] = like
+        loads[f"{section}.{key}" if section else key] = read
 
     for parameter in state.parameters:
         shape = parameter.spec.shape
         like = torch.empty(shape, dtype=state.source.dtypes[parameter.spec.name], device="meta")
+        moved = partial(layout.moved, parameter.name)
         for name in parameter.names:
-            add(model, MODEL, name, partial(state.weight, parameter), like)
+            read = partial(_moved, moved, partial(state.weight, parameter))
+            add(layout.section, layout.name(name), read, like)
         if not parameter.spec.trainable:
             continue
-        key = f"state.{parameter.name}"
+        owner = layout.name(parameter.name)
         for array in state.arrays:
             like = torch.empty(shape, dtype=torch.float32, device="meta")
-            read = partial(state.array, parameter, array)
-            add(optimizer, OPTIMIZER, f"{key}.{array}", read, like)
+            read = partial(_moved, moved, partial(state.array, parameter, array))
+            add(OPTIMIZER, f"state.{owner}.{array}", read, like)
         if state.counts_steps:
             step = torch.tensor(float(state.step))
-            add(optimizer, OPTIMIZER, f"{key}.step", step.clone, step.to("meta"))
+            add(OPTIMIZER, f"state.{owner}.step", step.clone, step.to("meta"))
         for setting, value in state.settings(parameter).items():
-            optimizer[f"param_groups.{parameter.name}.{setting}"] = value
+            optimizer[f"param_groups.{owner}.{setting}"] = value
     for name, constant in state.source.constants.items():
-        add(model, MODEL, name, constant.clone, constant.to("meta"))
-    return {MODEL: model, OPTIMIZER: optimizer}, loads
+        add(layout.section, layout.name(name), constant.clone, constant.to("meta"))
+    weights = {layout.section: model} if layout.section else model
+    return {**weights, OPTIMIZER: optimizer, **layout.others()}, loads
+
+
+def _moved(move: Callable[[torch.Tensor], torch.Tensor], load: _Load) -> torch.Tensor:
+    return move(load())
 
 
 class _Saving(DefaultSavePlanner):

@@ -47,13 +47,14 @@ class SavedParameter:
     """A parameter of a saved state.
 
     ``names``: all names in the model, in the order of its ``state_dict()``; torch's optimizers use
-    the first. ``lr``: the rate of the next step.
+    the first. ``lr``: the rate of the next step. ``initial_lr``: the rate before schedules.
     """
 
     names: tuple[str, ...]
     block: int
     spec: TensorSpec
     lr: float
+    initial_lr: float
     weight_decay: float
 
     @property
@@ -65,7 +66,8 @@ class SavedParameter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
     """A saved state. ``parameters`` are in the order of ``named_parameters()``. ``constants`` are
-    the persistent buffers. ``arrays``: the names of the optimizer's arrays.
+    the persistent buffers. ``arrays``: the names of the optimizer's arrays. ``rate``: the learning
+    rate of the next step. ``tokens_seen``: places of the samples that were trained.
     """
 
     state_dir: Path
@@ -75,13 +77,22 @@ class TrainingState:
     parameters: tuple[SavedParameter, ...]
     arrays: tuple[str, ...]
     base: Mapping[int, Path]
+    rate: float
+    tokens_seen: int
 
     @classmethod
     def of(
-        cls, run_dir: Path, state_dir: Path, *, step: int, rate: float, dtype: DType
+        cls,
+        run_dir: Path,
+        state_dir: Path,
+        *,
+        step: int,
+        rate: float,
+        dtype: DType,
+        samples_seen: int = 0,
     ) -> TrainingState:
         """Returns the state of step ``step``. ``rate``: the learning rate of the next step.
-        ``dtype``: type of the written weights.
+        ``dtype``: type of the written weights. ``samples_seen``: samples of the steps.
 
         Raises:
             StateError: the run's files are damaged.
@@ -102,6 +113,8 @@ class TrainingState:
             parameters=_parameters(source, files.config.optimizer, rate),
             arrays=tuple(files.table.state_arrays),
             base=base_paths(state_dir),
+            rate=rate,
+            tokens_seen=samples_seen * files.config.data.sequence_length,
         )
 
     def weight(self, parameter: SavedParameter) -> torch.Tensor:
@@ -128,13 +141,16 @@ class TrainingState:
         return self._read(self._path(parameter), key, parameter.spec)
 
     def settings(self, parameter: SavedParameter) -> dict[str, Any]:
-        """Returns the settings of the parameter's group, all that torch's optimizer has."""
+        """Returns the settings of the parameter's group: all that torch's optimizer has, and
+        ``initial_lr``, which torch's schedulers of the rate add and ask for.
+        """
         config, made = self.optimizer, torch_optimizer(self.optimizer.name)
         keys = config.name.traits.hyperparameters
         arguments: dict[str, Any] = {_ARGUMENTS[key]: getattr(config, key.value) for key in keys}
         arguments |= {"lr": parameter.lr, "weight_decay": parameter.weight_decay}
         (group,) = made([torch.empty(0)], **arguments).param_groups
-        return {key: value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in group.items() if key != "params"}
+        return {**settings, "initial_lr": parameter.initial_lr}
 
     @property
     def counts_steps(self) -> bool:
@@ -192,6 +208,7 @@ def _parameters(
                 block=block.index,
                 spec=spec,
                 lr=rate * (1.0 if step is None else step.rate),
+                initial_lr=config.lr * (1.0 if step is None else step.rate),
                 weight_decay=0.0 if step is None else step.weight_decay,
             )
     return tuple(made[name] for name in first if name in made)

@@ -1,79 +1,37 @@
-"""torchtitan's names and orders of rows as those of transformers, for llama3 and qwen3.
+"""Checkpoints with torchtitan's names and rows as those of transformers.
 
-The names of llama3 are those of torchtitan at commit 9db065018e077ae3fc2693e0d28dd426ac659a2f, in
-its ``state_dict_adapter.py``. Those of qwen3 are of 1a618d1d75dc67b78977fb35a785633b70e5999e. In
-release 0.3.0 some names have ``qkv_linear`` and ``lm_head``.
-
-torchtitan's llama3 rotates neighbouring rows of q and k. transformers rotates rows of two halves of
-a head. So these rows are moved, in weights and in moments. Release 0.3.0 keeps moments of q, k and
-v in one tensor.
+Release 0.3.0 keeps moments of q, k and v in one tensor, which is divided.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from penstock.host.errors import ConfigError
+from penstock.models.checkpoints.exports.torchtitan import (
+    EMBEDDING,
+    FUSED,
+    Heads,
+    fused_name,
+    has_moved_rows,
+    names_of,
+)
 from penstock.models.exchange.dcp.metadata import METADATA, ChunkedTensor
 from penstock.models.exchange.dcp.names import NamedContents
 from penstock.models.exchange.foreign import WEIGHT, ForeignState, ForeignTensor
 from penstock.models.surgery.skeleton import Skeleton
 
 KIND = "torchtitan"
-EMBEDDING = "tok_embeddings.weight"
-Load = Callable[[], torch.Tensor]
-
-_TOP: Mapping[str, str] = MappingProxyType(
-    {
-        EMBEDDING: "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
-)
-_MODULES: Mapping[str, str] = MappingProxyType(
-    {
-        **{f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"},
-        **{f"attention.qkv_linear.w{x}": f"self_attn.{x}_proj" for x in "qkv"},
-        "attention.q_norm": "self_attn.q_norm",
-        "attention.k_norm": "self_attn.k_norm",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-)
-"""Modules of a layer."""
-_FUSED = "attention.qkv_linear.wqkv"
-_PROJECTIONS = tuple(f"self_attn.{x}_proj" for x in "qkv")
-_NAME = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 
 
 def is_titan(contents: NamedContents) -> bool:
     """Returns whether the parameters have torchtitan's names."""
     return (EMBEDDING, WEIGHT) in contents.tensors
-
-
-def names_of(name: str) -> tuple[str, ...]:
-    """Returns transformers' names of a parameter; three for a joined projection, none if neither
-    llama3 nor qwen3 has the parameter.
-    """
-    if name in _TOP:
-        return (_TOP[name],)
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return ()
-    layer, module = match.groups()
-    modules = _PROJECTIONS if module == _FUSED else tuple(filter(None, [_MODULES.get(module)]))
-    return tuple(f"model.layers.{layer}.{each}.weight" for each in modules)
 
 
 def as_transformers(path: Path, contents: NamedContents, state: ForeignState) -> ForeignState:
@@ -85,8 +43,8 @@ def as_transformers(path: Path, contents: NamedContents, state: ForeignState) ->
     """
     every = {name for name, _ in contents.tensors} | set(contents.steps)
     unknown = sorted(name for name in every if not names_of(name))
-    if unknown or any((_fused(name), WEIGHT) in contents.tensors for name in every):
-        shown = unknown[0] if unknown else _FUSED
+    if unknown or any((fused_name(name), WEIGHT) in contents.tensors for name in every):
+        shown = unknown[0] if unknown else FUSED
         raise ConfigError(
             f"{path / METADATA}: is of torchtitan and has {shown}, which is not in its llama3 or"
             " qwen3; convert the checkpoint there to files of Hugging Face"
@@ -104,36 +62,13 @@ def as_transformers(path: Path, contents: NamedContents, state: ForeignState) ->
     tensors = partial(_tensors, path, contents)
 
     def fit(skeleton: Skeleton, trained: Collection[str]) -> ForeignState:
-        config = skeleton.model.config
-        size = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        return replace(known, tensors=tuple(tensors(_Heads(size=size))), fit=None)
+        heads = Heads.of(skeleton.model.config)
+        return replace(known, tensors=tuple(tensors(heads)), fit=None)
 
     return replace(known, tensors=tuple(tensors(None)), fit=fit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    """Rows of a head."""
-
-    size: int
-
-    def halves(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns rows of pairs as rows of halves, head by head. Shape ``(rows, columns)``."""
-        parts = tensor.reshape(-1, self.size // 2, 2, *tensor.shape[1:])
-        return parts.transpose(1, 2).reshape(tensor.shape)
-
-    def part(self, tensor: torch.Tensor, number: int, queries: int) -> torch.Tensor:
-        """Returns the rows of q, k or v of a joined tensor. Each group has ``queries`` heads of q,
-        one of k and one of v.
-        """
-        groups = tensor.reshape(-1, queries + 2, self.size, *tensor.shape[1:])
-        first, last = ((0, queries), (queries, queries + 1), (queries + 1, queries + 2))[number]
-        return groups[:, first:last].reshape(-1, *tensor.shape[1:])
-
-
-def _tensors(path: Path, contents: NamedContents, heads: _Heads | None) -> Iterator[ForeignTensor]:
+def _tensors(path: Path, contents: NamedContents, heads: Heads | None) -> Iterator[ForeignTensor]:
     rotates_pairs = not any(".q_norm." in name for name, _ in contents.tensors)
     for (name, role), tensor in contents.tensors.items():
         names = names_of(name)
@@ -141,7 +76,7 @@ def _tensors(path: Path, contents: NamedContents, heads: _Heads | None) -> Itera
         if len(names) > 1:
             rows = _rows(path, contents, name, tensor)
         for number, to in enumerate(names):
-            moves = rotates_pairs and (".q_proj." in to or ".k_proj." in to)
+            moves = rotates_pairs and has_moved_rows(to)
             shape = (rows[number], *tensor.shape[1:]) if rows else tensor.shape
             load = tensor.load
             if moves or len(names) > 1:
@@ -178,7 +113,7 @@ def _rows(path: Path, contents: NamedContents, name: str, tensor: ChunkedTensor)
 def _load(
     path: Path,
     tensor: ChunkedTensor,
-    heads: _Heads | None,
+    heads: Heads | None,
     rows: list[int],
     fused: int | None,
     *,
@@ -194,8 +129,3 @@ def _load(
     if fused is not None:
         value = heads.part(value, fused, rows[0] // rows[1])
     return heads.halves(value) if moves else value
-
-
-def _fused(name: str) -> str:
-    match = _NAME.fullmatch(name)
-    return "" if match is None else f"layers.{match[1]}.{_FUSED}.weight"

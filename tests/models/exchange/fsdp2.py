@@ -3,6 +3,7 @@
 ``python -m tests.models.exchange.fsdp2 FOLDER RANK`` is one of :data:`RANKS` processes. A job of
 ``jobs.json`` trains steps of its data, after the checkpoint ``load`` if the job names one. The job
 writes losses, the checkpoint ``save``, and ``full``: the complete numbers as torch gathers them.
+``dtype`` is that of parameters; ``computes`` is the type of a step over parameters in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 RANKS = 2
@@ -73,9 +74,10 @@ def work(job: dict[str, Any], rank: int) -> None:
     model = model_of(job["model"], getattr(torch, job.get("dtype", "float32")))
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(part in name for part in job.get("freeze", ()))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    computes = getattr(torch, job["computes"]) if "computes" in job else None
+    policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=computes and torch.float32)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     optimizer = optimizer_of(model)
     flat = StateDictOptions(flatten_optimizer_state_dict=not job.get("nested", False))
     if job.get("load"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +26,18 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.models.checkpoints import export
 from penstock.models.checkpoints.exports.dcp import verify_dcp
 from penstock.models.checkpoints.exports.training import TrainingState
+from penstock.models.exchange.dcp.metadata import Values, read_contents
 from penstock.models.exchange.readers import open_checkpoint
 from penstock.models.prepare import prepare
+from penstock.models.surgery.hf import load_run_config
+from penstock.models.surgery.skeleton import build_skeleton
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 from tests.models.exchange.fsdp2 import LLAMA, optimizer_of
 
 STEP, LATER_RATE = 12, 0.25
 EMBEDDING = "model.embed_tokens.weight"
+QWEN_TIED = {"model_type": "qwen3", "tie_word_embeddings": True}
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +155,73 @@ def test_torch_loads_weights_moments_and_settings(
     read = {t.name if t.role == "weight" else f"{t.role}.{t.name}": t.load() for t in again.tensors}
     assert expected.keys() <= read.keys() and read.keys() - expected.keys() <= {"lm_head.weight"}
     assert all(torch.equal(read[key], value) for key, value in expected.items())
+
+
+def test_torch_loads_a_scheduler_s_settings_of_the_groups(tmp_path: Path) -> None:
+    """A scheduler adds the rate before schedules to the groups, and the load asks for each key."""
+    run_dir, out = run_of(tmp_path / "root"), tmp_path / "out"
+    assert export_dcp(run_dir, state_of(run_dir, "state"), out) == 0
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run_dir / "model"))
+    optimizer = optimizer_of(model)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=out, no_dist=True)
+    assert state[f"param_groups.{EMBEDDING}.lr"] == LATER_RATE
+    assert (
+        state[f"param_groups.{EMBEDDING}.initial_lr"] == RunDirectory(run_dir).config.optimizer.lr
+    )
+
+
+@pytest.mark.parametrize(
+    "hf", [{}, {"model_type": "qwen3"}, QWEN_TIED], ids=["llama", "qwen3", "tied"]
+)
+def test_an_export_with_torchtitan_s_names_has_the_same_bits_after_an_import(
+    hf: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, out = run_of(tmp_path / "root", hf={**hf, "head_dim": 4}), tmp_path / "out"
+    state = state_of(run_dir, "state")
+    options = ("--format", "torchtitan", "--samples", "48", "--verify")
+    assert export_dcp(run_dir, state, out, *options) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "one weight_decay for all parameters, 0.1" in json.loads(line)["note"]
+    contents = read_contents(out)
+    assert ("tok_embeddings.weight",) in contents.tensors
+    values = {keys: Values(out).read(place) for keys, place in contents.values.items()}
+    assert values["train_state", "step"] == STEP
+    assert values["train_state", "ntokens_seen"] == 48 * 16
+    assert values["lr_scheduler", "last_epoch"] == STEP
+    assert values["lr_scheduler", "_last_lr"] == [LATER_RATE]
+    again = open_checkpoint(out)
+    assert (again.kind, again.step) == ("torchtitan", STEP)
+    skeleton = build_skeleton(load_run_config(run_dir))
+    fitted = again.fitted(skeleton, {name for name, _ in skeleton.model.named_parameters()})
+    read = {t.name if t.role == "weight" else f"{t.role}.{t.name}": t for t in fitted.tensors}
+    expected = numbers(run_dir, state)
+    assert read.keys() - expected.keys() == (
+        {"lm_head.weight"} if "tie_word_embeddings" in hf else set()
+    )
+    assert all(torch.equal(read[key].load(), value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hf": {"tie_word_embeddings": True}}, "its llama3 ties no weights"),
+        ({"hf": {"head_dim": 8}}, "its llama3 has no head_dim of its own, such as 8"),
+        ({"hf": {"attention_bias": True}}, r"q_proj.bias has no name in its llama3 and qwen3"),
+        ({"hf": {"model_type": "mistral"}}, "models of type 'mistral' have no names there"),
+        ({"optimizer": {"name": "sgd"}}, "trains with Adam and AdamW, and optimizer.name is sgd"),
+    ],
+)
+def test_a_run_that_torchtitan_has_no_place_for_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, out = run_of(tmp_path / "root", **changes), tmp_path / "out"
+    assert export_dcp(run_dir, state_of(run_dir, "state"), out, "--format", "torchtitan") == 2
+    error = capsys.readouterr().err
+    assert re.search(f"--names torchtitan: .*{words}.*; leave --names out", error), error
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
 def test_narrow_weights_and_the_list_of_tensors(
