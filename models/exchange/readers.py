@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.host.errors import ConfigError
+from penstock.models.exchange.dcp.joined import AutomodelReader
 from penstock.models.exchange.dcp.reader import DcpReader
 from penstock.models.exchange.deepspeed.universal import UniversalReader
 from penstock.models.exchange.deepspeed.zero import ZeroReader
@@ -15,6 +16,7 @@ from penstock.models.exchange.trainer import TrainerCheckpoint
 READERS: tuple[Reader, ...] = (
     SavedState(),
     DcpReader(),
+    AutomodelReader(),
     UniversalReader(),
     ZeroReader(),
     TrainerCheckpoint(),

@@ -20,6 +20,7 @@ from penstock.host.files import DAMAGED, is_file, parse_json
 from penstock.models.adapters.files import SETTINGS
 from penstock.models.checkpoints.conversion import all_names
 from penstock.models.checkpoints.files import few
+from penstock.models.exchange.dcp.joined import fsdp_shards, has_fsdp_shards
 from penstock.models.exchange.folders import (
     ModelWeights,
     adapter_weights,
@@ -42,6 +43,9 @@ from penstock.models.exchange.unpickler import StandIn
 from penstock.models.surgery.skeleton import Skeleton
 
 STATE, OPTIMIZER, SCHEDULE = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+_WHOLE = "optimizer.bin"
+"""Name of the optimizer's state that FSDP has gathered."""
+_KIND = "trainer"
 _ARGUMENTS = "training_args.bin"
 _REMEDY = "give --weights-only"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -114,14 +118,17 @@ class TrainerCheckpoint:
             ConfigError: the checkpoint has DeepSpeed's or FSDP's form; names the folder to give.
             StateError: weights are missing or damaged.
         """
+        is_adapter = is_file(path / SETTINGS)
+        if has_fsdp_shards(path) and not is_adapter:
+            return _of_shards(path)
         _refuse_distributed(path)
         progress = _progress(path)
-        is_adapter = is_file(path / SETTINGS)
         weights = ModelWeights(tensors=adapter_weights(path)) if is_adapter else model_weights(path)
-        optimizer = _read_optimizer(path / OPTIMIZER, progress.optimizer)
+        whole = is_file(path / _WHOLE) and not is_file(path / OPTIMIZER)
+        optimizer = _read_optimizer(path / (_WHOLE if whole else OPTIMIZER), progress.optimizer)
         schedule, notes = _read_schedule(path / SCHEDULE, len(optimizer.groups))
         state = ForeignState(
-            kind="trainer",
+            kind=_KIND,
             path=path,
             tensors=weights.tensors,
             step=progress.step,
@@ -146,6 +153,17 @@ class TrainerCheckpoint:
             return _with_optimizer(fitted, optimizer, names)
 
         return replace(_with_optimizer(state, optimizer, groups), fit=fit)
+
+
+def _of_shards(path: Path) -> ForeignState:
+    """Returns a checkpoint with FSDP's shards."""
+    state, progress = fsdp_shards(path, _KIND), _progress(path)
+    return replace(
+        state,
+        step=progress.step if state.step is None else state.step,
+        samples_seen=progress.samples_seen,
+        notes=(*state.notes, *progress.notes),
+    )
 
 
 def _refuse_distributed(path: Path) -> None:

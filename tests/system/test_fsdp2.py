@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.models.exchange.readers import open_checkpoint
 from tests.models.exchange.fsdp2 import (
     BETAS,
     DECAY,
@@ -88,6 +89,7 @@ def test_a_run_goes_on_from_fsdp2_and_fsdp2_from_the_run(
         job(root, range(2 * STEPS), save_after=STEPS, save=str(saved), **options),
     )
     assert stayed[0] - stayed[-1] > 0.05, "the model learns"
+    check_shards(saved, root / "checkpoint-trainer")
     moved = losses_of(imported(runner, "moved", saved, dtype))
     check(moved, stayed[STEPS:], bound)
     left = imported(runner, "left", start, dtype, "--weights-only")
@@ -108,6 +110,17 @@ def check(losses: list[float], expected: list[float], bound: float) -> None:
     """Compares losses, and prints the largest relative difference."""
     print(max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)))
     assert losses == pytest.approx(expected, rel=bound, abs=0)
+
+
+def check_shards(saved: Path, folder: Path) -> None:
+    """Compares the Trainer's folder with FSDP's shards of both ranks, bit by bit."""
+    first, second = open_checkpoint(saved), open_checkpoint(folder)
+    assert (second.kind, second.steps, second.groups) == ("trainer", first.steps, first.groups)
+    values = {(tensor.name, tensor.role): tensor.load() for tensor in first.tensors}
+    assert len(values) == len(second.tensors)
+    for tensor in second.tensors:
+        assert torch.equal(tensor.load(), values[tensor.name, tensor.role]), tensor.name
+        assert "__0_0.distcp" in tensor.file and "__1_0.distcp" in tensor.file
 
 
 def imported(runner: Any, name: str, source: Path, dtype: str, *options: str) -> Path:

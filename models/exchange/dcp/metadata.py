@@ -67,10 +67,10 @@ class ChunkedTensor:
         """Bytes in files."""
         return sum(chunk.place.length for chunk in self.chunks)
 
-    @property
-    def files(self) -> str:
-        """The files of the chunks, separated by commas."""
-        return ", ".join(sorted({chunk.place.file for chunk in self.chunks}))
+    def files(self, path: Path) -> str:
+        """Returns the files of the chunks, relative to ``path`` and separated by commas."""
+        folder = self.folder.relative_to(path)
+        return ", ".join(sorted({str(folder / chunk.place.file) for chunk in self.chunks}))
 
     def load(self) -> torch.Tensor:
         """Returns the tensor, over the mapped file if a single chunk holds all.

@@ -1,4 +1,4 @@
-"""Reads folders of torch.distributed.checkpoint as FSDP2, torchtitan and NeMo Automodel save them.
+"""Reads folders of torch.distributed.checkpoint as FSDP2 and torchtitan save them.
 
 :func:`torch.distributed.checkpoint.state_dict.get_state_dict` names the parameters, with nested or
 flattened groups. Plain ``state_dict()`` of a model is read, too.
@@ -43,7 +43,7 @@ def state_of(path: Path, contents: NamedContents, kind: str = KIND) -> ForeignSt
         kind=kind,
         path=path,
         tensors=tuple(
-            foreign_tensor(name, role, tensor) for (name, role), tensor in contents.tensors.items()
+            _tensor(path, name, role, tensor) for (name, role), tensor in contents.tensors.items()
         ),
         step=_step(contents),
         steps=contents.steps,
@@ -52,8 +52,8 @@ def state_of(path: Path, contents: NamedContents, kind: str = KIND) -> ForeignSt
     )
 
 
-def foreign_tensor(name: str, role: str, tensor: ChunkedTensor) -> ForeignTensor:
-    """Returns a tensor under a name and a role."""
+def _tensor(path: Path, name: str, role: str, tensor: ChunkedTensor) -> ForeignTensor:
+    """Returns a tensor under a name and a role. Its files are relative to ``path``."""
     return ForeignTensor(
         name=name,
         role=role,
@@ -61,7 +61,7 @@ def foreign_tensor(name: str, role: str, tensor: ChunkedTensor) -> ForeignTensor
         shape=tensor.shape,
         num_elements=tensor.num_elements,
         num_bytes=tensor.num_bytes,
-        file=tensor.files,
+        file=tensor.files(path),
         load=tensor.load,
     )
 

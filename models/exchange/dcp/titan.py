@@ -92,7 +92,7 @@ def _tensors(path: Path, contents: NamedContents, heads: Heads | None) -> Iterat
                 num_bytes=tensor.num_bytes
                 if len(names) == 1
                 else num_elements * tensor.dtype.itemsize,
-                file=tensor.files,
+                file=tensor.files(path),
                 load=load,
             )
 

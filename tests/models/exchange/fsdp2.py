@@ -2,7 +2,8 @@
 
 ``python -m tests.models.exchange.fsdp2 FOLDER RANK`` is one of :data:`RANKS` processes. A job of
 ``jobs.json`` trains steps of its data, after the checkpoint ``load`` if the job names one. The job
-writes losses, the checkpoint ``save``, and ``full``: the complete numbers as torch gathers them.
+writes losses, the checkpoint ``save`` with a copy by accelerate (``save-trainer``), and ``full``:
+the complete numbers as torch gathers them.
 ``dtype`` is that of parameters; ``computes`` is the type of a step over parameters in fp32.
 """
 
@@ -12,16 +13,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import PartialState
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType, fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerState
 
 RANKS = 2
 LLAMA: dict[str, Any] = {
@@ -110,6 +114,26 @@ def work(job: dict[str, Any], rank: int) -> None:
         Path(job["losses"]).write_text(json.dumps(losses))
 
 
+def trainer_folder(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    kind: StateDictType = StateDictType.SHARDED_STATE_DICT,
+) -> Path:
+    """Saves as transformers' Trainer does with FSDP2, through accelerate."""
+    PartialState(cpu=True)  # accelerate's log asks for it
+    folder.mkdir(exist_ok=True)
+    plugin = SimpleNamespace(fsdp_version=2, state_dict_type=kind)
+    plugin.state_dict_config = SimpleNamespace(offload_to_cpu=False, rank0_only=False)
+    accelerator = SimpleNamespace(num_processes=1, process_index=0, is_fsdp2=True)
+    save_fsdp_model(plugin, accelerator, model, folder)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    state = TrainerState(global_step=step, train_batch_size=ROWS // RANKS)
+    state.save_to_json(str(folder / "trainer_state.json"))
+    return folder
+
+
 def _save(
     job: dict[str, Any],
     model: nn.Module,
@@ -121,6 +145,8 @@ def _save(
         weights, state = get_state_dict(model, optimizer, options=options)
         values = {"model": weights, job.get("section", "optimizer"): state}
         dcp.save(values, checkpoint_id=job["save"])
+        step = job.get("save_after", len(job["steps"]))
+        trainer_folder(Path(f"{job['save']}-trainer"), model, optimizer, step)
     if job.get("full"):
         gathered = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
         weights, state = get_state_dict(model, optimizer, options=gathered)
