@@ -111,6 +111,7 @@ def import_run(
     """
     run_dir = run_dir.absolute()
     _refuse_files(run_dir)
+    _refuse_nesting(run_dir.resolve(), request.source.resolve())
     check(config, request, say, starter)
     make_directory(run_dir)
     with RunLock.acquire(train_lock_path(run_dir), wait_s=0.0):
@@ -233,6 +234,14 @@ def _refuse_files(run_dir: Path) -> None:
         raise ConfigError(
             f"--run-dir {run_dir}: has files ({content[0].name}); an import makes a new run, name"
             " another directory"
+        )
+
+
+def _refuse_nesting(run_dir: Path, source: Path) -> None:
+    if source in (run_dir, *run_dir.parents) or run_dir in source.parents:
+        raise ConfigError(
+            f"--run-dir {run_dir}: lies in the checkpoint {source}, or contains it; name another"
+            " directory"
         )
 
 

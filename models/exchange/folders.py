@@ -62,6 +62,14 @@ class ModelWeights:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """The model's settings, completed by transformers."""
+        if self.skeleton is None:
+            return None
+        settings: dict[str, Any] = self.skeleton.model.config.to_dict()
+        return settings
+
 
 class ModelFolder:
     """Reads the weights of a Hugging Face model."""
@@ -84,6 +92,7 @@ class ModelFolder:
             kind="hf",
             path=path,
             tensors=weights.tensors,
+            model_settings=weights.settings,
             problems=weights.problems,
             notes=weights.notes,
         )

@@ -95,11 +95,12 @@ class ForeignState:
     """A checkpoint. ``step``: steps of the optimizer; None if the checkpoint does not say.
 
     ``steps``: steps by parameter, where the checkpoint counts them so. ``samples_seen``: samples
-    consumed, where the checkpoint counts them. ``schedule`` None: only ``groups`` have learning
-    rates. ``problems``: faults that an import would refuse,
-    each in a sentence that names the file and the remedy. ``state_problems``: those of the
-    optimizer's state, which an import of weights alone leaves behind. ``notes``: facts for the
-    user. ``fit``: see :meth:`fitted`; None: the checkpoint has all names.
+    consumed, where the checkpoint counts them; ``samples_note`` says how. ``model_settings``: those
+    of the checkpoint's config.json, completed by transformers. ``schedule`` None: only ``groups``
+    have learning rates. ``problems``: faults that an import would refuse, each in a sentence that
+    names the file and the remedy. ``state_problems``: those of the optimizer's state, which an
+    import of weights alone leaves behind. ``notes``: facts for the user. ``fit``: see
+    :meth:`fitted`; None: the checkpoint has all names.
     """
 
     kind: str
@@ -108,6 +109,8 @@ class ForeignState:
     step: int | None = None
     steps: Mapping[str, int] = field(default_factory=dict)
     samples_seen: int | None = None
+    samples_note: str = ""
+    model_settings: Mapping[str, Any] | None = None
     groups: tuple[ForeignGroup, ...] = ()
     schedule: ForeignSchedule | None = None
     problems: tuple[str, ...] = ()

@@ -42,6 +42,8 @@ from penstock.shm.table import DType
 PIECE_ELEMENTS = 1 << 22
 """Elements that are converted at once."""
 _SHOWN_PROBLEMS = 3
+_SQUARES = ("exp_avg_sq", "sum")
+"""Arrays of squared gradients: of Adam and of Adagrad."""
 Say = Callable[[str], None]
 
 
@@ -172,7 +174,13 @@ def _converted(each: Assignment, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for start in range(0, count, PIECE_ELEMENTS):
         piece = flat[start : start + PIECE_ELEMENTS].to(dtype).contiguous()
         # In one pass: a NaN is both, and isfinite().all() takes 30 times as long.
-        if not torch.stack(piece.aminmax()).isfinite().all():
+        ends = torch.stack(piece.aminmax())
+        if source.role in _SQUARES and ends[0] < 0:
+            raise ConfigError(
+                f"{source.file}: {source.role} of {source.name} has negative numbers, of which the"
+                " optimizer takes roots; import an earlier checkpoint, or give --weights-only"
+            )
+        if not ends.isfinite().all():
             raise ConfigError(
                 f"{source.file}: {source.role} of {source.name} has numbers that are not finite, or"
                 f" that {str(dtype).removeprefix('torch.')} cannot hold; import an earlier"

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from penstock.config.schema import Config
-from penstock.models.checkpoints.conversion import all_names, folded
-from penstock.models.checkpoints.files import few
+from penstock.models.adapters.settings import is_adapter_tensor
+from penstock.models.checkpoints.conversion import all_names
 from penstock.models.exchange.foreign import (
     MASTER,
     WEIGHT,
     ForeignState,
     ForeignTensor,
 )
+from penstock.models.exchange.settings import (
+    ForeignRate,
+    compare_models,
+    compare_settings,
+    listed,
+    rates_of,
+)
 from penstock.models.surgery.skeleton import Skeleton
-from penstock.protocol.plan.groups import tensor_steps
 from penstock.shm.table import BlockTable, TensorSpec
 
 FROZEN = "frozen"
 """Array of tensors that the run does not train. Other arrays are ``master`` and those of the
 optimizer's state."""
-_NAMES = 6
+_MOST = 1 << 53
+"""Most steps or samples: JSON readers round larger numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,30 +67,6 @@ class Assignment:
             "shape": list(self.spec.shape),
             "block": self.block,
             "from": source,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignRate:
-    """A learning rate of the checkpoint, which the client compares with the configuration's curve.
-    ``field``: name of the rate in the checkpoint. ``is_peak``: the rate after warmup, else that of
-    the next step. ``factor``: of ``optimizer.groups``. ``tensors``: names, shortened.
-    """
-
-    field: str
-    value: float
-    is_peak: bool
-    factor: float
-    tensors: str
-
-    def to_fields(self) -> dict[str, Any]:
-        """Returns the JSON object of the report."""
-        return {
-            "field": self.field,
-            "checkpoint": self.value,
-            "is_peak": self.is_peak,
-            "factor": self.factor,
-            "tensors": self.tensors,
         }
 
 
@@ -141,35 +123,35 @@ def plan_import(
     for tensor in state.tensors:
         by_key.setdefault((tensor.name, tensor.role), tensor)
     names_of = _names_of(table, skeleton)
-    arrays = () if options.weights_only else table.state_arrays
-    assignments, used = [], set[tuple[str, str]]()
-    for block in table.blocks:
-        for spec in block.tensors:
-            for each in _assigned(block.index, spec, arrays, names_of[spec.name], by_key):
-                assignments.append(each)
-                if each.source is not None:
-                    used.add((each.source.name, each.source.role))
-    zeros = () if not options.weights_only else table.state_arrays
-    lacking = [each for each in assignments if each.source is None]
-    _say_lacking(lacking, by_key, state, findings)
-    assignments += [
-        Assignment(block=block.index, spec=spec, array=array, source=None)
+    only_weights = options.weights_only or bool(state.state_problems)  # arrays may have no names
+    assignments = [
+        each
         for block in table.blocks
         for spec in block.tensors
-        if spec.trainable
-        for array in zeros
+        for each in _assigned(block.index, spec, table.state_arrays, names_of[spec.name], by_key)
     ]
+    if options.weights_only:
+        assignments = [
+            each if each.array in (MASTER, FROZEN) else replace(each, source=None)
+            for each in assignments
+        ]
+    used = {(each.source.name, each.source.role) for each in assignments if each.source is not None}
+    lacking = [each for each in assignments if each.source is None]
+    if only_weights:
+        lacking = [each for each in lacking if each.array in (MASTER, FROZEN)]
+    _say_lacking(lacking, by_key, state, findings)
     order = (MASTER, *table.state_arrays, FROZEN)  # as in the files of a save
     assignments.sort(key=lambda each: (each.block, order.index(each.array)))
     _check_shapes(assignments, findings)
     _check_ties(names_of, by_key, findings)
     unused = [tensor for key, tensor in by_key.items() if key not in used]
-    _say_unused(unused, used, table, skeleton, options, findings)
+    _say_unused(unused, used, table, skeleton, only_weights, findings)
     step, samples_seen = _position(state, config, table, names_of, options, findings)
+    findings.notes += compare_models(state, skeleton.model.config.to_dict())
     rates: tuple[ForeignRate, ...] = ()
     if not options.weights_only:
-        _compare_settings(state, step, config, table, names_of, findings)
-        rates = tuple(_rates(state, config, table, names_of))
+        findings.notes += compare_settings(state, step, config, table, names_of)
+        rates = tuple(rates_of(state, config, table, names_of))
     return ImportPlan(
         kind=state.kind,
         step=step,
@@ -219,13 +201,17 @@ def _say_lacking(
     for array, tensors in names.items():
         if array in (MASTER, FROZEN):
             present = sorted({name for name, role in by_key if role in (MASTER, WEIGHT)})
+            if any(map(is_adapter_tensor, tensors)):
+                remedy = "remove the section adapter; or train a new adapter with model.path"
+            else:
+                remedy = "give the configuration of the model that was trained"
             findings.problems.append(
-                f"{state.path}: has no weights of {_listed(tensors)}; it has weights of"
-                f" {_listed(present)}"
+                f"{state.path}: has no weights of {listed(tensors)}; it has weights of"
+                f" {listed(present)}; {remedy}"
             )
         elif array in roles:
             findings.problems.append(
-                f"{state.path}: has no {array} of {_listed(tensors)}, which the configuration"
+                f"{state.path}: has no {array} of {listed(tensors)}, which the configuration"
                 " trains; exclude the tensors by train.freeze, or give --weights-only"
             )
         else:
@@ -238,10 +224,13 @@ def _say_lacking(
 
 
 def _check_shapes(assignments: Sequence[Assignment], findings: _Findings) -> None:
+    integers: dict[tuple[str, str, str], list[str]] = {}
     for each in assignments:
         source = each.source
         if source is None:
             continue
+        if "float" not in source.dtype:
+            integers.setdefault((source.file, source.role, source.dtype), []).append(source.name)
         if source.shape is None:
             fits = source.num_elements == each.spec.num_elements
         else:
@@ -250,8 +239,13 @@ def _check_shapes(assignments: Sequence[Assignment], findings: _Findings) -> Non
             size = source.num_elements if source.shape is None else list(source.shape)
             findings.problems.append(
                 f"{source.file}: {source.role} of {source.name} has shape {size}, the"
-                f" configuration's model has {list(each.spec.shape)}"
+                f" configuration's model has {list(each.spec.shape)}; give the configuration of the"
+                " model that was trained"
             )
+    for (file, role, dtype), names in integers.items():
+        findings.problems.append(
+            f"{file}: {role} of {listed(names)} is of type {dtype}; give fp32, fp16 or bf16"
+        )
 
 
 def _check_ties(
@@ -276,32 +270,44 @@ def _say_unused(
     used: Collection[tuple[str, str]],
     table: BlockTable,
     skeleton: Skeleton,
-    options: ImportOptions,
+    only_weights: bool,
     findings: _Findings,
 ) -> None:
-    """Refuses parameters that the run has no place for. Notes other tensors."""
+    """Refuses parameters that the run has no place for. Notes other tensors. ``only_weights``: not
+    of the optimizer's arrays.
+    """
     parameters = {name for name, _ in used}
     aliases = {n: names for names in all_names(skeleton).values() for n in names}
     frozen = {s.name for block in table.blocks for s in block.tensors if not s.trainable}
     buffers = {name for name, _ in skeleton.model.named_buffers()}
-    foreign, moments = [], []
+    foreign, moments, others = [], [], set()
     for tensor in unused:
         known = set(aliases.get(tensor.name, [tensor.name]))
         if tensor.role in (MASTER, WEIGHT):
             if not known & parameters and tensor.name not in buffers:
                 foreign.append(tensor.name)
-        elif not options.weights_only and known & frozen:
+        elif only_weights:
+            continue
+        elif known & frozen:
             moments.append(tensor.name)
-        elif not options.weights_only and not known & parameters:
+        elif not known & parameters:
             foreign.append(tensor.name)
+        elif tensor.role not in table.state_arrays:
+            others.add(tensor.role)
     if foreign:
         findings.problems.append(
-            f"the configuration's model has no place for {_listed(foreign)} of the checkpoint;"
+            f"the configuration's model has no place for {listed(foreign)} of the checkpoint;"
             " give the configuration of the model that was trained"
+        )
+    if others and not findings.problems:
+        findings.problems.append(
+            f"the checkpoint's optimizer keeps {', '.join(sorted(others))}, the configuration's"
+            f" {', '.join(table.state_arrays) or 'nothing'}; set optimizer.name to the checkpoint's"
+            " optimizer, or give --weights-only"
         )
     if moments:
         findings.notes.append(
-            f"the optimizer's state of {_listed(moments)} is left out: the configuration does not"
+            f"the optimizer's state of {listed(moments)} is left out: the configuration does not"
             " train them"
         )
 
@@ -348,82 +354,30 @@ def _position(
             f"samples seen: {step} steps of train.global_batch {batch}; --samples-seen gives"
             " another number"
         )
+    elif options.samples_seen is None:
+        findings.notes += [state.samples_note] if state.samples_note else []
+        if samples_seen != step * batch:
+            findings.notes.append(
+                f"train.global_batch is {batch}, the checkpoint has {samples_seen} samples in"
+                f" {step} steps"
+            )
+    _check_counts(step, samples_seen, config, state, findings)
     return step, samples_seen
 
 
-def _compare_settings(
-    state: ForeignState,
-    step: int,
-    config: Config,
-    table: BlockTable,
-    names_of: Mapping[str, Sequence[str]],
-    findings: _Findings,
+def _check_counts(
+    step: int, samples_seen: int, config: Config, state: ForeignState, findings: _Findings
 ) -> None:
-    """Notes settings of the optimizer that differ; those of the configuration hold."""
-    optimizer, groups, schedule = config.optimizer, state.groups, state.schedule
-    if schedule is not None and schedule.steps not in (None, step):
-        findings.notes.append(
-            f"{schedule.file}: last_epoch is {schedule.steps}, the optimizer has {step} steps;"
-            f" optimizer.schedule goes on from step {step}"
-        )
-    for name, here in (("betas", optimizer.betas), ("eps", optimizer.eps)):
-        foreign = {getattr(group, name) for group in groups} - {None}
-        if foreign - {here}:
-            findings.notes.append(
-                f"optimizer.{name} is {here}, the checkpoint has"
-                f" {', '.join(str(value) for value in sorted(foreign))}"
+    for name, count, remedy in (
+        ("the step", step, "copy the checkpoint again"),
+        ("samples seen", samples_seen, "give --samples-seen"),
+    ):
+        if not 0 <= count <= _MOST:
+            findings.problems.append(
+                f"{state.path}: {name}: {count} is no count from 0 to {_MOST}; {remedy}"
             )
-    decays = {name: group.weight_decay for group in groups for name in group.names}
-    differing: dict[tuple[float, float], list[str]] = {}
-    for block in table.blocks:
-        for spec, here, _ in tensor_steps(optimizer, table, block.index):
-            known = (decays[n] for n in names_of[spec.name] if n in decays)
-            foreign_decay = next(known, None)
-            if foreign_decay is not None and foreign_decay != here:
-                differing.setdefault((here, foreign_decay), []).append(spec.name)
-    for (here, foreign_decay), names in differing.items():
+    if 0 < config.train.steps <= step <= _MOST:
         findings.notes.append(
-            f"weight decay of {_listed(names)} is {here:g} in the configuration,"
-            f" {foreign_decay:g} in the checkpoint"
+            f"train.steps is {config.train.steps}, the checkpoint has {step} steps: nothing is left"
+            " to train; a larger train.steps goes on"
         )
-
-
-def _rates(
-    state: ForeignState, config: Config, table: BlockTable, names_of: Mapping[str, Sequence[str]]
-) -> Iterator[ForeignRate]:
-    """Yields the learning rates of the checkpoint, each with the trained tensors that have it."""
-    factors = {
-        alias: factor
-        for block in table.blocks
-        for spec, _, factor in tensor_steps(config.optimizer, table, block.index)
-        for alias in names_of[spec.name]
-    }
-    names: dict[tuple[str, float, bool, float], list[str]] = {}
-    for number, group in enumerate(state.groups):
-        trained = {name: factors[name] for name in group.names if name in factors}
-        if group.names and not trained:
-            continue
-        values = [("lr of param_groups", group.lr, False)]
-        if (schedule := state.schedule) is not None:
-            rate, bases = schedule.rates[number], schedule.base_rates[number : number + 1]
-            values = values if group.lr != rate else []
-            values.append((f"_last_lr of {schedule.file}", rate, False))
-            values += [(f"base_lrs of {schedule.file}", base, True) for base in bases]
-        for field_name, value, is_peak in values:
-            if value is None or not math.isfinite(value):
-                continue
-            for name, factor in trained.items() or (("", 1.0),):
-                names.setdefault((field_name, value, is_peak, factor), []).append(name)
-    for (field_name, value, is_peak, factor), tensors in names.items():
-        yield ForeignRate(
-            field=field_name,
-            value=value,
-            is_peak=is_peak,
-            factor=factor,
-            tensors=_listed([name for name in tensors if name]),
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    count = f"{len(names)} tensors " if len(names) > _NAMES else ""
-    return f"{count}{few(folded(names), _NAMES)}" or "nothing"

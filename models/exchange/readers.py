@@ -38,8 +38,16 @@ def open_checkpoint(path: Path) -> ForeignState:
     for reader in READERS:
         if reader.recognises(path):
             return reader.open(path)
+    if inner := sorted(path.glob("checkpoint-*"), key=_number):
+        raise ConfigError(f"{path}: has checkpoints of transformers' Trainer; give {inner[-1]}")
     raise ConfigError(
         f"{path}: is no checkpoint that Penstock reads; give a folder of Torch DCP (.metadata), of"
         " DeepSpeed (zero/, or *_optim_states.pt), of transformers' Trainer (optimizer.pt), or a"
         " model folder (*.safetensors)"
     )
+
+
+def _number(path: Path) -> int:
+    """Returns the step in the name of a Trainer's checkpoint; 0 without a step."""
+    digits = path.name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0

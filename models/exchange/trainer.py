@@ -91,16 +91,16 @@ class _Optimizer:
     path: Path
     groups: tuple[_Group, ...] = ()
     problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Progress:
     """The Trainer's progress. ``samples_seen`` None: the files do not say."""
 
-    step: int
-    samples_seen: int | None
-    optimizer: str | None
+    step: int | None = None
+    samples_seen: int | None = None
+    samples_note: str = ""
+    optimizer: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -133,10 +133,12 @@ class TrainerCheckpoint:
             tensors=weights.tensors,
             step=progress.step,
             samples_seen=progress.samples_seen,
+            samples_note=progress.samples_note,
+            model_settings=weights.settings,
             schedule=schedule,
             problems=weights.problems,
             state_problems=optimizer.problems,
-            notes=(*weights.notes, *progress.notes, *optimizer.notes, *notes),
+            notes=(*weights.notes, *progress.notes, *notes),
         )
         if weights.composite is not None:
             problem = f"{path}: the optimizer's state of a model of several parts is not read"
@@ -183,32 +185,50 @@ def _progress(path: Path) -> _Progress:
     """Returns the Trainer's progress by ``trainer_state.json``.
 
     Raises:
-        StateError: the file is missing or damaged.
+        StateError: the file is damaged.
     """
-    try:
-        fields = parse_json((path / STATE).read_bytes())
-        step, batch = int(fields["global_step"]), fields.get("train_batch_size")
-        epoch = float(fields.get("epoch") or 0.0)
-    except (OSError, *DAMAGED) as error:
-        raise StateError(f"{path / STATE}: is missing or damaged: {error!r}") from error
+    file = path / STATE
     arguments = _arguments(path / _ARGUMENTS)
     name = arguments.get("optim")
     optimizer = str(name.args[0]) if isinstance(name, StandIn) and name.args else None
+    if not is_file(file):
+        note = f"{file}: is missing, so the step is that of the optimizer"
+        return _Progress(optimizer=optimizer, notes=(note,))
+    try:
+        fields = expect(parse_json(file.read_bytes()), dict, file, "its content")
+    except (OSError, *DAMAGED) as error:
+        raise StateError(f"{file}: is damaged ({error}); copy the checkpoint again") from error
+    step = _count(fields, "global_step", 0, file)
     accumulation = arguments.get("gradient_accumulation_steps")
-    if not isinstance(batch, int) or not isinstance(accumulation, int):
-        return _Progress(step=step, samples_seen=None, optimizer=optimizer)
-    ranks = max(1, len(list(path.glob("rng_state_*.pth"))))
-    notes = [
+    if fields.get("train_batch_size") is None or not isinstance(accumulation, int):
+        return _Progress(step=step, optimizer=optimizer)
+    batch, ranks = _count(fields, "train_batch_size", 1, file), _num_ranks(path)
+    note = (
         f"samples seen: {step} steps of {batch} samples, {accumulation} times, in {ranks} processes"
-    ]
-    if epoch > 1:
-        notes.append("the last batches of an epoch may have been smaller; --samples-seen corrects")
+    )
+    if isinstance(epoch := fields.get("epoch"), int | float) and epoch > 1:
+        note += "; the last batches of an epoch may have been smaller, --samples-seen corrects"
     return _Progress(
         step=step,
         samples_seen=step * batch * accumulation * ranks,
+        samples_note=note,
         optimizer=optimizer,
-        notes=tuple(notes),
     )
+
+
+def _count(fields: Mapping[Any, Any], key: str, least: int, file: Path) -> int:
+    value = fields.get(key)
+    if type(value) is not int or value < least:
+        raise StateError(
+            f"{file}: {key} is {value!r:.40}, in place of a whole number of at least {least};"
+            " copy the checkpoint again"
+        )
+    return value
+
+
+def _num_ranks(path: Path) -> int:
+    """Returns the number of processes, by their files."""
+    return max(1, len(list(path.glob("rng_state_*.pth"))))
 
 
 def _arguments(path: Path) -> Mapping[str, Any]:
@@ -239,7 +259,7 @@ def _read_optimizer(path: Path, name: str | None) -> _Optimizer:
     if not any(member.arrays for group in groups for member in group.members):
         problem = f"{path}: the optimizer has no state, as before its first step; {_REMEDY}"
         return _Optimizer(path=path, problems=(problem,))
-    return _Optimizer(path=path, groups=groups, notes=tuple(_notes(settings)))
+    return _Optimizer(path=path, groups=groups)
 
 
 def _other_optimizer(
@@ -292,23 +312,21 @@ def _numbered(path: Path, number: Any, states: Mapping[Any, Any]) -> _Numbered:
     step = _number(entry.get("step"))
     if isinstance(step, PickledTensor):
         raise StateError(f"{path}: step of parameter {number} has {step.num_elements} numbers")
-    if step is not None and (not isinstance(step, int | float) or not math.isfinite(step)):
-        raise StateError(f"{path}: step of parameter {number} is {step!r}")
+    if step is not None and not _is_count(step):
+        raise StateError(f"{path}: step of parameter {number} is {step!r}, in place of a count")
     return _Numbered(number=number, arrays=arrays, step=None if step is None else int(step))
+
+
+def _is_count(value: Any) -> bool:
+    """Returns whether a number counts steps; torch keeps the count in fp32."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return is_number and value >= 0 and value == int(value)
 
 
 def _plain(name: str) -> str:
     """Returns a name without the prefixes of wrappers."""
     parts = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in parts)
-
-
-def _notes(groups: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
-    if any(group.get("decoupled_weight_decay") is False for group in groups):
-        yield (
-            "the optimizer is Adam, which adds weight decay to the gradient; optimizer.name adam"
-            " is the same"
-        )
 
 
 def _read_schedule(path: Path, num_groups: int) -> tuple[ForeignSchedule | None, tuple[str, ...]]:
@@ -330,7 +348,7 @@ def _read_schedule(path: Path, num_groups: int) -> tuple[ForeignSchedule | None,
         steps = expect(fields.get("last_epoch"), int, path, "last_epoch") if bases else None
     except StateError as error:
         return None, (f"the schedule's rates are not compared: {error}",)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if not bases:
         notes = (f"{path}: the schedule follows the losses; optimizer.schedule has no such curve",)
     schedule = ForeignSchedule(file=path.name, rates=rates, base_rates=bases, steps=steps)
@@ -436,11 +454,18 @@ def _with_optimizer(
             tensors += _moments(name, member, optimizer.path.name)
             if member.step is not None:
                 steps[name] = member.step
-    counts = set(steps.values())
+    counts, notes = set(steps.values()), list(state.notes)
+    step = counts.pop() if len(counts) == 1 else state.step
+    if state.step not in (None, step):
+        notes.append(
+            f"{STATE}: global_step is {state.step}, the optimizer has {step} steps, from which the"
+            " run goes on"
+        )
     return replace(
         state,
         tensors=tuple(tensors),
-        step=counts.pop() if len(counts) == 1 else state.step,
+        step=step,
+        notes=tuple(notes),
         steps=steps,
         groups=tuple(groups),
         state_problems=tuple(problems),

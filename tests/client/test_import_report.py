@@ -1,15 +1,17 @@
-"""Learning rates of an imported checkpoint, compared with those of the configuration."""
+"""Imports without a process: places that are refused, and learning rates in the report."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import get_scheduler
 
-from penstock.client.exchange.imports import compare_rates
+from penstock.client.exchange.imports import Import, compare_rates, import_run
 from penstock.config.schema import Config, parse_config
+from penstock.host.errors import ConfigError
 
 STEPS, WARMUP, DONE = 40, 4, 20
 PEAK = 1e-2
@@ -93,3 +95,19 @@ def test_epochs_are_compared_once_they_are_steps() -> None:
     compare_rates(fields, later)
     assert "learning rates are not compared" in fields["notes"][0]
     assert "configuration" not in fields["rates"][0]
+
+
+@pytest.mark.parametrize(
+    ("source", "run_dir"),
+    [("a/checkpoint", "a/checkpoint/run"), ("a/checkpoint", "a"), ("a/checkpoint", "link/b/run")],
+)
+def test_run_and_checkpoint_lie_apart(source: str, run_dir: str, tmp_path: Path) -> None:
+    """A repeated import removes the files of an interrupted one."""
+    (tmp_path / source).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / source)
+    request = Import(source=tmp_path / source)
+    if run_dir == "a":
+        (tmp_path / run_dir / "importing.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"--run-dir .*: lies in the checkpoint .* or contains"):
+        import_run(config(), tmp_path / run_dir, request, lambda line: None, None)
+    assert (tmp_path / source).is_dir() and not list((tmp_path / source).iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,21 +53,28 @@ def checkpoint(tied: bool) -> ForeignState:
     )
 
 
-def planned(state: ForeignState, *, tied: bool, weights_only: bool = False) -> ImportPlan:
+def planned(
+    state: ForeignState,
+    *,
+    tied: bool,
+    weights_only: bool = False,
+    samples_seen: int | None = None,
+    **optimizer: Any,
+) -> ImportPlan:
     fields = {**TINY_LLAMA, "tie_word_embeddings": tied}
     config = parse_config(
         {
             "model": {"hf": fields, "dtype": "fp32"},
             "data": {"path": "a", "tokenizer": "byte", "sequence_length": 8},
             "train": {"steps": 9, "global_batch": 4},
-            "optimizer": {"weight_decay": 0.1},
+            "optimizer": {"weight_decay": 0.1, **optimizer},
         },
         source="test",
     )
     hf_config = LlamaConfig(**fields)
     skeleton = build_skeleton(hf_config)
     table = build_table(config, hf_config)
-    options = ImportOptions(weights_only=weights_only)
+    options = ImportOptions(weights_only=weights_only, samples_seen=samples_seen)
     return plan_import(state, config, table, skeleton, options)
 
 
@@ -129,3 +137,74 @@ def test_rates_have_names_of_their_place() -> None:
     plan = planned(replace(state, schedule=replace(schedule, steps=2)), tied=False)
     assert any("last_epoch is 2, the optimizer has 3 steps" in note for note in plan.notes)
     assert planned(state, tied=False, weights_only=True).rates == ()
+
+
+def test_another_optimizers_arrays_are_refused() -> None:
+    """Lion's exp_avg is not Adam's, though both have the name."""
+    (problem,) = planned(checkpoint(tied=False), tied=False, name="lion").problems
+    assert "keeps exp_avg_sq, the configuration's exp_avg; set optimizer.name" in problem
+    assert not planned(checkpoint(tied=False), tied=False, name="lion", weights_only=True).problems
+    (group,) = checkpoint(tied=False).groups
+    state = replace(
+        checkpoint(tied=False), groups=(replace(group, others={"decoupled_weight_decay": False}),)
+    )
+    notes = planned(state, tied=False).notes
+    assert any("applies weight decay to gradients, optimizer.name adamw" in each for each in notes)
+    notes = planned(state, tied=False, name="adam").notes
+    assert not any("applies weight decay" in each for each in notes)
+
+
+def test_the_optimizers_own_problem_is_the_only_one() -> None:
+    state = checkpoint(tied=False)
+    named = [
+        replace(each, name=f"parameter {number}") if each.role != WEIGHT else each
+        for number, each in enumerate(state.tensors)
+    ]
+    state = replace(state, tensors=tuple(named), state_problems=("p; give --weights-only",))
+    assert planned(state, tied=False).problems == ("p; give --weights-only",)
+    assert planned(state, tied=False, weights_only=True).problems == ()
+
+
+def test_integers_are_no_moments() -> None:
+    state = checkpoint(tied=False)
+    wrong = [
+        tensor(each.name, each.role, each.load().int()) if each.role == "exp_avg" else each
+        for each in state.tensors
+    ]
+    (problem,) = planned(replace(state, tensors=tuple(wrong)), tied=False).problems
+    assert problem.startswith("a: exp_avg of") and "is of type int32" in problem
+
+
+def test_settings_of_the_model_are_compared() -> None:
+    settings = LlamaConfig(**{**TINY_LLAMA, "tie_word_embeddings": False}).to_dict()
+    state = replace(checkpoint(tied=False), model_settings={**settings, "use_cache": False})
+    same = planned(state, tied=False).notes
+    assert not any("config.json" in note for note in same)
+    state = replace(state, model_settings={**settings, "rms_norm_eps": 0.5, "_name_or_path": "b"})
+    notes = [note for note in planned(state, tied=False).notes if "config.json" in note]
+    (note,) = notes
+    assert note.startswith("rms_norm_eps is 0.5 in the checkpoint's config.json, 1e-06 in the")
+    state = replace(state, model_settings={"model_type": "gpt2", "n_embd": 4})
+    notes = [note for note in planned(state, tied=False).notes if "config.json" in note]
+    assert len(notes) == 1 and notes[0].startswith("model_type is gpt2")
+
+
+def test_counts_have_bounds() -> None:
+    state = checkpoint(tied=False)
+    (problem,) = planned(state, tied=False, samples_seen=10**30).problems
+    assert f"samples seen: {10**30} is no count" in problem and "--samples-seen" in problem
+    many = replace(state, steps=dict.fromkeys(state.steps, 10**30), samples_seen=0)
+    assert any(
+        f"the step: {10**30} is no count" in each for each in planned(many, tied=False).problems
+    )
+    done = replace(state, steps=dict.fromkeys(state.steps, 9))
+    assert any("nothing is left to train" in note for note in planned(done, tied=False).notes)
+
+
+def test_another_batch_is_a_note() -> None:
+    state = replace(checkpoint(tied=False), samples_seen=24, samples_note="how")
+    notes = planned(state, tied=False).notes
+    assert "how" in notes
+    assert "train.global_batch is 4, the checkpoint has 24 samples in 3 steps" in notes
+    notes = planned(state, tied=False, samples_seen=12).notes
+    assert not any("how" in note or "global_batch" in note for note in notes)

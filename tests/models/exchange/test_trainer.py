@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.config.adapter import AdapterConfig
 from penstock.host.errors import ConfigError, StateError
@@ -262,10 +263,101 @@ def test_odd_schedules_are_notes(fields: dict[str, Any] | None, words: str, copi
     assert any(words in note for note in state.notes), state.notes
 
 
-def test_damaged_progress_is_named(copied: Path) -> None:
-    (copied / "trainer_state.json").write_text("{")
-    with pytest.raises(StateError, match=r"trainer_state\.json"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is damaged"),
+        ("[1]", "its content is of type list"),
+        ('{"global_step": "2"}', "global_step is '2', in place of a whole number of at least 0"),
+        ('{"global_step": 2.5}', "global_step is 2.5"),
+        ('{"global_step": true}', "global_step is True"),
+        ('{"global_step": -2}', "global_step is -2"),
+        ("{}", "global_step is None"),
+        ('{"global_step": 2, "train_batch_size": 0}', "train_batch_size is 0, in place of"),
+    ],
+)
+def test_damaged_progress_is_named(text: str, words: str, copied: Path) -> None:
+    (copied / "trainer_state.json").write_text(text)
+    with pytest.raises(StateError, match=r"trainer_state\.json: .*") as caught:
         open_checkpoint(copied)
+    assert words in str(caught.value)
+
+
+def test_progress_is_not_needed(copied: Path) -> None:
+    path = copied / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "global_step": 7}))
+    state = open_checkpoint(copied)
+    assert state.step == 2
+    assert any("global_step is 7, the optimizer has 2 steps" in note for note in state.notes)
+    path.unlink()
+    state = open_checkpoint(copied)
+    assert (state.step, state.samples_seen) == (2, None)
+    assert any("trainer_state.json: is missing" in note for note in state.notes)
+
+
+@pytest.mark.parametrize("step", [float("nan"), -5.0, 2.5])
+def test_a_step_that_is_no_count_is_refused(step: float, copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    state = torch.load(file)
+    state["state"][3]["step"] = torch.tensor(step)
+    torch.save(state, file)
+    problem = problem_of(open_checkpoint(copied))
+    assert f"step of parameter 3 is {step}, in place of a count" in problem
+
+
+def test_an_optimizer_of_8_bits_is_refused(copied: Path) -> None:
+    """The names are those of bitsandbytes."""
+    file = copied / "optimizer.pt"
+    state = torch.load(file)
+    for entry in state["state"].values():
+        moments = entry.pop("exp_avg"), entry.pop("exp_avg_sq")
+        entry |= {"state1": moments[0].to(torch.int8), "state2": moments[1].to(torch.int8)}
+    torch.save(state, file)
+    assert "keeps state1, state2; only AdamW's state is read" in problem_of(open_checkpoint(copied))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_another_number_of_parameters_is_refused(change: int, copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    state = torch.load(file)
+    numbers = state["param_groups"][0]["params"]
+    _ = numbers.pop() if change < 0 else numbers.append(99)
+    torch.save(state, file)
+    (problem,) = open_checkpoint(copied).state_problems
+    assert f"has groups of {16 + change} and 5 parameters" in problem and REMEDY in problem
+
+
+def test_no_weight_decay_and_biases(tmp_path: Path) -> None:
+    """The Trainer makes two groups in any case; gpt2 has biases and transposed weights."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    trained = train(tmp_path, model=model, weight_decay=0.0)
+    state = open_checkpoint(trained.path)
+    check(state, trained)
+    assert [group.weight_decay for group in state.groups] == [0.0, 0.0]
+
+
+def test_shards_are_read_and_missing_ones_named(plain: Trained, copied: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(copied)
+    (copied / "model.safetensors").unlink()
+    model.save_pretrained(copied, max_shard_size="8KB")
+    shards = sorted(copied.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    check(open_checkpoint(copied), plain)
+    shards[-1].write_bytes(shards[-1].read_bytes()[:-100])
+    with pytest.raises(StateError, match=shards[-1].name):
+        open_checkpoint(copied)
+    shards[-1].unlink()
+    with pytest.raises(StateError, match=f"{shards[-1].name}.* missing"):
+        open_checkpoint(copied)
+
+
+def test_the_folder_of_several_checkpoints_names_the_last(plain: Trained, tmp_path: Path) -> None:
+    for number in (2, 10):
+        shutil.copytree(plain.path, tmp_path / f"checkpoint-{number}")
+    with pytest.raises(ConfigError, match=r"give .*checkpoint-10"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
